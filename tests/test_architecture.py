@@ -159,8 +159,24 @@ def test_names_of_environment_variables_stand_in_one_module() -> None:
     """In messages too, they are put together from there."""
     quoted = re.compile(r"""["']TRAINSPEC_[A-Z_]+["']""")
     files = {file.name for file in PACKAGE.rglob("*.py") if quoted.search(file.read_text(encoding="utf-8"))}
-    hook = "sitecustomize.py"  # it runs without the package; tests/launcher/own_command/test_hook.py compares the names
+    hook = "sitecustomize.py"  # it runs without the package; tests/wings/own_script/test_hook.py compares the names
     assert files == {"environment_names.py", hook}
+
+
+NOT_OURS = {"hf_datasets", "torch"}
+"""First folders of other projects' files that comments name."""
+
+
+def test_comments_name_files_that_are_there() -> None:
+    naming = re.compile(r"`((?:\w+/)+\w+\.py)`")
+    missing = []
+    for file in PACKAGE.rglob("*.py"):
+        room = PACKAGE / file.relative_to(PACKAGE).parts[0]
+        for name in naming.findall(file.read_text(encoding="utf-8")):
+            places = (PACKAGE.parent, PACKAGE, room, file.parent)
+            if name.split("/")[0] not in NOT_OURS and not any((place / name).is_file() for place in places):
+                missing.append(f"{file.relative_to(PACKAGE)}: {name}")
+    assert sorted(missing) == []
 
 
 def test_a_name_of_a_class_means_one_thing() -> None:

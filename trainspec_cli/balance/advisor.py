@@ -1,7 +1,7 @@
 """The supervisor's part of the scheduler: it follows a run's speeds, and proposes another layout where that pays.
 
-The workers know their speeds and report them (`run/folder/speeds.py`); the planner, which they do not have, finds the
-layout that is fastest at these speeds; the workers take it up between two steps (`run/folder/proposals.py`).
+The workers know their speeds and report them (`run/folder/looks.py`); the planner, which they do not have, finds the
+layout that is fastest at these speeds; the workers take it up between two steps (`run/folder/looks.py`).
 """
 
 from __future__ import annotations

@@ -370,7 +370,7 @@ class PacedSteps:
         even = even_division(layout, int(setup.micro_batch_size), keeps_micro_batches=self._keeps)
         number = even.count_micro_batches(self._samples)
         fixed_s, each_s = cluster.lines(condition, number, self._samples / ranks)
-        speeds = _speeds_of_paced_step(fixed_s / number, each_s)
+        speeds = _shared_speeds(fixed_s / number, each_s)
         # The division that the live scheduler would decide on at these speeds, by the same function.
         division = best_division(
             even, self._samples, speeds, largest, parts.gradients_each_s, keeps_micro_batches=self._keeps
@@ -448,7 +448,7 @@ def _least_s(once_s: float, twice_s: float, size: float, most: float) -> float:
     return once_s / size - fixed_part_s(once_s, twice_s) * (1 / size - 1 / most)
 
 
-def _speeds_of_paced_step(fixed_s: Floats, each_s: Floats) -> list[Speed]:
+def _shared_speeds(fixed_s: Floats, each_s: Floats) -> list[Speed]:
     """Return the speeds of ranks; those that are alike are one object."""
     kinds, places = np.unique(np.stack([fixed_s, each_s]), axis=1, return_inverse=True)
     known = [Speed(fixed, each) for fixed, each in kinds.T.tolist()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,12 @@ _TRUNK = {
     "kernels": Command("clusters", "measure which kernels are fastest here, for a recipe", takes_keys=True),
     "export": Command("other engines", "write a run's weights as a Hugging Face folder", takes_run=True),
 }
-_ALL = {**_TRUNK, **{name: command for wing in find_wings().values() for name, command in wing.commands.items()}}
+_OF_WINGS = {
+    name: replace(command, folder=f"trainspec_cli.wings.{wing}.commands")
+    for wing, found in find_wings().items()
+    for name, command in found.commands.items()
+}
+_ALL = _TRUNK | _OF_WINGS
 COMMANDS = {name: command for group in GROUPS for name, command in _ALL.items() if command.group == group}
 """The commands by name, in the order of the help."""
 COMPLETE = "complete"

@@ -48,7 +48,7 @@ class Command:
     takes_keys: bool = False  # `key=value` arguments, which the shell's completion offers
     takes_run: bool = False  # its first argument is a run
     takes_command: bool = False  # a user's own command follows after `--`
-    folder: str = "trainspec_cli.cli"  # the package of the command's module
+    folder: str = "trainspec_cli.cli"  # the package of the command's module; of a wing, its `commands`
     function: str = ""  # of the module and its function, where they cannot have the command's name
 
     def module_of(self, name: str) -> str:

@@ -2,7 +2,7 @@
 
 Pinning memory that exists already (torch pins only what it allocates itself, and rounds that up to powers of two), and
 NCCL: its version, and a process group whose errors leave the process alive. Kernels that need CUDA (Triton, cuDNN) say
-so in the table of kernels, `spec/recipe/kernels.py`.
+so in the table of kernels, `recipe/keys/kernels.py`.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ PASSING = ("gradients", "activations", "loss", "logits", "collectives", "fragmen
 """Causes of memory that a process has none of between two steps."""
 STATE = ("parameters", "optimizer", "error feedback")
 MOVING_BYTES = 2.0 * 2**26
-"""A bucket of the state that is being moved (`engine/checkpoint/moves.py`), and its messages."""
+"""A bucket of the state that is being moved (`engine/checkpoint/reshard.py`), and its messages."""
 
 
 def moving_bytes(before: LocalPrediction, after: LocalPrediction) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from trainspec_cli.core.errors import Problem
-from trainspec_cli.core.wings import Part, Point, find_wings, parts_of
+from trainspec_cli.core.wings import MISSING_WING, Part, Point, find_wings, parts_of
 from trainspec_cli.recipe.keys.resilience import SitesSpec
 from trainspec_cli.recipe.keys.run import RunSpec
 
@@ -64,7 +64,7 @@ def keys_of_wings(spec: RunSpec) -> Iterator[Problem]:
             path = keys.key if is_used else keys.section
             if is_used or section != keys.defaults:
                 message = f"`{path}` is set, and this installation lacks its part trainspec_cli/wings/{keys.wing}"
-                yield Problem("missing_wing", message, path, f"install all of trainspec, or type {keys.otherwise}")
+                yield Problem(MISSING_WING, message, path, f"install all of trainspec, or type {keys.otherwise}")
             continue
         for name in keys.of_one_start if not is_used else ():
             if (value := getattr(section, name)) is not None:

@@ -238,7 +238,7 @@ def render_chart(
         return ""
     columns = _column_means(_finite(points), width * 2, first, last)
     low, high = _padded_range([y for y in columns if y is not None])
-    rows = [row.rstrip(chr(_BLANK)) for row in _draw_of_chart(columns, low, high, width, height)]
+    rows = [row.rstrip(chr(_BLANK)) for row in _draw_braille(columns, low, high, width, height)]
     return _with_axes(rows, (low, high), (first, last), width, title)
 
 
@@ -301,7 +301,7 @@ def _padded_range(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def _draw_of_chart(columns: Sequence[float | None], low: float, high: float, width: int, height: int) -> list[str]:
+def _draw_braille(columns: Sequence[float | None], low: float, high: float, width: int, height: int) -> list[str]:
     """Rows of braille, top first; neighbouring points are joined by a line."""
     cells = [[_BLANK] * width for _ in range(height)]
     dots_high = height * 4

@@ -115,7 +115,7 @@ def describe_event(event: Event) -> str:
             return f"step {event.step}: {group}{where}: {format_rate(now)}, {change} before step {event.since_step}"
         case WarningEvent():
             return f"step {event.step}: warning: {event.message}"
-    return event.describe()
+    return ""
 
 
 def first_text_parts(event: FirstTextEvent) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The supervisor: it feeds what the backend observes to `policy.recovery`, does what that decides, and leaves nothing
+"""The supervisor: it feeds what the backend observes to `run.recovery`, does what that decides, and leaves nothing
 running.
 """
 

@@ -1,4 +1,4 @@
-"""The chance to fit rests on the error of published runs: what stands in `memory/fit.py` is counted from them."""
+"""The chance to fit rests on the error of published runs: what stands in `memory/predict.py` is counted from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `init.from` completes, and what it refuses. Weights that mean something are in engine/test_initial.py."""
+"""What `init.from` completes and refuses; tests/engine/build/test_initial.py trains from real weights."""
 
 from __future__ import annotations
 

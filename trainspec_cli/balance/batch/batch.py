@@ -16,7 +16,7 @@ from trainspec_cli.recipe.rules.layout import largest_size
 def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: float, max_steps: int) -> float:
     """Return the rate of update `step` (0 is the first) of a run of `max_steps`.
 
-    `step` may lie between two updates, where one update stands for several (see `balance/batch/batch_schedule.py`).
+    `step` may lie between two updates, where one update stands for several (see `BatchSchedule`).
     """
     if step < schedule.warmup_steps:
         return min(peak_lr, peak_lr * (step + 1) / schedule.warmup_steps)
@@ -103,7 +103,7 @@ class BatchSchedule:
     """Samples of the first step, and the fewest of any."""
     lr_rule: ShrinkRule
     stages: tuple[BatchStage, ...]
-    """The first is from 0 on. One alone for `noise`, which decides while it runs (`balance/batch/noise.py`)."""
+    """The first is from 0 on. One alone for `noise`, which decides while it runs."""
 
     @property
     def run_samples(self) -> int:
@@ -116,7 +116,7 @@ class BatchSchedule:
 
 
 def schedule_batches(spec: RunSpec) -> BatchSchedule:
-    """Return the batch schedule of a recipe that `spec.rules` found no fault with."""
+    """Return the batch schedule of a recipe that `recipe.rules` found no fault with."""
     batching = spec.batching
     rule = spec.batching.schedule.lr_rule
     return BatchSchedule(

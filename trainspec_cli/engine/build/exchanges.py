@@ -37,7 +37,7 @@ STEP_EXCHANGES: Mapping[str, Collection[str]] = {
     "expert_shard": ("all_gather", "reduce_scatter", "all_to_all"),
     # Gradients over replicas, in one sum or in tiers: rows are swapped, and sums gathered.
     "dp_replicate": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
-    # Loss, norm, noise and the ranks' reports end the step (run/step.py); experts' visits (parallel/balance.py).
+    # Loss, norm, noise and the ranks' reports end the step (run/step.py); experts' visits (parallel/pipeline.py).
     "all": ("all_reduce",),
 }
 """Every exchange of a step inside a replica group, by the axis of its ranks; compressed gradients are swapped and

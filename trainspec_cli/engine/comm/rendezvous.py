@@ -1,7 +1,7 @@
 """The store of a job on several nodes: a client of the job's rendezvous server.
 
 torch's own TCPStore listens on every interface and trusts every connection. This one proves the job's secret first
-(`wire/handshake.py`); the server is `launcher/rendezvous/server.py`.
+(`core/wire/handshake.py`); the server is `run/rendezvous/server.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A part is what one data-parallel rank computes between two exchanges: a micro-batch, or its whole step. Its gradient G
 is seen as it is about to be summed with others'. Where the part is w of the step's samples, its mean gradient is
-g = G / w, and w |g|^2 = |G|^2 / w is added up over the parts (`policy/batch/noise.py` says what for). Ranks that work
+g = G / w, and w |g|^2 = |G|^2 / w is added up over the parts (`balance/batch/batch.py` says what for). Ranks that work
 on one part together hold its gradient each in a way of its own, by parameter (`Held`), and experts are trained together
 by the data-parallel ranks whose tokens they get: their parts are the samples of all of these.
 """

@@ -212,7 +212,7 @@ def _hint(plan: Plan, failed: MemorySetting) -> str:
 #
 # A rank that exchanges nothing with others makes the step again in place. Elsewhere the other ranks are inside
 # collectives that this one has left: they save the state of the step's beginning (`emergency.py`), all processes end,
-# and the supervisor starts them with the next setting of the plan's ladder (`policy/recovery/memory.py`). Each
+# and the supervisor starts them with the next setting of the plan's ladder (`run/recovery/memory.py`). Each
 # replica group is healed by the others instead.
 
 

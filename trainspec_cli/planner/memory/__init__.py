@@ -4,7 +4,7 @@
 - `frameworks`: any framework, from published formulas and constants. Compiled runs, what the engine does not build, and
   the backtest's published runs.
 - `local`: one process on this machine's CPU, from a probe of it: resident bytes, with the heap's holes.
-- the trace (`launcher/measuring.py`): not a prediction but the engine's real step under fake tensors, counted. It
+- the trace (`run/tools.py`): not a prediction but the engine's real step under fake tensors, counted. It
   checks `engine/`, and answers `plan --trace`.
 
 `predict.predict_memory` chooses between the first two for a run on devices; `planner/this_machine.py` takes the third

@@ -35,7 +35,7 @@ class MemoryModel:
     fragmentation: float = 0.08
     """Memory lost to fragmentation, as a fraction of the allocator's activations and temporaries, where a
     backward finds all that it needs: what the allocator's rules make of traces of the engine's steps (5% of all
-    that is allocated; `policy/caching_allocator.py`)."""
+    that is allocated; `planner/memory/caching_allocator.py`)."""
     recompute_fragmentation: float = 0.17
     """The same that comes to it where forwards run again between backwards, whose blocks fit those of the first
     forwards badly: 22% of all in such traces, and 25% of activations in the tables of runs with full recomputation."""

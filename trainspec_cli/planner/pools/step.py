@@ -1,8 +1,8 @@
 """Time of a step over several pools: each pool's own, by its accelerator and links, and the wait for the slowest.
 
-Whole replicas on every pool share the samples as the live scheduler divides them (`policy/scheduling/balance.py`), by
+Whole replicas on every pool share the samples as the live scheduler divides them (`balance/decisions/balance.py`), by
 each pool's seconds for a micro-batch. Stages on pools of their own share the layers by speed
-(`policy/partition/cut.py`), and the pipeline goes at the pace of its slowest stage.
+(`planner/partition.py`), and the pipeline goes at the pace of its slowest stage.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Layouts are taken in the order of a bound that none of them can beat: its mean s
 stages, and for those that come first by that, what pipelines and data parallelism send at least. When the bound says
 that no other can be the next best, the search is done; who asks for fewer layouts waits for fewer predictions. Memory
 drops some of those taken, layers cut evenly; the others are predicted in full, layers cut by their time. Layouts are
-ranked by the step to expect with the probability that they fit (`memory/fit.py`); the safest of those that are not much
-slower than the first are kept beside them.
+ranked by the step to expect with the probability that they fit (`memory/predict.py`); the safest of those that are not
+much slower than the first are kept beside them.
 """
 
 from __future__ import annotations

@@ -444,7 +444,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware found on this node, without torch (see `launcher/job/machine.py`)."""
+    """The hardware found on this node, without torch (see `run/job/machine.py`)."""
 
     hostname: str
     cpu_cores: int

@@ -38,7 +38,7 @@ QUANTISED_SIZE, QUANTISED_ROW = 4096, 64
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Learning rate over the run, a pure function of the step (see `policy/batch/learning_rate.py`)."""
+    """Learning rate over the run, a pure function of the step (see `balance/batch/batch.py`)."""
 
     kind: Literal["constant", "cosine", "wsd"] = "cosine"
     """constant; cosine: down to `final_lr_ratio` by a half cosine; wsd: constant, then falling over the last
@@ -115,7 +115,7 @@ class RampStage:
 
 @dataclass(frozen=True)
 class BatchScheduleSpec:
-    """How the batch changes over the run (see `policy/batch/batch_schedule.py`).
+    """How the batch changes over the run (see `balance/batch/batch.py`).
 
     A run begins with `batching.global_batch_size` samples a step and trains `train.max_steps` times as many, whatever
     the schedule: progress is counted in samples, and a batch that grows makes fewer steps of them. The learning rate

@@ -298,7 +298,7 @@ class Plan:
     """The most that memory allows, as far as the scheduler asks; None where that is not known."""
 
     memory_ladder: tuple[MemorySetting, ...] = ()
-    """The settings that a run takes in turn where its memory runs out (`policy/recovery/memory.py`), each with less
+    """The settings that a run takes in turn where its memory runs out (`run/recovery/memory.py`), each with less
     memory than the one before; empty where it ends."""
 
     largest_stage_layers: int | None = None

@@ -1,4 +1,4 @@
-"""Events that `policy.recovery` decides on, made of what the nodes report and the run folder shows."""
+"""Events that `run.recovery` decides on, made of what the nodes report and the run folder shows."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class SpeedsWatch:
 #
 # The rank whose memory ran out leaves a file that the others look for while they wait for it:
 # RUN/shortages/00000003.json is of the third start. Each rank then saves its part of the state
-# (`engine/run/shortage/emergency.py`).
+# (`engine/run/shortage.py`).
 
 
 @dataclass(frozen=True)

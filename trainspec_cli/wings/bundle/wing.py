@@ -7,7 +7,6 @@ WING = Wing(
         "bundle": Command(
             "clusters",
             "make a folder that installs trainspec where no network is",
-            folder="trainspec_cli.wings.bundle.commands",
             takes_keys=True,
         ),
     },

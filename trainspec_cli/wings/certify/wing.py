@@ -7,7 +7,6 @@ WING = Wing(
         "certify": Command(
             "clusters",
             "test this engine, on these chips, against the open training spec",
-            folder="trainspec_cli.wings.certify.commands",
         ),
     },
 )

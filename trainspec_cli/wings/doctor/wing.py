@@ -7,12 +7,10 @@ WING = Wing(
         "doctor": Command(
             "clusters",
             "check that this node, or each of a Slurm job, is fit to train",
-            folder="trainspec_cli.wings.doctor.commands",
         ),
         "fabric": Command(
             "clusters",
             "discover how GPUs, NICs and nodes are joined, as tiers that a plan takes",
-            folder="trainspec_cli.wings.doctor.commands",
             takes_keys=True,
         ),
     },

@@ -7,13 +7,11 @@ WING = Wing(
         "emit": Command(
             "other engines",
             "write a recipe's plan as the configuration of another engine",
-            folder="trainspec_cli.wings.interop.commands",
             takes_keys=True,
         ),
         "import": Command(
             "other engines",
             "read another engine's configuration into a recipe, which plan answers for",
-            folder="trainspec_cli.wings.interop.commands",
             function="import_recipe",
         ),
     },

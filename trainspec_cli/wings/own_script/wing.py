@@ -7,7 +7,6 @@ WING = Wing(
         "run": Command(
             "train",
             "run a training command of your own, as it is, with all that a recipe gets",
-            folder="trainspec_cli.wings.own_script.commands",
             takes_command=True,
         ),
     },

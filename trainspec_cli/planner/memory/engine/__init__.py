@@ -2,7 +2,7 @@
 
 One file a family writes its layers down on a tape (attention, experts, ssm, conv); `step` and `conv_step` replay what
 FSDP2 and the pipeline do around them. Known error against traces: at most 2.5% over 50 layouts, sizes and families
-(tests/planner/test_engine_memory.py). Not counted: the room that cuDNN works in, an offloaded optimizer.
+(tests/planner/memory/test_engine_memory.py). Not counted: the room that cuDNN works in, an offloaded optimizer.
 """
 
 from trainspec_cli.planner.memory.engine.run import (

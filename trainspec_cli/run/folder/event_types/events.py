@@ -42,10 +42,6 @@ class Event:
     """Unix seconds."""
     rank: Rank = -1
 
-    def describe(self) -> str:
-        """Describe an event of a wing in a line; empty for those that need none. `report.text` describes the others."""
-        return ""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnknownEvent(Event):
@@ -505,7 +501,7 @@ class StepEvent(Event):
     queued_s: Seconds | Absent = ABSENT
     """Time in which the main thread could run and had no processor, in parts other than exposed communication."""
     noise_scale: float | Absent | None = ABSENT
-    """Noise scale of the gradients, in samples (`balance/batch/noise.py`), averaged over the steps so far; None where
+    """Noise scale of the gradients, in samples (`balance/batch/batch.py`), averaged over the steps so far; None where
     it is infinite."""
     skipped: bool
     """The loss or the gradients were not finite, and nothing was updated."""

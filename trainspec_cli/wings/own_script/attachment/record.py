@@ -18,7 +18,7 @@ UNIT = "steps"
 
 
 class StepCounter(Protocol):
-    """The hook in this process (`launcher/own_command/hook/sitecustomize.py`)."""
+    """The hook in this process (`wings/own_script/hook/sitecustomize.py`)."""
 
     def attach(self, before: int, rank: int, world_size: int) -> None: ...
 
