@@ -16,7 +16,6 @@ from trainspec_cli.wings.interop.table import (
     Fixed,
     LastSteps,
     Line,
-    OrNone,
     RunValues,
     WholeNumber,
     given,
@@ -24,6 +23,7 @@ from trainspec_cli.wings.interop.table import (
     unless,
 )
 from trainspec_cli.wings.interop.target import FOLDER, Keys, Spoken, Target, nest, shell_script, torchrun
+from trainspec_cli.wings.interop.targets.transformers import UPDATE
 
 FILE = "axolotl.yml"
 HUGGING_FACE = "hf:"
@@ -109,7 +109,6 @@ SHARDED = unless("derived.is_ddp", True)
 CHAT = given("data.source", "chat")
 TEXT = given("data.source", "jsonl", "parquet", "text", "arrow")
 ADAPTED = unless("lora.rank", 0)
-ADAM = given("optim.name", "adamw", "adamw8bit")
 COSINE = given("optim.schedule.kind", "cosine")
 WSD = given("optim.schedule.kind", "wsd")
 AT_ALL = unless("checkpoint.interval_steps", None)
@@ -226,12 +225,7 @@ REST = (
         when=(given("optim.name", "adamw8bit"),),
         approximate=BLOCKS,
     ),
-    Line("optim.lr", "learning_rate"),
-    Line("optim.beta1", "adam_beta1", when=(ADAM,)),
-    Line("optim.beta2", "adam_beta2", when=(ADAM,)),
-    Line("optim.eps", "adam_epsilon", when=(ADAM,)),
-    Line("optim.weight_decay", "weight_decay"),
-    Line("optim.grad_clip_norm", "max_grad_norm", OrNone(0.0)),
+    *UPDATE,
     Line(
         "optim.schedule.kind",
         "lr_scheduler",

@@ -23,6 +23,15 @@ NO_END = "the Trainer writes none by itself at the end: call save_model in your 
 SAID_BY_TRAINER = ("recompute", "compile", "derived.grad_accum_steps")
 """The Trainer passes these on to Accelerate."""
 BY_ACCELERATE = tuple(replace(line, place="launcher") for line in accelerate.LINES if line.ours not in SAID_BY_TRAINER)
+UPDATE = (
+    Line("optim.lr", "learning_rate"),
+    Line("optim.beta1", "adam_beta1", when=(ADAM,)),
+    Line("optim.beta2", "adam_beta2", when=(ADAM,)),
+    Line("optim.eps", "adam_epsilon", when=(ADAM,)),
+    Line("optim.weight_decay", "weight_decay"),
+    Line("optim.grad_clip_norm", "max_grad_norm", OrNone(0.0)),
+)
+"""Arguments that axolotl, which trains with the Trainer, has under the same names."""
 BY_TRAINER = (
     Line("batching.micro_batch_size", "per_device_train_batch_size"),
     Line("derived.grad_accum_steps", "gradient_accumulation_steps"),
@@ -42,12 +51,7 @@ BY_TRAINER = (
         when=(given("optim.name", "adamw8bit"),),
         approximate=BITSANDBYTES,
     ),
-    Line("optim.lr", "learning_rate"),
-    Line("optim.beta1", "adam_beta1", when=(ADAM,)),
-    Line("optim.beta2", "adam_beta2", when=(ADAM,)),
-    Line("optim.eps", "adam_epsilon", when=(ADAM,)),
-    Line("optim.weight_decay", "weight_decay"),
-    Line("optim.grad_clip_norm", "max_grad_norm", OrNone(0.0)),
+    *UPDATE,
     Line(
         "optim.schedule.kind",
         "lr_scheduler_type",
