@@ -134,7 +134,7 @@ def test_a_detached_run_says_how_it_is_stopped_and_goes_on_by_itself(place: Path
     assert "stopped with a checkpoint" in call("logs", "detached", "-f").stdout
 
     refused = call("resume", "detached", "model.num_layers=3", "--detach")
-    assert (refused.returncode, "cannot change in a run that goes on" in refused.stderr) == (2, True)
+    assert (refused.returncode, "model.num_layers" in refused.stderr) == (2, True)
     steps = read_json(run.result_json)["steps"] + 2
     resumed = call("resume", "detached", f"train.max_steps={steps}", "--detach")
     assert "follow      trainspec watch detached\n" in resumed.stdout
