@@ -24,7 +24,7 @@ from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec, PipelineSchedul
 from trainspec_cli.recipe.keys.run import Offload, Recompute, RunSpec
 from trainspec_cli.recipe.results.blueprint import Blueprint
 from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
-from trainspec_cli.recipe.rules.comm import changed_specs, exchanged, joined, wanted_groups, whole_hosts
+from trainspec_cli.recipe.rules.comm import changed_specs, exchanged, fixed_groups, joined, wanted_groups, whole_hosts
 from trainspec_cli.recipe.rules.layout import measurable_noise, size_of
 
 MAX_MICRO_BATCH_TOKENS = 8192
@@ -155,7 +155,14 @@ def resolve_device(cluster: ClusterSpec, machine: Machine) -> Literal["cpu", "cu
 def resolve_devices_per_node(spec: RunSpec, device: str, machine: Machine) -> int:
     if spec.cluster.devices_per_node != AUTO:
         return spec.cluster.devices_per_node
-    return len(machine.gpu_names) if device == "cuda" else max(min(2, machine.cpu_cores), wanted_groups(spec))
+    if device == "cuda":
+        return len(machine.gpu_names)
+    # On CPUs one process with every core makes more tokens than several that share the cores (1.4 times those of two, in
+    # the quickstart on two cores), so there are only as many as the layout and the replica groups ask for.
+    asked = {axis: size_of(spec.layout, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")}
+    data_parallel = max(asked["dp_replicate"] * asked["dp_shard"], asked["ep"])
+    processes = data_parallel * asked["cp"] * asked["tp"] * asked["pp"] * fixed_groups(spec)
+    return math.ceil(processes / spec.cluster.num_nodes)
 
 
 def resolve_compute(spec: RunSpec, machine: Machine) -> Literal["bf16", "fp32"]:

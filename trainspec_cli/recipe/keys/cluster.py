@@ -354,7 +354,8 @@ class ClusterSpec:
     num_nodes: PositiveInt = 1
     """Nodes of the run."""
     devices_per_node: AutoInt = AUTO
-    """Processes per node, one per device; auto: every GPU, or two processes on a machine without GPUs."""
+    """Processes per node, one per device; auto: every GPU, or on a machine without GPUs as few as `layout` and
+    `resilience` allow, usually one with every core."""
     device: Literal["cpu", "cuda"] | Auto = AUTO
     """auto: cuda if there is a GPU, else cpu; a machine without GPUs is refused if `accelerator` names one, and cpu
     trains on its CPUs."""
