@@ -37,10 +37,9 @@ LAPTOP = Machine("laptop", cpu_cores=2, memory_bytes=2**34)
 H200S = Machine("node", 64, 2**40, gpu_names=("NVIDIA H200",) * 4, gpu_memory_bytes=141 * 10**9, bf16=True)
 
 
-def test_a_laptop_gets_two_processes_and_fp32():
+def test_a_laptop_gets_one_process_and_fp32():
     got = plan(SPEC, LAPTOP)
-    assert (got.device, got.world_size, got.compute) == ("cpu", 2, "fp32")
-    assert (got.layout.dp_replicate, got.layout.dp_shard) == (2, 1)
+    assert (got.device, got.world_size, got.compute) == ("cpu", 1, "fp32")
     assert (got.peak_flops, got.peak_source) == (None, ""), "a CPU's rate is measured by the workers"
 
 
@@ -72,14 +71,14 @@ def test_a_plan_counts_the_steps_of_a_batch_that_changes() -> None:
 
 def test_noise_is_measured_between_two_ranks_at_least() -> None:
     spec = scheduled(kind="noise", max_global_batch_size=96)
-    assert plan(spec, LAPTOP).total_steps == 1000
+    assert plan(replace(spec, cluster=ClusterSpec(devices_per_node=2)), LAPTOP).total_steps == 1000
     with pytest.raises(RecipeError, match="is measured between data-parallel ranks, and there is 1"):
-        plan(spec, replace(LAPTOP, cpu_cores=1))
+        plan(spec, LAPTOP)
 
 
 def test_the_micro_batch_keeps_to_the_token_limit():
     got = plan(SPEC, LAPTOP)
-    assert (got.micro_batch_size, got.grad_accum_steps) == (8, 3)
+    assert (got.micro_batch_size, got.grad_accum_steps) == (8, 6)
 
 
 @pytest.mark.parametrize(
@@ -234,10 +233,25 @@ def test_groups_that_do_not_divide_the_processes_are_refused():
         plan(three, LAPTOP)
 
 
-@pytest.mark.parametrize(("cores", "groups", "processes"), [(1, 1, 1), (2, 1, 2), (16, 1, 2), (2, 3, 3)])
-def test_a_laptop_runs_two_processes_or_one_a_group(cores: int, groups: int, processes: int):
+@pytest.mark.parametrize(
+    ("nodes", "groups", "layout", "processes"),
+    [
+        (1, 1, LayoutSpec(), 1),
+        (1, 3, LayoutSpec(), 3),
+        (1, 1, LayoutSpec(tp=2, pp=2), 4),
+        (1, 1, LayoutSpec(dp_shard=2), 2),
+        (1, 2, LayoutSpec(cp=2), 4),
+        (2, 1, LayoutSpec(), 2),
+        (2, 1, LayoutSpec(dp_shard=2, pp=2), 4),
+    ],
+    ids=str,
+)
+def test_cpus_run_as_few_processes_as_the_layout_and_the_groups_ask_for(
+    nodes: int, groups: int, layout: LayoutSpec, processes: int
+) -> None:
     resilience = ResilienceSpec(mode="elastic", replica_groups=groups) if groups > 1 else ResilienceSpec()
-    assert plan(replace(SPEC, resilience=resilience), replace(LAPTOP, cpu_cores=cores)).world_size == processes
+    spec = replace(SPEC, resilience=resilience, layout=layout, cluster=ClusterSpec(num_nodes=nodes))
+    assert plan(spec, replace(LAPTOP, cpu_cores=16)).world_size == processes
 
 
 @pytest.mark.parametrize(
@@ -283,7 +297,7 @@ def test_what_is_open_beside_the_layout_is_closed_and_the_rest_passed_on():
     adapted = plan(replace(SPEC, lora=LoraSpec(rank=2)), LAPTOP)
     assert adapted.flops_per_token < got.flops_per_token and adapted.params == got.params
     two = plan(replace(SPEC, cluster=ClusterSpec(num_nodes=2)), LAPTOP)
-    assert (two.num_nodes, two.devices_per_node, two.world_size) == (2, 2, 4)
+    assert (two.num_nodes, two.devices_per_node, two.world_size) == (2, 1, 2)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def exchanged(spec: RunSpec, layout: Layout, replica_groups: int) -> Iterator[Pr
         yield Problem("unsupported", message, fewer_bits[0], hint)
     if comm.parameters != "full" and layout.shards == 1:
         message = f"`{PARAMETERS}` is {comm.parameters}, and in this layout ({described}) no rank gathers parameters"
-        yield Problem("unsupported", message, PARAMETERS, f"type {PARAMETERS}=full, or layout=fsdp")
+        yield Problem("unsupported", message, PARAMETERS, f"type {PARAMETERS}=full, or layout.dp_shard=2 (or more)")
 
 
 def joined(spec: RunSpec, layout: Layout, device: str) -> Iterator[Problem]:

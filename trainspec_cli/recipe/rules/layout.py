@@ -741,7 +741,7 @@ def measurable_noise(spec: RunSpec, layout: Layout, replica_groups: int, micro_b
         yield Problem("unsupported", message, f"{SCHEDULE_PATH}.kind", hint)
     elif why:
         message = f"`{SCHEDULE_PATH}.kind` is noise, and in this layout ({layout.describe()}) nobody measures it: {why}"
-        hint = f"type layout=ddp or layout=fsdp with two processes or more, or {SCHEDULE_PATH}.kind=seesaw"
+        hint = f"type layout=ddp cluster.devices_per_node=2 (or more), or {SCHEDULE_PATH}.kind=seesaw"
         yield Problem("unsupported", message, f"{SCHEDULE_PATH}.kind", hint)
 
 
