@@ -455,7 +455,7 @@ class Machine:
     gpu_memory_bytes: int = 0
     """Memory of the smallest GPU."""
     bf16: bool = False
-    """The device multiplies bf16 natively (amx_bf16 or avx512_bf16 on a CPU, compute capability 8.0 on a GPU)."""
+    """bf16 is faster than fp32 on the device (amx_bf16 on a CPU, compute capability 8.0 on a GPU)."""
     fp8: bool = False
     """The GPUs multiply fp8 (compute capability 8.9)."""
     gpus: tuple[Gpu, ...] = ()

@@ -196,7 +196,7 @@ class CheckpointSpec:
 @dataclass(frozen=True)
 class PrecisionSpec:
     compute: ComputeFormat | Auto = AUTO
-    """auto: bf16 if the chip multiplies it natively, else fp32."""
+    """auto: bf16 where it is faster than fp32 (GPUs since Ampere, CPUs with AMX), else fp32."""
     reduce: Literal["bf16", "fp32"] = "fp32"
     """The format in which gradients are summed across ranks."""
     matmul: MatmulFormat = "compute"
