@@ -269,6 +269,7 @@ def test_names_of_cases_and_layouts() -> None:
     )
     assert name_layout(Layout(tp=2, sequence_parallel=False, ep=4)) == "tp2.ep4.plain"
     assert name_layout(Layout(pp=2, stage_layers=(3, 1))) == "pp2.1f1b.uneven"
+    assert name_layout(Layout()) == name_layout(Layout(zero_stage=1, pipeline_schedule="zbv")) == "one"
 
 
 def test_what_continues_another_run_comes_after_it_and_one_job_serves_runs_of_a_size() -> None:

@@ -20,8 +20,8 @@ from trainspec_cli.run.slurm.queue import job_of, note_job
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching import in_slurm as requeue
 from trainspec_cli.session.launching.nodes import NodeOptions
-from trainspec_cli.wings.own_script import in_slurm
-from trainspec_cli.wings.own_script.in_slurm import describe_place, earlier_start, find_place, requeueing
+from trainspec_cli.wings.own_script import launching
+from trainspec_cli.wings.own_script.launching import describe_place, earlier_start, find_place, requeueing
 
 COMMAND = ("torchrun", "--nproc-per-node", "8", "train.py")
 TASK = {
@@ -207,7 +207,7 @@ def test_without_slurm_no_job_is_noted(slurm: Slurm, tmp_path: Path, monkeypatch
     assert job_of(RunDir(tmp_path)) is None
     with pytest.raises(RecipeError):
         requeueing(RunDir(tmp_path), NodeOptions(), PrintableConsole(), refuse)
-    assert in_slurm.JOB not in os.environ
+    assert launching.JOB not in os.environ
 
 
 def refuse(requests: StopRequests) -> int:

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trainspec_cli.wings.own_script import silence
-from trainspec_cli.wings.own_script.silence import Silence, SilenceWatch, name_silent
+from trainspec_cli.wings.own_script import watches
+from trainspec_cli.wings.own_script.watches import Silence, SilenceWatch, name_silent
 
 ASLEEP = "import time; time.sleep(600)"
 SPINS = "while True: pass"
@@ -24,7 +24,7 @@ SPINS = "while True: pass"
 def clock(monkeypatch) -> list[float]:
     """The time in seconds, which the tests set."""
     now = [time.monotonic()]
-    monkeypatch.setattr(silence.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watches.time, "monotonic", lambda: now[0])
     return now
 
 

@@ -347,7 +347,12 @@ FP8 = "fp8"
 
 def features_here(*, on_gpu: bool) -> tuple[str, ...]:
     """Return what this chip and its packages have in place of the defaults: kernels (`attention.math`), and `fp8`."""
-    kernels = [f"{operation}.{backend}" for operation in KERNELS for backend in backends(operation, on_gpu=on_gpu)]
+    kernels = [
+        f"{operation}.{name}"
+        for operation, backends in KERNELS.items()
+        for name, backend in backends.items()
+        if name != TORCH and not lacking(backend, on_gpu=on_gpu)
+    ]
     return (*kernels, *([FP8] if importlib.util.find_spec("torchao") is not None else []))
 
 
@@ -371,12 +376,6 @@ def kernel_cases(max_processes: int, features: Collection[str], *, of_updates: b
                     case = Case(family, layout, optimizer=optimizer, kernel=(operation, backend))
                     if not refusals(case):
                         yield case
-
-
-def backends(operation: str, *, on_gpu: bool) -> list[str]:
-    """Return the backends beside the default one that this chip and its packages have."""
-    others = ((name, backend) for name, backend in KERNELS[operation].items() if name != TORCH)
-    return [name for name, backend in others if not lacking(backend, on_gpu=on_gpu)]
 
 
 def _has(model: ModelSpec, operation: str) -> bool:

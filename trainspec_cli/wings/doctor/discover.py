@@ -20,7 +20,6 @@ from pathlib import Path
 from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.core.node import node_name
 from trainspec_cli.core.printable import format_bytes, printable
-from trainspec_cli.recipe.keys.cluster import TierSpec
 from trainspec_cli.recipe.results.tools import PairRate
 from trainspec_cli.run.job.machine import usable_cores
 from trainspec_cli.run.slurm import commands as slurm
@@ -109,7 +108,10 @@ def discover(
     facts = [*_node_facts(node, network), _switches_fact(levels, topology)]
     if measured:
         pairs, source = measured
-        strangers = _strangers(pairs, levels)
+        strangers = []
+        if len(levels) >= 2:  # else there are none to go by
+            known = {node for element in levels[-1].elements for node in element}
+            strangers = [host for host in hosts_of(pairs) if host not in known]
         if strangers:
             remarks.append(f"{', '.join(strangers)} of {source} are not among Slurm's nodes: its rates are left out")
         else:
@@ -128,14 +130,6 @@ def discover(
         numa_nodes=node.numa_nodes,
         remarks=(*node.remarks, *remarks),
     )
-
-
-def _strangers(pairs: Sequence[PairRate], levels: Sequence[SwitchLevel]) -> list[str]:
-    """Return the measured nodes that Slurm's levels do not hold; none where there are no levels to go by."""
-    if len(levels) < 2:
-        return []
-    known = {node for element in levels[-1].elements for node in element}
-    return [host for host in hosts_of(pairs) if host not in known]
 
 
 # Sources
@@ -253,7 +247,13 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
     Lines that do not belong to the matrix are passed over, so that a report may be given which holds it.
     """
     lines = _COLOUR.sub("", text).splitlines()
-    place = next((place for place, line in enumerate(lines) if _is_header(line.split())), None)
+    place = None
+    for number, line in enumerate(lines):
+        words = line.split()
+        # The names of the columns begin with GPU0, as the first row does, which goes on with a link.
+        if words[:1] == ["GPU0"] and not (len(words) > 1 and _LINK.fullmatch(words[1])):
+            place = number
+            break
     if place is None:
         hint = f"give what `{COMMAND}` prints, whole: {COMMAND} > topology.txt"
         raise MachineError(Problem("no_matrix", f"{source} holds no matrix of GPUs", hint=hint, environment=True))
@@ -271,12 +271,6 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
         message = f"the matrix in {source} has a column and no row of {', '.join(missing)}"
         raise MachineError(Problem("no_matrix", message, hint=f"give what `{COMMAND}` prints, whole", environment=True))
     return [_gpu(gpu, rows[gpu], columns, affinities, names) for gpu in gpus]
-
-
-def _is_header(words: Sequence[str]) -> bool:
-    """Return whether a line names the columns: they begin with GPU0, as the first row does, which goes on with a
-    link."""
-    return bool(words) and words[0] == "GPU0" and not (len(words) > 1 and _LINK.fullmatch(words[1]))
 
 
 def _columns(header: str) -> tuple[list[str], list[str]]:
@@ -334,22 +328,18 @@ def render_group(found: FoundFabric, name: str, *, has_schema: bool) -> str:
 
 
 def _tier(tier: FoundTier) -> Iterator[str]:
-    yield f"  - name: {json.dumps(tier.spec.name, allow_nan=False)}"
-    yield from (f"    {key}: {value}" for key, value in known_keys(tier.spec))
+    spec = tier.spec
+    yield f"  - name: {json.dumps(spec.name, allow_nan=False)}"
+    if spec.devices is not None:
+        yield f"    devices: {spec.devices}"
+    if spec.gbit_per_s is not None:
+        yield f"    gbit_per_s: {spec.gbit_per_s:g}"
+    if spec.latency_us is not None:
+        yield f"    latency_us: {spec.latency_us:g}"
+    if spec.kind is not None:
+        yield f"    kind: {spec.kind}"
     for key, advice in tier.left_out.items():
         yield from _comment(f"{key}: ...  {advice}", "    # ")
-
-
-def known_keys(tier: TierSpec) -> Iterator[tuple[str, str]]:
-    """Yield a tier's keys that have a value, but for the name."""
-    if tier.devices is not None:
-        yield "devices", str(tier.devices)
-    if tier.gbit_per_s is not None:
-        yield "gbit_per_s", f"{tier.gbit_per_s:g}"
-    if tier.latency_us is not None:
-        yield "latency_us", f"{tier.latency_us:g}"
-    if tier.kind is not None:
-        yield "kind", tier.kind
 
 
 def _comment(text: str, margin: str = "# ") -> list[str]:

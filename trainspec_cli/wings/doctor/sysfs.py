@@ -116,20 +116,6 @@ def _link_gbit_per_s(folder: Path) -> float | None:
     return round(min(known) * CODING[min(known)] * int(width), 1)
 
 
-def link_between(first: Sequence[str], second: Sequence[str], *, same_numa_node: bool) -> str:
-    """Return the link of two PCI devices by the addresses above them, in the words of `nvidia-smi topo -m`."""
-    shared = next(
-        (place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other),
-        min(len(first), len(second)),
-    )
-    if shared == 0:
-        return "NODE" if same_numa_node else "SYS"
-    if shared == 1:
-        return "PHB"
-    below_switch = max(len(first), len(second)) - shared  # a port of the switch, and the device
-    return "PIX" if below_switch <= 2 else "PXB"
-
-
 def describe_gpus(found: Sequence[PciGpu], nics: Sequence[Nic]) -> list[FoundGpu]:
     """Return the GPUs with the links that PCI shows; NVLink is not among them."""
     names = [f"GPU{number}" for number in range(len(found))]
@@ -148,8 +134,17 @@ def describe_gpus(found: Sequence[PciGpu], nics: Sequence[Nic]) -> list[FoundGpu
 
 
 def _link(gpu: PciGpu, path: Sequence[str], numa_node: int | None) -> str:
-    same = gpu.numa_node is not None and gpu.numa_node == numa_node
-    return link_between(gpu.path, path, same_numa_node=same or (gpu.numa_node is None and numa_node is None))
+    """Return the link to another PCI device by the addresses above both, in the words of `nvidia-smi topo -m`."""
+    shared = next(
+        (place for place, (one, other) in enumerate(zip(gpu.path, path, strict=False)) if one != other),
+        min(len(gpu.path), len(path)),
+    )
+    if shared == 0:
+        return "NODE" if gpu.numa_node == numa_node else "SYS"
+    if shared == 1:
+        return "PHB"
+    below_switch = max(len(gpu.path), len(path)) - shared  # a port of the switch, and the device
+    return "PIX" if below_switch <= 2 else "PXB"
 
 
 def complete(matrix: Sequence[FoundGpu], found: Sequence[PciGpu]) -> list[FoundGpu]:
