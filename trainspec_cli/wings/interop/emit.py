@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from trainspec_cli.core.errors import Problem, RecipeError, closest
 from trainspec_cli.planner.search.auto import asked_for
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.recipe.keys.run import ComputeFormat, RunSpec
+from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.reporter.plan.labels import PlanReport
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.session.planning.disturbance import load_disturbance
@@ -43,7 +42,11 @@ class Emission:
 def emit_recipe(arguments: Sequence[str], engine: str, container: Container = NO_CONTAINER) -> Emission:
     """Plan a recipe, and say it in an engine's words. Raises RecipeError for what the engine cannot say, and PlanError
     where nothing fits."""
-    target = find_target(engine)
+    if engine not in TARGETS:
+        near = closest(engine, TARGETS)
+        hint = f"type --for {near}" if near else f"there are: {', '.join(TARGETS)}"
+        raise RecipeError(Problem("usage", f"there is no engine `{engine}` to emit for", "--for", hint))
+    target = TARGETS[engine]
     arguments, _ = with_defaults(arguments)
     if load_disturbance(arguments):
         raise RecipeError(Problem("usage", "disturb= is simulated by trainspec plan alone", hint="leave it out"))
@@ -80,21 +83,20 @@ def write_emission(emission: Emission, folder: Path, *, force: bool) -> None:
         ) from error
 
 
-def find_target(engine: str) -> Target:
-    if engine in TARGETS:
-        return TARGETS[engine]
-    near = closest(engine, TARGETS)
-    hint = f"type --for {near}" if near else f"there are: {', '.join(TARGETS)}"
-    raise RecipeError(Problem("usage", f"there is no engine `{engine}` to emit for", "--for", hint))
-
-
 def resolved(planned: PlanReport) -> RunSpec:
     """Return the recipe with the values of the plan's best layout in the place of `auto`. Raises PlanError."""
     best = require_fit(planned)
     assert planned.run is not None, "a layout that fits has a forecast"
     spec = replace(planned.spec, layout=asked_for(best.layout))  # of all replicas: other engines have no replica groups
+    chip = spec.cluster.accelerator
+    device = spec.cluster.device
+    if device == AUTO:
+        device = "cpu" if chip and chip.vendor == "cpu" else "cuda"
+    compute = spec.precision.compute
+    if compute == AUTO:  # as the plan counts with it
+        compute = "bf16" if chip and chip.bf16_tflops else "fp16"
     per_node = planned.capacity.world_size // spec.cluster.num_nodes
-    cluster = replace(spec.cluster, devices_per_node=per_node, device=_device(spec))
+    cluster = replace(spec.cluster, devices_per_node=per_node, device=device)
     checkpoint = spec.checkpoint
     if checkpoint.interval_steps == AUTO:
         checkpoint = replace(checkpoint, interval_steps=planned.run.goodput.checkpoint_interval_steps)
@@ -105,19 +107,6 @@ def resolved(planned: PlanReport) -> RunSpec:
         batching=replace(spec.batching, micro_batch_size=best.micro_batch_size),
         recompute=best.recompute,  # type: ignore[arg-type]
         offload=best.offload,
-        precision=replace(spec.precision, compute=_compute(spec)),
+        precision=replace(spec.precision, compute=compute),
         comm=replace(spec.comm, gradients=spec.comm.fixed.gradients),
     )
-
-
-def _compute(spec: RunSpec) -> ComputeFormat:
-    """Return the format as the plan counts with it."""
-    if spec.precision.compute != AUTO:
-        return spec.precision.compute
-    return "bf16" if spec.cluster.accelerator and spec.cluster.accelerator.bf16_tflops else "fp16"
-
-
-def _device(spec: RunSpec) -> Literal["cpu", "cuda"]:
-    if spec.cluster.device != AUTO:
-        return spec.cluster.device
-    return "cpu" if spec.cluster.accelerator and spec.cluster.accelerator.vendor == "cpu" else "cuda"

@@ -254,7 +254,13 @@ def listen(target: Target, keys: Mapping[str, JsonValue]) -> Heard:
     lines = [line for line in target.lines if line.theirs in keys]
     waiting = list(lines)
     while waiting:
-        ready = [line for line in waiting if _is_decided(line, known, waiting)] or waiting[:1]
+        # Those of which no other line that waits gives a value that a condition asks for.
+        ready = []
+        for line in waiting:
+            awaited = {one.ours for one in waiting if one is not line} - known.keys()
+            if not any(condition.key in awaited for condition in _conditions(line)):
+                ready.append(line)
+        ready = ready or waiting[:1]
         waiting = [line for line in waiting if line not in ready]
         for line in ready:
             _hear(line, keys[line.theirs], known, why)
@@ -287,12 +293,6 @@ def _hear(line: Line, value: JsonValue, known: dict[str, JsonValue], why: dict[s
         why[line.theirs] = f"it says {line.ours}={show(ours)}, and another key says {show(known[line.ours])}"
     else:
         why.pop(line.theirs, None)
-
-
-def _is_decided(line: Line, known: Mapping[str, JsonValue], waiting: list[Line]) -> bool:
-    """Return whether no line that waits gives a value that a condition of this one asks for."""
-    awaited = {one.ours for one in waiting if one is not line} - known.keys()
-    return not any(condition.key in awaited for condition in _conditions(line))
 
 
 def _conditions(line: Line) -> list[OneOf]:
