@@ -39,7 +39,7 @@ def render_certificate(certificate: Certificate) -> RenderableType:
             below.append(Text(f"{finding.clause} broken by {finding.case}: {', '.join(figures)}", style="red"))
     verdict = Text(_describe_verdict(certificate), style="bold red" if certificate.verdict == "broken" else "bold")
     trust = Text(describe_trust(certificate), style="" if certificate.signer else "bold yellow")
-    parts = [trust, Text(), table, *([Text(), *below] if below else []), Text(), verdict]
+    parts: list[RenderableType] = [trust, Text(), table, *([Text(), *below] if below else []), Text(), verdict]
     if certificate.date:
         parts.append(Text(f"made on {certificate.date}"))
     if certificate.machine_id:

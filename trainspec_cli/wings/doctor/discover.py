@@ -24,7 +24,7 @@ from trainspec_cli.recipe.results.tools import PairRate
 from trainspec_cli.run.job.machine import usable_cores
 from trainspec_cli.run.slurm import commands as slurm
 from trainspec_cli.wings.doctor.found_fabric import FabricFact, FoundFabric, FoundGpu, FoundTier, Nic, NumaNode
-from trainspec_cli.wings.doctor.switches import SwitchLevel, read_levels
+from trainspec_cli.wings.doctor.switches import read_levels
 from trainspec_cli.wings.doctor.sysfs import (
     SYS,
     complete,
@@ -36,7 +36,6 @@ from trainspec_cli.wings.doctor.sysfs import (
 )
 from trainspec_cli.wings.doctor.tiers import (
     EFFICIENCY,
-    Network,
     hosts_of,
     network_of,
     network_tiers,
@@ -105,7 +104,21 @@ def discover(
     if scaleup_devices:
         levels = [level for level in levels if level.most_nodes * devices > scaleup_devices]
     between = network_tiers(network, levels, topology.source, devices)
-    facts = [*_node_facts(node, network), _switches_fact(levels, topology)]
+    facts = [FabricFact("gpus", describe_links(node.gpus), node.gpus_source)]
+    if chosen := rails(node.gpus, {nic for gpu in node.gpus for nic in gpu.nics}):
+        beside = ", ".join(f"{gpu} {'+'.join(names)}" for gpu, names in chosen.items())
+        facts.append(FabricFact("rails", beside, node.gpus_source))
+    facts.append(FabricFact("nics", network.found, network.source))
+    if node.numa_nodes:
+        each = "; ".join(_numa_node(one, node.gpus) for one in node.numa_nodes)
+        facts.append(FabricFact("numa", each, "/sys/devices/system/node"))
+    switches = "Slurm knows none that join nodes"
+    if topology.problem:
+        switches = f"not known: {topology.problem}"
+    elif levels:
+        sizes = (f"{len(level.elements)} {level.name} of up to {level.most_nodes:,} nodes" for level in levels)
+        switches = ", ".join(sizes)
+    facts.append(FabricFact("switches", switches, topology.source))
     if measured:
         pairs, source = measured
         strangers = []
@@ -133,13 +146,6 @@ def discover(
 
 
 # Sources
-
-
-def links_of_file(told: Told) -> NodeLinks:
-    """Return the links of the node whose matrix was saved; its NICs' rates do not stand in it. Raises MachineError."""
-    return NodeLinks(
-        f"the node of {told.source}", tuple(parse_matrix(told.text, told.source)), told.source, nics_source=told.source
-    )
 
 
 def links_here(root: Path = SYS) -> NodeLinks:
@@ -198,17 +204,6 @@ def topology_here() -> Told:
 # Facts
 
 
-def _node_facts(node: NodeLinks, network: Network) -> Iterator[FabricFact]:
-    yield FabricFact("gpus", describe_links(node.gpus), node.gpus_source)
-    if chosen := rails(node.gpus, {nic for gpu in node.gpus for nic in gpu.nics}):
-        beside = ", ".join(f"{gpu} {'+'.join(names)}" for gpu, names in chosen.items())
-        yield FabricFact("rails", beside, node.gpus_source)
-    yield FabricFact("nics", network.found, network.source)
-    if node.numa_nodes:
-        each = "; ".join(_numa_node(one, node.gpus) for one in node.numa_nodes)
-        yield FabricFact("numa", each, "/sys/devices/system/node")
-
-
 def describe_links(gpus: Sequence[FoundGpu]) -> str:
     """Return the links between GPUs, the most frequent one first: `8: NV18 between 28 pairs`."""
     if not gpus:
@@ -227,15 +222,6 @@ def _numa_node(node: NumaNode, gpus: Sequence[FoundGpu]) -> str:
     beside = [gpu.name for gpu in gpus if gpu.numa_node == node.number]
     memory = f", {format_bytes(node.memory_bytes)}" if node.memory_bytes else ""
     return f"{node.number}: cores {node.cores}{memory}{', ' + ' '.join(beside) if beside else ''}"
-
-
-def _switches_fact(levels: Sequence[SwitchLevel], topology: Told) -> FabricFact:
-    if topology.problem:
-        return FabricFact("switches", f"not known: {topology.problem}", topology.source)
-    if not levels:
-        return FabricFact("switches", "Slurm knows none that join nodes", topology.source)
-    each = ", ".join(f"{len(level.elements)} {level.name} of up to {level.most_nodes:,} nodes" for level in levels)
-    return FabricFact("switches", each, topology.source)
 
 
 # The matrix of nvidia-smi

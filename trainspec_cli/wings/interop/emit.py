@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainspec_cli.core.errors import Problem, RecipeError, closest
+from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.planner.search.auto import asked_for
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
@@ -23,7 +24,6 @@ from trainspec_cli.wings.interop import (
     Container,
     Spoken,
     Target,
-    emitted_json,
     run_values,
     speak,
 )
@@ -61,8 +61,29 @@ def emit_recipe(arguments: Sequence[str], engine: str, container: Container = NO
     except RecipeError as error:
         raise RecipeError(loaded.composed.locate(error.problems)) from error
     files = target.render(spoken, run)
-    record = json_text(emitted_json(target, spoken, run, sorted(files))) + "\n"
-    return Emission(target, spoken, {**files, EMITTED: record})
+    said: list[JsonObject] = [
+        {
+            "ours": one.ours,
+            "value": one.value,
+            "theirs": one.theirs,
+            "their_value": one.their_value,
+            "place": one.place,
+            "reason": one.approximate,
+        }
+        for one in spoken.said
+    ]
+    record: JsonObject = {
+        "recipe": run.recipe,
+        "engine": target.name,
+        "engine_version": target.version,
+        "files": [*sorted(files)],
+        "exact": [one for one in said if not one["reason"]],
+        "approximate": [one for one in said if one["reason"]],
+        "fixed": [{"theirs": one.theirs, "value": one.value, "why": one.why} for one in spoken.fixed],
+        # `value` is null for a section.
+        "not_carried": [{"ours": one.ours, "value": one.value, "why": one.why} for one in spoken.not_carried],
+    }
+    return Emission(target, spoken, {**files, EMITTED: json_text(record) + "\n"})
 
 
 def write_emission(emission: Emission, folder: Path, *, force: bool) -> None:

@@ -22,7 +22,15 @@ from trainspec_cli.reporter.rich_text import Text
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import load_for_planning
-from trainspec_cli.wings.doctor.discover import Told, discover, links_here, links_of_file, render_group, topology_here
+from trainspec_cli.wings.doctor.discover import (
+    NodeLinks,
+    Told,
+    discover,
+    links_here,
+    parse_matrix,
+    render_group,
+    topology_here,
+)
 from trainspec_cli.wings.doctor.found_fabric import FoundFabric
 
 DEFAULT_RECIPE = "recipe=quickstart"
@@ -73,7 +81,13 @@ def fabric(
     if write:
         _check_target(write)
     devices, scaleup_devices = _sizes(arguments or [])
-    node = links_of_file(Told(read_text(gpus), str(gpus))) if gpus else links_here()
+    if gpus:
+        # Of a node whose matrix was saved; its NICs' rates do not stand in it.
+        source = str(gpus)
+        matrix = tuple(parse_matrix(read_text(gpus), source))
+        node = NodeLinks(f"the node of {source}", matrix, source, nics_source=source)
+    else:
+        node = links_here()
     switches = _switches(topology) if topology else topology_here()
     pairs = (_pairs(measured), str(measured)) if measured else None
     found = discover(node, switches, pairs, devices, scaleup_devices)

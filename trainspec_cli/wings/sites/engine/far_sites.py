@@ -266,8 +266,13 @@ class FarSites(SingleGroup):
         if self._copies.size() == 1:
             assert record is not None, "every rank has a connection"
             return record, parts
+
+        def read(plain: Any) -> tuple[RoundRecord, list[tuple[int, int]]]:
+            record, sizes = plain
+            return from_plain(RoundRecord, record), [(convert(int, site), convert(int, size)) for site, size in sizes]
+
         plain = record and [to_plain(record), [[site, len(part)] for site, part in parts.items()]]
-        record, sizes = self._hand_on(plain, _read_round)
+        record, sizes = self._hand_on(plain, read)
         content = b"".join(parts.values()) if self._link else bytes(sum(size for _, size in sizes))
         flat = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)
         dist.broadcast(flat, dist.get_global_rank(self._copies, 0), group=self._copies)
@@ -397,8 +402,3 @@ class FarSites(SingleGroup):
         super().leave()
         if self._link:
             self._link.close()
-
-
-def _read_round(plain: Any) -> tuple[RoundRecord, list[tuple[int, int]]]:
-    record, sizes = plain
-    return from_plain(RoundRecord, record), [(convert(int, site), convert(int, size)) for site, size in sizes]
