@@ -8,7 +8,7 @@ import pytest
 from lab.sysfs import Sysfs
 
 from trainspec_cli.wings.doctor.found_fabric import FoundGpu, NumaNode
-from trainspec_cli.wings.doctor.sysfs import complete, describe_gpus, read_gpus, read_nics, read_numa_nodes
+from trainspec_cli.wings.doctor.sysfs import complete, read_gpus, read_nics, read_numa_nodes
 
 SWITCH = "pci0000:15/0000:15:01.0/0000:16:00.0"
 
@@ -29,7 +29,7 @@ def sysfs(tmp_path: Path) -> Sysfs:
 
 
 def test_links_follow_from_the_bridges_above(sysfs: Sysfs) -> None:
-    gpus = describe_gpus(read_gpus(sysfs.root), read_nics(sysfs.root / "class/infiniband"))
+    gpus = read_gpus(read_nics(sysfs.root / "class/infiniband"), sysfs.root)
     assert [gpu.name for gpu in gpus] == ["GPU0", "GPU1", "GPU2", "GPU3"]
     assert gpus[0].links == {"GPU1": "PIX", "GPU2": "PHB", "GPU3": "SYS"}
     assert gpus[0].nics == {"efa_0": "SYS", "mlx5_0": "PIX", "mlx5_1": "PXB"}
@@ -63,11 +63,11 @@ def test_a_pcie_link_carries_what_both_ends_can_over_the_lanes_in_use(
     made = Sysfs(tmp_path)
     made.device("pci0000:00/0000:00:01.0", max_link_speed=above)
     made.gpu("pci0000:00/0000:00:01.0/0000:01:00.0", speed=speed, width=width)
-    assert [gpu.gbit_per_s for gpu in read_gpus(tmp_path)] == [gbit_per_s]
+    assert [gpu.pcie_gbit_per_s for gpu in read_gpus(root=tmp_path)] == [gbit_per_s]
 
 
 def test_what_pci_knows_is_added_to_the_matrix(sysfs: Sysfs) -> None:
-    pci = read_gpus(sysfs.root)
+    pci = read_gpus(root=sysfs.root)
     matrix = [FoundGpu(f"GPU{number}", {}, {"mlx5_0": "NODE"}, cores="4-5", numa_node=None) for number in range(4)]
     whole = complete(matrix, pci)
     assert (whole[3].numa_node, whole[0].cores, whole[0].nics) == (1, "4-5", {"mlx5_0": "NODE"})

@@ -28,7 +28,6 @@ from trainspec_cli.wings.doctor.switches import read_levels
 from trainspec_cli.wings.doctor.sysfs import (
     SYS,
     complete,
-    describe_gpus,
     read_gpus,
     read_interfaces,
     read_nics,
@@ -152,8 +151,8 @@ def links_here(root: Path = SYS) -> NodeLinks:
     """Return the links of this node, by the kernel and, where there is one, by nvidia-smi."""
     nics = read_nics(root / "class/infiniband")
     interfaces = read_interfaces(root / "class/net")
-    pci = read_gpus(root)
-    gpus = describe_gpus(pci, nics)
+    pci = read_gpus(nics, root)
+    gpus = pci
     source = "/sys/bus/pci/devices"
     remarks = []
     try:

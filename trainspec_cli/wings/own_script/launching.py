@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -100,7 +100,8 @@ def run_command(
     """Run the command to its end, as the first node of its run or as another that joins it; return this command's exit
     code. Raises TrainspecError where it is refused, or fails."""
     check_command(command)
-    console, nodes, run_dir = make_console(as_json=as_json), *find_place(command, folder, nodes)
+    console = make_console(as_json=as_json)
+    nodes, run_dir = find_place(command, folder, nodes)
     reach = _check(command, run_dir, nodes, wanted)
     if place := describe_place(nodes, reach):
         console.report(place)
@@ -121,8 +122,8 @@ def run_command(
         write_own_job(RunDir(root), OwnJob(nodes.nnodes or 1, wanted, SlurmSpec.max_requeues, None))
         left = _left(root, wanted)
         job = _build(command, root, detect(), left, reach, nodes)
-        started = Started(job, command, left, reach, notify, as_json)
-        return requeueing(RunDir(root), nodes, console, lambda requests: _run(started, console, requests))
+        start = partial(_run, job, command, left, reach, console, notify=notify, as_json=as_json)
+        return requeueing(RunDir(root), nodes, console, start)
 
 
 def _check_same(command: Sequence[str], run: RunDir, record: GenerationRecord) -> None:
@@ -143,24 +144,19 @@ def _exit_code_of(result: RunResult | None) -> int:
     return codes.get(result.status, WorkerError.exit_code) if result else WorkerError.exit_code
 
 
-@dataclass(frozen=True)
-class Started:
-    """What one start of a command runs, and who hears of its end."""
-
-    job: Job
-    command: Sequence[str]
-    wanted: Wanted
-    """With the restarts that are left."""
-    reach: Reach | None
-    """None where there is this node alone."""
-    notify: Notify = NOBODY
-    as_json: bool = False
-
-
-def _run(started: Started, console: RunConsole, requests: StopRequests) -> int:
-    """Write down that the run begins or goes on, and supervise it to its end."""
-    job = started.job
-    reach = started.reach
+def _run(
+    job: Job,
+    command: Sequence[str],
+    wanted: Wanted,
+    reach: Reach | None,
+    console: RunConsole,
+    requests: StopRequests,
+    *,
+    notify: Notify = NOBODY,
+    as_json: bool = False,
+) -> int:
+    """Write down that the run begins or continues, and supervise it to its end. `wanted`: with the restarts that are
+    left; `reach`: None where there is this node alone."""
     with claim(job.run, job.launch_id):
         if job.run.run_json.exists():
             clear_end(job.run)
@@ -169,26 +165,26 @@ def _run(started: Started, console: RunConsole, requests: StopRequests) -> int:
             resume = Resume(tuple(sys.argv[1:]), __version__, time.time(), newest_step(job.run))
             write_run_record(job.run, replace(record, resumes=(*record.resumes, resume)))
         else:
-            write_own_launch(job, started.command, sys.argv[1:])
-        if notes := _notes(started.command):
+            write_own_launch(job, command)
+        if notes := _notes(command):
             console.report(*notes)
         passed = PassedOutput(console.file.fileno()) if console.is_terminal and not reach else None
-        describe = partial(describe_own_command, started.command, started.wanted)
+        describe = partial(describe_own_command, command, wanted)
         of_nodes = partial(NodesBackend, worker=(), kind=JOBS, describe_work=describe)
-        alone = partial(OwnCommandBackend, wanted=started.wanted, device_name=device_name(detect()), passed=passed)
+        alone = partial(OwnCommandBackend, wanted=wanted, device_name=device_name(detect()), passed=passed)
         backend: OpenBackend = partial(of_nodes, reach=reach) if reach else alone
         return run(
             *(job, None, backend, console),
-            as_json=started.as_json,
+            as_json=as_json,
             requests=requests,
-            notifies=started.notify,
+            notifies=notify,
             output=Output(job),
             passed=passed,
             run_kind=RUNS_OF_COMMANDS,
         )
 
 
-def write_own_launch(job: Job, command: Sequence[str], argv: Sequence[str]) -> None:
+def write_own_launch(job: Job, command: Sequence[str]) -> None:
     """Write down what the command is started with. run.json is last: with it the run exists."""
     run = job.run
     check_no_run(run.root, FOLDER)
@@ -196,7 +192,7 @@ def write_own_launch(job: Job, command: Sequence[str], argv: Sequence[str]) -> N
     write_text(run.command_txt, render_command(job.command, job.environment, Path.cwd()))
     record = RunRecord(
         recipe=job.program,
-        argv=tuple(argv),
+        argv=tuple(sys.argv[1:]),
         trainspec=__version__,
         created_at=time.time(),
         data_dir=None,
@@ -441,8 +437,8 @@ class CommandRuns:
         with storage(str(run.root), FOLDER):
             left = _left(run.root, asked.wanted)
             job = build_own_job(record.command, run.root, detect(), left)
-            started = Started(job, record.command, left, None, notify, as_json)
-            return requeueing(run, THIS_NODE, console, lambda requests: _run(started, console, requests))
+            start = partial(_run, job, record.command, left, None, console, notify=notify, as_json=as_json)
+            return requeueing(run, THIS_NODE, console, start)
 
     def run_in_job(self, run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
         """Begin the command that `trainspec sbatch` has written down, or continue it."""
@@ -457,7 +453,7 @@ class CommandRuns:
         wanted = _left(run.root, asked.wanted)
         with storage(str(run.root), FOLDER):
             job = build_own_nodes_job(command, run.root, reach.start, asked.num_nodes, wanted)
-            return _run(Started(job, command, wanted, reach), console, requests)
+            return _run(job, command, wanted, reach, console, requests)
 
     def limits(self, run: RunDir) -> Limits:
         own = read_own_job(run)

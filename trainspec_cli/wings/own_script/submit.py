@@ -169,5 +169,5 @@ def write_own_submission(
         text = render_own_script(asked_by_cluster(cluster), run.root, name, sys.argv[1:], here)
         write_text(run.job_sbatch, text)
         job = build_own_nodes_job(command, run.root, (SBATCH, str(run.job_sbatch)), cluster.num_nodes, wanted)
-        write_own_launch(job, command, sys.argv[1:])
+        write_own_launch(job, command)
     return Submission([run.root], run.job_sbatch, text)
