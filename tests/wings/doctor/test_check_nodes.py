@@ -89,8 +89,6 @@ def test_room_is_wanted_for_what_is_kept_and_the_next(
     plan: Plan, tmp_path: Path, monkeypatch, kept: int, written: int, wanted: int
 ) -> None:
     """The oldest is removed once the next one is whole."""
-    for step in range(written):
-        RunDir(tmp_path).checkpoint(step).mkdir(parents=True)
     monkeypatch.setattr(RunDir, "checkpoint_steps", lambda _: list(range(written)))
     one = checkpoint_bytes(plan.spec, plan.params)
     keeping = changed(plan, "checkpoint", keep_last=kept)
