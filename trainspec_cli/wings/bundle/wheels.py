@@ -305,7 +305,8 @@ def _pip(arguments: Sequence[str], tell: OnLine, target: WheelTarget | None = No
                 elif line.startswith("ERROR: "):
                     errors.append(line.removeprefix("ERROR: ").strip())
         except BaseException:
-            pip.kill()  # else it would continue, and make the folder again that is about to be removed
+            # Else it would continue, and make the folder again that is about to be removed.
+            pip.kill()
             pip.wait()
             raise
     if not pip.returncode:

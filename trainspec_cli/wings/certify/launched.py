@@ -104,6 +104,7 @@ def measure_performance(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
     """Measure the clauses that are wanted. Raises MachineError where a run fails, Interrupted where a stop is asked."""
     if not clauses:
         return []
+    # The run of all processes serves the clauses of speed and that of recovery: late in it one rank is killed.
     killed = f"fault=kill(rank={bench.processes - 1},step={KILLED_AT})"
     more = (killed, f"checkpoint.interval_steps={SAVE_EVERY}")
     together = _launched(bench, "together", bench.processes, bench.batch, more)
@@ -317,6 +318,7 @@ def _judge_alterations(bench: Bench, run: RunDir, folder: Path) -> Figures:
     except RecipeError:
         figures["certificate"] = "refused"
     for name in ("checkpoint", "plan"):
+        # A copy for each: a resume that refuses one must not see the other.
         copy = RunDir(folder / name)
         shutil.copytree(run.root, copy.root, symlinks=True)
         if name == "checkpoint":

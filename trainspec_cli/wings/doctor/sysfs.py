@@ -83,7 +83,7 @@ def own_text(path: Path) -> str:
 def read_gpus(nics: Sequence[Nic] = (), root: Path = SYS) -> list[FoundGpu]:
     """Return the GPUs by PCI address, the order in which nvidia-smi numbers them, with the links that PCI shows without
     a driver; NVLink is not among them."""
-    folders = {}
+    folders: dict[str, Path] = {}
     for folder in sorted((root / "bus/pci/devices").glob("*")):
         if own_text(folder / "vendor") in GPU_VENDORS and own_text(folder / "class")[:6] in GPU_CLASSES:
             folders[f"GPU{len(folders)}"] = folder

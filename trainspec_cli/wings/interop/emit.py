@@ -108,7 +108,8 @@ def resolved(planned: PlanReport) -> RunSpec:
     """Return the recipe with the values of the plan's best layout in the place of `auto`. Raises PlanError."""
     best = require_fit(planned)
     assert planned.run is not None, "a layout that fits has a forecast"
-    spec = replace(planned.spec, layout=asked_for(best.layout))  # of all replicas: other engines have no replica groups
+    # The layout of all replicas together: other engines have no replica groups.
+    spec = replace(planned.spec, layout=asked_for(best.layout))
     chip = spec.cluster.accelerator
     device = spec.cluster.device
     if device == AUTO:

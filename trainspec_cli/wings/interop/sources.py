@@ -53,6 +53,7 @@ def guess_engine(file: Path) -> str:
         return "megatron-bridge"
     if engine != "accelerate":
         return engine
+    # Three engines have files of this ending: keys that only one of them has tell which it is.
     top = set(re.findall(r"^(\w+):", _text(file), re.MULTILINE))
     return next((name for name, keys in KEYS_OF_YAML.items() if keys & top), engine)
 

@@ -186,6 +186,7 @@ class OwnStart:
         write_error(self._job.run.error(rank), record)
 
     def _end(self) -> run_state.GroupEnded:
+        # The first failure counts: what ends after it was ended because of it, most likely.
         failed = [exited.exit_code for exited in self._exits if exited.exit_code]
         was_ended = self._lost is not None or any(exited.exit_code is None for exited in self._exits)
         exit_code = failed[0] if failed else None if was_ended else 0

@@ -77,6 +77,7 @@ def load_cluster(arguments: Sequence[str]) -> Loaded:
     parsed, _ = parse_arguments(arguments)
     foreign = [problem for argument in parsed if (problem := _refuse_foreign(argument))]
     require(locate(foreign, {}, arguments, Path.cwd()))
+    # Where no cluster is named its values are those of no machine: what the job needs of them is asked for below.
     usual = [] if any(argument.key == CLUSTER for argument in parsed) else [f"{CLUSTER}=auto"]
     composed = compose_arguments([*arguments, f"{RECIPE}={DEFAULTS}", *usual])
     draft, mistyped = build(RunSpec, composed.data)

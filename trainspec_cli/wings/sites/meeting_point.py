@@ -77,6 +77,7 @@ class Rounds:
         self.folder.mkdir(exist_ok=True)
         rows = [(site, rank, part) for site, parts in sorted(payloads.items()) for rank, part in sorted(parts.items())]
         head = json.dumps([[site, rank, len(part)] for site, rank, part in rows], allow_nan=False).encode()
+        # The gradients come first: a state on the disk never names a round whose gradients are not there.
         path = self._path(state.round)
         partial = path.with_suffix(".partial")
         partial.write_bytes(b"\n".join((head, b"".join(part for *_, part in rows))))
@@ -208,7 +209,8 @@ class MeetingPoint:
     def arrive(self, hello: SiteHello, connection: RankConnection) -> None:
         before = self._sites.get(hello.site)
         if before is not None and hello.rank in before.ranks:
-            self._drop(hello.site)  # a new start, whose last connections have not been found broken yet
+            # A new start, whose last connections have not been found broken yet.
+            self._drop(hello.site)
         site = self._sites.setdefault(hello.site, ConnectedSite())
         site.ranks[hello.rank] = connection
         site.hellos[hello.rank] = hello
@@ -237,6 +239,7 @@ class MeetingPoint:
         if site is None:
             raise ConnectionError("another rank of the site was lost")
         if isinstance(message, Sent):
+            # An older round was decided without it. A newer one cannot be: the site waits for the decision before.
             if message.round == self._meeting.state.round + 1:
                 site.sent[hello.rank] = message, payload
                 if hello.site in self._meeting.members:

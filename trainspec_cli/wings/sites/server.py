@@ -171,6 +171,7 @@ class SiteServer:
                 closing_s = self._loop.time()
         server.close()
         self._served.abort()
+        # The loop ends with this coroutine, and would leave the tasks of connections unfinished.
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

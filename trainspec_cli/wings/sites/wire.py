@@ -196,6 +196,7 @@ async def receive(reader: asyncio.StreamReader, heard: Callable[[], object]) -> 
         chunk = await reader.read(min(left, CHUNK_BYTES))
         if not chunk:
             raise EOFError("the connection ended within a message")
+        # Each chunk counts: over a thin link a gradient takes longer than the silence that ends a connection.
         heard()
         chunks.append(chunk)
         left -= len(chunk)

@@ -93,6 +93,7 @@ def _plan(loaded: Loaded, machine: Machine) -> Plan:
     cluster = loaded.spec.cluster
     if cluster.device == "cpu" or machine.gpu_names or not (machine.gpu_problem or cluster.device == "cuda"):
         return plan_for(loaded, machine).as_one_group
+    # A plan for GPUs needs to know them: it is made for the CPU, and examined as one for GPUs.
     on_cpu = replace(loaded, spec=replace(loaded.spec, cluster=replace(cluster, device="cpu")))
     return replace(plan_for(on_cpu, machine).as_one_group, device="cuda")
 

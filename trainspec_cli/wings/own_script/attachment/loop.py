@@ -79,6 +79,7 @@ class StepLoop:
                     self._save(place)
             else:
                 place = DataPlace(place.epoch + 1)
+        # The exchange that the last step has begun is still open.
         self._ranks.settle()
         self._save(place)
 

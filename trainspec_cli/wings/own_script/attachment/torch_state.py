@@ -152,6 +152,7 @@ def write_state(folder: Path, step: int, state: dict[str, object], ranks: int, k
     partial = folder / f".{path.name}.{secrets.token_hex(8)}.partial"
     partial.mkdir(parents=True)
     try:
+        # Files are flushed before the rename, and the folder after it: a machine that loses power keeps all or nothing.
         torch.save(state, partial / STATE)
         _flush(partial / STATE)
         digest = _digest(partial / STATE)

@@ -196,6 +196,7 @@ class FarSites(SingleGroup):
     def _keep_up(self, *, heeds_stop: bool = True) -> bool:
         """Send and apply what is due at this step; return False where the run was asked to stop meanwhile."""
         outer = self._outer
+        # Several may be due at a step: without a delay a sum is applied where it is sent, and round 0 at once.
         while exchange := self._next:
             step = self._progress.step
             if exchange.round and exchange.sent_at == step and not outer.sent_round:
@@ -246,7 +247,8 @@ class FarSites(SingleGroup):
             if number:
                 self._apply(record, parts)
             self._note(record)
-            if self.site in record.joined:  # rounds of before it was lost name it as a member too
+            if self.site in record.joined:
+                # Only that counts: rounds of before it was lost name it as a member too.
                 break
             self._note_followed(number)
         outer.take_shared()

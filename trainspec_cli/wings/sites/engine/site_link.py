@@ -495,6 +495,7 @@ class SiteLink:
             record = from_plain(RoundRecord, message.record)
             self._rounds.decide(record, message.sha256, _cut(payload, message))
             self._ask()
+            # What is on a direct way may be lost without a sign: it is waited for this long, and no longer.
             self._loop.call_later(self._silence_s, lambda: self._ask(record.round))
         elif isinstance(message, Passed):
             self._rounds.hold(message.round, message.site, payload)
