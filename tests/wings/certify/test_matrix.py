@@ -105,27 +105,20 @@ def test_without_torchao_nothing_multiplies_in_fp8() -> None:
 def test_what_is_repeated_resumed_and_moved_trains_by_adamw() -> None:
     """A move begins at a run that saves in another layout of the family, and ends in one that it has, or in one
     process."""
-    legal = {family: set(spreads(family, TWO)) for family in FAMILIES}
-    for clause in ("NUM-6", "CKPT-1"):
-        found = [check.run for check in matrix(TWO) if check.clause == clause]
-        assert Counter((run.case.family, run.case.layout) for run in found) == Counter(
-            (family, layout) for family in FAMILIES for layout in KEPT if layout in legal[family]
-        )
-        assert {(run.case.optimizer, run.gradients, run.resume) for run in found} == {
-            ("adamw", False, clause == "CKPT-1")
-        }
-    moves = [check.run for check in matrix(TWO) if check.clause == "CKPT-2"]
-    assert moves
+    legal = {family: set(spreads(family, 4)) for family in FAMILIES}
+    kept = Counter((family, layout) for family in FAMILIES for layout in KEPT if layout in legal[family])
+    for clause, resumes in (("NUM-6", False), ("CKPT-1", True)):
+        found = [check.run for check in matrix(4) if check.clause == clause]
+        assert Counter((run.case.family, run.case.layout) for run in found) == kept
+        assert {(run.case.optimizer, run.gradients, run.resume) for run in found} == {("adamw", False, resumes)}
+    moves = [check.run for check in matrix(4) if check.clause == "CKPT-2"]
+    assert Layout() in {run.case.layout for run in moves}
     for run in moves:
-        assert run.continues is not None and run.continues.resume and not run.resume
-        assert not run.gradients and not run.continues.gradients and run.losses and run.continues.losses
-        assert run.case.optimizer == run.continues.case.optimizer == "adamw"
-        assert (run.continues.case.layout, run.case.layout) in MOVES
-        assert run.case.family == run.continues.case.family
-        assert run.continues.case.layout in legal[run.case.family]
-        assert run.case.layout in legal[run.case.family] | {Layout()}
-    four = [check.run for check in matrix(4) if check.clause == "CKPT-2"]
-    assert any(run.case.layout == Layout() for run in four)
+        source = run.continues
+        assert source is not None and (source.case.layout, run.case.layout) in MOVES
+        assert (source.case.family, source.case.optimizer) == (run.case.family, run.case.optimizer)
+        assert (source.resume, run.resume, source.losses, run.losses) == (True, False, True, True)
+        assert {source.case.layout, run.case.layout} <= legal[run.case.family] | {Layout()}
 
 
 def test_each_format_is_measured_in_each_layout_that_has_its_exchanges() -> None:

@@ -54,36 +54,6 @@ class Seen:
     """Some rank was asked to stop."""
 
 
-class WindowPace:
-    """How fast a site computes, from one exchange to the next, without its waits for others."""
-
-    def __init__(self, *, follows: bool):
-        self._follows = follows
-        self._busy_s = 0.0
-        self._samples = 0
-        self._since_s: float | None = None
-
-    def go_on(self) -> None:
-        self._since_s = time.perf_counter()
-
-    def pause(self) -> None:
-        if self._since_s is not None:
-            self._busy_s += time.perf_counter() - self._since_s
-        self._since_s = None
-
-    def note(self, samples: int) -> None:
-        """Note a step that was made."""
-        self._samples += samples
-
-    def cut(self) -> float:
-        """Return the samples a second since the last call; 0 where nothing is to follow from that."""
-        busy_s = self._busy_s
-        samples = self._samples
-        self._busy_s = 0.0
-        self._samples = 0
-        return samples / busy_s if self._follows and busy_s else 0.0
-
-
 class FarSites(SingleGroup):
     """Within a step a site is the only replica group that there is: what is exchanged, is exchanged between steps."""
 
@@ -118,7 +88,10 @@ class FarSites(SingleGroup):
         self._progress = TrainProgress()
         self._taken = 0
         """Samples of the step that is being made."""
-        self._pace = WindowPace(follows=self._spec.scheduler.mode == "auto")
+        # How fast this site computes from one exchange to the next, without its waits for others.
+        self._busy_s = 0.0
+        self._samples = 0
+        self._computes_since_s: float | None = None
 
     @property
     def _next(self) -> SiteExchange | None:
@@ -128,10 +101,11 @@ class FarSites(SingleGroup):
     # Rounds
 
     def begin(self, progress: TrainProgress, restore: Callable[[], TrainProgress]) -> StepStart:
-        self._pace.pause()
+        if self._computes_since_s is not None:
+            self._busy_s += time.perf_counter() - self._computes_since_s
         self._progress = progress
         keeps_up = self._open() and self._keep_up()
-        self._pace.go_on()
+        self._computes_since_s = time.perf_counter()
         return StepStart(self._progress, stop=not keeps_up)
 
     def bring_together(self, progress: TrainProgress) -> None:
@@ -214,7 +188,11 @@ class FarSites(SingleGroup):
         saved = newest_applied(self._applied, self._run.run_dir.newest_step)
         self._applied = [exchange for exchange in self._applied if exchange.round >= saved]
         tokens, steps = self._outer.sent_work
-        message = Sent(number, tokens, steps, self._pace.cut(), self._outer.digest, saved)
+        # Samples a second; 0 where nothing is to follow from that.
+        rate = self._samples / self._busy_s if self._spec.scheduler.mode == "auto" and self._busy_s else 0.0
+        self._busy_s = 0.0
+        self._samples = 0
+        message = Sent(number, tokens, steps, rate, self._outer.digest, saved)
         if self._link:
             self._link.send(message, encoded)
 
@@ -394,7 +372,7 @@ class FarSites(SingleGroup):
         """The step is made, within this site."""
         data = self._spec.data
         self._outer.count(self._taken * (data.seq_len if data.unit == "tokens" else 1))
-        self._pace.note(self._taken)
+        self._samples += self._taken
         return True
 
     def merged(self) -> AbstractContextManager[None]:
