@@ -74,7 +74,7 @@ FAMILIES: dict[str, ModelSpec] = {
 }
 
 LOSSES: dict[str, TrainSection] = {}
-"""Families whose loss is one's own, with the section of the recipe that says which."""
+"""Families with a user-defined loss, and the section of the recipe that names it."""
 
 
 PLAIN_DECODER = _decoder()

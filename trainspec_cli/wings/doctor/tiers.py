@@ -29,7 +29,7 @@ UPLINKS_TO_FILL = "1 counts; write 3 where the devices below send three times wh
 
 
 def node_tiers(gpus: Sequence[FoundGpu], source: str, devices_per_node: int) -> tuple[list[FoundTier], list[str]]:
-    """Return the tiers inside a node, of which a run takes so many devices, and remarks on what they leave out."""
+    """Return the tiers inside a node, of which a run takes this many devices, and remarks on what they leave out."""
     if len(gpus) < 2:
         name = "node" if not gpus else "gpu"
         return [FoundTier(TierSpec(name), source, {"gbit_per_s": LEFT_TO_ACCELERATOR})], []

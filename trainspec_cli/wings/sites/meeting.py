@@ -81,7 +81,7 @@ Piece = tuple[int, int]
 def plan_pieces(
     steps: int, batches: Mapping[int, int], position: int, left: Sequence[Piece]
 ) -> tuple[dict[int, tuple[Piece, ...]], int, tuple[Piece, ...]]:
-    """Plan so many steps of sites with their samples a step; return (pieces by site, next position, what is left).
+    """Plan this many steps of sites with their samples a step; return (pieces by site, next position, what is left).
 
     `left` is taken first; a piece of it that is smaller than the site's batch makes a smaller step.
     """
@@ -196,9 +196,9 @@ class MeetingRules:
     quorum: int
     """The least number of sites whose work makes a round."""
     grace_s: float
-    """A round that has its quorum waits so long for sites that are connected."""
+    """Seconds that a round with its quorum waits for sites that are connected."""
     return_s: float
-    """A meeting that begins again waits so long for its members to connect, and not for those that leave it later."""
+    """Seconds that a meeting which begins again waits for its members, and not for those that leave it later."""
     change: float
     """Sites whose steps differ by no more than this fraction are equally fast."""
 

@@ -108,7 +108,7 @@ class Rounds:
 
 
 KEPT_INTERVALS = 32
-"""Rounds are kept for a site that is away for so many intervals in which the whole model is exchanged."""
+"""Rounds are kept for a site that is away for this many exchanges of the whole model."""
 LINGER_S = 120.0
 """A meeting that is over stays for sites that have not heard of its last round yet."""
 Gradient = tuple[Sent, bytes]

@@ -127,7 +127,7 @@ class Served(Protocol):
         """Do what is due. Called again and again."""
 
     def lingers(self, closed_for_s: float) -> bool:
-        """Return whether to go on although the server was asked to end so long ago."""
+        """Return whether to continue although the server was asked to end this many seconds ago."""
 
     def abort(self) -> None:
         """End all connections."""

@@ -1,4 +1,4 @@
-"""Accelerate: the YAML of `accelerate launch --config_file`, with FSDP2, beside one's own script."""
+"""Accelerate: the YAML of `accelerate launch --config_file`, with FSDP2, next to the user's script."""
 
 from __future__ import annotations
 

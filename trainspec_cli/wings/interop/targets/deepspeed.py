@@ -1,4 +1,4 @@
-"""DeepSpeed: the JSON that `deepspeed.initialize(config=...)` takes, beside one's own script."""
+"""DeepSpeed: the JSON that `deepspeed.initialize(config=...)` takes, next to the user's script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers: the arguments of its Trainer as JSON, started by Accelerate, beside one's own script."""
+"""transformers: the arguments of its Trainer as JSON, started by Accelerate, next to the user's script."""
 
 from __future__ import annotations
 

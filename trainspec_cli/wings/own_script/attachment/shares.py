@@ -36,7 +36,7 @@ class Shares:
     """The shares of one script; all ranks call it together. `run`: None outside of a run, where nothing is recorded."""
 
     def __init__(self, run: RunDir | None, ranks: ScriptRanks, batch_size: int, largest: int):
-        """`largest`: a rank takes at most so many samples of a step. Raises RecipeError where that is too few."""
+        """`largest`: the most samples that a rank takes of a step. Raises RecipeError where that is too few."""
         if largest * ranks.count < batch_size or batch_size < ranks.count:
             message = f"{ranks.count} ranks of at most {largest} samples cannot share batch_size={batch_size}"
             hint = f"give {math.ceil(batch_size / ranks.count)} or more, and a sample for each rank"

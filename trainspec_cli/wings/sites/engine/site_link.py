@@ -56,7 +56,7 @@ class SiteAccess:
     secret: bytes
     hello: Callable[[], SiteHello]
     silence_s: float
-    """A server that was silent for so long is lost."""
+    """A server that was silent for this many seconds is lost."""
 
 
 class SiteConnection:
