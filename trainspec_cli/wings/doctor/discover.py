@@ -255,7 +255,24 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
     if missing := [gpu for gpu in gpus if gpu not in rows]:
         message = f"the matrix in {source} has a column and no row of {', '.join(missing)}"
         raise MachineError(Problem("no_matrix", message, hint=f"give what `{COMMAND}` prints, whole", environment=True))
-    return [_gpu(gpu, rows[gpu], columns, affinities, names) for gpu in gpus]
+    found = []
+    for gpu in gpus:
+        row = rows[gpu]
+        links = {other: RENAMED.get(link, link) for other, link in zip(columns, row, strict=False) if other != gpu}
+        # The cores may be blank, the others are not: they are told apart from the end.
+        behind = dict(zip(reversed(affinities), reversed(row[len(columns) :]), strict=False))
+        cores = behind.get("CPU Affinity", "")
+        numa = behind.get("NUMA Affinity", "")
+        found.append(
+            FoundGpu(
+                gpu,
+                links={other: link for other, link in links.items() if _GPU.fullmatch(other)},
+                nics={names.get(other, other): link for other, link in links.items() if not _GPU.fullmatch(other)},
+                cores=cores if _CORES.fullmatch(cores) else "",
+                numa_node=int(numa) if numa.isdigit() else None,
+            )
+        )
+    return found
 
 
 def _columns(header: str) -> tuple[list[str], list[str]]:
@@ -274,24 +291,6 @@ def _row(cells: list[str], columns: Sequence[str], where: str, name: str) -> lis
     message = f"{where}: the row of {name} has {found}; {len(columns)} are needed, such as NV18, PIX, PXB, NODE or SYS"
     raise MachineError(
         Problem("bad_matrix", message, hint=f"give what `{COMMAND}` prints, unchanged", environment=True)
-    )
-
-
-def _gpu(
-    name: str, row: Sequence[str], columns: Sequence[str], affinities: Sequence[str], nics: dict[str, str]
-) -> FoundGpu:
-    links = {other: RENAMED.get(link, link) for other, link in zip(columns, row, strict=False) if other != name}
-    behind = row[len(columns) :]
-    # the cores may be blank, the others are not: they are told from the end
-    told = dict(zip(reversed(affinities), reversed(behind), strict=False))
-    cores = told.get("CPU Affinity", "")
-    numa = told.get("NUMA Affinity", "")
-    return FoundGpu(
-        name,
-        links={other: link for other, link in links.items() if _GPU.fullmatch(other)},
-        nics={nics.get(other, other): link for other, link in links.items() if not _GPU.fullmatch(other)},
-        cores=cores if _CORES.fullmatch(cores) else "",
-        numa_node=int(numa) if numa.isdigit() else None,
     )
 
 

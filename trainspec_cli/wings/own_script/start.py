@@ -138,7 +138,17 @@ class OwnStart:
         if stands:
             self._report_hang(stands)
         else:
-            self._report_silence([quiet for quiet in found if isinstance(quiet, NodeSilent)])
+            # The error is that of the process which is named first.
+            silent = [quiet for quiet in found if isinstance(quiet, NodeSilent)]
+            named, why = name_silent([process for node in silent for process in node.processes])
+            waited_s = min(node.waited_s for node in silent)
+            names = [
+                f"{'' if process.rank is None else f'rank {process.rank}, '}process {process.pid} ({process.command})"
+                f"{f' on {process.host}' if len(silent) > 1 else ''}"
+                for process in named
+            ]
+            message = f"no sign of work for {waited_s:.0f} s: {', '.join(names)} {why}"
+            self._write_hang(named[0].rank or 0, named[0].host, message, None, "")
         return [run_state.WorkerFailed(GROUP)]
 
     def _report_hang(self, stands: Sequence[NodeStands]) -> None:
@@ -157,18 +167,6 @@ class OwnStart:
         step = None if ranks[late[0]].ended else max(rank.step for rank in ranks.values()) + 1
         self._write_hang(late[0], ranks[late[0]].host, message, step, "\n\n".join(stacks))
         self._name_hang(tuple(late))
-
-    def _report_silence(self, nodes: Sequence[NodeSilent]) -> None:
-        """Write the hang as an error of the process that is named first."""
-        named, why = name_silent([process for node in nodes for process in node.processes])
-        waited_s = min(node.waited_s for node in nodes)
-        names = [
-            f"{'' if process.rank is None else f'rank {process.rank}, '}process {process.pid} ({process.command})"
-            f"{f' on {process.host}' if len(nodes) > 1 else ''}"
-            for process in named
-        ]
-        message = f"no sign of work for {waited_s:.0f} s: {', '.join(names)} {why}"
-        self._write_hang(named[0].rank or 0, named[0].host, message, None, "")
 
     def _write_hang(self, rank: int, host: str, message: str, step: int | None, stacks: str) -> None:
         record = WorkerErrorRecord(

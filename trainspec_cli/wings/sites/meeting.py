@@ -338,7 +338,13 @@ class Meeting:
         window = record.window
         merged_at = {**dict.fromkeys((*batches, *record.joined), 0), **dict(state.merged_at)}
         merged_at |= dict.fromkeys(record.included, record.exchange.sent_at)
-        left = [*state.left, *(piece for site in record.lost for piece in self._unmerged(site, merged_at[site]))]
+        left = [*state.left]
+        for site in record.lost:
+            # What it was given for the steps after those whose work was merged.
+            for earlier in state.records:
+                if site in earlier.members:
+                    pieces_of_site = zip(earlier.window, earlier.pieces(site), strict=True)
+                    left += [piece for step, piece in pieces_of_site if step >= merged_at[site]]
         rates = {site: one.rate for site, one in self.came.items()}
         paced = paced_batches(batches, rates, self.rules.change)
         pieces, position, rest = plan_pieces(len(window), paced, state.position, left)
@@ -354,13 +360,6 @@ class Meeting:
             misses=tuple((site, count) for site, count in sorted(misses.items()) if site in batches),
         )
         return record
-
-    def _unmerged(self, site: int, merged_at: int) -> Iterable[Piece]:
-        """Return what a site was given for the steps after `merged_at`."""
-        for record in self.state.records:
-            if site in record.members:
-                pieces = zip(record.window, record.pieces(site), strict=True)
-                yield from (piece for step, piece in pieces if step >= merged_at)
 
     def forget(self, before: int) -> None:
         """Forget the records of rounds before `before`, but for those whose samples are not merged yet."""

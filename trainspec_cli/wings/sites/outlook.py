@@ -36,8 +36,8 @@ class SiteLinks:
     """Each site reaches every other one."""
 
     def exchange_s(self, sent_bytes: float) -> float:
-        """Return how long an exchange takes in which each site sends this many bytes. An outer gradient goes one way, the
-        decision another; both directions of a link are used at once, and more goes out of the busiest than in."""
+        """Return how long an exchange takes in which each site sends this many bytes. An outer gradient goes one way,
+        the decision another; both directions of a link are used at once, and more goes out of the busiest than in."""
         return 2 * self.delay_s + self._copies_out * sent_bytes / self.bytes_per_s
 
     def carried_bytes(self, sent_bytes: float) -> float:
