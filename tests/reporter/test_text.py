@@ -43,7 +43,7 @@ from trainspec_cli.run.folder.event_types.events import (
     TextPart,
 )
 from trainspec_cli.wings.certify.certificate_text import render_certificate
-from trainspec_cli.wings.doctor.doctor_text import render_diagnosis
+from trainspec_cli.wings.doctor.commands.doctor import render_diagnosis
 
 
 def text_of(rendered: RenderableType, width: int = 120) -> list[str]:

@@ -187,17 +187,18 @@ def references_of(family: str) -> tuple[Any, Any, Any]:
 
 
 def judge_case(case: Any, chip: Any, cpu: Any) -> dict[str, Any]:
-    from trainspec_cli.wings.certify.standing import FORMAT_FACTOR, GRADIENT_BOUND, LOSS_BOUND
-
     from trainspec_cli.wings.certify.cases import SAVE_AT
+    from trainspec_cli.wings.certify.clauses import FORMAT_FACTOR, GRADIENT_BOUND, LOSS_BOUND
     from trainspec_cli.wings.certify.runs import gradient_errors, loss_error
 
     first, again, resumed = (chip[run] for run in runs_of(case))
     exact, plain, rough = (cpu[run] for run in references_of(case.family))
-    error = max(gradient_errors(first, exact).values())
+    error = max(gradient_errors(first.gradients, exact.gradients).values())
     losses = loss_error(first.losses, plain.losses)
     exactly = case.compute == "fp32"
-    format_error = max(gradient_errors(rough, exact).values()) * (FP8_OVER_BF16 if case.compute == "fp8" else 1)
+    format_error = max(gradient_errors(rough.gradients, exact.gradients).values()) * (
+        FP8_OVER_BF16 if case.compute == "fp8" else 1
+    )
     bound = GRADIENT_BOUND if exactly else FORMAT_FACTOR * format_error
     return {
         "gradient_error": error,

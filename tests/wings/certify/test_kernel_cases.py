@@ -10,7 +10,6 @@ from trainspec_cli.recipe.rules.comm import lacking
 from trainspec_cli.wings.certify import families
 from trainspec_cli.wings.certify.cases import (
     Case,
-    backends,
     build_plan,
     build_spec,
     features_here,
@@ -88,7 +87,3 @@ def test_kernels_are_judged_beside_the_reference_of_their_optimizer() -> None:
     assert [run.case for run in update.runs] == [update.run.case, Case("dense", optimizer="even_adamw")]
     (gradient,) = checks(2, ["dense-fp32-tp2-attention.math-one-step"])
     assert gradient.clause == "KERN-1" and gradient.runs[1].case == Case("dense")
-
-
-def test_backends_are_named_without_the_default() -> None:
-    assert TORCH not in backends("attention", on_gpu=False)

@@ -16,7 +16,6 @@ from trainspec_cli.wings.certify.cases import (
     Live,
     build_plan,
     cases,
-    moves,
     refusals,
 )
 from trainspec_cli.wings.certify.families import FAMILIES
@@ -123,7 +122,3 @@ def test_a_run_is_killed_in_a_later_change_than_its_checkpoint() -> None:
     kept = Run(beside(case)).request("cpu")
     assert (kept.live, kept.killed_at) == (True, None)
     assert not Run(Case("dense")).request("cpu").live
-
-
-def test_cuts_keep_every_layer() -> None:
-    assert [layout.stage_layers for layout in moves(Layout(pp=2), 6)] == [(5, 1), (1, 5), None]

@@ -99,25 +99,27 @@ def test_a_job_that_fails_names_the_first_run_without_a_result(tmp_path: Path, m
     assert (problem.code, problem.hint) == ("tool_failed", f"run it alone: --only {CUT.name}")
 
 
-class Told:
-    def __init__(self, **gradients: list[float]):
-        self.gradients = {name: np.array(values) for name, values in gradients.items()}
-
-
-def errors_of(found: Told, reference: Told) -> dict[str, float]:
-    return gradient_errors(found, reference)  # type: ignore[arg-type]
+def arrays(**gradients: list[float]) -> dict[str, np.ndarray]:
+    return {name: np.array(values) for name, values in gradients.items()}
 
 
 def test_an_error_is_relative_to_the_reference_and_infinite_beside_nothing() -> None:
-    reference = Told(a=[3.0, 4.0], b=[0.0], c=[0.0])
-    found = errors_of(Told(a=[3.0, 5.0], b=[0.0], c=[1e-9]), reference)
+    reference = arrays(a=[3.0, 4.0], b=[0.0], c=[0.0])
+    found = gradient_errors(arrays(a=[3.0, 5.0], b=[0.0], c=[1e-9]), reference)
     assert found == {"a": pytest.approx(0.2), "b": 0.0, "c": math.inf}
-    assert errors_of(Told(a=[math.nan, 4.0], b=[0.0], c=[0.0]), reference)["a"] == math.inf
-    missing = errors_of(Told(b=[0.0], c=[0.0, 0.0]), reference)
-    assert (missing["a"], missing["c"]) == (math.inf, math.inf)
+    assert gradient_errors(arrays(a=[math.nan, 4.0], b=[0.0], c=[0.0]), reference)["a"] == math.inf
+    other = gradient_errors(arrays(b=[0.0], c=[0.0, 0.0], d=[1.0]), reference)
+    assert (other["a"], other["c"], other["d"]) == (math.inf, math.inf, math.inf)
 
 
 def test_the_worst_step_counts_relative_to_the_references_loss() -> None:
     assert loss_error([2.0, 3.0, 4.0], [2.0, 4.0, 5.0]) == pytest.approx(0.25)
     assert loss_error([-1.0], [-2.0]) == pytest.approx(0.5)
-    assert loss_error([1.0, 2.0], [1.0]) == loss_error([1.0], [math.inf]) == math.inf
+    assert loss_error([1.0, 2.0], [1.0]) == loss_error([1.0], [math.inf]) == loss_error([math.nan], [1.0]) == math.inf
+
+
+def test_a_loss_that_was_not_finite_is_null_in_the_result(tmp_path: Path) -> None:
+    found = CertifyRunResult(TrainedSteps((1.0, math.nan), None, ""), TrainedSteps((math.inf,), None, ""))
+    write_json(tmp_path / "result.json", to_plain(found))
+    measured = runs.Measured(tmp_path)
+    assert loss_error(measured.losses, [1.0, 2.0]) == loss_error(measured.resumed_losses, [1.0]) == math.inf

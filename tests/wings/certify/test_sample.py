@@ -92,18 +92,6 @@ def test_a_sample_has_every_clause_and_what_is_always_among_them(seed: str) -> N
     assert len(drawn) < len(matrix()) / 6
 
 
-def test_a_few_commits_draw_every_family_along_every_axis() -> None:
-    drawn = [check for seed in "abcdefghij" for check in sample(seed)]
-    assert {pair for check in drawn for pair in parts(check.run)} >= {
-        pair for check in matrix() if check.clause == "NUM-2" for pair in parts(check.run)
-    }
-
-
-def test_another_commit_draws_another_sample() -> None:
-    assert sample("a") == sample("a")
-    assert sample("a") != sample("b")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_sample_of_the_matrix_keeps_every_clause(tmp_path: Path) -> None:

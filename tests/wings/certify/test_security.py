@@ -36,7 +36,7 @@ def bench(folder: Path) -> Bench:
     ids=["loopback", "every interface", "every interface of IPv6", "nothing was seen"],
 )
 def test_only_loopback_addresses_may_listen(ports: set[tuple[str, int]], passed: bool, beyond: str) -> None:
-    finding = stand("SEC-1", "2-processes", launched._judge_ports(ports))
+    finding = stand("SEC-1", "2-processes", launched.judge_ports(ports))
     assert (finding.passed, finding.figures["beyond"]) == (passed, beyond)
 
 
@@ -47,7 +47,7 @@ def test_a_file_that_others_may_open_is_found(tmp_path: Path, mode: int, passed:
     run.mkdir(0o700)
     (run / "plan.json").touch(0o600)
     (run / "plan.json").chmod(mode)
-    finding = stand("SEC-3", "2-processes", launched._judge_modes(run))
+    finding = stand("SEC-3", "2-processes", launched.judge_modes(run))
     assert finding.passed is passed
     assert finding.figures.get("first") == (None if passed else "run/plan.json")
 

@@ -1,4 +1,4 @@
-"""What a launch on one host refuses before anything is made, and what it only tells of."""
+"""What a launch refuses before anything is made, and what it only reports."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from lab.gpus.machines import play
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.core.errors import MachineError
@@ -16,21 +17,38 @@ from trainspec_cli.planner.run.forecast import checkpoint_bytes
 from trainspec_cli.recipe.results.doctor import Check, NodeReport
 from trainspec_cli.recipe.results.plan import LocalPrediction, Plan
 from trainspec_cli.recipe.results.tools import MachineProbe
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.wings.doctor.check_nodes import _needs, check_nodes
+from trainspec_cli.wings.doctor import checks
+from trainspec_cli.wings.doctor.check_nodes import check_nodes, preflight
 
 Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture
 def plan(made_up_probe: MachineProbe) -> Plan:
-    return made_up_probe.small.plan
+    """One process on the CPU, of a model of a few parameters."""
+    made = made_up_probe.small.plan
+    predicted = LocalPrediction(time_s={"forward": 1.0}, memory={"parameters": 1.0})
+    return replace(made, num_nodes=1, devices_per_node=1, layout=type(made.layout)(), prediction=predicted)
+
+
+def give_room(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(2**40, 0, int(free)))
+
+
+def changed(plan: Plan, section: str, **values: object) -> Plan:
+    return replace(plan, spec=replace(plan.spec, **{section: replace(getattr(plan.spec, section), **values)}))
+
+
+def predicting(plan: Plan, memory: float) -> Plan:
+    return replace(plan, prediction=LocalPrediction(time_s={"forward": 1.0}, memory={"parameters": memory}))
 
 
 def test_a_launch_without_room_for_a_checkpoint_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainspec_cli.session.launching.session.predict", lambda plan, *_, **__: plan)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(2**40, 2**40, 1000))
+    give_room(monkeypatch, 1000)
     assert run(["launch", "recipe=tiny", "--json"]) == 4
     (error,) = json.loads(capsys.readouterr().out)["errors"]
     assert error["code"] == "unfit_host"
@@ -38,36 +56,90 @@ def test_a_launch_without_room_for_a_checkpoint_is_refused(tmp_path: Path, monke
     assert not list(tmp_path.iterdir()), "nothing was made"
 
 
-def on_nodes(plan: Plan, nodes: int, **run: bool) -> Plan:
-    return replace(plan, num_nodes=nodes, spec=replace(plan.spec, run=replace(plan.spec.run, **run)))
-
-
 def test_who_wants_no_preflight_has_none(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(2**40, 2**40, 0))
+    give_room(monkeypatch, 0)
     with pytest.raises(MachineError):
         check_nodes(plan, tmp_path, PrintableConsole())
-    assert check_nodes(on_nodes(plan, 1, preflight=False), tmp_path, PrintableConsole()) is None
-    assert check_nodes(on_nodes(plan, 2, preflight=False), tmp_path, PrintableConsole()) is None
+    for nodes in (1, 2):
+        without = changed(replace(plan, num_nodes=nodes), "run", preflight=False)
+        assert check_nodes(without, tmp_path, PrintableConsole()) is None
+
+
+def test_a_node_with_all_that_the_run_takes_is_let_in_without_a_word(plan: Plan, tmp_path: Path, monkeypatch) -> None:
+    give_room(monkeypatch, 2**34)
+    assert preflight(plan, tmp_path / "runs/quickstart") == []
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_refused_by_the_hosts_name(
+    plan: Plan, tmp_path: Path, monkeypatch
+) -> None:
+    give_room(monkeypatch, 0.9 * checkpoint_bytes(plan.spec, plan.params))
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    with pytest.raises(MachineError) as caught:
+        preflight(plan, tmp_path)
+    (problem,) = caught.value.problems
+    assert (caught.value.exit_code, problem.code) == (4, "unfit_host")
+    assert problem.message.startswith("node7 is not fit: disk: ")
+    assert "choose another run.dir" in problem.hint and "run.preflight=false" in problem.hint
+
+
+@pytest.mark.parametrize(("kept", "written", "wanted"), [(3, 0, 4), (3, 2, 2), (3, 3, 1), (3, 9, 1), (1, 0, 2)])
+def test_room_is_wanted_for_what_is_kept_and_the_next(
+    plan: Plan, tmp_path: Path, monkeypatch, kept: int, written: int, wanted: int
+) -> None:
+    """The oldest is removed once the next one is whole."""
+    monkeypatch.setattr(RunDir, "checkpoint_steps", lambda _: list(range(written)))
+    one = checkpoint_bytes(plan.spec, plan.params)
+    keeping = changed(plan, "checkpoint", keep_last=kept)
+    give_room(monkeypatch, wanted * one)
+    assert preflight(keeping, tmp_path) == []
+    if wanted > 1:
+        give_room(monkeypatch, (wanted - 0.5) * one)
+        (check,) = preflight(keeping, tmp_path)
+        assert (check.name, check.status) == ("disk", "warn")
+        assert f"; {wanted} are kept" in check.found
+    if not written:
+        give_room(monkeypatch, wanted * one)
+        assert (
+            f"; {wanted + 1} are kept" in preflight(changed(keeping, "checkpoint", keep_best=True), tmp_path)[0].found
+        )
 
 
 def test_a_warning_of_the_only_node_is_shown(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = checkpoint_bytes(plan.spec, plan.params)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(2**40, 2**40, one * 1.5))
+    give_room(monkeypatch, 1.5 * checkpoint_bytes(plan.spec, plan.params))
     shown = StringIO()
     assert check_nodes(plan, tmp_path, PrintableConsole(file=shown)) is None
     assert shown.getvalue().startswith("disk: ")
 
 
-def test_memory_counts_unless_the_run_is_forced(plan: Plan, tmp_path: Path) -> None:
-    greedy = replace(plan, prediction=LocalPrediction(time_s={"forward": 1.0}, memory={"parameters": 1e18}))
-    with pytest.raises(MachineError, match="memory"):
-        check_nodes(greedy, tmp_path, PrintableConsole(file=StringIO()))
-    check_nodes(greedy, tmp_path, PrintableConsole(file=StringIO()), force=True)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_is_a_nodes_or_each_gpus_and_counts_unless_the_run_is_forced(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    asked: dict[str, float] = {}
+    for name in ("check_memory", "check_gpus"):
+        checked = lambda needed, name=name: asked.update({name: needed}) or ()  # noqa: E731
+        monkeypatch.setattr(f"trainspec_cli.wings.doctor.check_nodes.{name}", checked)
+    monkeypatch.setattr("trainspec_cli.wings.doctor.check_nodes.check_torch", lambda _: ())
+    two = predicting(replace(plan, device=device, devices_per_node=2), 1e9)
+    assert two.prediction is not None
+    one = two.prediction.needed_bytes
+    assert one >= 1e9
+    preflight(two, tmp_path)
+    assert asked == ({"check_memory": 2 * one} if device == "cpu" else {"check_memory": 0, "check_gpus": one})
+    preflight(two, tmp_path, force=True)
+    assert set(asked.values()) == {0}
+
+
+def test_memory_that_other_programs_hold_is_not_there(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match=r"memory: .* available, and the run takes"):
+        preflight(predicting(plan, 1e18), tmp_path)
 
 
 def test_nodes_that_are_let_in_with_a_warning_are_named(plan: Plan, tmp_path: Path) -> None:
     shown = StringIO()
-    examination = check_nodes(on_nodes(plan, 2), tmp_path, PrintableConsole(file=shown))
+    examination = check_nodes(replace(plan, num_nodes=2), tmp_path, PrintableConsole(file=shown))
     assert examination is not None
     assert str(tmp_path) in examination.command
     small = Check("/dev/shm", "warn", "64 MiB free", "give the container more")
@@ -78,24 +150,35 @@ def test_nodes_that_are_let_in_with_a_warning_are_named(plan: Plan, tmp_path: Pa
         examination.judge([NodeReport("a", 0.0, (replace(small, status="fail"),)), reports[1]])
 
 
-@pytest.mark.parametrize(("kept", "written", "wanted"), [(3, 0, 4), (3, 2, 2), (3, 3, 1), (3, 9, 1), (1, 0, 2)])
-def test_room_is_wanted_for_what_is_kept_and_the_next(plan: Plan, kept: int, written: int, wanted: int) -> None:
-    """The oldest is removed once the next one is whole."""
-    keeping = replace(plan, spec=replace(plan.spec, checkpoint=replace(plan.spec.checkpoint, keep_last=kept)))
-    needs = _needs(keeping, written, force=False)
-    assert (needs.checkpoints, needs.checkpoint_bytes) == (wanted, checkpoint_bytes(plan.spec, plan.params))
-    best = replace(keeping, spec=replace(keeping.spec, checkpoint=replace(keeping.spec.checkpoint, keep_best=True)))
-    assert _needs(best, 0, force=False).checkpoints == kept + 2
+def test_shared_memory_matters_where_several_processes_share_it(plan: Plan, tmp_path: Path, monkeypatch) -> None:
+    give_room(monkeypatch, 2**26)
+    assert preflight(plan, tmp_path) == []
+    assert "/dev/shm" in {check.name for check in preflight(replace(plan, devices_per_node=2), tmp_path)}
 
 
-@pytest.mark.parametrize(("device", "memory", "gpu_memory"), [("cpu", 2, 0), ("cuda", 0, 1)])
-def test_memory_is_a_nodes_or_each_gpus(plan: Plan, device: str, memory: int, gpu_memory: int) -> None:
-    predicted = LocalPrediction(time_s={"forward": 1.0}, memory={"parameters": 1e9})
-    two = replace(plan, device=device, devices_per_node=2, prediction=predicted)
-    needs = _needs(two, 0, force=False)
-    one = predicted.needed_bytes
-    assert one >= 1e9
-    assert (needs.memory_bytes, needs.gpu_memory_bytes) == (memory * one, gpu_memory * one)
-    assert (needs.uses_gpus, needs.processes) == (device == "cuda", plan.world_size)
-    forced = _needs(two, 0, force=True)
-    assert (forced.memory_bytes, forced.gpu_memory_bytes) == (0, 0)
+def write_machine(folder: Path, used_gib: int) -> str:
+    """Describe a node with one H100, of which another program holds some memory."""
+    machine = folder / "machine.json"
+    machine.write_text(json.dumps({"gpus": [{"card": "h100_sxm", "used_mib": used_gib * 1024}]}))
+    return str(machine)
+
+
+@pytest.mark.parametrize(("used_gib", "status"), [(5, "ok"), (25, "warn"), (45, "fail")])
+def test_a_gpu_that_somebody_uses_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, used_gib: int, status: str
+) -> None:
+    play(write_machine(tmp_path, used_gib), monkeypatch)
+    found = list(checks.check_gpus(needed_bytes=40 * 2**30))
+    assert [check.status for check in found] == ([] if status == "ok" else [status])
+    assert all("nvidia-smi" in check.advice for check in found)
+
+
+def test_gpus_are_looked_at_where_the_run_uses_them(plan: Plan, tmp_path: Path, monkeypatch) -> None:
+    give_room(monkeypatch, 2**34)
+    play(write_machine(tmp_path, 25), monkeypatch)
+    monkeypatch.setattr(checks, "torch_build", lambda: ("2.13.0+cu128", "12.8", ""))
+    assert preflight(plan, tmp_path) == []
+    on_gpu = replace(plan, device="cuda")
+    assert [check.name for check in preflight(on_gpu, tmp_path)] == ["chips"]
+    with pytest.raises(MachineError, match="and the run takes"):
+        preflight(predicting(on_gpu, 60 * 2.0**30), tmp_path)

@@ -25,14 +25,6 @@ def test_the_slowest_node_is_named_with_what_it_is_slow_at() -> None:
     assert (other.host, other.ratio) == ("b", 0.9)
 
 
-def test_one_node_has_nobody_to_be_compared_with() -> None:
-    assert compare([report("a")]) == []
-
-
-def test_nodes_alike_are_let_in() -> None:
-    refuse_unfit([report("a"), report("b", matmul=0.8e12)])
-
-
 def test_a_node_far_below_the_others_is_refused_by_name() -> None:
     with pytest.raises(MachineError) as caught:
         refuse_unfit([report("a"), report("b"), report("c", matmul=0.4e12)])
@@ -58,17 +50,6 @@ def test_the_diagnosis_has_the_worst_status_and_the_slowest_node() -> None:
     little = Check("/dev/shm", "warn", "64 MiB free", "give the container more")
     diagnosis = diagnose([report("a"), report("b", 1e12, 1e11, little), report("c", matmul=0.95e12)], None)
     assert (diagnosis.status, diagnosis.slowest) == ("warn", "c")
-
-
-def test_a_clock_that_is_off_is_reported() -> None:
-    late = replace(report("a"), time=95.0, heard_at=100.0)
-    on_time = replace(report("b"), time=99.9, heard_at=100.0)
-    (clock,) = [check for check in diagnose([late, on_time], None).between if check.name == "clock"]
-    assert (clock.status, clock.found) == ("warn", "a is 5.0 s behind the first node")
-
-
-def test_a_slow_node_fails_the_diagnosis() -> None:
-    assert diagnose([report("a"), report("b", memory=0.2e11)], None).status == "fail"
 
 
 def test_a_report_crosses_the_wire_as_it_was() -> None:
@@ -118,10 +99,6 @@ def test_two_nodes_have_no_other_pair_to_be_held_against() -> None:
     assert warnings("ab", {"ab": 1e3}) == []
 
 
-def test_one_process_has_no_links() -> None:
-    assert judge_links(None) == []
-
-
 def test_all_reduces_are_shown() -> None:
     (check,) = judge_links(LinksResult((AllReduceRate(4096, 0.001, 4e6),), ()))
     assert check.found == "4.00 KiB in 1.00 ms, 4 MB/s"
@@ -130,7 +107,7 @@ def test_all_reduces_are_shown() -> None:
 @pytest.mark.parametrize(("ratio", "status"), [(0.85, "ok"), (0.84, "warn"), (0.6, "warn"), (0.59, "fail")])
 def test_how_far_below_the_others_a_node_may_be(ratio: float, status: str) -> None:
     diagnosis = diagnose([report("a"), report("b", matmul=ratio * 1e12)], None)
-    assert (diagnosis.between[0].name, diagnosis.between[0].status) == ("slowest", status)
+    assert (diagnosis.status, diagnosis.between[0].name, diagnosis.between[0].status) == (status, "slowest", status)
     if status == "fail":
         with pytest.raises(MachineError, match="b is slowest"):
             refuse_unfit([report("a"), report("b", matmul=ratio * 1e12)])
@@ -152,7 +129,8 @@ def test_each_nodes_own_speeds_are_shown_with_its_checks() -> None:
         ("matrix products", "2 TFLOP/s"),
         ("memory", "300 GB/s"),
     ]
-    assert diagnose([NodeReport("a", 0.0, ())], None).hosts[0].checks == ()
+    alone = diagnose([NodeReport("a", 0.0, ())], None)
+    assert (alone.hosts[0].checks, alone.between) == ((), ()), "it has nobody to be compared with, and no links"
 
 
 def test_the_others_median_is_the_measure() -> None:

@@ -1,4 +1,4 @@
-"""GPUs, PCIe and NUMA nodes as the kernel shows them."""
+"""GPUs, PCIe, NUMA nodes and the network as the kernel shows them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from lab.sysfs import Sysfs
 
-from trainspec_cli.wings.doctor.found_fabric import FoundGpu, NumaNode
-from trainspec_cli.wings.doctor.sysfs import complete, describe_gpus, read_gpus, read_nics, read_numa_nodes
+from trainspec_cli.recipe.results.doctor import Check
+from trainspec_cli.wings.doctor.checks import check_nics
+from trainspec_cli.wings.doctor.found_fabric import FoundGpu, Nic, NumaNode
+from trainspec_cli.wings.doctor.sysfs import complete, read_gpus, read_interfaces, read_nics, read_numa_nodes
 
 SWITCH = "pci0000:15/0000:15:01.0/0000:16:00.0"
 
@@ -29,7 +31,7 @@ def sysfs(tmp_path: Path) -> Sysfs:
 
 
 def test_links_follow_from_the_bridges_above(sysfs: Sysfs) -> None:
-    gpus = describe_gpus(read_gpus(sysfs.root), read_nics(sysfs.root / "class/infiniband"))
+    gpus = read_gpus(read_nics(sysfs.root / "class/infiniband"), sysfs.root)
     assert [gpu.name for gpu in gpus] == ["GPU0", "GPU1", "GPU2", "GPU3"]
     assert gpus[0].links == {"GPU1": "PIX", "GPU2": "PHB", "GPU3": "SYS"}
     assert gpus[0].nics == {"efa_0": "SYS", "mlx5_0": "PIX", "mlx5_1": "PXB"}
@@ -63,11 +65,11 @@ def test_a_pcie_link_carries_what_both_ends_can_over_the_lanes_in_use(
     made = Sysfs(tmp_path)
     made.device("pci0000:00/0000:00:01.0", max_link_speed=above)
     made.gpu("pci0000:00/0000:00:01.0/0000:01:00.0", speed=speed, width=width)
-    assert [gpu.gbit_per_s for gpu in read_gpus(tmp_path)] == [gbit_per_s]
+    assert [gpu.pcie_gbit_per_s for gpu in read_gpus(root=tmp_path)] == [gbit_per_s]
 
 
 def test_what_pci_knows_is_added_to_the_matrix(sysfs: Sysfs) -> None:
-    pci = read_gpus(sysfs.root)
+    pci = read_gpus(root=sysfs.root)
     matrix = [FoundGpu(f"GPU{number}", {}, {"mlx5_0": "NODE"}, cores="4-5", numa_node=None) for number in range(4)]
     whole = complete(matrix, pci)
     assert (whole[3].numa_node, whole[0].cores, whole[0].nics) == (1, "4-5", {"mlx5_0": "NODE"})
@@ -84,3 +86,58 @@ def test_numa_nodes_with_cores_are_listed(tmp_path: Path) -> None:
         NumaNode(10, "8-15", 131596668 * 1024),
     ]
     assert read_numa_nodes(tmp_path / "nothing") == []
+
+
+# The network
+
+
+def make_nic(folder: Path, name: str, rate: str, numa: str = "0", state: str = "4: ACTIVE") -> None:
+    port = folder / name / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "rate").write_text(f"{rate}\n")
+    (port / "state").write_text(f"{state}\n")
+    (folder / name / "device").mkdir()
+    (folder / name / "device" / "numa_node").write_text(f"{numa}\n")
+
+
+def test_nics_have_a_rate_and_a_numa_node(tmp_path: Path) -> None:
+    make_nic(tmp_path, "mlx5_1", "400 Gb/sec (4X NDR)", "1")
+    make_nic(tmp_path, "mlx5_0", "2.5 Gb/sec (1X SDR)", "-1")
+    make_nic(tmp_path, "mlx5_2", "400 Gb/sec (4X NDR)", state="1: DOWN")
+    assert read_nics(tmp_path) == [Nic("mlx5_0", 2.5, None), Nic("mlx5_1", 400, 1)]
+    assert read_nics(tmp_path / "nothing") == []
+
+
+def test_the_key_that_they_are_worth_is_named(tmp_path: Path) -> None:
+    for number in range(4):
+        make_nic(tmp_path, f"mlx5_{number}", "400 Gb/sec (4X NDR)", str(number // 2))
+    found = "4 NICs on NUMA nodes 0, 1, 1600 Gbit/s together; for 8 devices cluster.nic_gbit_per_s=200"
+    assert list(check_nics(8, tmp_path)) == [Check("nics", "ok", found)]
+    assert list(check_nics(8, tmp_path / "nothing")) == []
+
+
+def test_different_rates_are_warned_of(tmp_path: Path) -> None:
+    make_nic(tmp_path, "mlx5_0", "400 Gb/sec (4X NDR)")
+    make_nic(tmp_path, "mlx5_1", "100 Gb/sec (4X EDR)")
+    [check] = check_nics(8, tmp_path)
+    assert check.status == "warn" and "mlx5_0 400, mlx5_1 100" in check.found
+
+
+def test_interfaces_that_are_up_and_real_are_read(tmp_path: Path) -> None:
+    """A bond counts for the interfaces in it; the kernel writes -1, or refuses to say, where there is no speed."""
+    made = Sysfs(tmp_path)
+    made.interface("eth0", "100000", path="pci0000:00/0000:00:03.0")
+    made.interface("eth1", "-1", path="pci0000:00/0000:00:04.0")
+    made.interface("eth2", "25000", state="down", path="pci0000:00/0000:00:05.0")
+    slave = made.interface("eth3", "25000", path="pci0000:00/0000:00:06.0")
+    bond = made.interface("bond0", "50000")
+    (bond / "bonding").mkdir()
+    (slave / "master").symlink_to(bond)
+    made.interface("docker0", "10000")
+    found = read_interfaces(tmp_path / "class/net")
+    assert [(one.name, one.gbit_per_s, one.kind) for one in found] == [
+        ("bond0", 50.0, "ethernet"),
+        ("eth0", 100.0, "ethernet"),
+        ("eth1", None, "ethernet"),
+    ]
+    assert found[1].pci_path == ("pci0000:00", "0000:00:03.0")

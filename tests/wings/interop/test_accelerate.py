@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from wings.interop.speaking import Case, files_in, judge, mistyped, refused_by, spoken_in
+from wings.interop.speaking import Case, files_in, judge, mistyped, spoken_in
 
 from trainspec_cli.wings.interop import nest
 
@@ -55,12 +55,3 @@ def test_plain_data_parallelism_needs_no_fsdp() -> None:
     keys = spoken_in("accelerate", *RUNS[3]).keys_of("config")
     assert keys["distributed_type"] == "MULTI_GPU"
     assert not [key for key in keys if key.startswith(("fsdp_config", "parallelism_config"))]
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("layout.zero_stage", 1), ("layout.pp", 2), ("recompute", "selective"), ("offload", "optimizer")]
-)
-def test_what_accelerate_cannot_say_is_refused_alone(key: str, value: object) -> None:
-    (problem,) = refused_by("accelerate", **{key.replace(".", "__"): value})  # type: ignore[arg-type]
-    assert problem.path == key
-    assert problem.hint.startswith(f"type {key}=")

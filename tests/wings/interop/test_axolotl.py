@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from wings.interop.speaking import Case, files_in, judge, mistyped, refused_by, run_of, spoken_in
+from wings.interop.speaking import Case, files_in, judge, mistyped, run_of, spoken_in
 
 from trainspec_cli.wings.interop import TARGETS, guess_engine, listen, read_source
 from trainspec_cli.wings.interop.targets.axolotl import config_text
@@ -103,24 +103,6 @@ def test_what_axolotl_takes_without_a_word() -> None:
     assert (judgement.error, judgement.keys["optimizer"]) == (None, "adamw_torch_fusedd")
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_import_after_emit_is_the_identity(run: tuple[str, ...], tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text(files_in("axolotl", *run)["axolotl.yml"])
-    assert guess_engine(file) == "axolotl"
-    heard = listen(TARGETS["axolotl"], read_source(file, "axolotl"))
-    assert heard.unread == {}
-    said = [one.ours for one in spoken_in("axolotl", *run).said if one.theirs and one.place == "config"]
-    wanted = {ours: run_of(*run)[ours] for ours in said if not ours.startswith("derived.")}
-    read = {ours: heard.values.get(ours, "missing") for ours in wanted}
-    assert {ours: (read[ours], value) for ours, value in wanted.items() if not same(read[ours], value)} == {}
-
-
-def same(one: object, other: object) -> bool:
-    numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
-    return one == pytest.approx(other, rel=1e-4) if numbers else one == other
-
-
 def test_a_file_of_ones_own_is_read_and_the_rest_is_listed(tmp_path: Path) -> None:
     file = tmp_path / "lora.yml"
     file.write_text(
@@ -149,41 +131,6 @@ def test_values_that_axolotl_names_in_another_way() -> None:
     adapted = spoken_in("axolotl", *RUNS[3]).keys_of("config")
     assert adapted["lora_target_modules"] == ["q_proj", "v_proj"] and adapted["adapter"] == "qlora"
     assert (adapted["train_on_inputs"], adapted["bf16"], "fsdp_version" in adapted) == (True, True, False)
-
-
-def test_packed_samples_are_divided_over_cp_one_by_one() -> None:
-    refused = refused_by(
-        "axolotl",
-        init__from="hf:org/model",
-        data__source="jsonl",
-        layout__cp=2,
-        batching__micro_batch_size=2,
-    )
-    assert [problem.path for problem in refused] == ["batching.micro_batch_size"]
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "others"),
-    [
-        ("init.from", None, {}),
-        ("init.from", "runs/mine", {}),
-        ("data.source", "tokens", {}),
-        ("data.path", "text/*.jsonl", {}),
-        ("layout.zero_stage", 1, {}),
-        ("layout.pp", 2, {}),
-        ("layout.sequence_parallel", True, {"layout__tp": 2}),
-        ("layout.context_method", "ulysses", {"layout__cp": 2}),
-        ("recompute", "selective", {}),
-        ("optim.name", "muon", {}),
-        ("lora.targets", ["z"], {"lora__rank": 8}),
-        ("lora.alpha", 16.5, {"lora__rank": 8}),
-        ("offload", "optimizer", {}),
-    ],
-)
-def test_what_axolotl_cannot_say_is_refused_alone(key: str, value: object, others: dict[str, object]) -> None:
-    usual = {"init__from": "hf:org/model", "data__source": "jsonl", "data__path": "text.jsonl"}
-    changes = {**usual, **others, key.replace(".", "__"): value}
-    assert key in [problem.path for problem in refused_by("axolotl", **changes)]  # type: ignore[arg-type]
 
 
 def test_the_sizes_of_a_mesh_are_the_devices() -> None:

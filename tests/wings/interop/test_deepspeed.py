@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from wings.interop.speaking import Case, files_in, judge, mistyped, refused_by, run_of, spoken_in
+from wings.interop.speaking import Case, files_in, judge, mistyped, run_of, spoken_in
 
 from trainspec_cli.wings.interop import RunValues, nest
 
@@ -77,25 +77,6 @@ def test_no_clipping_is_a_norm_of_zero() -> None:
 def test_the_command_starts_every_process() -> None:
     script = files_in("deepspeed")["launch.sh"]
     assert "--num_nodes 2" in script and "--num_gpus 8" in script
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "others"),
-    [
-        ("optim.name", "muon", {}),
-        ("layout.pp", 2, {"layout__pipeline_schedule": "1f1b", "layout__stage_layers": [16, 16]}),
-        ("recompute", "selective", {}),
-        ("layout.context_method", "ring", {"layout__cp": 2}),
-        ("layout.sequence_parallel", True, {"layout__tp": 2}),
-        ("optim.schedule.kind", "wsd", {}),
-        ("comm.gradients", "int8", {}),
-        ("layout.dp_replicate", 2, {}),
-    ],
-)
-def test_what_deepspeed_cannot_say_is_refused_alone(key: str, value: object, others: dict[str, object]) -> None:
-    (problem,) = refused_by("deepspeed", **{key.replace(".", "__"): value}, **others)  # type: ignore[arg-type]
-    assert problem.path == key
-    assert problem.hint.startswith(f"type {key}=")
 
 
 def lowered(value: object) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from wings.interop.speaking import Case, files_in, judge, mistyped, refused_by, run_of, spoken_in
+from wings.interop.speaking import Case, files_in, judge, mistyped, run_of, spoken_in
 
 from trainspec_cli.wings.interop.targets.torchtitan import FLAVORS
 
@@ -69,18 +69,3 @@ def test_a_pipeline_gets_a_rank_s_whole_batch() -> None:
     keys = spoken_in("torchtitan", *RUNS[1]).keys_of("config")
     assert keys["training.local_batch_size"] == 512 // 8
     assert keys["parallelism.pipeline_parallel_microbatch_size"] == 1
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "others"),
-    [
-        ("model.num_layers", 31, {}),
-        ("optim.grad_clip_norm", None, {}),
-        ("layout.context_method", "ulysses", {"layout__cp": 2}),
-        ("precision.reduce", "bf16", {}),
-        ("checkpoint.keep_last", 1, {}),
-    ],
-)
-def test_what_torchtitan_cannot_say_is_refused_alone(key: str, value: object, others: dict[str, object]) -> None:
-    (problem,) = refused_by("torchtitan", **{key.replace(".", "__"): value}, **others)  # type: ignore[arg-type]
-    assert problem.path == key

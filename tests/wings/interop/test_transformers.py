@@ -6,7 +6,7 @@ import json
 
 import pytest
 import yaml
-from wings.interop.speaking import Case, files_in, judge, mistyped, refused_by, spoken_in
+from wings.interop.speaking import Case, files_in, judge, mistyped, spoken_in
 
 from trainspec_cli.wings.interop import nest
 
@@ -50,8 +50,3 @@ def test_accelerate_starts_the_trainer() -> None:
 def test_the_steps_of_a_decay_are_counted() -> None:
     keys = spoken_in("transformers", *RUNS[1]).keys_of("config")
     assert keys["lr_scheduler_kwargs.num_decay_steps"] == round(0.2 * int(str(keys["max_steps"])))
-
-
-def test_what_the_trainer_cannot_say_is_refused_alone() -> None:
-    refused = refused_by("transformers", checkpoint__keep_best=True, optim__name="muon", train__eval_interval_steps=10)
-    assert [problem.path for problem in refused] == ["optim.name", "checkpoint.keep_best"]

@@ -14,8 +14,8 @@ from lab.waiting import wait_for
 
 from trainspec_cli.core.environment_names import LAUNCH_ID, PROGRESS
 from trainspec_cli.wings.own_script import progress
-from trainspec_cli.wings.own_script.hang import main_stack, place_of, read_stacks
 from trainspec_cli.wings.own_script.job import HOOK
+from trainspec_cli.wings.own_script.watches import main_stack, place_of, read_stacks
 
 STAND_IN = Path(__file__).parents[2] / "lab" / "own_commands" / "standin"
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,10 +19,9 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.signals import PatientRequests, StopRequests
 from trainspec_cli.run.slurm.queue import job_of, note_job
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.launching import in_slurm as requeue
 from trainspec_cli.session.launching.nodes import NodeOptions
-from trainspec_cli.wings.own_script import in_slurm
-from trainspec_cli.wings.own_script.in_slurm import describe_place, earlier_start, find_place, requeueing
+from trainspec_cli.wings.own_script import launching
+from trainspec_cli.wings.own_script.launching import describe_place, earlier_start, find_place, requeueing
 
 COMMAND = ("torchrun", "--nproc-per-node", "8", "train.py")
 TASK = {
@@ -32,33 +32,6 @@ TASK = {
     "SLURM_PROCID": "1",
     "SLURM_JOB_NUM_NODES": "2",
 }
-
-
-class Slurm:
-    """What is asked of Slurm."""
-
-    def __init__(self) -> None:
-        self.requeued: list[str] = []
-        self.job = {"Restarts": "0", "Requeue": "1", "BatchFlag": "1", "PreemptTime": "None"}
-
-    def show(self, job_id: str) -> dict[str, str]:
-        return self.job
-
-    def requeue(self, job_id: str) -> None:
-        self.requeued.append(job_id)
-
-
-@pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
-    found = Slurm()
-    monkeypatch.setattr(requeue, "slurm", found)
-    for name in [name for name in os.environ if name.startswith("SLURM_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("SLURM_JOB_ID", "41")
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    yield found
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -74,7 +47,7 @@ def set_task(monkeypatch: pytest.MonkeyPatch, **changed: str) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_nodes_and_folder_are_those_of_the_step(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_and_folder_are_those_of_the_step(slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     set_task(monkeypatch)
     nodes, folder = find_place(COMMAND, None, NodeOptions())
     assert (nodes, folder) == (NodeOptions(2, 1, of_slurm=True), "runs/train.py/slurm-41.0")
@@ -82,28 +55,26 @@ def test_nodes_and_folder_are_those_of_the_step(slurm: Slurm, monkeypatch: pytes
     assert find_place(COMMAND, "mine", NodeOptions()) == (nodes, "mine")
 
 
-def test_what_is_typed_comes_before_what_slurm_says(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_typed_comes_before_what_slurm_says(slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     set_task(monkeypatch)
     typed = NodeOptions(4, 3, "node1:29500")
     assert find_place(COMMAND, None, typed) == (typed, AUTO)
     assert describe_place(typed, None) == ""
 
 
-def test_a_step_of_one_node_has_a_folder_that_its_next_start_finds(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_of_one_node_has_a_folder_that_its_next_start_finds(slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     set_task(monkeypatch, SLURM_STEP_NUM_TASKS="1", SLURM_STEP_NUM_NODES="1", SLURM_PROCID="0")
     assert find_place(COMMAND, None, NodeOptions()) == (NodeOptions(), "runs/train.py/slurm-41.0")
 
 
-def test_nodes_without_part_in_the_run_are_told(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_without_part_in_the_run_are_told(slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     assert find_place(COMMAND, None, NodeOptions()) == (NodeOptions(), AUTO)
     assert "another node is in this job, without part in the run: srun" in describe_place(NodeOptions(), None)
 
 
 def test_a_run_goes_on_where_slurm_has_started_its_job_again(
-    slurm: Slurm, begun: RunDir, monkeypatch: pytest.MonkeyPatch
+    slurm: Any, begun: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert earlier_start(begun, COMMAND) is None, "nobody has started the job again"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -126,7 +97,7 @@ def ends(begun: RunDir, start: Start) -> int:
     return requeueing(begun, NodeOptions(2, of_slurm=True), PrintableConsole(), start)
 
 
-def test_a_warned_run_is_requeued(slurm: Slurm, begun: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warned_run_is_requeued(slurm: Any, begun: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     def start(requests: StopRequests) -> int:
         signal.signal(signal.SIGTERM, lambda *_: requests.add())
         os.kill(os.getpid(), signal.SIGUSR2)
@@ -147,7 +118,7 @@ def test_a_warned_run_is_requeued(slurm: Slurm, begun: RunDir, capsys: pytest.Ca
     ],
 )
 def test_a_preempted_run_is_requeued_where_its_job_may_be(
-    slurm: Slurm, begun: RunDir, changed: dict[str, str], said: str, capsys: pytest.CaptureFixture[str]
+    slurm: Any, begun: RunDir, changed: dict[str, str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slurm.job |= {"PreemptTime": "2026-01-01T00:00:00"} | changed
     assert ends(begun, lambda requests: Stopped.exit_code) == Stopped.exit_code
@@ -155,7 +126,7 @@ def test_a_preempted_run_is_requeued_where_its_job_may_be(
     assert said in capsys.readouterr().out
 
 
-def test_a_failure_stays_one_and_a_lost_node_is_requeued(slurm: Slurm, begun: RunDir) -> None:
+def test_a_failure_stays_one_and_a_lost_node_is_requeued(slurm: Any, begun: RunDir) -> None:
     def fail(requests: StopRequests) -> int:
         raise WorkerError("rank 1 failed")
 
@@ -169,7 +140,7 @@ def test_a_failure_stays_one_and_a_lost_node_is_requeued(slurm: Slurm, begun: Ru
     assert slurm.requeued == ["41"]
 
 
-def test_what_a_newer_start_owns_is_left_alone(slurm: Slurm, begun: RunDir) -> None:
+def test_what_a_newer_start_owns_is_left_alone(slurm: Any, begun: RunDir) -> None:
     slurm.job |= {"PreemptTime": "2026-01-01T00:00:00"}
 
     def fenced(requests: StopRequests) -> int:
@@ -180,20 +151,20 @@ def test_what_a_newer_start_owns_is_left_alone(slurm: Slurm, begun: RunDir) -> N
     assert slurm.requeued == []
 
 
-def test_a_hang_whose_restarts_are_used_up_ends_the_job(slurm: Slurm, begun: RunDir) -> None:
+def test_a_hang_whose_restarts_are_used_up_ends_the_job(slurm: Any, begun: RunDir) -> None:
     write_json(begun.error(0), {"rank": 0, "host": "a", "type": "Hang", "message": "", "traceback": "", "code": "hang"})
     assert ends(begun, lambda requests: WorkerError.exit_code) == WorkerError.exit_code
     assert slurm.requeued == []
 
 
-def test_a_run_that_is_done_asks_nothing_of_slurm(slurm: Slurm, begun: RunDir, tmp_path: Path) -> None:
-    slurm.show = lambda job_id: pytest.fail("asked")  # type: ignore[method-assign]
+def test_a_run_that_is_done_asks_nothing_of_slurm(slurm: Any, begun: RunDir, tmp_path: Path) -> None:
+    slurm.show = lambda job_id: pytest.fail("asked")
     assert ends(RunDir(tmp_path), lambda requests: EXIT_DONE) == EXIT_DONE
 
 
 @pytest.mark.parametrize(("at_terminal", "kind"), [(True, StopRequests), (False, PatientRequests)])
 def test_only_a_person_wants_an_end_at_once(
-    slurm: Slurm, begun: RunDir, at_terminal: bool, kind: type, monkeypatch: pytest.MonkeyPatch
+    slurm: Any, begun: RunDir, at_terminal: bool, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdin, "isatty", lambda: at_terminal, raising=False)
     kinds: list[type] = []
@@ -201,13 +172,13 @@ def test_only_a_person_wants_an_end_at_once(
     assert kinds == [kind]
 
 
-def test_without_slurm_no_job_is_noted(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_slurm_no_job_is_noted(slurm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID")
     assert requeueing(RunDir(tmp_path), NodeOptions(), PrintableConsole(), lambda requests: 6) == 6
     assert job_of(RunDir(tmp_path)) is None
     with pytest.raises(RecipeError):
         requeueing(RunDir(tmp_path), NodeOptions(), PrintableConsole(), refuse)
-    assert in_slurm.JOB not in os.environ
+    assert launching.JOB not in os.environ
 
 
 def refuse(requests: StopRequests) -> int:

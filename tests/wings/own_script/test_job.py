@@ -148,26 +148,10 @@ def test_a_node_without_a_launcher_is_a_rank(tmp_path: Path, bare: None, monkeyp
 
 
 def test_accelerate_is_told_in_its_own_words(tmp_path: Path, bare: None) -> None:
-    line = "python -u -m accelerate.commands.launch --num_processes 8 --main-process-port 9 train.py"
-    assert list(command_on_node(line.split(), NodePlace(1, 2, "head"), 5)) == (
-        [
-            "python",
-            "-u",
-            "-m",
-            "accelerate.commands.launch",
-            "--num_machines",
-            "2",
-            "--machine_rank",
-            "1",
-            "--main_process_ip",
-            "head",
-            "--num_processes",
-            "8",
-            "--main-process-port",
-            "9",
-            "train.py",
-        ]
-    )
+    launcher, rest = "python -u -m accelerate.commands.launch", "--num_processes 8 --main-process-port 9 train.py"
+    added = "--num_machines 2 --machine_rank 1 --main_process_ip head"
+    found = command_on_node(f"{launcher} {rest}".split(), NodePlace(1, 2, "head"), 5)
+    assert list(found) == f"{launcher} {added} {rest}".split()
     assert node_environment(tmp_path, "accelerate launch --num_processes 8 train.py")["OMP_NUM_THREADS"] == "4"
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +16,8 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_run_record
 from trainspec_cli.run.signals import PatientRequests
 from trainspec_cli.session import slurm_job
-from trainspec_cli.session.launching import in_slurm as requeue
 from trainspec_cli.wings.own_script import launching
 from trainspec_cli.wings.own_script.job import OwnJob, Wanted, write_own_job
-
-
-class Slurm:
-    """What is asked of Slurm."""
-
-    def __init__(self) -> None:
-        self.requeued: list[str] = []
-        self.job = {"Restarts": "0"}
-
-    def own_address(self) -> str:
-        return "node1"
-
-    def show(self, job_id: str) -> dict[str, str]:
-        return self.job
-
-    def requeue(self, job_id: str) -> None:
-        self.requeued.append(job_id)
-
-
-@pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
-    found = Slurm()
-    monkeypatch.setattr(slurm_job, "slurm", found)
-    monkeypatch.setattr(requeue, "slurm", found)
-    monkeypatch.setenv("SLURM_JOB_ID", "41")
-    monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
-    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
-    yield found
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -73,7 +39,7 @@ def begin_own(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_a_command_of_ones_own_runs_on_the_jobs_nodes_and_goes_back_as_often_as_it_may(
-    own_run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    own_run: RunDir, slurm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     reached: list[Any] = []
 
@@ -94,7 +60,7 @@ def test_a_command_of_ones_own_runs_on_the_jobs_nodes_and_goes_back_as_often_as_
 
 
 def test_a_start_has_what_earlier_ones_have_left_of_the_restarts(
-    own_run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+    own_run: RunDir, slurm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events, jobs = EventWriter(own_run.events(0), rank=0), []
     events.write(RecoveryEvent(step=5, change="restart", group=None, stall_s=None, lost_steps=None))
@@ -109,7 +75,7 @@ def test_a_start_has_what_earlier_ones_have_left_of_the_restarts(
 
 
 def test_a_command_that_is_done_is_not_run_again(
-    own_run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    own_run: RunDir, slurm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     write_json(own_run.result_json, {"status": "done", "exit_code": 0, "steps": 5})
     monkeypatch.setattr(launching, "run", lambda *_, **__: pytest.fail("it was run"))

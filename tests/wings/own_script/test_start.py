@@ -19,9 +19,9 @@ from trainspec_cli.run.backend.nodes.messages import (
 from trainspec_cli.run.folder.record import WorkerErrorRecord, read_error
 from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.recovery import run_state
-from trainspec_cli.wings.own_script.hang import name_late
 from trainspec_cli.wings.own_script.job import OUTPUT_LOG
 from trainspec_cli.wings.own_script.start import OwnStart
+from trainspec_cli.wings.own_script.watches import name_late
 
 
 def stands(rank: int, place: str = "all_reduce, called at train.py:3", **differs: bool) -> RankStands:

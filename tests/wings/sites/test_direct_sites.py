@@ -15,7 +15,7 @@ from lab.link import Link
 from lab.ports import free_port
 from lab.sites import Site, SitesLab, kill, wait_until
 
-from trainspec_cli.wings.sites.schedule import VALUE_BYTES
+from trainspec_cli.wings.sites.outlook import VALUE_BYTES
 
 Lab = Callable[..., SitesLab]
 VALUES = 60_000

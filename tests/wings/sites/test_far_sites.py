@@ -146,7 +146,7 @@ def test_another_secret_is_refused(lab: Lab, tmp_path: Path) -> None:
     other.port = trial.port
     stranger = other.start(1)
     wait_until(lambda: "HandshakeError" in trial.said)
-    wait_until(lambda: stranger.coordinator._voice.trouble)
+    wait_until(lambda: stranger.coordinator._link.trouble)
 
 
 def test_a_flipped_bit_of_the_shared_weights_is_found(lab: Lab) -> None:

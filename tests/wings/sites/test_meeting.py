@@ -14,11 +14,11 @@ from trainspec_cli.wings.sites.meeting import (
     MeetingRules,
     MeetingState,
     RoundRecord,
+    SiteSchedule,
     paced_batches,
     plan_pieces,
     site_weights,
 )
-from trainspec_cli.wings.sites.schedule import SiteSchedule
 
 batches_of_sites = st.dictionaries(st.integers(0, 4), st.integers(1, 9), min_size=1)
 

@@ -4,56 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.wings.sites.engine.outer_state import OuterState, carry_over, mix, outer_gradient, outer_step
+from trainspec_cli.wings.sites.engine.outer_state import OuterState
 from trainspec_cli.wings.sites.outlook import KEPT_BYTES
 
 RATE, FACTOR = 0.7, 0.9
-numbers = st.floats(-100, 100)
-
-
-@given(shared=numbers, own=numbers)
-def test_shared_weights_move_towards_what_a_site_has_learned(shared: float, own: float) -> None:
-    moved, _ = outer_step(shared, 0.0, outer_gradient(shared, own), RATE, factor=0.0)
-    assert abs(own - moved) <= 0.3 * abs(own - shared) + 1e-9, "with rate 0.7 three tenths of the way are left"
-
-
-def test_rounds_with_the_same_site_come_to_its_weights() -> None:
-    shared, momentum, own = 0.0, 0.0, 1.0
-    for _ in range(200):
-        shared, momentum = outer_step(shared, momentum, outer_gradient(shared, own), 0.1, 0.5)
-    assert shared == pytest.approx(own, abs=1e-6)
-
-
-def test_nesterov_is_that_of_torch() -> None:
-    torch = pytest.importorskip("torch")
-    parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
-    sgd = torch.optim.SGD([parameter], lr=RATE, momentum=FACTOR, nesterov=True)
-    shared, momentum = parameter.detach().clone(), torch.zeros(2, dtype=torch.float64)
-    for gradient in ([0.5, 1.0], [-1.0, 0.25], [0.125, 0.0]):
-        parameter.grad = torch.tensor(gradient, dtype=torch.float64)
-        sgd.step()
-        shared, momentum = outer_step(shared, momentum, parameter.grad, RATE, FACTOR)
-    assert torch.allclose(shared, parameter.detach(), rtol=1e-12)
-
-
-@pytest.mark.parametrize("sent", [0.0, 3.0])
-def test_what_a_site_has_not_sent_is_its_next_outer_gradient(sent: float) -> None:
-    """It moved from 10 to 6 since the shared weights came, of which the wire took `sent`; then those of all moved."""
-    before, own, shared = 10.0, 6.0, 8.5
-    after = carry_over(own, sent, before, shared)
-    assert outer_gradient(shared, after) == (before - own) - sent
-
-
-def test_a_site_keeps_its_part_of_its_own_weights() -> None:
-    assert mix(4.0, 8.0, keeps=0.25) == 7.0
-
-
 NAMES = ("embed.weight", "blocks.0.ffn.up.weight", "blocks.1.ffn.up.weight", "norm.weight")
 BOTH = (0, 1)
 
@@ -73,6 +31,19 @@ def learn(state: OuterState, seed: int) -> None:
     with torch.no_grad():
         for one in state.shares:
             one.share.local.add_(torch.randn(one.values), alpha=0.1)
+
+
+def test_nesterov_is_that_of_torch() -> None:
+    state = state_of("bf16", RATE, FACTOR, values=2)
+    one = state.shares[0]
+    parameter = nn.Parameter(one.shared.clone())
+    sgd = torch.optim.SGD([parameter], lr=RATE, momentum=FACTOR, nesterov=True)
+    for number, gradient in enumerate(([0.5, 1.0], [-1.0, 0.25], [0.125, 0.0]), 1):
+        parameter.grad = torch.tensor(gradient)
+        sgd.step()
+        one.share.local.data.copy_(one.shared - parameter.grad)
+        state.apply(BOTH, [state.encode(number, BOTH)], (1.0,), own=0)
+        assert torch.allclose(one.shared, parameter.detach(), atol=1e-6)
 
 
 def test_what_a_site_keeps_beside_a_parameter_is_what_plans_count() -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.run.folder.files import write_versioned
-from trainspec_cli.wings.sites.meeting import MeetingState, RoundRecord, SitePieces
+from trainspec_cli.wings.sites.meeting import MeetingState, RoundRecord, SiteExchange, SitePieces
 from trainspec_cli.wings.sites.meeting_point import Rounds
-from trainspec_cli.wings.sites.schedule import SiteExchange
 
 RECORD = RoundRecord(
     SiteExchange(1, (0,), 4, 6), SiteExchange(2, (1,), 8, 10), (0, 1), (0.5, 0.5), (SitePieces(0, ((0, 4), (4, 4))),)

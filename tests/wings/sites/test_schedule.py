@@ -9,17 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainspec_cli.wings.sites.schedule import (
-    BEGINNING,
-    VALUE_BYTES,
-    SiteExchange,
-    SiteLinks,
-    SiteSchedule,
-    fragment_of,
-    hiding_interval,
-    newest_applied,
-    utilisation,
-)
+from trainspec_cli.wings.sites.meeting import BEGINNING, SiteExchange, SiteSchedule, newest_applied
+from trainspec_cli.wings.sites.outlook import VALUE_BYTES, SiteLinks, hiding_interval, utilisation
 
 
 @st.composite
@@ -82,12 +73,6 @@ def test_each_fragment_is_exchanged_every_interval() -> None:
     sent = {each.sent_at: each.fragments for each in exchanges[:-1]}
     assert sent == {10: (0,), 20: (1,), 30: (2,), 40: (0,), 50: (1,), 60: (2,), 70: (0,), 80: (1,), 90: (2,)}
     assert exchanges[0].applied_at == 14
-
-
-def test_fragments_are_strided() -> None:
-    assert [fragment_of(layer, 3) for layer in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-    assert fragment_of(None, 3, is_input=True) == 0
-    assert fragment_of(None, 3) == 2
 
 
 def test_the_link_of_the_meeting_point_carries_all_that_the_sites_send() -> None:

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from lab.link import Link
 
 from trainspec_cli.run.job.machine import listen
-from trainspec_cli.wings.sites.engine.site_connection import SiteAccess
-from trainspec_cli.wings.sites.engine.site_link import HELD_ROUNDS, ArrivingRounds, DirectSites
-from trainspec_cli.wings.sites.meeting import RoundRecord
-from trainspec_cli.wings.sites.schedule import SiteExchange
+from trainspec_cli.wings.sites.engine.site_link import HELD_ROUNDS, ArrivingRounds, DirectSites, SiteAccess
+from trainspec_cli.wings.sites.meeting import RoundRecord, SiteExchange
 from trainspec_cli.wings.sites.server import SiteInbox
 from trainspec_cli.wings.sites.wire import Inboxes, Sent, SiteHello, pack
 

@@ -30,7 +30,7 @@ from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.run.folder.files import write_json, write_text
 from trainspec_cli.wings.bundle import installer
 from trainspec_cli.wings.bundle.installer import INSTALLER, RECORD, WHEELS, BundledFile, BundleRecord, sha256_of
-from trainspec_cli.wings.bundle.wheels import NAME, WheelTarget, download, wheels_in
+from trainspec_cli.wings.bundle.wheels import NAME, WheelTarget, download, read_wheel
 
 README = "README.md"
 DATA = "data"
@@ -116,7 +116,8 @@ def make_bundle(folder: Path, wanted: WantedBundle, on_progress: ShowPart) -> tu
             notes += [f"recipe={recipe.name}: {note}" for note in carried.notes]
         on_progress("digests", 0.9)
         python = wanted.targets[0].python
-        version = next(wheel.version for wheel in wheels_in(bundle) if wheel.name == NAME)
+        wheels = [read_wheel(file) for file in (bundle / WHEELS).glob("*.whl")]
+        version = next(wheel.version for wheel in wheels if wheel.name == NAME)
         shutil.copyfile(Path(installer.__file__), bundle / INSTALLER)
         lines = [shlex.join(words) for words in launches.values()] or ["recipe=quickstart"]
         page = _PAGE.format(

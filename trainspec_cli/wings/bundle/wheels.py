@@ -24,7 +24,6 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from trainspec_cli import __version__
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, closest
 from trainspec_cli.core.reading.files import unreadable
-from trainspec_cli.wings.bundle.installer import WHEELS
 
 NAME = "trainspec"
 CHECKOUT = Path(__file__).resolve().parents[3]
@@ -306,7 +305,8 @@ def _pip(arguments: Sequence[str], tell: OnLine, target: WheelTarget | None = No
                 elif line.startswith("ERROR: "):
                     errors.append(line.removeprefix("ERROR: ").strip())
         except BaseException:
-            pip.kill()  # else it would continue, and make the folder again that is about to be removed
+            # Else it would continue, and make the folder again that is about to be removed.
+            pip.kill()
             pip.wait()
             raise
     if not pip.returncode:
@@ -322,8 +322,3 @@ def _pip(arguments: Sequence[str], tell: OnLine, target: WheelTarget | None = No
     )
     message = f"pip did not get the wheels{whose}: {said}"
     raise MachineError(Problem("missing_wheel", message, hint=hint, environment=True))
-
-
-def wheels_in(folder: Path) -> list[Wheel]:
-    """Return the wheels of a bundle, sorted by their files' names."""
-    return [read_wheel(file) for file in sorted((folder / WHEELS).glob("*.whl"))]

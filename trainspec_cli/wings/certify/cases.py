@@ -166,35 +166,37 @@ def name_layout(layout: Layout) -> str:
 # The matrix
 
 
-def layouts(num_layers: int) -> Iterator[Layout]:
+def layouts(num_layers: int) -> tuple[Layout, ...]:
     """Every axis alone in every manner, and axes combined."""
     uneven = (num_layers - 1, 1)
-    yield Layout(dp_replicate=2)
-    yield from (Layout(dp_shard=2, zero_stage=stage) for stage in (1, 2, 3))
-    yield from (Layout(tp=2, sequence_parallel=parallel) for parallel in (True, False))
-    yield Layout(cp=2)
-    yield Layout(cp=2, context_method="ulysses")
-    yield from (Layout(pp=2, pipeline_schedule=schedule) for schedule in ("gpipe", "1f1b", "zero_bubble", "zbv"))
-    yield Layout(pp=2, pipeline_schedule="interleaved", virtual_stages=2)
-    yield Layout(pp=2, stage_layers=uneven)
-    yield Layout(dp_shard=2, ep=2)
-    yield Layout(dp_replicate=2, dp_shard=2)
-    yield Layout(dp_shard=2, tp=2)
-    yield Layout(dp_shard=2, cp=2)
-    yield Layout(dp_replicate=2, pp=2, pipeline_schedule="zbv")
-    yield Layout(dp_shard=2, pp=2, pipeline_schedule="zero_bubble")
-    yield Layout(dp_shard=2, pp=2, zero_stage=2)
-    yield Layout(tp=2, cp=2)
-    yield Layout(tp=2, pp=2)
-    yield Layout(cp=2, pp=2, pipeline_schedule="interleaved", virtual_stages=2)
-    yield Layout(dp_shard=4, ep=2)
-    yield Layout(dp_shard=2, tp=2, ep=4)
-    yield Layout(dp_shard=2, pp=2, ep=2)
-    yield Layout(dp_shard=2, tp=2, pp=2)
-    yield Layout(dp_replicate=2, dp_shard=2, tp=2)
-    yield Layout(tp=2, cp=2, pp=2)
-    yield Layout(dp_shard=2, cp=2, pp=2, pipeline_schedule="zbv")
-    yield Layout(dp_shard=4, tp=2, ep=8)
+    return (
+        Layout(dp_replicate=2),
+        *(Layout(dp_shard=2, zero_stage=stage) for stage in (1, 2, 3)),
+        *(Layout(tp=2, sequence_parallel=parallel) for parallel in (True, False)),
+        Layout(cp=2),
+        Layout(cp=2, context_method="ulysses"),
+        *(Layout(pp=2, pipeline_schedule=schedule) for schedule in ("gpipe", "1f1b", "zero_bubble", "zbv")),
+        Layout(pp=2, pipeline_schedule="interleaved", virtual_stages=2),
+        Layout(pp=2, stage_layers=uneven),
+        Layout(dp_shard=2, ep=2),
+        Layout(dp_replicate=2, dp_shard=2),
+        Layout(dp_shard=2, tp=2),
+        Layout(dp_shard=2, cp=2),
+        Layout(dp_replicate=2, pp=2, pipeline_schedule="zbv"),
+        Layout(dp_shard=2, pp=2, pipeline_schedule="zero_bubble"),
+        Layout(dp_shard=2, pp=2, zero_stage=2),
+        Layout(tp=2, cp=2),
+        Layout(tp=2, pp=2),
+        Layout(cp=2, pp=2, pipeline_schedule="interleaved", virtual_stages=2),
+        Layout(dp_shard=4, ep=2),
+        Layout(dp_shard=2, tp=2, ep=4),
+        Layout(dp_shard=2, pp=2, ep=2),
+        Layout(dp_shard=2, tp=2, pp=2),
+        Layout(dp_replicate=2, dp_shard=2, tp=2),
+        Layout(tp=2, cp=2, pp=2),
+        Layout(dp_shard=2, cp=2, pp=2, pipeline_schedule="zbv"),
+        Layout(dp_shard=4, tp=2, ep=8),
+    )
 
 
 COMBINED = (
@@ -347,7 +349,12 @@ FP8 = "fp8"
 
 def features_here(*, on_gpu: bool) -> tuple[str, ...]:
     """Return what this chip and its packages have in place of the defaults: kernels (`attention.math`), and `fp8`."""
-    kernels = [f"{operation}.{backend}" for operation in KERNELS for backend in backends(operation, on_gpu=on_gpu)]
+    kernels = [
+        f"{operation}.{name}"
+        for operation, backends in KERNELS.items()
+        for name, backend in backends.items()
+        if name != TORCH and not lacking(backend, on_gpu=on_gpu)
+    ]
     return (*kernels, *([FP8] if importlib.util.find_spec("torchao") is not None else []))
 
 
@@ -371,12 +378,6 @@ def kernel_cases(max_processes: int, features: Collection[str], *, of_updates: b
                     case = Case(family, layout, optimizer=optimizer, kernel=(operation, backend))
                     if not refusals(case):
                         yield case
-
-
-def backends(operation: str, *, on_gpu: bool) -> list[str]:
-    """Return the backends beside the default one that this chip and its packages have."""
-    others = ((name, backend) for name, backend in KERNELS[operation].items() if name != TORCH)
-    return [name for name, backend in others if not lacking(backend, on_gpu=on_gpu)]
 
 
 def _has(model: ModelSpec, operation: str) -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.results.certificate import REFUSALS, Certificate, ClauseSummary, Figure, Finding
+from trainspec_cli.recipe.results.certificate import REFUSALS, Certificate, Figure
 from trainspec_cli.reporter.rich_text import Text
 
 SHOWN_DIGITS = 16
@@ -21,48 +18,40 @@ def render_certificate(certificate: Certificate) -> RenderableType:
     for name in ("cases", "failed", "worst", "bound"):
         table.add_column(name, justify="right", no_wrap=True)
     for clause in certificate.clauses:
-        if clause.cases:
-            table.add_row(*_row(clause), style="red" if clause.failed else "")
-    declined = [Text(line, style="yellow") for line in describe_declined(certificate)]
-    broken = [*declined, *(Text(line, style="red") for line in describe_broken(certificate))]
-    standing = [Text(line) for line in describe_standing(certificate)]
-    verdict = Text(describe_verdict(certificate), style="bold red" if certificate.verdict == "broken" else "bold")
+        if not clause.cases:
+            continue
+        worst = "differs" if clause.failed else "exact"
+        bound = "exact"
+        if clause.bound is not None and clause.worst is not None:
+            worst = show_figure(clause.worst) + (f" ({clause.grade})" if clause.grade else "")
+            bound = show_figure(clause.bound)
+        cells = (clause.id, clause.level, clause.title, str(clause.cases), str(clause.failed), worst, bound)
+        table.add_row(*cells, style="red" if clause.failed else "")
+    below = [
+        Text(f"{one.clause} not offered in {one.case}: {one.reason}", style="yellow") for one in certificate.not_offered
+    ]
+    for finding in certificate.findings:
+        if not finding.passed:
+            figures = (
+                f"{name} {f'{figure:.2e}' if isinstance(figure, float) else figure}"
+                for name, figure in finding.figures.items()
+            )
+            below.append(Text(f"{finding.clause} broken by {finding.case}: {', '.join(figures)}", style="red"))
+    verdict = Text(_describe_verdict(certificate), style="bold red" if certificate.verdict == "broken" else "bold")
     trust = Text(describe_trust(certificate), style="" if certificate.signer else "bold yellow")
-    return Group(trust, Text(), table, *([Text(), *broken] if broken else []), Text(), verdict, *standing)
-
-
-def _row(clause: ClauseSummary) -> list[str]:
-    return [clause.id, clause.level, clause.title, str(clause.cases), str(clause.failed), *show_worst(clause)]
-
-
-def show_worst(clause: ClauseSummary) -> tuple[str, str]:
-    """Return the worst case's figure and its bound, as tables show them."""
-    if clause.bound is not None and clause.worst is not None:
-        if clause.grade:
-            return f"{show_figure(clause.worst)} ({clause.grade})", show_figure(clause.bound)
-        return show_figure(clause.worst), show_figure(clause.bound)
-    return "differs" if clause.failed else "exact", "exact"
+    parts: list[RenderableType] = [trust, Text(), table, *([Text(), *below] if below else []), Text(), verdict]
+    if certificate.date:
+        parts.append(Text(f"made on {certificate.date}"))
+    if certificate.machine_id:
+        parts.append(Text(f"of the machine {certificate.machine_id} ({certificate.machine.hostname})"))
+    return Group(*parts)
 
 
 def show_figure(value: Figure) -> str:
     return f"{value:.1e}" if isinstance(value, float) and value < 0.1 else f"{float(value):.2f}"
 
 
-def describe_broken(certificate: Certificate) -> Iterator[str]:
-    return (_describe(finding) for finding in certificate.findings if not finding.passed)
-
-
-def describe_declined(certificate: Certificate) -> Iterator[str]:
-    return (f"{one.clause} not offered in {one.case}: {one.reason}" for one in certificate.not_offered)
-
-
-def _describe(finding: Finding) -> str:
-    shown = {name: f"{figure:.2e}" if isinstance(figure, float) else figure for name, figure in finding.figures.items()}
-    figures = ", ".join(f"{name} {figure}" for name, figure in shown.items())
-    return f"{finding.clause} broken by {finding.case}: {figures}"
-
-
-def describe_verdict(found: Certificate) -> str:
+def _describe_verdict(found: Certificate) -> str:
     measured = [clause for clause in found.clauses if clause.cases]
     runs = sum(clause.cases for clause in measured if clause.id != REFUSALS)
     refusals = sum(clause.cases for clause in measured if clause.id == REFUSALS)
@@ -71,14 +60,9 @@ def describe_verdict(found: Certificate) -> str:
     whose = f" by {found.engine}" if found.engine else ""
     part = f"{len(measured)} clause{'s' * (len(measured) != 1)} of the spec"
     what = f"the training spec {found.spec_version}" if found.whole else part
-    where = place_of(found.machine)
-    digest = found.digest[:SHOWN_DIGITS]
-    return f"{what}: {found.verdict}{whose}, {counts} on {where}; digest {digest}"
-
-
-def place_of(machine: Machine) -> str:
-    gpus = machine.gpu_names
-    return f"{len(gpus)} x {gpus[0]}" if gpus else f"{machine.cpu_cores} CPU cores"
+    gpus = found.machine.gpu_names
+    where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{found.machine.cpu_cores} CPU cores"
+    return f"{what}: {found.verdict}{whose}, {counts} on {where}; digest {found.digest[:SHOWN_DIGITS]}"
 
 
 def describe_trust(found: Certificate) -> str:
@@ -87,11 +71,3 @@ def describe_trust(found: Certificate) -> str:
         accept = "--verify FILE --key KEY accepts that key alone"
         return f"signed by {found.signer.fingerprint} (anybody can make a key: {accept})"
     return "unsigned: anybody could have written this certificate, and its figures and machine with it"
-
-
-def describe_standing(found: Certificate) -> Iterator[str]:
-    """Say when the certificate was made, and on which machine."""
-    if found.date:
-        yield f"made on {found.date}"
-    if found.machine_id:
-        yield f"of the machine {found.machine_id} ({found.machine.hostname})"

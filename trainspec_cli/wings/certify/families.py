@@ -12,7 +12,7 @@ from trainspec_cli.recipe.keys.model import (
     LatentAttentionSpec,
     ModelSpec,
 )
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import TrainSection
 
 SEQ_LEN = 64
 SAMPLES = 8
@@ -74,16 +74,18 @@ FAMILIES: dict[str, ModelSpec] = {
 }
 
 LOSSES: dict[str, TrainSection] = {}
-"""Families whose loss is one's own, with the section of the recipe that says which."""
+"""Families with a user-defined loss, and the section of the recipe that names it."""
 
 
-def plain_decoder() -> DecoderModel:
-    """Return a Llama without any deviation, which every engine knows."""
-    return _decoder()
+PLAIN_DECODER = _decoder()
+"""A Llama without any deviation, which every engine knows."""
 
 
-def measure_alone(name: str, spec: RunSpec) -> None:
-    """Let the clauses be measured in this process on a recipe's model and loss alone, under this name."""
+def measure_alone(name: str, model: ModelSpec, loss: TrainSection | None = None) -> None:
+    """Let the clauses be measured in this process on one model alone, under this name. `loss`: the section of its
+    recipe, where the loss may be user-defined."""
     FAMILIES.clear()
     LOSSES.clear()
-    FAMILIES[name], LOSSES[name] = spec.model, spec.train
+    FAMILIES[name] = model
+    if loss is not None:
+        LOSSES[name] = loss

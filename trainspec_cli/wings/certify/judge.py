@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -29,7 +29,7 @@ from trainspec_cli.wings.certify.cases import (
 )
 from trainspec_cli.wings.certify.clauses import AS_THEY_MUST_BE, EXCHANGES, stand
 from trainspec_cli.wings.certify.families import FAMILIES, SAMPLES
-from trainspec_cli.wings.certify.runs import HasGradients, Measured, Run, gradient_errors, loss_error, whole_error
+from trainspec_cli.wings.certify.runs import Measured, Run, Tensors, gradient_errors, loss_error, whole_error
 
 Results = Mapping[Run, Measured]
 Figures = dict[str, float | str]
@@ -46,7 +46,9 @@ class ClauseCheck:
     def runs(self) -> tuple[Run, ...]:
         case = self.run.case
         if self.clause == "NUM-3":
-            return (self.run, *_runs_of_format(case))
+            # The runs in one process in the case's format, which show what it costs by itself, and in fp64.
+            exact = Case(case.family, compute="fp64", micro_batch_size=case.micro_batch_size)
+            return (self.run, Run(case.reference, losses=False), Run(exact, losses=False))
         if self.clause == "NUM-6":
             return (self.run, replace(self.run, take=1))
         if self.run.resume:
@@ -63,12 +65,6 @@ def beside(case: Case) -> Case:
     assert case.live is not None
     killed = case.live.disturbance == "killed"
     return replace(case, live=Live(case.live.changes if killed else ()))
-
-
-def _runs_of_format(case: Case) -> tuple[Run, Run]:
-    """Return the runs in one process in the case's format, which show what it costs by itself, and in fp64."""
-    exact = Case(case.family, compute="fp64", micro_batch_size=case.micro_batch_size)
-    return Run(case.reference, losses=False), Run(exact, losses=False)
 
 
 def checks(
@@ -132,29 +128,59 @@ MOVES = (
 
 def judge(check: ClauseCheck, results: Results) -> Finding:
     """Return what the runs of a check have measured; `stand` says whether that keeps the clause."""
-    return stand(check.clause, check.run.name, _JUDGES[check.clause](check, results))
+    return stand(check.clause, check.run.name, _figures(check, results))
 
 
-def _judge_gradients(check: ClauseCheck, results: Results) -> Figures:
-    errors = gradient_errors(results[check.run], results[Run(check.run.case.reference)])
+def _figures(check: ClauseCheck, results: Results) -> Figures:
+    clause = check.clause
+    found = results[check.run]
+    reference = results[check.runs[-1]]
+    trained = found.result.trained
+    if clause in LIVE_CLAUSES:
+        return _judge_live(check, results)
+    if clause in ("NUM-1", "NUM-4", "NUM-5", "KERN-1"):
+        return worst_gradient(found.gradients, reference.gradients)
+    if clause == "NUM-2":
+        norms = [measured.result.trained.least_clipped_norm for measured in (found, reference)]
+        least = min((0.0 if norm is None else norm) for norm in norms)
+        return {"worst_loss_error": loss_error(found.losses, reference.losses), "least_clipped_norm": least}
+    if clause == "NUM-3":
+        _, own, exact = check.runs
+        return format_figures(found.gradients, results[own].gradients, results[exact].gradients)
+    if clause == "NUM-6":
+        return {"sha256": trained.weights_sha256, "again": reference.result.trained.weights_sha256}
+    if clause in ("CKPT-1", "COMM-3"):
+        resumed = found.result.resumed
+        return {
+            "sha256": trained.weights_sha256,
+            "resumed": resumed.weights_sha256 if resumed else "",
+            "worst_loss_error": loss_error(found.resumed_losses, found.losses[SAVE_AT:]),
+        }
+    if clause == "CKPT-2":
+        return {"worst_loss_error": loss_error(found.losses, reference.losses[SAVE_AT:])}
+    if clause in ("COMM-1", "COMM-2"):
+        # What a block of few bits loses is spread over the parameters in it.
+        return {"gradient_error": whole_error(found.gradients, reference.gradients)}
+    if clause == "NUM-7":
+        # The sums of a few parameters, such as norms before a convolution, cancel: the whole gradient is judged.
+        gradient_error = whole_error(found.gradients, reference.gradients)
+        return {"gradient_error": gradient_error, **_training_figures(found, reference)}
+    figures = _training_figures(found, reference)
+    if clause == "NUM-8":
+        # Every sample is taken once, in steps of the sizes that the ramp has.
+        in_order = [position for step in trained.taken for position in step] == list(range(sum(RAMP_SIZES)))
+        once = in_order and tuple(map(len, trained.taken)) == RAMP_SIZES
+        figures["samples"] = "each once" if once else "not each once"
+    return figures
+
+
+def worst_gradient(found: Tensors, reference: Tensors) -> Figures:
+    errors = gradient_errors(found, reference)
     worst = max(errors, key=lambda name: errors[name])
     return {"worst_gradient_error": errors[worst], "parameter": worst}
 
 
-def _judge_losses(check: ClauseCheck, results: Results) -> Figures:
-    found = results[check.run]
-    reference = results[Run(check.run.case.reference)]
-    norms = [measured.result.trained.least_clipped_norm for measured in (found, reference)]
-    least = min((0.0 if norm is None else norm) for norm in norms)
-    return {"worst_loss_error": loss_error(found.losses, reference.losses), "least_clipped_norm": least}
-
-
-def _judge_format(check: ClauseCheck, results: Results) -> Figures:
-    own, exact = _runs_of_format(check.run.case)
-    return format_figures(results[check.run], results[own], results[exact])
-
-
-def format_figures(found: HasGradients, own: HasGradients, exact: HasGradients) -> Figures:
+def format_figures(found: Tensors, own: Tensors, exact: Tensors) -> Figures:
     """Return the error of the parameter with the worst ratio to what the format itself costs it."""
     ours = gradient_errors(found, exact)
     of_format = gradient_errors(own, exact)
@@ -163,54 +189,12 @@ def format_figures(found: HasGradients, own: HasGradients, exact: HasGradients) 
     return {"parameter": worst, "error": ours[worst], "error_of_the_format": max(of_format[worst], usual)}
 
 
-def _judge_shares(check: ClauseCheck, results: Results) -> Figures:
-    """The sums of a few parameters, such as norms before a convolution, cancel: the whole gradient is judged."""
-    gradient_error = whole_error(results[check.run].gradients, results[check.runs[-1]].gradients)
-    return {"gradient_error": gradient_error, **_judge_training(check, results)}
-
-
-def _judge_ramp(check: ClauseCheck, results: Results) -> Figures:
-    """Every sample is taken once, in steps of the sizes that the ramp has."""
-    steps = results[check.run].result.trained.taken
-    in_order = [position for step in steps for position in step] == list(range(sum(RAMP_SIZES)))
-    once = in_order and tuple(map(len, steps)) == RAMP_SIZES
-    return {**_judge_training(check, results), "samples": "each once" if once else "not each once"}
-
-
-def _judge_exchanges(check: ClauseCheck, results: Results) -> Figures:
-    """The whole gradient is judged: what a block loses is spread over the parameters in it."""
-    found, reference = (results[run].gradients for run in check.runs)
-    return {"gradient_error": whole_error(found, reference)}
-
-
-def _judge_training(check: ClauseCheck, results: Results) -> Figures:
+def _training_figures(found: Measured, reference: Measured) -> Figures:
     """Compare losses and weights with the reference's."""
-    found = results[check.run]
-    reference = results[check.runs[-1]]
     return {
         "worst_loss_error": loss_error(found.losses, reference.losses),
         "weight_error": whole_error(found.weights, reference.weights),
     }
-
-
-def _judge_repetition(check: ClauseCheck, results: Results) -> Figures:
-    first, second = (results[run].result.trained.weights_sha256 for run in check.runs)
-    return {"sha256": first, "again": second}
-
-
-def _judge_resume(check: ClauseCheck, results: Results) -> Figures:
-    measured = results[check.run]
-    resumed = measured.result.resumed
-    return {
-        "sha256": measured.result.trained.weights_sha256,
-        "resumed": resumed.weights_sha256 if resumed else "",
-        "worst_loss_error": loss_error(measured.resumed_losses, measured.losses[SAVE_AT:]),
-    }
-
-
-def _judge_move(check: ClauseCheck, results: Results) -> Figures:
-    alone = results[Run(check.run.case.reference)].losses
-    return {"worst_loss_error": loss_error(results[check.run].losses, alone[SAVE_AT:])}
 
 
 def _judge_live(check: ClauseCheck, results: Results) -> Figures:
@@ -251,7 +235,7 @@ def _judge_live(check: ClauseCheck, results: Results) -> Figures:
             **shown,
         }
     gradient_error = whole_error(found.gradients, reference.gradients)
-    return {**_judge_training(check, results), "gradient_error": gradient_error, **shown}
+    return {**_training_figures(found, reference), "gradient_error": gradient_error, **shown}
 
 
 def planned_layouts(case: Case) -> tuple[Layout, ...]:
@@ -259,26 +243,6 @@ def planned_layouts(case: Case) -> tuple[Layout, ...]:
     plan = build_plan(case, "cpu")
     begun = [(0, plan.layout), *((change.step, change.layout) for change in plan.changes)]
     return tuple(next(layout for first, layout in reversed(begun) if first <= step) for step in range(LIVE_STEPS))
-
-
-_JUDGES: dict[str, Callable[[ClauseCheck, Results], Figures]] = {
-    "NUM-1": _judge_gradients,
-    "NUM-2": _judge_losses,
-    "NUM-3": _judge_format,
-    "NUM-4": _judge_gradients,
-    "NUM-5": _judge_gradients,
-    "NUM-6": _judge_repetition,
-    "NUM-7": _judge_shares,
-    "NUM-8": _judge_ramp,
-    "COMM-1": _judge_exchanges,
-    "COMM-2": _judge_exchanges,
-    "COMM-3": _judge_resume,
-    "KERN-1": _judge_gradients,
-    "KERN-2": _judge_training,
-    "CKPT-1": _judge_resume,
-    "CKPT-2": _judge_move,
-    **dict.fromkeys(LIVE_CLAUSES, _judge_live),
-}
 
 
 def judge_refusals(max_processes: int) -> list[Finding]:

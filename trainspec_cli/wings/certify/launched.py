@@ -104,7 +104,10 @@ def measure_performance(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
     """Measure the clauses that are wanted. Raises MachineError where a run fails, Interrupted where a stop is asked."""
     if not clauses:
         return []
-    together = _launched(bench, "together", bench.processes, bench.batch, _disturbed(bench))
+    # The run of all processes serves the clauses of speed and that of recovery: late in it one rank is killed.
+    killed = f"fault=kill(rank={bench.processes - 1},step={KILLED_AT})"
+    more = (killed, f"checkpoint.interval_steps={SAVE_EVERY}")
+    together = _launched(bench, "together", bench.processes, bench.batch, more)
     figures: dict[str, Figures] = {}
     if "PERF-1" in clauses and (predicted := read_plan(together).prediction) is not None:
         step_s = statistics.median(step.step_time_s for step in _steps(together))
@@ -121,7 +124,14 @@ def measure_performance(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
             "small_message_us": links.all_reduce[0].seconds * 1e6,
         }
     if "PERF-4" in clauses:
-        figures["PERF-4"] = _recovery(together)
+        result = read_result(together)
+        recoveries = result.recoveries if result else ()
+        if not recoveries or not isinstance(recoveries, tuple) or recoveries[0].stall_s is None:
+            raise MachineError(Problem("run_failed", f"{together.root} met no failure that it recovered from"))
+        (first, *_) = recoveries
+        assert first.stall_s is not None
+        lost_steps = float(first.lost_steps or 0)
+        figures["PERF-4"] = {"recovery_s": first.stall_s, "lost_steps": lost_steps, "kind": first.kind}
     if "PERF-5" in clauses:
         # What is measured is the disk of the folder in which the certification keeps its runs.
         plan = read_plan(together).as_one_group
@@ -136,10 +146,6 @@ def measure_performance(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
 
 def _finding(clause: str, bench: Bench, figures: Mapping[str, float | str]) -> Finding:
     return stand(clause, f"{bench.processes}-processes", figures)
-
-
-def _disturbed(bench: Bench) -> tuple[str, ...]:
-    return (f"fault=kill(rank={bench.processes - 1},step={KILLED_AT})", f"checkpoint.interval_steps={SAVE_EVERY}")
 
 
 def _launched(bench: Bench, name: str, processes: int, batch: int, more: Sequence[str] = ()) -> RunDir:
@@ -183,16 +189,6 @@ def _on_cores(bench: Bench) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-def _recovery(run: RunDir) -> Figures:
-    result = read_result(run)
-    recoveries = result.recoveries if result else ()
-    if not recoveries or not isinstance(recoveries, tuple) or recoveries[0].stall_s is None:
-        raise MachineError(Problem("run_failed", f"{run.root} met no failure that it recovered from"))
-    (first, *_) = recoveries
-    assert first.stall_s is not None
-    return {"recovery_s": first.stall_s, "lost_steps": float(first.lost_steps or 0), "kind": first.kind}
 
 
 # Security
@@ -275,7 +271,7 @@ def measure_security(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
         if clause not in clauses:
             continue
         if clause == "SEC-1":
-            figures = _judge_ports(stranger.ports)
+            figures = judge_ports(stranger.ports)
         elif clause == "SEC-2":
             launch(bench, "alone", (*MOLESTED_RECIPE, *size, f"run.dir={alone.root}"))
             result = read_result(molested)
@@ -289,19 +285,19 @@ def measure_security(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
                 "their_code": "was run" if marker.exists() else "was not run",
             }
         elif clause == "SEC-3":
-            figures = _judge_modes(molested.root)
+            figures = judge_modes(molested.root)
         else:
             figures = _judge_alterations(bench, molested, folder)
         found.append(_finding(clause, bench, figures))
     return found
 
 
-def _judge_ports(ports: set[tuple[str, int]]) -> Figures:
+def judge_ports(ports: set[tuple[str, int]]) -> Figures:
     beyond = sorted({address for address, _ in ports if not ipaddress.ip_address(address).is_loopback})
     return {"listening": float(len(ports)), "beyond": ", ".join(beyond) or "none"}
 
 
-def _judge_modes(root: Path) -> Figures:
+def judge_modes(root: Path) -> Figures:
     every = [root, *root.rglob("*")]
     opened = [path for path in every if not path.is_symlink() and path.stat().st_mode & PRIVATE_UMASK]
     figures: Figures = {"files": float(len(every)), "open": float(len(opened))}
@@ -322,6 +318,7 @@ def _judge_alterations(bench: Bench, run: RunDir, folder: Path) -> Figures:
     except RecipeError:
         figures["certificate"] = "refused"
     for name in ("checkpoint", "plan"):
+        # A copy for each: a resume that refuses one must not see the other.
         copy = RunDir(folder / name)
         shutil.copytree(run.root, copy.root, symlinks=True)
         if name == "checkpoint":

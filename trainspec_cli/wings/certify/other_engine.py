@@ -38,9 +38,9 @@ from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.program import Program, run_program
 from trainspec_cli.wings.certify.cases import CLIP_FROM, CLIP_NORM, SAVE_AT, STEPS, Case, name_layout
 from trainspec_cli.wings.certify.clauses import stand
-from trainspec_cli.wings.certify.families import FAMILIES, LOSSES, SEQ_LEN, plain_decoder
-from trainspec_cli.wings.certify.judge import format_figures
-from trainspec_cli.wings.certify.runs import Run, device_of, gradient_errors, loss_error, measure
+from trainspec_cli.wings.certify.families import PLAIN_DECODER, SEQ_LEN, measure_alone
+from trainspec_cli.wings.certify.judge import format_figures, worst_gradient
+from trainspec_cli.wings.certify.runs import Run, Tensors, device_of, loss_error, measure
 
 # The protocol
 
@@ -229,7 +229,6 @@ class EngineWanted:
 
     command: tuple[str, ...]
     checks: tuple[EngineCheck, ...]
-    model: DecoderModel
 
     @property
     def runs(self) -> list[ProtocolRun]:
@@ -264,11 +263,8 @@ def wanted_of(command: str, only: Sequence[str], processes: int) -> EngineWanted
             message = f"--only {pattern} names no clause or case that an engine is asked for"
             raise RecipeError(Problem("unknown_value", message, "--only", f"clauses: {names}; --list names every case"))
         chosen += named
-    FAMILIES.clear()
-    LOSSES.clear()
-    model = plain_decoder()
-    FAMILIES[FAMILY] = model
-    return EngineWanted(tuple(words), tuple(check for check in found if check in chosen), model)
+    measure_alone(FAMILY, PLAIN_DECODER)
+    return EngineWanted(tuple(words), tuple(check for check in found if check in chosen))
 
 
 def measure_engine(
@@ -280,20 +276,21 @@ def measure_engine(
     where a stop was requested.
     """
     results = measure((REFERENCE, OWN_BF16, EXACT), folder / "reference", machine, lambda done: None)
+    model = PLAIN_DECODER
     place = folder / "engine"
     # The model with its first weights, and the batches of all steps.
     (place / MODEL).mkdir(parents=True, exist_ok=True)
-    write_json(place / MODEL / "config.json", write_config(wanted.model, SEQ_LEN, "float32"))
-    first = to_hugging_face(results[REFERENCE].first_weights, wanted.model)
+    write_json(place / MODEL / "config.json", write_config(model, SEQ_LEN, "float32"))
+    first = to_hugging_face(results[REFERENCE].first_weights, model)
     save_file(first, place / MODEL / "model.safetensors", {"format": "pt"})
     save_file({TOKENS: results[REFERENCE].tokens}, place / BATCHES)
-    shapes = {piece.tensor: piece.tensor_shape for parameter in parameters(wanted.model) for piece in parameter.pieces}
+    shapes = {piece.tensor: piece.tensor_shape for parameter in parameters(model) for piece in parameter.pieces}
     answers = ask_all(Engine(wanted.command, place, device_of(machine), shapes), wanted.runs, on_done)
     own = References(
-        Gradients(to_hugging_face(results[REFERENCE].gradients, wanted.model)),
+        to_hugging_face(results[REFERENCE].gradients, model),
         results[REFERENCE].losses,
-        Gradients(to_hugging_face(results[OWN_BF16].gradients, wanted.model)),
-        Gradients(to_hugging_face(results[EXACT].gradients, wanted.model)),
+        to_hugging_face(results[OWN_BF16].gradients, model),
+        to_hugging_face(results[EXACT].gradients, model),
     )
     judged = [judge_answers(check, answers, own) for check in wanted.checks]
     found = [one for one in judged if isinstance(one, Finding)]
@@ -379,7 +376,30 @@ def ask(engine: Engine, run: ProtocolRun) -> Answered:
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
-        write_json(folder / REQUEST, to_plain(request_of(engine, run)))
+        root = engine.folder.absolute()
+        clips = run.optimizer == "sgd" and not run.is_one_step
+        request = EngineRequest(
+            schema=SCHEMA,
+            name=run.name,
+            device=engine.device,
+            processes=run.layout.world_size,
+            layout=run.layout,
+            compute=run.compute,
+            recompute=run.recompute,
+            compile=run.compile,
+            model=str(root / MODEL),
+            batches=str(root / BATCHES),
+            first_step=SAVE_AT if run.resumes else 0,
+            steps=1 if run.is_one_step else STEPS,
+            optimizer=OPTIMIZERS[run.optimizer],
+            clip_from=CLIP_FROM if clips else None,
+            clip_norm=CLIP_NORM,
+            asks=run.asks,
+            save_after=SAVE_AT if run.saves else None,
+            save_to=str(root / run.name / CHECKPOINT) if run.saves else "",
+            resume_from=str(root / run.resumes.name / CHECKPOINT) if run.resumes else "",
+        )
+        write_json(folder / REQUEST, to_plain(request))
         command = (*engine.command, str((folder / REQUEST).absolute()))
         program = Program(command, folder, f"the engine {engine.command[0]}", engine.timeout_s)
         end = run_program(program, {"OMP_NUM_THREADS": "1"}, engine.on_tick)
@@ -390,34 +410,6 @@ def ask(engine: Engine, run: ProtocolRun) -> Answered:
     answered = _read_answer(engine, run)
     write_json(folder / READ, {})
     return answered
-
-
-def request_of(engine: Engine, run: ProtocolRun) -> EngineRequest:
-    root = engine.folder.absolute()
-    folder = root / run.name
-    steps = 1 if run.is_one_step else STEPS
-    clips = run.optimizer == "sgd" and not run.is_one_step
-    return EngineRequest(
-        schema=SCHEMA,
-        name=run.name,
-        device=engine.device,
-        processes=run.layout.world_size,
-        layout=run.layout,
-        compute=run.compute,
-        recompute=run.recompute,
-        compile=run.compile,
-        model=str(root / MODEL),
-        batches=str(root / BATCHES),
-        first_step=SAVE_AT if run.resumes else 0,
-        steps=steps,
-        optimizer=OPTIMIZERS[run.optimizer],
-        clip_from=CLIP_FROM if clips else None,
-        clip_norm=CLIP_NORM,
-        asks=run.asks,
-        save_after=SAVE_AT if run.saves else None,
-        save_to=str(folder / CHECKPOINT) if run.saves else "",
-        resume_from=str(root / run.resumes.name / CHECKPOINT) if run.resumes else "",
-    )
 
 
 def _read_answer(engine: Engine, run: ProtocolRun) -> Answered:
@@ -484,18 +476,13 @@ def _wrong(folder: Path, message: str) -> WorkerError:
 
 
 @dataclass(frozen=True)
-class Gradients:
-    gradients: Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True)
 class References:
-    """The runs of trainspec's own engine, in Hugging Face's names."""
+    """The gradients of trainspec's own engine, in Hugging Face's names, and its losses."""
 
-    gradients: Gradients
+    gradients: Tensors
     losses: list[float]
-    own_bf16: Gradients
-    exact: Gradients
+    own_bf16: Tensors
+    exact: Tensors
 
 
 def judge_answers(check: EngineCheck, answers: Mapping[ProtocolRun, Answered], own: References) -> Finding | NotOffered:
@@ -503,27 +490,25 @@ def judge_answers(check: EngineCheck, answers: Mapping[ProtocolRun, Answered], o
     for run in check.runs:
         if reason := answers[run].declined:
             return NotOffered(check.clause, check.run.name, reason)
-    return stand(check.clause, check.run.name, _figures(check, answers, own), of_engine=True)
-
-
-def _figures(check: EngineCheck, answers: Mapping[ProtocolRun, Answered], own: References) -> dict[str, float | str]:
     found = answers[check.run]
+    figures: dict[str, float | str]
     if check.clause in ("NUM-1", "NUM-4", "NUM-5"):
-        errors = gradient_errors(found, own.gradients)
-        worst = max(errors, key=lambda name: errors[name])
-        return {"worst_gradient_error": errors[worst], "parameter": worst}
-    if check.clause == "NUM-2":
-        return {"worst_loss_error": loss_error(found.losses, own.losses)}
-    if check.clause == "NUM-3":
-        return format_figures(found, own.own_bf16, own.exact)
-    assert check.beside is not None, "the others compare the engine with itself"
-    beside = answers[check.beside]
-    others = beside.losses[SAVE_AT:] if check.run.resumes else beside.losses
-    error = loss_error(found.losses, others)
-    if check.clause == "CKPT-2":
-        return {"worst_loss_error": error}
-    digests = [weights_sha256(one.weights) for one in (found, beside)]
-    return {"sha256": digests[0], "beside": digests[1], "worst_loss_error": error}
+        figures = worst_gradient(found.gradients, own.gradients)
+    elif check.clause == "NUM-2":
+        figures = {"worst_loss_error": loss_error(found.losses, own.losses)}
+    elif check.clause == "NUM-3":
+        figures = format_figures(found.gradients, own.own_bf16, own.exact)
+    else:
+        # The others compare the engine with itself.
+        assert check.beside is not None
+        beside = answers[check.beside]
+        others = beside.losses[SAVE_AT:] if check.run.resumes else beside.losses
+        error = loss_error(found.losses, others)
+        digests = {}
+        if check.clause != "CKPT-2":
+            digests = {"sha256": weights_sha256(found.weights), "beside": weights_sha256(beside.weights)}
+        figures = {**digests, "worst_loss_error": error}
+    return stand(check.clause, check.run.name, figures, of_engine=True)
 
 
 def weights_sha256(weights: Mapping[str, np.ndarray]) -> str:

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -311,19 +310,16 @@ def _refused(folder: Path, message: str) -> RecipeError:
 # Figures
 
 
-class HasGradients(Protocol):
-    """What leaves the gradients of a batch, by parameter."""
-
-    @property
-    def gradients(self) -> Mapping[str, np.ndarray]: ...
+Tensors = Mapping[str, np.ndarray]
+"""Gradients or weights, by parameter."""
 
 
-def gradient_errors(found: HasGradients, reference: HasGradients) -> dict[str, float]:
+def gradient_errors(found: Tensors, reference: Tensors) -> dict[str, float]:
     """Relative Euclidean error of each parameter's gradient; infinite where it is missing or has another shape."""
     errors: dict[str, float] = {}
-    for name in reference.gradients.keys() | found.gradients.keys():
-        theirs = reference.gradients.get(name)
-        ours = found.gradients.get(name)
+    for name in reference.keys() | found.keys():
+        theirs = reference.get(name)
+        ours = found.get(name)
         if theirs is None or ours is None or theirs.shape != ours.shape:
             errors[name] = math.inf
             continue
@@ -333,7 +329,7 @@ def gradient_errors(found: HasGradients, reference: HasGradients) -> dict[str, f
     return {name: error if math.isfinite(error) else math.inf for name, error in sorted(errors.items())}
 
 
-def whole_error(found: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> float:
+def whole_error(found: Tensors, reference: Tensors) -> float:
     """Relative Euclidean error of all parameters together; infinite where one is missing or has another shape."""
     if {name: array.shape for name, array in found.items()} != {name: array.shape for name, array in reference.items()}:
         return math.inf

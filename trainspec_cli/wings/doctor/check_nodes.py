@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainspec_cli.core.node import node_name
+from trainspec_cli.core.printable import format_bytes
 from trainspec_cli.planner.run.forecast import checkpoint_bytes
 from trainspec_cli.planner.this_machine import is_predictable, least_memory
-from trainspec_cli.recipe.results.doctor import NodeReport
+from trainspec_cli.recipe.results.doctor import Check, NodeReport
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend.nodes.backend import Examination
 from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.job.machine import detect
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.wings.doctor.examine import Needs, node_command, preflight, refuse_unfit
+from trainspec_cli.wings.doctor.checks import check_gpus, check_limits, check_memory, check_shm, check_torch
+from trainspec_cli.wings.doctor.examine import node_command, refuse_unfit
 
 
 def check_nodes(plan: Plan, folder: Path, console: PrintableConsole, force: bool = False) -> Examination | None:
@@ -26,7 +32,7 @@ def check_nodes(plan: Plan, folder: Path, console: PrintableConsole, force: bool
         return None
     if plan.num_nodes > 1:
         return Examination(node_command(plan, folder), lambda reports: _judge(reports, console))
-    for check in preflight(folder, _needs(plan, written=len(RunDir(folder).checkpoint_steps()), force=force)):
+    for check in preflight(plan, folder, force=force):
         console.report(f"{check.name}: {check.found}; {check.advice}")
     return None
 
@@ -39,17 +45,33 @@ def _judge(reports: Sequence[NodeReport], console: PrintableConsole) -> None:
                 console.report(f"{report.host}: {check.name}: {check.found}; {check.advice}")
 
 
-def _needs(plan: Plan, written: int, *, force: bool) -> Needs:
-    """`written`: checkpoints that lie in the run's folder."""
+def preflight(plan: Plan, folder: Path, *, force: bool = False) -> list[Check]:
+    """Return what to look at on this node, where nothing is measured. Raises MachineError where the run could not end
+    well."""
+    checks: list[Check] = []
+    # Room for a checkpoint, without which a run leaves nothing, and for as many as it keeps: the oldest is removed once
+    # the next one is whole.
+    spec = plan.spec.checkpoint
+    written = len(RunDir(folder).checkpoint_steps())
+    to_write = max(1, spec.keep_last + spec.keep_best + 1 - written)
+    one = checkpoint_bytes(plan.spec, plan.params)
+    place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    free = shutil.disk_usage(place).free
+    found = f"{format_bytes(free)} free in {place}, and a checkpoint takes {format_bytes(one)}"
+    advice = "free some, choose another run.dir, or keep fewer (checkpoint.keep_last)"
+    if free < one:
+        checks.append(Check("disk", "fail", found, advice))
+    elif free < to_write * one:
+        checks.append(Check("disk", "warn", f"{found}; {to_write} are kept, the next included", advice))
+    # What each process is predicted to take: of its GPU, or of the node's memory, which all processes share.
     alone = plan.as_one_group
     prediction = plan.prediction or (least_memory(alone) if is_predictable(alone) else None)
     needed = prediction.needed_bytes if prediction and not force else 0.0
     on_gpus = plan.device == "cuda"
-    return Needs(
-        processes=plan.world_size,
-        memory_bytes=0.0 if on_gpus else needed * plan.devices_per_node,
-        gpu_memory_bytes=needed if on_gpus else 0.0,
-        uses_gpus=on_gpus,
-        checkpoint_bytes=checkpoint_bytes(plan.spec, plan.params),
-        checkpoints=max(1, plan.spec.checkpoint.keep_last + plan.spec.checkpoint.keep_best + 1 - written),
-    )
+    checks += check_memory(0.0 if on_gpus else needed * plan.devices_per_node)
+    if on_gpus:
+        checks += [*check_torch(detect()), *check_gpus(needed)]
+    if plan.world_size > 1:
+        checks += [*check_shm(), *check_limits()]
+    refuse_unfit([NodeReport(node_name(), time.time(), tuple(checks))])
+    return [check for check in checks if check.status == "warn"]

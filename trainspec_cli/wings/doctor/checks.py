@@ -90,9 +90,14 @@ def check_torch(machine: Machine) -> Iterator[Check]:
         wanted = "ROCm" if amd else "CUDA"
         advice = f"install torch for {wanted} (pytorch.org/get-started/locally), or type cluster.device=cpu"
         yield Check("torch", "fail", f"torch {version} was built without {wanted}, so it sees no GPU", advice)
-    elif cuda and not amd and 0 < (newest := newest_cuda()) < int(cuda.partition(".")[0]):
-        found = f"torch {version} needs a driver of CUDA {cuda.partition('.')[0]}, and this driver ends at {newest}"
-        yield Check("torch", "fail", found, "update NVIDIA's driver, or install a torch of an older CUDA")
+    elif cuda and not amd:
+        newest = 0  # not known
+        with suppress(MachineError), opened_nvml() as nvml:
+            newest = int(nvml.nvmlSystemGetCudaDriverVersion()) // 1000 if nvml else 0
+        needed = int(cuda.partition(".")[0])
+        if 0 < newest < needed:
+            found = f"torch {version} needs a driver of CUDA {needed}, and this driver ends at {newest}"
+            yield Check("torch", "fail", found, "update NVIDIA's driver, or install a torch of an older CUDA")
 
 
 def torch_build() -> tuple[str, str, str]:
@@ -108,13 +113,6 @@ def torch_build() -> tuple[str, str, str]:
     }
     version, cuda, hip = (match[1] if match else "" for match in found.values())
     return version, cuda, hip
-
-
-def newest_cuda() -> int:
-    """Return the newest major version of CUDA that NVIDIA's driver runs; 0 where that is unknown."""
-    with suppress(MachineError), opened_nvml() as nvml:
-        return int(nvml.nvmlSystemGetCudaDriverVersion()) // 1000 if nvml else 0
-    return 0
 
 
 def driver() -> str:

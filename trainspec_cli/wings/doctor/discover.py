@@ -20,16 +20,14 @@ from pathlib import Path
 from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.core.node import node_name
 from trainspec_cli.core.printable import format_bytes, printable
-from trainspec_cli.recipe.keys.cluster import TierSpec
 from trainspec_cli.recipe.results.tools import PairRate
 from trainspec_cli.run.job.machine import usable_cores
 from trainspec_cli.run.slurm import commands as slurm
 from trainspec_cli.wings.doctor.found_fabric import FabricFact, FoundFabric, FoundGpu, FoundTier, Nic, NumaNode
-from trainspec_cli.wings.doctor.switches import SwitchLevel, read_levels
+from trainspec_cli.wings.doctor.switches import read_levels
 from trainspec_cli.wings.doctor.sysfs import (
     SYS,
     complete,
-    describe_gpus,
     read_gpus,
     read_interfaces,
     read_nics,
@@ -37,7 +35,6 @@ from trainspec_cli.wings.doctor.sysfs import (
 )
 from trainspec_cli.wings.doctor.tiers import (
     EFFICIENCY,
-    Network,
     hosts_of,
     network_of,
     network_tiers,
@@ -106,10 +103,27 @@ def discover(
     if scaleup_devices:
         levels = [level for level in levels if level.most_nodes * devices > scaleup_devices]
     between = network_tiers(network, levels, topology.source, devices)
-    facts = [*_node_facts(node, network), _switches_fact(levels, topology)]
+    facts = [FabricFact("gpus", describe_links(node.gpus), node.gpus_source)]
+    if chosen := rails(node.gpus, {nic for gpu in node.gpus for nic in gpu.nics}):
+        beside = ", ".join(f"{gpu} {'+'.join(names)}" for gpu, names in chosen.items())
+        facts.append(FabricFact("rails", beside, node.gpus_source))
+    facts.append(FabricFact("nics", network.found, network.source))
+    if node.numa_nodes:
+        each = "; ".join(_numa_node(one, node.gpus) for one in node.numa_nodes)
+        facts.append(FabricFact("numa", each, "/sys/devices/system/node"))
+    switches = "Slurm knows none that join nodes"
+    if topology.problem:
+        switches = f"not known: {topology.problem}"
+    elif levels:
+        sizes = (f"{len(level.elements)} {level.name} of up to {level.most_nodes:,} nodes" for level in levels)
+        switches = ", ".join(sizes)
+    facts.append(FabricFact("switches", switches, topology.source))
     if measured:
         pairs, source = measured
-        strangers = _strangers(pairs, levels)
+        strangers = []
+        if len(levels) >= 2:  # else there are none to go by
+            known = {node for element in levels[-1].elements for node in element}
+            strangers = [host for host in hosts_of(pairs) if host not in known]
         if strangers:
             remarks.append(f"{', '.join(strangers)} of {source} are not among Slurm's nodes: its rates are left out")
         else:
@@ -130,30 +144,15 @@ def discover(
     )
 
 
-def _strangers(pairs: Sequence[PairRate], levels: Sequence[SwitchLevel]) -> list[str]:
-    """Return the measured nodes that Slurm's levels do not hold; none where there are no levels to go by."""
-    if len(levels) < 2:
-        return []
-    known = {node for element in levels[-1].elements for node in element}
-    return [host for host in hosts_of(pairs) if host not in known]
-
-
 # Sources
-
-
-def links_of_file(told: Told) -> NodeLinks:
-    """Return the links of the node whose matrix was saved; its NICs' rates do not stand in it. Raises MachineError."""
-    return NodeLinks(
-        f"the node of {told.source}", tuple(parse_matrix(told.text, told.source)), told.source, nics_source=told.source
-    )
 
 
 def links_here(root: Path = SYS) -> NodeLinks:
     """Return the links of this node, by the kernel and, where there is one, by nvidia-smi."""
     nics = read_nics(root / "class/infiniband")
     interfaces = read_interfaces(root / "class/net")
-    pci = read_gpus(root)
-    gpus = describe_gpus(pci, nics)
+    pci = read_gpus(nics, root)
+    gpus = pci
     source = "/sys/bus/pci/devices"
     remarks = []
     try:
@@ -204,17 +203,6 @@ def topology_here() -> Told:
 # Facts
 
 
-def _node_facts(node: NodeLinks, network: Network) -> Iterator[FabricFact]:
-    yield FabricFact("gpus", describe_links(node.gpus), node.gpus_source)
-    if chosen := rails(node.gpus, {nic for gpu in node.gpus for nic in gpu.nics}):
-        beside = ", ".join(f"{gpu} {'+'.join(names)}" for gpu, names in chosen.items())
-        yield FabricFact("rails", beside, node.gpus_source)
-    yield FabricFact("nics", network.found, network.source)
-    if node.numa_nodes:
-        each = "; ".join(_numa_node(one, node.gpus) for one in node.numa_nodes)
-        yield FabricFact("numa", each, "/sys/devices/system/node")
-
-
 def describe_links(gpus: Sequence[FoundGpu]) -> str:
     """Return the links between GPUs, the most frequent one first: `8: NV18 between 28 pairs`."""
     if not gpus:
@@ -235,15 +223,6 @@ def _numa_node(node: NumaNode, gpus: Sequence[FoundGpu]) -> str:
     return f"{node.number}: cores {node.cores}{memory}{', ' + ' '.join(beside) if beside else ''}"
 
 
-def _switches_fact(levels: Sequence[SwitchLevel], topology: Told) -> FabricFact:
-    if topology.problem:
-        return FabricFact("switches", f"not known: {topology.problem}", topology.source)
-    if not levels:
-        return FabricFact("switches", "Slurm knows none that join nodes", topology.source)
-    each = ", ".join(f"{len(level.elements)} {level.name} of up to {level.most_nodes:,} nodes" for level in levels)
-    return FabricFact("switches", each, topology.source)
-
-
 # The matrix of nvidia-smi
 
 
@@ -253,7 +232,13 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
     Lines that do not belong to the matrix are passed over, so that a report may be given which holds it.
     """
     lines = _COLOUR.sub("", text).splitlines()
-    place = next((place for place, line in enumerate(lines) if _is_header(line.split())), None)
+    place = None
+    for number, line in enumerate(lines):
+        words = line.split()
+        # The names of the columns begin with GPU0, as the first row does, which goes on with a link.
+        if words[:1] == ["GPU0"] and not (len(words) > 1 and _LINK.fullmatch(words[1])):
+            place = number
+            break
     if place is None:
         hint = f"give what `{COMMAND}` prints, whole: {COMMAND} > topology.txt"
         raise MachineError(Problem("no_matrix", f"{source} holds no matrix of GPUs", hint=hint, environment=True))
@@ -270,13 +255,24 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
     if missing := [gpu for gpu in gpus if gpu not in rows]:
         message = f"the matrix in {source} has a column and no row of {', '.join(missing)}"
         raise MachineError(Problem("no_matrix", message, hint=f"give what `{COMMAND}` prints, whole", environment=True))
-    return [_gpu(gpu, rows[gpu], columns, affinities, names) for gpu in gpus]
-
-
-def _is_header(words: Sequence[str]) -> bool:
-    """Return whether a line names the columns: they begin with GPU0, as the first row does, which goes on with a
-    link."""
-    return bool(words) and words[0] == "GPU0" and not (len(words) > 1 and _LINK.fullmatch(words[1]))
+    found = []
+    for gpu in gpus:
+        row = rows[gpu]
+        links = {other: RENAMED.get(link, link) for other, link in zip(columns, row, strict=False) if other != gpu}
+        # The cores may be blank, the others are not: they are told apart from the end.
+        behind = dict(zip(reversed(affinities), reversed(row[len(columns) :]), strict=False))
+        cores = behind.get("CPU Affinity", "")
+        numa = behind.get("NUMA Affinity", "")
+        found.append(
+            FoundGpu(
+                gpu,
+                links={other: link for other, link in links.items() if _GPU.fullmatch(other)},
+                nics={names.get(other, other): link for other, link in links.items() if not _GPU.fullmatch(other)},
+                cores=cores if _CORES.fullmatch(cores) else "",
+                numa_node=int(numa) if numa.isdigit() else None,
+            )
+        )
+    return found
 
 
 def _columns(header: str) -> tuple[list[str], list[str]]:
@@ -298,24 +294,6 @@ def _row(cells: list[str], columns: Sequence[str], where: str, name: str) -> lis
     )
 
 
-def _gpu(
-    name: str, row: Sequence[str], columns: Sequence[str], affinities: Sequence[str], nics: dict[str, str]
-) -> FoundGpu:
-    links = {other: RENAMED.get(link, link) for other, link in zip(columns, row, strict=False) if other != name}
-    behind = row[len(columns) :]
-    # the cores may be blank, the others are not: they are told from the end
-    told = dict(zip(reversed(affinities), reversed(behind), strict=False))
-    cores = told.get("CPU Affinity", "")
-    numa = told.get("NUMA Affinity", "")
-    return FoundGpu(
-        name,
-        links={other: link for other, link in links.items() if _GPU.fullmatch(other)},
-        nics={nics.get(other, other): link for other, link in links.items() if not _GPU.fullmatch(other)},
-        cores=cores if _CORES.fullmatch(cores) else "",
-        numa_node=int(numa) if numa.isdigit() else None,
-    )
-
-
 # The file of the group
 
 
@@ -334,22 +312,18 @@ def render_group(found: FoundFabric, name: str, *, has_schema: bool) -> str:
 
 
 def _tier(tier: FoundTier) -> Iterator[str]:
-    yield f"  - name: {json.dumps(tier.spec.name, allow_nan=False)}"
-    yield from (f"    {key}: {value}" for key, value in known_keys(tier.spec))
+    spec = tier.spec
+    yield f"  - name: {json.dumps(spec.name, allow_nan=False)}"
+    if spec.devices is not None:
+        yield f"    devices: {spec.devices}"
+    if spec.gbit_per_s is not None:
+        yield f"    gbit_per_s: {spec.gbit_per_s:g}"
+    if spec.latency_us is not None:
+        yield f"    latency_us: {spec.latency_us:g}"
+    if spec.kind is not None:
+        yield f"    kind: {spec.kind}"
     for key, advice in tier.left_out.items():
         yield from _comment(f"{key}: ...  {advice}", "    # ")
-
-
-def known_keys(tier: TierSpec) -> Iterator[tuple[str, str]]:
-    """Yield a tier's keys that have a value, but for the name."""
-    if tier.devices is not None:
-        yield "devices", str(tier.devices)
-    if tier.gbit_per_s is not None:
-        yield "gbit_per_s", f"{tier.gbit_per_s:g}"
-    if tier.latency_us is not None:
-        yield "latency_us", f"{tier.latency_us:g}"
-    if tier.kind is not None:
-        yield "kind", tier.kind
 
 
 def _comment(text: str, margin: str = "# ") -> list[str]:

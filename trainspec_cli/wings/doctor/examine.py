@@ -6,10 +6,9 @@ devices, and prints its report, one line of JSON.
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -24,9 +23,8 @@ from trainspec_cli.recipe.results.doctor import Check, Diagnosis, NodeReport, St
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import Compute, Device, LinksRequest, LinksResult, SpeedRequest, SpeedResult
 from trainspec_cli.run.backend.nodes.backend import Examination, Reach
-from trainspec_cli.run.job.machine import detect
 from trainspec_cli.run.tools import LINKS, SPEED, on_nodes, run_tool, torchrun
-from trainspec_cli.wings.doctor.checks import check_gpus, check_limits, check_memory, check_node, check_shm, check_torch
+from trainspec_cli.wings.doctor.checks import check_node
 
 SPEEDS = {"matmul_flops": ("matrix products", "FLOP/s"), "memory_bytes_per_s": ("memory", "B/s")}
 """Figures of `SpeedResult` that nodes are compared by -> their names and units."""
@@ -203,48 +201,6 @@ def judge_links(links: LinksResult | None) -> list[Check]:
                 Check("slow link", "warn", found, f"check {host}'s cable and port, and what else uses its link")
             )
     return checks
-
-
-# The preflight of a run on this one node: nothing is measured or compared
-
-
-@dataclass(frozen=True)
-class Needs:
-    """The resources that a run takes of this node; 0 bytes where that is not known."""
-
-    processes: int
-    memory_bytes: float
-    """Memory of the node that all processes take."""
-    gpu_memory_bytes: float
-    """Memory of its GPU that each process takes."""
-    uses_gpus: bool
-    checkpoint_bytes: float
-    checkpoints: int
-    """Checkpoints that are still to be written before older ones are removed."""
-
-
-def preflight(folder: Path, needs: Needs) -> list[Check]:
-    """Return what to look at. Raises MachineError where the run could not end well; `folder` need not be there yet."""
-    checks = [*check_room(folder, needs), *check_memory(needs.memory_bytes)]
-    if needs.uses_gpus:
-        checks.extend((*check_torch(detect()), *check_gpus(needs.gpu_memory_bytes)))
-    if needs.processes > 1:
-        checks.extend((*check_shm(), *check_limits()))
-    refuse_unfit([NodeReport(node_name(), time.time(), tuple(checks))])
-    return [check for check in checks if check.status == "warn"]
-
-
-def check_room(folder: Path, needs: Needs) -> Iterator[Check]:
-    """Look for room for a checkpoint, without which a run leaves nothing, and for as many as it keeps."""
-    place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
-    free = shutil.disk_usage(place).free
-    one = needs.checkpoint_bytes
-    found = f"{format_bytes(free)} free in {place}, and a checkpoint takes {format_bytes(one)}"
-    advice = "free some, choose another run.dir, or keep fewer (checkpoint.keep_last)"
-    if free < one:
-        yield Check("disk", "fail", found, advice)
-    elif free < needs.checkpoints * one:
-        yield Check("disk", "warn", f"{found}; {needs.checkpoints} are kept, the next included", advice)
 
 
 def main() -> None:

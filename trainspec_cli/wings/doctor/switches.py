@@ -36,23 +36,16 @@ def read_levels(topology: str) -> list[SwitchLevel]:
 
     Levels that join no more nodes than the one below, or one node alone, are left out.
     """
-    lines = [_fields(line) for line in _whole_lines(topology)]
+    # Without comments, and with the lines put together that a backslash continues.
+    without = "\n".join(line.partition("#")[0].rstrip() for line in topology.splitlines())
+    whole = without.replace("\\\n", " ").splitlines()
+    lines = [{key.lower(): value for key, value in _FIELD.findall(line)} for line in whole]
     levels = _blocks(lines) or _switches(lines)
     joining: list[SwitchLevel] = []
     for level in levels:
         if level.most_nodes > (joining[-1].most_nodes if joining else 1):
             joining.append(level)
     return joining
-
-
-def _whole_lines(text: str) -> list[str]:
-    """Return the lines without comments, those that a backslash continues put together."""
-    without = [line.partition("#")[0].rstrip() for line in text.splitlines()]
-    return "\n".join(without).replace("\\\n", " ").splitlines()
-
-
-def _fields(line: str) -> dict[str, str]:
-    return {key.lower(): value for key, value in _FIELD.findall(line)}
 
 
 def _switches(lines: Sequence[Mapping[str, str]]) -> list[SwitchLevel]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from trainspec_cli.recipe.keys.cluster import NetworkKind
@@ -80,25 +80,21 @@ def own_text(path: Path) -> str:
 # GPUs, and what joins them
 
 
-@dataclass(frozen=True)
-class PciGpu:
-    """A GPU as PCI shows it, without a driver."""
-
-    path: tuple[str, ...]
-    """The PCI addresses from the host bridge down to it."""
-    numa_node: int | None
-    cores: str
-    gbit_per_s: float | None
-    """The rate of its PCIe link, one direction."""
-
-
-def read_gpus(root: Path = SYS) -> list[PciGpu]:
-    """Return the GPUs by PCI address, the order in which nvidia-smi numbers them."""
-    found = []
+def read_gpus(nics: Sequence[Nic] = (), root: Path = SYS) -> list[FoundGpu]:
+    """Return the GPUs by PCI address, the order in which nvidia-smi numbers them, with the links that PCI shows without
+    a driver; NVLink is not among them."""
+    folders: dict[str, Path] = {}
     for folder in sorted((root / "bus/pci/devices").glob("*")):
         if own_text(folder / "vendor") in GPU_VENDORS and own_text(folder / "class")[:6] in GPU_CLASSES:
-            cores = own_text(folder / "local_cpulist")
-            found.append(PciGpu(pci_path(folder), _numa_node(folder), cores, _link_gbit_per_s(folder)))
+            folders[f"GPU{len(folders)}"] = folder
+    places = {name: (pci_path(folder), _numa_node(folder)) for name, folder in folders.items()}
+    found = []
+    for name, folder in folders.items():
+        here = places[name]
+        links = {other: _link(here, there) for other, there in places.items() if other != name}
+        ways = {nic.name: _link(here, (nic.pci_path, nic.numa_node)) for nic in nics if nic.pci_path}
+        cores = own_text(folder / "local_cpulist")
+        found.append(FoundGpu(name, links, ways, cores, here[1], _link_gbit_per_s(folder)))
     return found
 
 
@@ -116,43 +112,27 @@ def _link_gbit_per_s(folder: Path) -> float | None:
     return round(min(known) * CODING[min(known)] * int(width), 1)
 
 
-def link_between(first: Sequence[str], second: Sequence[str], *, same_numa_node: bool) -> str:
-    """Return the link of two PCI devices by the addresses above them, in the words of `nvidia-smi topo -m`."""
+PciPlace = tuple[Sequence[str], int | None]
+"""The PCI addresses above a device and its own, and its NUMA node."""
+
+
+def _link(here: PciPlace, there: PciPlace) -> str:
+    """Return the link of two PCI devices, in the words of `nvidia-smi topo -m`."""
+    path, numa_node = here
+    far_path, far_numa_node = there
     shared = next(
-        (place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other),
-        min(len(first), len(second)),
+        (place for place, (one, other) in enumerate(zip(path, far_path, strict=False)) if one != other),
+        min(len(path), len(far_path)),
     )
     if shared == 0:
-        return "NODE" if same_numa_node else "SYS"
+        return "NODE" if numa_node == far_numa_node else "SYS"
     if shared == 1:
         return "PHB"
-    below_switch = max(len(first), len(second)) - shared  # a port of the switch, and the device
+    below_switch = max(len(path), len(far_path)) - shared  # a port of the switch, and the device
     return "PIX" if below_switch <= 2 else "PXB"
 
 
-def describe_gpus(found: Sequence[PciGpu], nics: Sequence[Nic]) -> list[FoundGpu]:
-    """Return the GPUs with the links that PCI shows; NVLink is not among them."""
-    names = [f"GPU{number}" for number in range(len(found))]
-    return [
-        FoundGpu(
-            name,
-            links={other: _link(gpu, far.path, far.numa_node) for other, far in zip(names, found, strict=True)
-                   if other != name},
-            nics={nic.name: _link(gpu, nic.pci_path, nic.numa_node) for nic in nics if nic.pci_path},
-            cores=gpu.cores,
-            numa_node=gpu.numa_node,
-            pcie_gbit_per_s=gpu.gbit_per_s,
-        )
-        for name, gpu in zip(names, found, strict=True)
-    ]  # fmt: skip
-
-
-def _link(gpu: PciGpu, path: Sequence[str], numa_node: int | None) -> str:
-    same = gpu.numa_node is not None and gpu.numa_node == numa_node
-    return link_between(gpu.path, path, same_numa_node=same or (gpu.numa_node is None and numa_node is None))
-
-
-def complete(matrix: Sequence[FoundGpu], found: Sequence[PciGpu]) -> list[FoundGpu]:
+def complete(matrix: Sequence[FoundGpu], found: Sequence[FoundGpu]) -> list[FoundGpu]:
     """Add to the GPUs of the matrix what PCI alone says, where both show as many."""
     if len(matrix) != len(found):
         return list(matrix)
@@ -161,7 +141,7 @@ def complete(matrix: Sequence[FoundGpu], found: Sequence[PciGpu]) -> list[FoundG
             gpu,
             cores=gpu.cores or pci.cores,
             numa_node=pci.numa_node if gpu.numa_node is None else gpu.numa_node,
-            pcie_gbit_per_s=pci.gbit_per_s,
+            pcie_gbit_per_s=pci.pcie_gbit_per_s,
         )
         for gpu, pci in zip(matrix, found, strict=True)
     ]

@@ -29,13 +29,20 @@ UPLINKS_TO_FILL = "1 counts; write 3 where the devices below send three times wh
 
 
 def node_tiers(gpus: Sequence[FoundGpu], source: str, devices_per_node: int) -> tuple[list[FoundTier], list[str]]:
-    """Return the tiers inside a node, of which a run takes so many devices, and remarks on what they leave out."""
+    """Return the tiers inside a node, of which a run takes this many devices, and remarks on what they leave out."""
     if len(gpus) < 2:
         name = "node" if not gpus else "gpu"
         return [FoundTier(TierSpec(name), source, {"gbit_per_s": LEFT_TO_ACCELERATOR})], []
     joined = groups_by(gpus, lambda link: link.startswith(NVLINK))
     if len(joined) == 1 or (_are_alike(joined, gpus) and 1 < devices_per_node <= len(joined[0])):
-        return [FoundTier(TierSpec("nvlink"), source, {"gbit_per_s": LEFT_TO_ACCELERATOR})], list(_partly(gpus))
+        # Where a domain is no full mesh, as in a DGX-1, that is said.
+        pairs = [link for gpu in gpus for link in gpu.links.values()]
+        direct = sum(link.startswith(NVLINK) for link in pairs)
+        remarks = []
+        if direct < len(pairs):
+            among = f"{direct // 2} of the {len(pairs) // 2} pairs of GPUs directly"
+            remarks = [f"NVLink joins {among}, and the others over these"]
+        return [FoundTier(TierSpec("nvlink"), source, {"gbit_per_s": LEFT_TO_ACCELERATOR})], remarks
     if len(joined) == len(gpus):
         return _of_pcie(gpus, source)
     if not _are_alike(joined, gpus):
@@ -95,14 +102,6 @@ def _unlike(groups: Sequence[Sequence[str]]) -> str:
         f"NVLink joins {among}, which are no groups of one size that follow one another: the tier is PCIe; "
         f"CUDA_VISIBLE_DEVICES={order} puts those side by side that are joined"
     )
-
-
-def _partly(gpus: Sequence[FoundGpu]) -> Iterator[str]:
-    """Say where a domain is no full mesh, as in a DGX-1."""
-    pairs = [link for gpu in gpus for link in gpu.links.values()]
-    direct = sum(link.startswith(NVLINK) for link in pairs)
-    if direct < len(pairs):
-        yield f"NVLink joins {direct // 2} of the {len(pairs) // 2} pairs of GPUs directly, and the others over these"
 
 
 # NICs

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from trainspec_cli.core.errors import Problem, RecipeError, closest
+from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.planner.search.auto import asked_for
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.recipe.keys.run import ComputeFormat, RunSpec
+from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.reporter.plan.labels import PlanReport
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.session.planning.disturbance import load_disturbance
@@ -24,7 +24,6 @@ from trainspec_cli.wings.interop import (
     Container,
     Spoken,
     Target,
-    emitted_json,
     run_values,
     speak,
 )
@@ -43,7 +42,11 @@ class Emission:
 def emit_recipe(arguments: Sequence[str], engine: str, container: Container = NO_CONTAINER) -> Emission:
     """Plan a recipe, and say it in an engine's words. Raises RecipeError for what the engine cannot say, and PlanError
     where nothing fits."""
-    target = find_target(engine)
+    if engine not in TARGETS:
+        near = closest(engine, TARGETS)
+        hint = f"type --for {near}" if near else f"there are: {', '.join(TARGETS)}"
+        raise RecipeError(Problem("usage", f"there is no engine `{engine}` to emit for", "--for", hint))
+    target = TARGETS[engine]
     arguments, _ = with_defaults(arguments)
     if load_disturbance(arguments):
         raise RecipeError(Problem("usage", "disturb= is simulated by trainspec plan alone", hint="leave it out"))
@@ -58,8 +61,29 @@ def emit_recipe(arguments: Sequence[str], engine: str, container: Container = NO
     except RecipeError as error:
         raise RecipeError(loaded.composed.locate(error.problems)) from error
     files = target.render(spoken, run)
-    record = json_text(emitted_json(target, spoken, run, sorted(files))) + "\n"
-    return Emission(target, spoken, {**files, EMITTED: record})
+    said: list[JsonObject] = [
+        {
+            "ours": one.ours,
+            "value": one.value,
+            "theirs": one.theirs,
+            "their_value": one.their_value,
+            "place": one.place,
+            "reason": one.approximate,
+        }
+        for one in spoken.said
+    ]
+    record: JsonObject = {
+        "recipe": run.recipe,
+        "engine": target.name,
+        "engine_version": target.version,
+        "files": [*sorted(files)],
+        "exact": [one for one in said if not one["reason"]],
+        "approximate": [one for one in said if one["reason"]],
+        "fixed": [{"theirs": one.theirs, "value": one.value, "why": one.why} for one in spoken.fixed],
+        # `value` is null for a section.
+        "not_carried": [{"ours": one.ours, "value": one.value, "why": one.why} for one in spoken.not_carried],
+    }
+    return Emission(target, spoken, {**files, EMITTED: json_text(record) + "\n"})
 
 
 def write_emission(emission: Emission, folder: Path, *, force: bool) -> None:
@@ -80,21 +104,21 @@ def write_emission(emission: Emission, folder: Path, *, force: bool) -> None:
         ) from error
 
 
-def find_target(engine: str) -> Target:
-    if engine in TARGETS:
-        return TARGETS[engine]
-    near = closest(engine, TARGETS)
-    hint = f"type --for {near}" if near else f"there are: {', '.join(TARGETS)}"
-    raise RecipeError(Problem("usage", f"there is no engine `{engine}` to emit for", "--for", hint))
-
-
 def resolved(planned: PlanReport) -> RunSpec:
     """Return the recipe with the values of the plan's best layout in the place of `auto`. Raises PlanError."""
     best = require_fit(planned)
     assert planned.run is not None, "a layout that fits has a forecast"
-    spec = replace(planned.spec, layout=asked_for(best.layout))  # of all replicas: other engines have no replica groups
+    # The layout of all replicas together: other engines have no replica groups.
+    spec = replace(planned.spec, layout=asked_for(best.layout))
+    chip = spec.cluster.accelerator
+    device = spec.cluster.device
+    if device == AUTO:
+        device = "cpu" if chip and chip.vendor == "cpu" else "cuda"
+    compute = spec.precision.compute
+    if compute == AUTO:  # as the plan counts with it
+        compute = "bf16" if chip and chip.bf16_tflops else "fp16"
     per_node = planned.capacity.world_size // spec.cluster.num_nodes
-    cluster = replace(spec.cluster, devices_per_node=per_node, device=_device(spec))
+    cluster = replace(spec.cluster, devices_per_node=per_node, device=device)
     checkpoint = spec.checkpoint
     if checkpoint.interval_steps == AUTO:
         checkpoint = replace(checkpoint, interval_steps=planned.run.goodput.checkpoint_interval_steps)
@@ -105,19 +129,6 @@ def resolved(planned: PlanReport) -> RunSpec:
         batching=replace(spec.batching, micro_batch_size=best.micro_batch_size),
         recompute=best.recompute,  # type: ignore[arg-type]
         offload=best.offload,
-        precision=replace(spec.precision, compute=_compute(spec)),
+        precision=replace(spec.precision, compute=compute),
         comm=replace(spec.comm, gradients=spec.comm.fixed.gradients),
     )
-
-
-def _compute(spec: RunSpec) -> ComputeFormat:
-    """Return the format as the plan counts with it."""
-    if spec.precision.compute != AUTO:
-        return spec.precision.compute
-    return "bf16" if spec.cluster.accelerator and spec.cluster.accelerator.bf16_tflops else "fp16"
-
-
-def _device(spec: RunSpec) -> Literal["cpu", "cuda"]:
-    if spec.cluster.device != AUTO:
-        return spec.cluster.device
-    return "cpu" if spec.cluster.accelerator and spec.cluster.accelerator.vendor == "cpu" else "cuda"

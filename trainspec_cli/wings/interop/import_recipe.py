@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.core.json_value import JsonValue
 from trainspec_cli.core.reading.spec_version import VERSION_LINE
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.wings.interop import READERS, TARGETS, Heard, Target, guess_engine, listen, nest, read_source
@@ -80,13 +79,8 @@ def _recipe(imported: Imported) -> Iterator[str]:
     if model:
         values["model.name"] = ""
     values.update({key: MISSING for key in ASKED if key not in values})
-    yield _sections(values)
+    yield yaml.safe_dump(nest(values), sort_keys=False).rstrip()
     yield from (f"# not read: {key}: {why}" for key, why in imported.heard.unread.items())
 
 
 MISSING = "???"
-
-
-def _sections(values: Mapping[str, JsonValue]) -> str:
-    text: str = yaml.safe_dump(nest(values), sort_keys=False)
-    return text.rstrip()

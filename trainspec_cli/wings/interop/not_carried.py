@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trainspec_cli.core.json_value import JsonValue
-from trainspec_cli.wings.interop.table import OneOf, RunValues, given, unless
+from trainspec_cli.wings.interop.table import OneOf, given, unless
 
 NOT_CARRIED: Mapping[str, str] = {
     "description": "a note for people",
@@ -131,15 +131,10 @@ def not_carried_as(key: str, of_engine: Mapping[str, str]) -> tuple[str, str] | 
     return None if name is None else (name if name in NOT_CARRIED and name not in of_engine else key, table[name])
 
 
-def asks_for_nothing(key: str, run: RunValues) -> bool:
-    meaningless = _nearest(key, MEANINGLESS)
-    return (key in OFF and run[key] == OFF[key]) or (meaningless is not None and MEANINGLESS[meaningless].holds(run))
-
-
-def governing_key(key: str) -> str | None:
-    """Return the key that decides whether this one has a meaning."""
+def governed_by(key: str) -> OneOf | None:
+    """Return the condition under which this key says nothing, on the key that decides that."""
     section = _nearest(key, MEANINGLESS)
-    return None if section is None else MEANINGLESS[section].key
+    return None if section is None else MEANINGLESS[section]
 
 
 def _nearest(key: str, table: Mapping[str, object]) -> str | None:

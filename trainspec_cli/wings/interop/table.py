@@ -237,17 +237,29 @@ class LastSteps:
 
 
 @dataclass(frozen=True)
-class Prefix:
-    """The path of a data set without its ending."""
+class Within:
+    """A text that has a beginning and an end in the recipe, and stands without them in the engine's file."""
+
+    allowed: str
+    hint: str = ""
+    begin: str = ""
+    end: str = ""
+    refused: str = ""
+    """A character that the engine does not understand as trainspec does."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
-        path = str(value)
-        if not path.endswith(".bin") or "*" in path:
-            raise CannotSayError("one .bin file", "data.path=NAME.bin")
-        return path.removesuffix(".bin")
+        text = str(value)
+        fits = isinstance(value, str) and text.startswith(self.begin) and text.endswith(self.end)
+        if not fits or (self.refused and self.refused in text):
+            raise CannotSayError(self.allowed, self.hint)
+        return text.removeprefix(self.begin).removesuffix(self.end)
 
     def read(self, value: JsonValue, known: RunValues) -> JsonValue:
-        return f"{value}.bin"
+        return f"{self.begin}{value}{self.end}" if self.begin or self.end else value
+
+
+TOKEN_FILE = Within("one .bin file", "data.path=NAME.bin", end=".bin", refused="*")
+"""Megatron's data set, which its readers name without the ending."""
 
 
 @dataclass(frozen=True)
@@ -300,6 +312,15 @@ def given(key: str, *values: JsonValue) -> OneOf:
 
 def unless(key: str, *values: JsonValue) -> OneOf:
     return OneOf(key, values, inverted=True)
+
+
+COSINE = given("optim.schedule.kind", "cosine")
+WSD = given("optim.schedule.kind", "wsd")
+CONSTANT = given("optim.schedule.kind", "constant")
+ADAM = given("optim.name", "adamw")
+IN_PIPELINE = unless("layout.pp", 1)
+SHARDED = unless("derived.shards", 1)
+REPLICATED = given("derived.is_ddp", True)
 
 
 @dataclass(frozen=True)

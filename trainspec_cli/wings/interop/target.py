@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.wings.interop.not_carried import OFF, asks_for_nothing, governing_key, not_carried_as
+from trainspec_cli.wings.interop.not_carried import OFF, governed_by, not_carried_as
 from trainspec_cli.wings.interop.table import (
     DERIVED,
     CannotSayError,
@@ -97,8 +97,12 @@ def speak(target: Target, run: RunValues) -> Spoken:
             problems.append(_cannot(target, line.ours, run, error))
             continue
         said.append(Said(line.ours, run[line.ours], line.theirs, their_value, line.place, line.approximate))
-    left = [key for key in run.keys if key not in accounted and not asks_for_nothing(key, run)]
-    left = [] if target.carries_recipe else left
+    left = []
+    for key in run.keys if not target.carries_recipe else ():
+        condition = governed_by(key)
+        asks_for_nothing = (key in OFF and run[key] == OFF[key]) or (condition is not None and condition.holds(run))
+        if key not in accounted and not asks_for_nothing:
+            left.append(key)
     listed = {key: not_carried_as(key, target.not_carried) for key in left}
     problems += [_cannot(target, key, run) for key, name in listed.items() if name is None]
     not_carried = {ours: NotCarried(ours, why, run[ours]) for ours, why in filter(None, listed.values())}
@@ -108,7 +112,12 @@ def speak(target: Target, run: RunValues) -> Spoken:
     if problems:
         # One problem for each key, without those of keys that have a meaning only through another refused one.
         first = {problem.path: problem for problem in reversed(problems)}
-        raise RecipeError([first[path] for path in reversed(first) if governing_key(path) not in first])
+        independent = []
+        for path, problem in reversed(first.items()):
+            condition = governed_by(path)
+            if condition is None or condition.key not in first:
+                independent.append(problem)
+        raise RecipeError(independent)
     return Spoken(
         tuple(said), tuple(not_carried.values()), tuple(fixed for fixed in target.fixed if fixed.applies(run))
     )
@@ -125,32 +134,6 @@ def _cannot(target: Target, key: str, run: RunValues, error: CannotSayError | No
     elif first := allowed.partition(" or ")[0]:
         hint = f"type {key}={first}"
     return Problem("not_said", message, key, hint)
-
-
-def emitted_json(target: Target, spoken: Spoken, run: RunValues, files: list[str]) -> JsonObject:
-    """Return the record that lies next to the files: what is said exactly, what nearly, and what is not carried."""
-    said: list[JsonObject] = [
-        {
-            "ours": one.ours,
-            "value": one.value,
-            "theirs": one.theirs,
-            "their_value": one.their_value,
-            "place": one.place,
-            "reason": one.approximate,
-        }
-        for one in spoken.said
-    ]
-    return {
-        "recipe": run.recipe,
-        "engine": target.name,
-        "engine_version": target.version,
-        "files": [*files],
-        "exact": [one for one in said if not one["reason"]],
-        "approximate": [one for one in said if one["reason"]],
-        "fixed": [{"theirs": one.theirs, "value": one.value, "why": one.why} for one in spoken.fixed],
-        # `value` is null for a section.
-        "not_carried": [{"ours": one.ours, "value": one.value, "why": one.why} for one in spoken.not_carried],
-    }
 
 
 # Keys and files
@@ -254,7 +237,13 @@ def listen(target: Target, keys: Mapping[str, JsonValue]) -> Heard:
     lines = [line for line in target.lines if line.theirs in keys]
     waiting = list(lines)
     while waiting:
-        ready = [line for line in waiting if _is_decided(line, known, waiting)] or waiting[:1]
+        # Those of which no other line that waits gives a value that a condition asks for.
+        ready = []
+        for line in waiting:
+            awaited = {one.ours for one in waiting if one is not line} - known.keys()
+            if not any(condition.key in awaited for condition in _conditions(line)):
+                ready.append(line)
+        ready = ready or waiting[:1]
         waiting = [line for line in waiting if line not in ready]
         for line in ready:
             _hear(line, keys[line.theirs], known, why)
@@ -287,12 +276,6 @@ def _hear(line: Line, value: JsonValue, known: dict[str, JsonValue], why: dict[s
         why[line.theirs] = f"it says {line.ours}={show(ours)}, and another key says {show(known[line.ours])}"
     else:
         why.pop(line.theirs, None)
-
-
-def _is_decided(line: Line, known: Mapping[str, JsonValue], waiting: list[Line]) -> bool:
-    """Return whether no line that waits gives a value that a condition of this one asks for."""
-    awaited = {one.ours for one in waiting if one is not line} - known.keys()
-    return not any(condition.key in awaited for condition in _conditions(line))
 
 
 def _conditions(line: Line) -> list[OneOf]:

@@ -7,7 +7,6 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainspec_cli.core.errors import EXIT_DONE, Interrupted, Stopped, WorkerError
 from trainspec_cli.core.printable import without_colours
 from trainspec_cli.run.failure import (
     LOG_TAIL_LINES,
@@ -22,9 +21,6 @@ from trainspec_cli.run.failure import (
     torchrun_logs,
 )
 from trainspec_cli.run.job.job import Job
-from trainspec_cli.run.outcome import RunOutcome, result_from_events
-from trainspec_cli.run.supervise import Ending
-from trainspec_cli.wings.own_script.journal import newest_step
 
 _NO_DEVICE_MEMORY = re.compile(r"OutOfMemoryError|(CUDA|HIP) out of memory")
 _NO_HOST_MEMORY = re.compile(r"DefaultCPUAllocator: can't allocate|\w*MemoryError\b|Cannot allocate memory|bad_alloc")
@@ -68,19 +64,6 @@ def explain_own_end(job: Job, exit_code: int | None, failures: list[WorkerFailur
     raised = next((found for log in printed if (found := find_exception(without_colours(end_of(log))))), None)
     headline = f"{job.program} {_describe_exit(code, raised)}"
     return Explanation(headline, raised.excerpt if raised else end, _hint_of(end), _cause_of(code, raised))
-
-
-def conclude_own(job: Job, ending: Ending) -> RunOutcome:
-    """Take the exit code of the user's own command for its result. A command that was asked to stop has done so, with
-    whatever code; what it has saved, nobody knows."""
-    failures = find_own_failures(job)
-    if ending.stop_requested:
-        code = Stopped.exit_code if newest_step(job.run) and ending.exit_code is not None else Interrupted.exit_code
-        return RunOutcome(result_from_events(job.run, "stopped", ending.exit_code), None, code)
-    if ending.exit_code == 0 and not failures:
-        return RunOutcome(result_from_events(job.run, "done", ending.exit_code), None, EXIT_DONE)
-    result = result_from_events(job.run, "failed", ending.exit_code)
-    return RunOutcome(result, explain_own_end(job, ending.exit_code, failures), WorkerError.exit_code)
 
 
 def _cause_of(code: int, raised: RaisedException | None) -> str:

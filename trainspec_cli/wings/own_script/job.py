@@ -176,6 +176,14 @@ def wasted_gpus(command: Sequence[str], devices: int) -> str:
 
 def build_own_job(command: Sequence[str], root: Path, machine: Machine, wanted: Wanted) -> Job:
     root = root.absolute()
+    meeting: dict[str, str] = {}
+    if _option(command, NODE_OPTIONS) in (None, "1", "1:1"):
+        # The processes of a single node meet here.
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = str(found.getsockname()[1])
+        interface = "lo0" if sys.platform == "darwin" else "lo"
+        meeting = {"MASTER_PORT": port, "PET_MASTER_PORT": port, "GLOO_SOCKET_IFNAME": interface}
     return Job(
         root=root,
         command=tuple(command),
@@ -183,7 +191,7 @@ def build_own_job(command: Sequence[str], root: Path, machine: Machine, wanted: 
             LAUNCH_ID: secrets.token_hex(8),
             **_hook_path(os.environ.get("PYTHONPATH", "")),
             **_environment(command, machine, wanted.grace_s, process_count(command)),
-            **(_unless_set(_alone()) if is_on_one_node(command) else {}),
+            **_unless_set(meeting),
         },
         world_size=process_count(command) or 1,
         stop_grace_s=wanted.grace_s,
@@ -234,7 +242,7 @@ def build_own_node_job(root: Path, machine: Machine, place: NodePlace, record: G
     the first node's name is not known here."""
     own = read_own_command(record)
     processes = process_count(own.command)
-    if processes and takes_all_processes(own.command):
+    if processes and _place_of_accelerate(own.command) is not None:  # its option speaks of the processes of all nodes
         processes = max(1, processes // place.num_nodes)
     job = Job(
         root=root,
@@ -261,11 +269,6 @@ def build_own_node_job(root: Path, machine: Machine, place: NodePlace, record: G
 def device_name(machine: Machine) -> str:
     """Return what the ranks of a node run on, for people."""
     return machine.gpu_names[0] if machine.gpu_names else f"process ({machine.cpu_cores} cores)"
-
-
-def progress_folder(job: Job) -> Path:
-    """Return where the processes of a start's job count their steps."""
-    return Path(job.environment[PROGRESS].partition(":")[2])
 
 
 def start_environment(job: Job, generation: int, node: str = "", *, on_terminal: bool = False) -> dict[str, str]:
@@ -300,13 +303,6 @@ def _hook_path(python_path: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(HOOK), python_path)))}
 
 
-def _alone() -> dict[str, str]:
-    """Return where the processes of a single node meet."""
-    port = str(_free_port())
-    interface = "lo0" if sys.platform == "darwin" else "lo"
-    return {"MASTER_PORT": port, "PET_MASTER_PORT": port, "GLOO_SOCKET_IFNAME": interface}
-
-
 def _among_several(command: Sequence[str], place: NodePlace, port: int) -> dict[str, str]:
     """Return where the processes of several nodes meet, and which of the nodes this is. torchrun reads it of PET_...; a
     command without a launcher is one rank a node. gloo and NCCL take the interface that leads to the first node."""
@@ -324,12 +320,6 @@ def _unless_set(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 # What can be seen of a command without running it
 
 
@@ -339,20 +329,11 @@ def process_count(command: Sequence[str]) -> int | None:
     return int(said) if said and said.isdigit() and int(said) else None
 
 
-def is_on_one_node(command: Sequence[str]) -> bool:
-    return _option(command, NODE_OPTIONS) in (None, "1", "1:1")
-
-
 def has_launcher(command: Sequence[str]) -> bool:
     """Return whether the command is a launcher that gives its processes their ranks."""
     return not {*command, *(Path(word).name for word in command)}.isdisjoint(
         (*_LAUNCHERS, "accelerate", "accelerate.commands.launch", "deepspeed")
     )
-
-
-def takes_all_processes(command: Sequence[str]) -> bool:
-    """Return whether its option speaks of the processes of all nodes, as that of accelerate does."""
-    return _place_of_accelerate(command) is not None
 
 
 def command_on_node(command: Sequence[str], place: NodePlace, port: int) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from trainspec_cli.run.folder.event_types.events import Event, RecoveryEvent, StartEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import RecoveryEvent, StartEvent, StepEvent
 from trainspec_cli.run.folder.events import EventWriter, read_sound
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.own_script.progress import CountedProcess, CountedStep, StepFile, step_files
@@ -36,9 +36,6 @@ class CountedRank:
     made: int = 0
     """Steps that its processes have made in this start."""
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
-
-    def write(self, event: Event, at: float | None = None) -> None:
-        self.writer.write(event, at)
 
 
 class StepJournal:
@@ -91,7 +88,17 @@ class StepJournal:
             rank.step = rank.before + one.number
             rank.made = rank.made + 1
             if not trainer.attached:
-                rank.write(_step_event(rank.step, step_s), one.at)
+                # Of a program that nobody has changed, a step's number and time are known, and no more.
+                event = StepEvent(
+                    step=rank.step,
+                    loss=None,
+                    grad_norm=None,
+                    steps=1,
+                    step_time_s=step_s,
+                    time_s={"other": step_s},
+                    skipped=False,
+                )
+                rank.writer.write(event, one.at)
             if rank.stepped_at:
                 rank.recent_s.append(step_s)
             rank.stepped_at = one.at
@@ -104,7 +111,7 @@ class StepJournal:
         rank.recent_s.clear()
         if trainer.attached:
             return
-        rank.write(
+        rank.writer.write(
             StartEvent(
                 step=rank.before,
                 world_size=trainer.world_size,
@@ -120,33 +127,17 @@ class StepJournal:
         )
 
     def _rank_of(self, path: Path, trainer: CountedProcess) -> CountedRank:
-        """Return the rank of a process; one whose environment has none takes the first that is free."""
-        number = self._free_place(path) if trainer.rank is None else trainer.rank
+        """Return the rank of a process; one whose environment has none takes the first that no other
+        living process holds."""
+        if trainer.rank is None and path not in self._places:
+            held = {rank.number for rank in self.ranks if rank.trainer and psutil.pid_exists(rank.trainer.pid)}
+            self._places[path] = next(place for place in itertools.count() if place not in held)
+        number = self._places[path] if trainer.rank is None else trainer.rank
         if number not in self._ranks:
             events = self._run.events(number)
             newest = max((event.step for event in read_sound(events) if isinstance(event, StepEvent)), default=0)
             self._ranks[number] = CountedRank(number, EventWriter(events, number), newest)
         return self._ranks[number]
-
-    def _free_place(self, path: Path) -> int:
-        """Return the place that the process has, or the first that no other living process holds."""
-        if path not in self._places:
-            held = {rank.number for rank in self.ranks if rank.trainer and psutil.pid_exists(rank.trainer.pid)}
-            self._places[path] = next(place for place in itertools.count() if place not in held)
-        return self._places[path]
-
-
-def _step_event(step: int, step_time_s: float) -> StepEvent:
-    """Of a program that nobody has changed, a step's number and time are known, and no more."""
-    return StepEvent(
-        step=step,
-        loss=None,
-        grad_norm=None,
-        steps=1,
-        step_time_s=step_time_s,
-        time_s={"other": step_time_s},
-        skipped=False,
-    )
 
 
 def count_steps(run: RunDir) -> int:

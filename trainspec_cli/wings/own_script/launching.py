@@ -1,29 +1,44 @@
 """`run`: a command of the user's own, unchanged, with what a recipe gets: a folder, restarts, hangs named, a report. It
-also resumes such runs, and runs them in Slurm jobs."""
+also resumes such runs, and runs them in Slurm jobs.
+
+In a Slurm job whose script is the user's own, srun starts it once on each node. Where Slurm starts the job again, the
+run continues in its folder.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 from trainspec_cli import __version__
-from trainspec_cli.core.errors import EXIT_DONE, Problem, RecipeError, Stopped, WorkerError
+from trainspec_cli.core.errors import (
+    EXIT_DONE,
+    Interrupted,
+    Problem,
+    RecipeError,
+    Stopped,
+    TrainspecError,
+    WorkerError,
+)
 from trainspec_cli.core.printable import without_colours
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine, SlurmSpec
 from trainspec_cli.recipe.records import Absent
 from trainspec_cli.run.backend import OpenBackend
-from trainspec_cli.run.backend.nodes.backend import NodesBackend, Reach
+from trainspec_cli.run.backend.nodes.backend import NodesBackend, Reach, agent_command
 from trainspec_cli.run.folder.files import write_json, write_text
-from trainspec_cli.run.folder.generations import GenerationRecord
+from trainspec_cli.run.folder.generations import FENCED, GenerationRecord
 from trainspec_cli.run.folder.known_runs import remember_run
 from trainspec_cli.run.folder.paths import COMMAND, RunDir
 from trainspec_cli.run.folder.record import Resume, RunRecord, RunResult, read_result, read_run_record, write_run_record
@@ -31,23 +46,17 @@ from trainspec_cli.run.job.folder import RUNS, check_free, check_no_run, claim, 
 from trainspec_cli.run.job.job import Job, git_state, render_command, versions
 from trainspec_cli.run.job.machine import NodePlace, detect
 from trainspec_cli.run.notify import NOBODY, Notify
-from trainspec_cli.run.outcome import RunOutcome
-from trainspec_cli.run.signals import StopRequests
+from trainspec_cli.run.outcome import RunOutcome, result_from_events
+from trainspec_cli.run.signals import PatientRequests, StopRequests
+from trainspec_cli.run.slurm import commands as slurm
+from trainspec_cli.run.slurm.queue import job_of, note_job, own_job
 from trainspec_cli.run.supervise import Ending
-from trainspec_cli.session.console import RunConsole, make_console
-from trainspec_cli.session.launching.in_slurm import Limits
+from trainspec_cli.session.console import PrintableConsole, RunConsole, make_console
+from trainspec_cli.session.launching.in_slurm import Limits, TimeWarning, requeue_if_of_use, restarts
 from trainspec_cli.session.launching.kinds import RunKind, command_to_resume, quoted, shown
 from trainspec_cli.session.launching.nodes import Joined, NodeOptions, join
 from trainspec_cli.session.launching.run import run
-from trainspec_cli.wings.own_script.failure import conclude_own
-from trainspec_cli.wings.own_script.in_slurm import (
-    describe_place,
-    earlier_start,
-    find_place,
-    heed_no_warning,
-    reach_nodes,
-    requeueing,
-)
+from trainspec_cli.wings.own_script.failure import explain_own_end, find_own_failures
 from trainspec_cli.wings.own_script.job import (
     OwnJob,
     Wanted,
@@ -73,6 +82,7 @@ from trainspec_cli.wings.own_script.terminal import PassedOutput
 THIS_NODE = NodeOptions()
 FOLDER = "--dir"
 """What names the run's folder."""
+JOB = "SLURM_JOB_ID"
 _EMPTY_OF_RANK = re.compile(r"\[[a-z]+\d+\]:\s*")
 SHOWN_BYTES = 2**16
 """Of what a command prints at once, no more is shown here; its log holds all of it."""
@@ -90,7 +100,8 @@ def run_command(
     """Run the command to its end, as the first node of its run or as another that joins it; return this command's exit
     code. Raises TrainspecError where it is refused, or fails."""
     check_command(command)
-    console, nodes, run_dir = make_console(as_json=as_json), *find_place(command, folder, nodes)
+    console = make_console(as_json=as_json)
+    nodes, run_dir = find_place(command, folder, nodes)
     reach = _check(command, run_dir, nodes, wanted)
     if place := describe_place(nodes, reach):
         console.report(place)
@@ -99,7 +110,8 @@ def run_command(
         console.report(f"an earlier start of this Slurm job has ended the run in {run_dir}: it is done")
         return EXIT_DONE
     if reach and not nodes.is_first:
-        heed_no_warning()
+        # Slurm warns every process of a step; the first node heeds it for all.
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         joined = Joined(partial(_check_same, command), _exit_code_of, FOLDER, JOIN_OPTION, of_slurm=nodes.of_slurm)
         return join(run_dir, nodes.node_rank, console, wait_s=wanted.join_timeout_s, joined=joined)
     if not again:
@@ -110,8 +122,8 @@ def run_command(
         write_own_job(RunDir(root), OwnJob(nodes.nnodes or 1, wanted, SlurmSpec.max_requeues, None))
         left = _left(root, wanted)
         job = _build(command, root, detect(), left, reach, nodes)
-        started = Started(job, command, left, reach, notify, as_json)
-        return requeueing(RunDir(root), nodes, console, lambda requests: _run(started, console, requests))
+        start = partial(_run, job, command, left, reach, console, notify=notify, as_json=as_json)
+        return requeueing(RunDir(root), nodes, console, start)
 
 
 def _check_same(command: Sequence[str], run: RunDir, record: GenerationRecord) -> None:
@@ -132,48 +144,47 @@ def _exit_code_of(result: RunResult | None) -> int:
     return codes.get(result.status, WorkerError.exit_code) if result else WorkerError.exit_code
 
 
-@dataclass(frozen=True)
-class Started:
-    """What one start of a command runs, and who hears of its end."""
-
-    job: Job
-    command: Sequence[str]
-    wanted: Wanted
-    """With the restarts that are left."""
-    reach: Reach | None
-    """None where there is this node alone."""
-    notify: Notify = NOBODY
-    as_json: bool = False
-
-
-def _run(started: Started, console: RunConsole, requests: StopRequests) -> int:
-    """Write down that the run begins or goes on, and supervise it to its end."""
-    job = started.job
-    reach = started.reach
+def _run(
+    job: Job,
+    command: Sequence[str],
+    wanted: Wanted,
+    reach: Reach | None,
+    console: RunConsole,
+    requests: StopRequests,
+    *,
+    notify: Notify = NOBODY,
+    as_json: bool = False,
+) -> int:
+    """Write down that the run begins or continues, and supervise it to its end. `wanted`: with the restarts that are
+    left; `reach`: None where there is this node alone."""
     with claim(job.run, job.launch_id):
         if job.run.run_json.exists():
-            write_own_resume(job, sys.argv[1:], newest_step(job.run))
+            clear_end(job.run)
+            write_text(job.run.command_txt, render_command(job.command, job.environment, Path.cwd()))
+            record = read_run_record(job.run)
+            resume = Resume(tuple(sys.argv[1:]), __version__, time.time(), newest_step(job.run))
+            write_run_record(job.run, replace(record, resumes=(*record.resumes, resume)))
         else:
-            write_own_launch(job, started.command, sys.argv[1:])
-        if notes := _notes(started.command):
+            write_own_launch(job, command)
+        if notes := _notes(command):
             console.report(*notes)
         passed = PassedOutput(console.file.fileno()) if console.is_terminal and not reach else None
-        describe = partial(describe_own_command, started.command, started.wanted)
+        describe = partial(describe_own_command, command, wanted)
         of_nodes = partial(NodesBackend, worker=(), kind=JOBS, describe_work=describe)
-        alone = partial(OwnCommandBackend, wanted=started.wanted, device_name=device_name(detect()), passed=passed)
+        alone = partial(OwnCommandBackend, wanted=wanted, device_name=device_name(detect()), passed=passed)
         backend: OpenBackend = partial(of_nodes, reach=reach) if reach else alone
         return run(
             *(job, None, backend, console),
-            as_json=started.as_json,
+            as_json=as_json,
             requests=requests,
-            notifies=started.notify,
+            notifies=notify,
             output=Output(job),
             passed=passed,
             run_kind=RUNS_OF_COMMANDS,
         )
 
 
-def write_own_launch(job: Job, command: Sequence[str], argv: Sequence[str]) -> None:
+def write_own_launch(job: Job, command: Sequence[str]) -> None:
     """Write down what the command is started with. run.json is last: with it the run exists."""
     run = job.run
     check_no_run(run.root, FOLDER)
@@ -181,7 +192,7 @@ def write_own_launch(job: Job, command: Sequence[str], argv: Sequence[str]) -> N
     write_text(run.command_txt, render_command(job.command, job.environment, Path.cwd()))
     record = RunRecord(
         recipe=job.program,
-        argv=tuple(argv),
+        argv=tuple(sys.argv[1:]),
         trainspec=__version__,
         created_at=time.time(),
         data_dir=None,
@@ -190,15 +201,6 @@ def write_own_launch(job: Job, command: Sequence[str], argv: Sequence[str]) -> N
     )
     write_run_record(run, record)
     remember_run(run)
-
-
-def write_own_resume(job: Job, argv: Sequence[str], from_step: int) -> None:
-    """Write down that the command is started again in its run."""
-    clear_end(job.run)
-    write_text(job.run.command_txt, render_command(job.command, job.environment, Path.cwd()))
-    record = read_run_record(job.run)
-    resume = Resume(tuple(argv), __version__, time.time(), from_step)
-    write_run_record(job.run, replace(record, resumes=(*record.resumes, resume)))
 
 
 def _left(root: Path, wanted: Wanted) -> Wanted:
@@ -232,37 +234,129 @@ def show_command(
     check_free(run_dir, FOLDER)
     root = RUNS / script_name(command) / "TIME" if run_dir == AUTO else Path(run_dir)
     job = _build(command, root, detect(), wanted, reach, nodes)
-    job = _part_of_node(command, wanted, job, reach, nodes.node_rank) if reach else job
+    if reach:
+        # The part of this node in the first start.
+        record = GenerationRecord(
+            generation=1,
+            at=0.0,
+            host="",
+            head=reach.head,
+            hub_port=0,
+            rendezvous={},
+            num_nodes=len(job.nodes),
+            launch_id=job.launch_id,
+            logs=str(job.logs),
+            worker=(),
+            examine=(),
+            nodes=job.nodes,
+            own=describe_own_command(command, wanted, reach.rendezvous_port or 0),
+        )
+        job = build_own_node_job(job.root, detect(), NodePlace(nodes.node_rank, len(job.nodes), reach.head), record)
     environment = dict(job.environment) if reach else {**job.environment, **start_environment(job, 1)}
     if as_json:
         return json_text({"run": str(job.root), "command": list(job.command), "environment": environment})
     return "\n".join([*_notes(command), render_command(job.command, environment, Path.cwd())])
 
 
-def _part_of_node(command: Sequence[str], wanted: Wanted, job: Job, reach: Reach, node: int) -> Job:
-    """Return what the first start would have on one of the nodes."""
-    record = GenerationRecord(
-        generation=1,
-        at=0.0,
-        host="",
-        head=reach.head,
-        hub_port=0,
-        rendezvous={},
-        num_nodes=len(job.nodes),
-        launch_id=job.launch_id,
-        logs=str(job.logs),
-        worker=(),
-        examine=(),
-        nodes=job.nodes,
-        own=describe_own_command(command, wanted, reach.rendezvous_port or 0),
-    )
-    return build_own_node_job(job.root, detect(), NodePlace(node, record.num_nodes, record.head), record)
-
-
 def _notes(command: Sequence[str]) -> list[str]:
     uncounted = why_uncounted(command)
     notes = [f"steps cannot be counted: {uncounted}"] if uncounted else []
     return [*notes, *(f"note: {opens}" for opens in [what_it_opens(command)] if opens)]
+
+
+# In a Slurm job whose script is the user's own
+
+
+def find_place(command: Sequence[str], folder: str | None, nodes: NodeOptions) -> tuple[NodeOptions, str]:
+    """Return the nodes of the run and its folder: as they were typed; else those of srun's step, and a folder below
+    ./runs that has its number, which all of its nodes know, and its next start. Raises RecipeError where srun has
+    started several tasks on a node."""
+    if nodes != NodeOptions():
+        return nodes, folder or AUTO
+    step = slurm.read_step(os.environ)
+    if step is None:
+        return nodes, folder or AUTO
+    usual = RUNS / script_name(command) / f"slurm-{step.job_id}.{step.number}"
+    several = NodeOptions(step.num_nodes, step.node, of_slurm=True) if step.num_nodes > 1 else nodes
+    return several, folder or str(usual)
+
+
+def reach_nodes(nodes: NodeOptions, run_dir: str, join_timeout_s: float) -> Reach | None:
+    """Return how the nodes of a command reach one another; None where it has this node alone. Raises RecipeError where
+    the command line does not say it."""
+    example = "--nnodes 2 --node-rank I --rdzv-endpoint HOST:PORT --dir <a shared folder> -- COMMAND"
+    hint = f"on each node: trainspec run {example}"
+    if nodes.of_slurm:
+        return Reach(slurm.own_address() if nodes.is_first else "", agent_command(0), None, join_timeout_s)
+    if nodes.nnodes is None or nodes.nnodes == 1:
+        if nodes.endpoint is not None or nodes.node_rank:
+            option = "--node-rank" if nodes.node_rank else "--rdzv-endpoint"
+            message = f"{option} is of several nodes, and --nnodes is {nodes.nnodes or 'not given'}"
+            raise RecipeError(Problem("usage", message, option, hint))
+        return None
+    if nodes.nnodes < 1:
+        raise RecipeError(Problem("usage", f"--nnodes is {nodes.nnodes}; it is 1 or more", "--nnodes", hint))
+    if nodes.endpoint is None:
+        message = f"--nnodes is {nodes.nnodes}, and --rdzv-endpoint, where the nodes meet, is not given"
+        raise RecipeError(Problem("several_hosts", message, "--rdzv-endpoint", hint))
+    reach = nodes.reach_at(nodes.endpoint, nodes.nnodes, 0, hint, join_timeout_s)
+    if run_dir == AUTO:
+        message = "--dir is not given, and the nodes would each make a folder of their own"
+        raise RecipeError(Problem("missing_value", message, "--dir", "type --dir <a folder that all nodes share>"))
+    return reach
+
+
+def describe_place(nodes: NodeOptions, reach: Reach | None) -> str:
+    """Say what was taken from Slurm's environment, and what was not; empty without Slurm."""
+    if nodes.of_slurm:
+        where = f", which the others reach at {reach.head}" if reach and nodes.is_first else ""
+        return f"Slurm job {os.environ[JOB]}: this is node {nodes.node_rank} of {nodes.nnodes}{where}"
+    if JOB in os.environ and nodes == NodeOptions() and (idle := slurm.idle_nodes(os.environ)):
+        others = "another node is" if idle == 1 else f"{idle} other nodes are"
+        return (
+            f"note: {others} in this job, without part in the run: srun --ntasks-per-node=1 trainspec run ... has all"
+        )
+    return ""
+
+
+def earlier_start(run: RunDir, command: Sequence[str]) -> Literal["done", "begun"] | None:
+    """Return how far this Slurm job has come with the run before it was started again; None where it has not begun."""
+    if JOB not in os.environ or not restarts() or not run.run_json.is_file() or job_of(run) != own_job():
+        return None
+    if read_run_record(run).command != tuple(command):
+        return None
+    result = read_result(run)
+    return "done" if result and result.status == "done" else "begun"
+
+
+def requeueing(run: RunDir, nodes: NodeOptions, console: PrintableConsole, start: Callable[[StopRequests], int]) -> int:
+    """Call `start` and return its exit code; in a Slurm job that Slurm may start again, have it do so where that is of
+    use. A scheduler repeats its signal without wanting a quicker end; a person at a terminal does."""
+    if JOB not in os.environ:
+        return start(StopRequests())
+    note_job(run, own_job())
+    limits = Limits(nodes.nnodes or 1, after_hang=False)
+    warning = TimeWarning()
+    requests = StopRequests() if sys.stdin.isatty() else PatientRequests()
+
+    def end(code: int) -> None:
+        requeue_if_of_use(run, own_job(), code, limits, warned=warning.came, console=console)
+
+    try:
+        code = start(requests)
+    except TrainspecError as error:
+        if error.problems[0].code != FENCED:
+            end(error.exit_code)
+        raise
+    except KeyboardInterrupt:
+        end(Interrupted.exit_code)
+        raise
+    if code != EXIT_DONE:
+        end(code)
+    return code
+
+
+# Output, and what is done with such runs
 
 
 class Output:
@@ -343,8 +437,8 @@ class CommandRuns:
         with storage(str(run.root), FOLDER):
             left = _left(run.root, asked.wanted)
             job = build_own_job(record.command, run.root, detect(), left)
-            started = Started(job, record.command, left, None, notify, as_json)
-            return requeueing(run, THIS_NODE, console, lambda requests: _run(started, console, requests))
+            start = partial(_run, job, record.command, left, None, console, notify=notify, as_json=as_json)
+            return requeueing(run, THIS_NODE, console, start)
 
     def run_in_job(self, run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
         """Begin the command that `trainspec sbatch` has written down, or continue it."""
@@ -359,14 +453,24 @@ class CommandRuns:
         wanted = _left(run.root, asked.wanted)
         with storage(str(run.root), FOLDER):
             job = build_own_nodes_job(command, run.root, reach.start, asked.num_nodes, wanted)
-            return _run(Started(job, command, wanted, reach), console, requests)
+            return _run(job, command, wanted, reach, console, requests)
 
     def limits(self, run: RunDir) -> Limits:
         own = read_own_job(run)
         return Limits(own.num_nodes, own.max_requeues, own.exclude, after_hang=False)
 
     def decide(self, job: Job, ending: Ending) -> RunOutcome:
-        return conclude_own(job, ending)
+        """The exit code of the user's own command is its result. A command that was asked to stop has done so, with
+        whatever code; what it has saved, nobody knows."""
+        failures = find_own_failures(job)
+        if ending.stop_requested:
+            is_saved = newest_step(job.run) and ending.exit_code is not None
+            code = Stopped.exit_code if is_saved else Interrupted.exit_code
+            return RunOutcome(result_from_events(job.run, "stopped", ending.exit_code), None, code)
+        if ending.exit_code == 0 and not failures:
+            return RunOutcome(result_from_events(job.run, "done", ending.exit_code), None, EXIT_DONE)
+        result = result_from_events(job.run, "failed", ending.exit_code)
+        return RunOutcome(result, explain_own_end(job, ending.exit_code, failures), WorkerError.exit_code)
 
     def hint(self, job: Job, outcome: RunOutcome) -> str:
         if job.nodes or not newest_step(job.run):

@@ -48,11 +48,8 @@ class StepFile:
     """The file of one process; `read` returns what was made since the last call."""
 
     def __init__(self, path: Path):
-        self._path, self._newest = path, CountedStep(0, 0.0)
-
-    @property
-    def made(self) -> int:
-        return self._newest.number
+        self._path = path
+        self._newest = CountedStep(0, 0.0)
 
     def read(self) -> tuple[CountedProcess | None, list[CountedStep]]:
         """Return the process and its new steps, in order; None where the file is damaged. Times that were written over
@@ -67,11 +64,8 @@ class StepFile:
         new = [CountedStep(number, at) for number, at in found if number > self._newest.number]
         steps = [*_between(self._newest, new[0]), *new] if new else []
         self._newest = new[-1] if new else self._newest
-        return self._trainer(data), steps
-
-    def _trainer(self, data: bytes) -> CountedProcess:
         magic, pid, rank, world_size, answers, before, began, main_thread = HEADER.unpack_from(data)
-        return CountedProcess(
+        process = CountedProcess(
             pid=pid,
             rank=rank if rank >= 0 else None,
             world_size=max(1, world_size),
@@ -82,6 +76,7 @@ class StepFile:
             stacks=self._path.with_suffix(".stacks"),
             attached=magic == MAGIC_ATTACHED,
         )
+        return process, steps
 
 
 def _between(before: CountedStep, after: CountedStep) -> list[CountedStep]:

@@ -6,31 +6,38 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
-from trainspec_cli.core.environment_names import GENERATION
+import psutil
+
+from trainspec_cli.core.environment_names import GENERATION, PROGRESS
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.backend import processes
+from trainspec_cli.run.backend.node_processes import NodeProcesses
 from trainspec_cli.run.backend.nodes.backend import NameHang, NodePart, RunningNode
 from trainspec_cli.run.backend.nodes.messages import (
     GroupExited,
     NodeSilent,
     NodeStands,
     NodeWorks,
-    OwnCommandMessage,
     ProcessMessage,
+    StepsMade,
     WorkedLong,
     WorkersOrphaned,
 )
 from trainspec_cli.run.backend.observe import RunningStart
-from trainspec_cli.run.failure import Explanation, WorkerFailure, explain
+from trainspec_cli.run.failure import WorkerFailure, explain
 from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.event_types.events import HangEvent
+from trainspec_cli.run.folder.generations import note_stop
 from trainspec_cli.run.folder.paths import COMMAND
 from trainspec_cli.run.folder.record import WorkerErrorRecord, write_error
 from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.recovery import run_state
 from trainspec_cli.wings.own_script.failure import explain_own_end, find_own_failures
-from trainspec_cli.wings.own_script.hang import name_late
 from trainspec_cli.wings.own_script.job import (
     Wanted,
     build_own_node_job,
@@ -38,10 +45,18 @@ from trainspec_cli.wings.own_script.job import (
     read_own_command,
     start_environment,
 )
-from trainspec_cli.wings.own_script.journal import count_steps, newest_step
-from trainspec_cli.wings.own_script.node import OwnNode
-from trainspec_cli.wings.own_script.silence import name_silent
+from trainspec_cli.wings.own_script.journal import StepJournal, count_steps, newest_step
 from trainspec_cli.wings.own_script.terminal import PassedOutput
+from trainspec_cli.wings.own_script.watches import (
+    HangWatch,
+    SilenceWatch,
+    UsageLog,
+    main_stack,
+    name_late,
+    name_silent,
+    place_of,
+    read_stacks,
+)
 
 JOIN_OPTION = "--join-timeout-s"
 GROUP = 0
@@ -63,7 +78,8 @@ class OwnStart:
         self._name_hang = name_hang
         self._made_before = count_steps(job.run)
         self._made = 0
-        self._running, self._stepping = set(nodes), set[int]()
+        self._running = set(nodes)
+        self._stepping: set[int] = set()
         self._exits: list[GroupExited] = []
         """In the order in which they came."""
         self._quiet: dict[int, NodeStands | NodeSilent] = {}
@@ -77,8 +93,21 @@ class OwnStart:
         return not self._running
 
     def hear(self, node: int, hostname: str, message: ProcessMessage) -> list[run_state.Event]:
-        if isinstance(message, OwnCommandMessage):
-            return self._hear_of_work(node, message)
+        if isinstance(message, NodeStands | NodeSilent):
+            self._quiet[node] = message
+            return self._find_hang()
+        if isinstance(message, WorkedLong):
+            self._worked_long = True
+            return []
+        if isinstance(message, NodeWorks):
+            self._quiet.pop(node, None)
+            return []
+        if isinstance(message, StepsMade):
+            self._quiet.pop(node, None)
+            self._stepping.add(node)
+            newer = message.made > self._made
+            self._made = max(self._made, message.made)
+            return [run_state.Stepped(GROUP)] if newer else []
         if isinstance(message, GroupExited):
             self._running.discard(node)
             self._stepping.discard(node)
@@ -86,21 +115,6 @@ class OwnStart:
             self._exits.append(message)
             return [run_state.WorkerFailed(GROUP)] if message.exit_code and self._running else []
         return [run_state.Orphaned(GROUP) if isinstance(message, WorkersOrphaned) else run_state.WorkerFailed(GROUP)]
-
-    def _hear_of_work(self, node: int, message: OwnCommandMessage) -> list[run_state.Event]:
-        if isinstance(message, NodeStands | NodeSilent):
-            self._quiet[node] = message
-            return self._find_hang()
-        if isinstance(message, WorkedLong):
-            self._worked_long = True
-            return []
-        self._quiet.pop(node, None)
-        if isinstance(message, NodeWorks):
-            return []
-        self._stepping.add(node)
-        newer = message.made > self._made
-        self._made = max(self._made, message.made)
-        return [run_state.Stepped(GROUP)] if newer else []
 
     def lose(self, node: int, number: int, hostname: str, why: str) -> None:
         """A lost node ends by itself what it runs. `number`: by which the job knows it."""
@@ -124,7 +138,17 @@ class OwnStart:
         if stands:
             self._report_hang(stands)
         else:
-            self._report_silence([quiet for quiet in found if isinstance(quiet, NodeSilent)])
+            # The error is that of the process which is named first.
+            silent = [quiet for quiet in found if isinstance(quiet, NodeSilent)]
+            named, why = name_silent([process for node in silent for process in node.processes])
+            waited_s = min(node.waited_s for node in silent)
+            names = [
+                f"{'' if process.rank is None else f'rank {process.rank}, '}process {process.pid} ({process.command})"
+                f"{f' on {process.host}' if len(silent) > 1 else ''}"
+                for process in named
+            ]
+            message = f"no sign of work for {waited_s:.0f} s: {', '.join(names)} {why}"
+            self._write_hang(named[0].rank or 0, named[0].host, message, None, "")
         return [run_state.WorkerFailed(GROUP)]
 
     def _report_hang(self, stands: Sequence[NodeStands]) -> None:
@@ -144,18 +168,6 @@ class OwnStart:
         self._write_hang(late[0], ranks[late[0]].host, message, step, "\n\n".join(stacks))
         self._name_hang(tuple(late))
 
-    def _report_silence(self, nodes: Sequence[NodeSilent]) -> None:
-        """Write the hang as an error of the process that is named first."""
-        named, why = name_silent([process for node in nodes for process in node.processes])
-        waited_s = min(node.waited_s for node in nodes)
-        names = [
-            f"{'' if process.rank is None else f'rank {process.rank}, '}process {process.pid} ({process.command})"
-            f"{f' on {process.host}' if len(nodes) > 1 else ''}"
-            for process in named
-        ]
-        message = f"no sign of work for {waited_s:.0f} s: {', '.join(names)} {why}"
-        self._write_hang(named[0].rank or 0, named[0].host, message, None, "")
-
     def _write_hang(self, rank: int, host: str, message: str, step: int | None, stacks: str) -> None:
         record = WorkerErrorRecord(
             rank=rank,
@@ -172,6 +184,7 @@ class OwnStart:
         write_error(self._job.run.error(rank), record)
 
     def _end(self) -> run_state.GroupEnded:
+        # The first failure counts: what ends after it was ended because of it, most likely.
         failed = [exited.exit_code for exited in self._exits if exited.exit_code]
         was_ended = self._lost is not None or any(exited.exit_code is None for exited in self._exits)
         exit_code = failed[0] if failed else None if was_ended else 0
@@ -180,7 +193,10 @@ class OwnStart:
             failures = [self._lost, *(failure for failure in failures if not failure.whole_node)]
         killed = exit_code is None or exit_code in _KILLED or any(failure.was_killed for failure in failures)
         done = exit_code == 0 and not self._hung
-        explanation = None if done else self._explain(exit_code, failures)
+        explanation = None
+        if not done:
+            lost = self._lost is not None
+            explanation = explain(failures) if lost else explain_own_end(self._job, exit_code, failures)
         headline = explanation.headline if explanation else ""
         if killed and any(exited.oom_kills for exited in self._exits):
             headline = f"{headline}: the kernel did, because the host's memory had run out"
@@ -199,10 +215,121 @@ class OwnStart:
             reached_step=newest_step(self._job.run),
         )
 
-    def _explain(self, exit_code: int | None, failures: list[WorkerFailure]) -> Explanation:
-        if self._lost is not None:
-            return explain(failures)
-        return explain_own_end(self._job, exit_code, failures)
+
+class OwnNode:
+    """The processes of one start on one node, and what is seen of them from outside. The backend of a single node and a
+    node's agent both hold one; it reports in the messages that agents send."""
+
+    def __init__(self, job: Job, wanted: Wanted, generation: int, device_name: str, passed: PassedOutput | None = None):
+        """`job`: this node's, of this generation. `device_name`: what its ranks run on, for people. `passed`: shows
+        its output on a terminal."""
+        self._job = job
+        self._generation = generation
+        progress = Path(job.environment[PROGRESS].partition(":")[2])
+        progress.mkdir(parents=True)
+        self._journal = StepJournal(job.run, progress, device_name)
+        self._usage = UsageLog()
+        self._hang_watch = HangWatch(wanted.hang_s, job.torchrun_log)
+        self._silence_watch = SilenceWatch(wanted.silent_s, job.torchrun_log)
+        self._work_s = wanted.work_s
+        self._processes = NodeProcesses(job, None, passed=passed)
+        self._group = self._number = self._made = 0
+        self._stands: NodeStands | None = None
+        self._silent: NodeSilent | None = None
+        self._ended = self._worked_long = False
+
+    def start(self, group: int, number: int) -> None:
+        self._group = group
+        self._number = number
+        self._processes.start(group, number)
+
+    def poll(self) -> list[ProcessMessage]:
+        found = self._processes.poll()
+        messages: list[ProcessMessage] = []
+        self._journal.poll()  # after the processes were looked at: what has ended has counted all its steps
+        if self._journal.made > self._made:
+            self._made = self._journal.made
+            messages.append(StepsMade(self._group, self._number, self._made))
+        if not self._ended:
+            self._usage.look(self._journal.ranks)
+            messages += self._find_hang() if self._journal.ranks else self._find_silence()
+        self._ended = self._ended or any(isinstance(message, GroupExited) for message in found)
+        return [*messages, *found]
+
+    def stop(self, group: int | None = None) -> None:
+        """Ask what trains to end: its launcher ends when that has ended. Where nothing counts steps or has a rank, all
+        processes are asked."""
+        if group is None:
+            note_stop(self._job.run, self._generation)
+        members = self._processes.members()
+        counted = {trainer.pid for trainer in self._journal.trainers}
+        trainers = processes.workers_among(members) or [member for member in members if member.pid in counted]
+        processes.terminate(trainers or members)
+        for member in trainers or members:
+            with suppress(psutil.Error):
+                if member.status() == psutil.STATUS_STOPPED:  # it hears nothing until it goes on
+                    member.resume()
+
+    def kill(self, group: int) -> None:
+        self._processes.kill(group)
+
+    def close(self) -> tuple[int, ...]:
+        left_behind = self._processes.close()
+        self._journal.close()
+        return left_behind
+
+    def record_hang(self, late: tuple[int, ...]) -> None:
+        """Write where each rank of this node stands to its events."""
+        if self._stands is None:
+            return
+        standing = {rank.rank: rank for rank in self._stands.ranks if not rank.ended}
+        for rank in self._journal.ranks:
+            stands = standing.get(rank.number)
+            if stands is None:
+                continue
+            if stands.stopped and rank.trainer:
+                # A stopped process has to run to write its stack, and may make a step in that time, which counts as
+                # work on all nodes: so it is read only now that the hang is found on all of them.
+                text = read_stacks([rank.trainer], resume=True).get(rank.trainer.pid, "")
+                if main := main_stack(text, rank.trainer):
+                    stands = replace(stands, stack=main, place=place_of(main))
+            event = HangEvent(
+                step=max(one.step for one in self._stands.ranks) + 1,
+                waited_s=self._stands.waited_s,
+                host=stands.host,
+                waiting=stands.rank not in late,
+                waits_in=stands.place or None,
+                collectives={},
+                stack=stands.stack,
+                deadline_s=self._stands.deadline_s,
+            )
+            rank.writer.write(event)
+
+    def _find_hang(self) -> list[ProcessMessage]:
+        hang = self._hang_watch.look(self._journal.ranks)
+        if hang:
+            waited_s, deadline_s, ranks = hang
+            self._stands = NodeStands(self._group, self._number, waited_s, deadline_s, ranks)
+            return [self._stands]
+        if self._stands and self._hang_watch.signs.quiet_s < self._stands.waited_s:
+            self._stands = None
+            return [NodeWorks(self._group, self._number)]
+        return []
+
+    def _find_silence(self) -> list[ProcessMessage]:
+        """Where no step is counted, or none yet, it is looked at whether any of the processes works."""
+        silence = self._silence_watch.look(self._processes.members)
+        if silence:
+            self._silent = NodeSilent(self._group, self._number, *silence)
+            return [self._silent]
+        messages: list[ProcessMessage] = []
+        if self._silent and self._silence_watch.signs.quiet_s < self._silent.waited_s:
+            self._silent = None
+            messages.append(NodeWorks(self._group, self._number))
+        if not self._worked_long and self._silence_watch.worked_s >= self._work_s:
+            self._worked_long = True
+            messages.append(WorkedLong(self._group, self._number))
+        return messages
 
 
 class OwnCommandBackend:

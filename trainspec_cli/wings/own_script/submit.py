@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,11 @@ def prepare_command(
     wanted = wanted_of(options)
     check_own_command(command, loaded, wanted)
     write = partial(write_own_submission, command, folder, wanted, loaded)
-    return PreparedJob([loaded], warnings(command, loaded), write)
+    cluster = loaded.spec.cluster
+    devices = cluster.devices_per_node
+    takes_all = cluster.device == "cuda" and cluster.slurm.gpus_per_node is None and isinstance(devices, int)
+    wasted = wasted_gpus(command, int(devices)) if takes_all else ""
+    return PreparedJob([loaded], [*unseen_image(cluster.slurm), *([wasted] if wasted else [])], write)
 
 
 def load_cluster(arguments: Sequence[str]) -> Loaded:
@@ -73,13 +77,28 @@ def load_cluster(arguments: Sequence[str]) -> Loaded:
     parsed, _ = parse_arguments(arguments)
     foreign = [problem for argument in parsed if (problem := _refuse_foreign(argument))]
     require(locate(foreign, {}, arguments, Path.cwd()))
+    # Where no cluster is named its values are those of no machine: what the job needs of them is asked for below.
     usual = [] if any(argument.key == CLUSTER for argument in parsed) else [f"{CLUSTER}=auto"]
     composed = compose_arguments([*arguments, f"{RECIPE}={DEFAULTS}", *usual])
     draft, mistyped = build(RunSpec, composed.data)
     found = [*mistyped, *forget_out_of_range(draft)[1], *apply([*SLURM_RULES, *TEXT_RULES], draft)]
     of_job = [problem for problem in found if problem.path.startswith(f"{CLUSTER}.")]
     require([*composed.problems, *composed.locate(of_job)])
-    require(list(_gpus_are_known(draft.cluster)))
+    cluster = draft.cluster
+    slurm = cluster.slurm
+    if slurm.gpus_per_node is None and slurm.gpu_request != "none" and cluster.device != "cpu":
+        # A job that should have asked for GPUs would wait in the queue, and fail where it has none.
+        if cluster.device == AUTO:
+            message = (
+                "nothing says whether the command needs GPUs, and the job's nodes cannot be examined before it starts"
+            )
+            gpus = "cluster=h100 or another, or cluster.device=cuda cluster.devices_per_node=8"
+            hint = f"type {gpus}; without GPUs cluster.device=cpu"
+            raise RecipeError(Problem("left_open", message, "cluster.device", hint))
+        if cluster.devices_per_node == AUTO:
+            message = "`cluster.devices_per_node` is auto, and the job asks for a number of GPUs"
+            hint = "type cluster.devices_per_node=8"
+            raise RecipeError(Problem("left_open", message, "cluster.devices_per_node", hint))
     return Loaded(draft, composed)
 
 
@@ -102,29 +121,6 @@ def _refuse_foreign(argument: Argument) -> Problem | None:
     elif key == RECIPE:
         hint = "leave it out, or leave out -- and the command: a job has one of them"
     return problem_at(argument.number, "unknown_key", f"`{key}` is no key of a command's job", hint, key)
-
-
-def _gpus_are_known(cluster: ClusterSpec) -> Iterator[Problem]:
-    """A job that should have asked for GPUs would wait in the queue, and fail where it has none."""
-    if cluster.slurm.gpus_per_node is not None or cluster.slurm.gpu_request == "none" or cluster.device == "cpu":
-        return
-    if cluster.device == AUTO:
-        message = "nothing says whether the command needs GPUs, and the job's nodes cannot be examined before it starts"
-        gpus = "cluster=h100 or another, or cluster.device=cuda cluster.devices_per_node=8"
-        hint = f"type {gpus}; without GPUs cluster.device=cpu"
-        yield Problem("left_open", message, "cluster.device", hint)
-    elif cluster.devices_per_node == AUTO:
-        message = "`cluster.devices_per_node` is auto, and the job asks for a number of GPUs"
-        yield Problem("left_open", message, "cluster.devices_per_node", "type cluster.devices_per_node=8")
-
-
-def warnings(command: Sequence[str], loaded: Loaded) -> list[str]:
-    """Return what may go wrong with the job."""
-    cluster = loaded.spec.cluster
-    devices = cluster.devices_per_node
-    takes_all = cluster.device == "cuda" and cluster.slurm.gpus_per_node is None and isinstance(devices, int)
-    wasted = wasted_gpus(command, int(devices)) if takes_all else ""
-    return [*unseen_image(cluster.slurm), *([wasted] if wasted else [])]
 
 
 def check_own_command(command: Sequence[str], loaded: Loaded, wanted: Wanted) -> None:
@@ -160,8 +156,10 @@ def write_own_submission(
     asked = OwnJob(cluster.num_nodes, wanted, cluster.slurm.max_requeues, cluster.slurm.exclude)
     root = Path(folder).absolute() if folder else (RUNS / name / "TIME").absolute()
     text = render_own_script(asked_by_cluster(cluster), root, name, sys.argv[1:], here)
-    if is_previewed(RunDir(root), text) and _is_same(RunDir(root), command, asked):
-        return Submission([root], RunDir(root).job_sbatch, text)
+    if is_previewed(RunDir(root), text):
+        is_same = read_run_record(RunDir(root)).command == tuple(command) and read_own_job(RunDir(root)) == asked
+        if is_same:
+            return Submission([root], RunDir(root).job_sbatch, text)
     if dry_run:
         check_free(folder or AUTO, FOLDER)
         return Submission([root], RunDir(root).job_sbatch, text)
@@ -172,9 +170,5 @@ def write_own_submission(
         text = render_own_script(asked_by_cluster(cluster), run.root, name, sys.argv[1:], here)
         write_text(run.job_sbatch, text)
         job = build_own_nodes_job(command, run.root, (SBATCH, str(run.job_sbatch)), cluster.num_nodes, wanted)
-        write_own_launch(job, command, sys.argv[1:])
+        write_own_launch(job, command)
     return Submission([run.root], run.job_sbatch, text)
-
-
-def _is_same(run: RunDir, command: Sequence[str], asked: OwnJob) -> bool:
-    return read_run_record(run).command == tuple(command) and read_own_job(run) == asked

@@ -48,6 +48,7 @@ class PassedOutput:
         os.set_blocking(self._reader, False)
         with suppress(AttributeError, OSError):  # Linux alone has larger pipes
             fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        # Isolated (-I, -S): neither the user's modules nor the hook that counts steps are loaded in it.
         self._keeper = subprocess.Popen(
             [sys.executable, "-I", "-S", str(terminal_log.__file__), str(log)],
             stdin=self._master,
@@ -55,6 +56,7 @@ class PassedOutput:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        # The keeper alone has the writing end now, so that its end is seen as that of the output.
         os.close(writer)
         return slave
 

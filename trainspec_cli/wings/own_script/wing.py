@@ -1,4 +1,4 @@
-"""Training commands of the user's own, started and supervised as they are."""
+"""The user's training commands, started and supervised as they are."""
 
 from trainspec_cli.core.wings import Command, Wing
 

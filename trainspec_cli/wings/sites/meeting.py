@@ -11,6 +11,10 @@ next one. It decides on plain numbers; `now_s` is any clock that does not go bac
 A round is one exchange, and the decision that holds until the next one: its record plans the steps until then, for each
 of them one piece of neighbouring positions of the data for each site, so that every position is taken once over all
 sites.
+
+What is exchanged is a fragment of the model in turn (Streaming DiLoCo, arXiv:2501.18512, section 2). Steps are counted
+in updates that are made: an exchange that is sent at step 50 sends the weights after update 50. Each exchange follows
+from the one before it, so that it is the same at every site.
 """
 
 from __future__ import annotations
@@ -22,7 +26,53 @@ from dataclasses import dataclass, field, replace
 
 from trainspec_cli.recipe.records import canonical_json, to_plain
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.wings.sites.schedule import BEGINNING, SiteExchange, SiteSchedule
+
+
+@dataclass(frozen=True)
+class SiteExchange:
+    """One exchange between the sites."""
+
+    round: int
+    """1, 2, ... Round 0 exchanges nothing: with it the sites begin."""
+    fragments: tuple[int, ...]
+    sent_at: int
+    """Updates made when it is sent."""
+    applied_at: int
+    """Updates made when its sum is applied."""
+
+
+BEGINNING = SiteExchange(0, (), 0, 0)
+
+
+@dataclass(frozen=True)
+class SiteSchedule:
+    """The exchanges of a run. The last one, after the last step, has all fragments and is applied at once, so that all
+    sites end with the same weights."""
+
+    total_steps: int
+    interval_steps: int
+    """Steps between two exchanges of a fragment (H); a multiple of the fragments."""
+    fragments: int
+    delay_steps: int
+    """Steps from sending to applying a sum (tau), at most those between two exchanges."""
+
+    def after(self, exchange: SiteExchange) -> SiteExchange | None:
+        """Return the exchange that follows another, not before that is applied; None where it was the last one."""
+        if exchange.sent_at == self.total_steps:
+            return None
+        number = exchange.round + 1
+        sent_at = max(exchange.sent_at + self.interval_steps // self.fragments, exchange.applied_at)
+        if sent_at >= self.total_steps:
+            return SiteExchange(number, tuple(range(self.fragments)), self.total_steps, self.total_steps)
+        applied_at = min(sent_at + self.delay_steps, self.total_steps)
+        return SiteExchange(number, (exchange.round % self.fragments,), sent_at, applied_at)
+
+
+def newest_applied(applied: Iterable[SiteExchange], step: int) -> int:
+    """Return the newest round of those applied that a checkpoint of `step` has; of a round that is applied at that very
+    step it is not known, so the one before it."""
+    return max((exchange.round for exchange in applied if exchange.applied_at < step), default=0)
+
 
 Piece = tuple[int, int]
 """(first position, samples)"""
@@ -31,7 +81,7 @@ Piece = tuple[int, int]
 def plan_pieces(
     steps: int, batches: Mapping[int, int], position: int, left: Sequence[Piece]
 ) -> tuple[dict[int, tuple[Piece, ...]], int, tuple[Piece, ...]]:
-    """Plan so many steps of sites with their samples a step; return (pieces by site, next position, what is left).
+    """Plan this many steps of sites with their samples a step; return (pieces by site, next position, what is left).
 
     `left` is taken first; a piece of it that is smaller than the site's batch makes a smaller step.
     """
@@ -146,9 +196,9 @@ class MeetingRules:
     quorum: int
     """The least number of sites whose work makes a round."""
     grace_s: float
-    """A round that has its quorum waits so long for sites that are connected."""
+    """Seconds that a round with its quorum waits for sites that are connected."""
     return_s: float
-    """A meeting that begins again waits so long for its members to connect, and not for those that leave it later."""
+    """Seconds that a meeting which begins again waits for its members, and not for those that leave it later."""
     change: float
     """Sites whose steps differ by no more than this fraction are equally fast."""
 
@@ -226,8 +276,10 @@ class Meeting:
         self.opened_s = now_s if self.opened_s is None else self.opened_s
         if self.is_over or not self._is_time(now_s):
             return None
-        number = self.state.round + 1
-        record = self._begin() if number == 0 else self._merge()
+        if self.state.round < 0:
+            record = self._record(RoundRecord(BEGINNING, self.schedule.after(BEGINNING)), dict(self.connected), {})
+        else:
+            record = self._merge()
         self.came = {}
         self.quorum_since_s = None
         return record
@@ -235,7 +287,7 @@ class Meeting:
     def _is_time(self, now_s: float) -> bool:
         if self.state.round < 0:
             return len(self.connected) >= self.rules.sites
-        if len(self.came) < self._least:
+        if len(self.came) < min(self.rules.quorum, len(self.members)):
             self.quorum_since_s = None
             return False
         if self.quorum_since_s is None:
@@ -247,16 +299,9 @@ class Meeting:
             return False
         return not missing & self.connected.keys() or now_s >= self.quorum_since_s + self.rules.grace_s
 
-    @property
-    def _least(self) -> int:
-        return min(self.rules.quorum, len(self.members))
-
-    def _begin(self) -> RoundRecord:
-        record = RoundRecord(BEGINNING, self.schedule.after(BEGINNING))
-        return self._record(record, dict(self.connected), {})
-
     def _merge(self) -> RoundRecord:
-        exchange = self.state.records[-1].following
+        newest = self.state.records[-1]
+        exchange = newest.following
         assert exchange is not None, "the meeting is not over"
         included = tuple(sorted(self.came))
         work = [self.came[site] for site in included]
@@ -265,7 +310,17 @@ class Meeting:
         joined = {site for site, at in self.ready.items() if at == self.state.round and site in self.connected}
         for site in joined:
             del self.ready[site]
-        batches = {site: self._batch(site) for site in {*self.members, *joined} - lost}
+        batches = {}
+        for site in {*self.members, *joined} - lost:
+            # One that has left since it contributed keeps its share: the next round finds it lost.
+            batches[site] = self.connected.get(site) or max(samples for _, samples in newest.pieces(site))
+        # The sites whose shared weights differ from the majority's; where there is no majority (of two), all of them.
+        digests = {site: self.came[site].digests for site in included}
+        usual = Counter(digests.values()).most_common(2)
+        differing: tuple[int, ...] = ()
+        if len(usual) == 2:
+            (most, count), (_, others) = usual
+            differing = tuple(site for site, own in digests.items() if own != most or count == others)
         record = RoundRecord(
             exchange,
             self.schedule.after(exchange),
@@ -273,13 +328,9 @@ class Meeting:
             site_weights([one.tokens for one in work], [one.steps for one in work]),
             lost=tuple(sorted(lost)),
             joined=tuple(sorted(joined)),
-            diverged=_differing({site: self.came[site].digests for site in included}),
+            diverged=differing,
         )
         return self._record(record, batches, misses)
-
-    def _batch(self, site: int) -> int:
-        """Return what a site takes at most; one that has left since it contributed is found lost in the next round."""
-        return self.connected.get(site) or max(samples for _, samples in self.state.records[-1].pieces(site))
 
     def _record(self, record: RoundRecord, batches: Mapping[int, int], misses: Mapping[int, int]) -> RoundRecord:
         """Plan the window after a round, and note the round as decided."""
@@ -287,7 +338,13 @@ class Meeting:
         window = record.window
         merged_at = {**dict.fromkeys((*batches, *record.joined), 0), **dict(state.merged_at)}
         merged_at |= dict.fromkeys(record.included, record.exchange.sent_at)
-        left = [*state.left, *(piece for site in record.lost for piece in self._unmerged(site, merged_at[site]))]
+        left = [*state.left]
+        for site in record.lost:
+            # What it was given for the steps after those whose work was merged.
+            for earlier in state.records:
+                if site in earlier.members:
+                    pieces_of_site = zip(earlier.window, earlier.pieces(site), strict=True)
+                    left += [piece for step, piece in pieces_of_site if step >= merged_at[site]]
         rates = {site: one.rate for site, one in self.came.items()}
         paced = paced_batches(batches, rates, self.rules.change)
         pieces, position, rest = plan_pieces(len(window), paced, state.position, left)
@@ -304,13 +361,6 @@ class Meeting:
         )
         return record
 
-    def _unmerged(self, site: int, merged_at: int) -> Iterable[Piece]:
-        """Return what a site was given for the steps after `merged_at`."""
-        for record in self.state.records:
-            if site in record.members:
-                pieces = zip(record.window, record.pieces(site), strict=True)
-                yield from (piece for step, piece in pieces if step >= merged_at)
-
     def forget(self, before: int) -> None:
         """Forget the records of rounds before `before`, but for those whose samples are not merged yet."""
         needed = min((at for site, at in self.state.merged_at if site in self.members), default=0)
@@ -320,15 +370,6 @@ class Meeting:
             if record.round >= min(before, self.state.round) or record.window.stop > needed
         )
         self.state = replace(self.state, records=kept)
-
-
-def _differing(digests: Mapping[int, Sequence[str]]) -> tuple[int, ...]:
-    """Return the sites that differ from the majority; where there is none (of two sites), all of them."""
-    usual = Counter(tuple(own) for own in digests.values()).most_common(2)
-    if len(usual) < 2:
-        return ()
-    (most, count), (_, others) = usual
-    return tuple(sorted(site for site, own in digests.items() if tuple(own) != most or count == others))
 
 
 def agreement_of(plan: Plan) -> str:

@@ -32,9 +32,9 @@ from trainspec_cli.wings.sites.meeting import (
     MeetingRules,
     MeetingState,
     RoundRecord,
+    SiteSchedule,
     agreement_of,
 )
-from trainspec_cli.wings.sites.schedule import SiteSchedule
 from trainspec_cli.wings.sites.server import ConnectedSite, RankConnection, SiteInbox, SiteServer, make_inbox
 from trainspec_cli.wings.sites.wire import (
     MEETING_POINT,
@@ -77,6 +77,7 @@ class Rounds:
         self.folder.mkdir(exist_ok=True)
         rows = [(site, rank, part) for site, parts in sorted(payloads.items()) for rank, part in sorted(parts.items())]
         head = json.dumps([[site, rank, len(part)] for site, rank, part in rows], allow_nan=False).encode()
+        # The gradients come first: a state on the disk never names a round whose gradients are not there.
         path = self._path(state.round)
         partial = path.with_suffix(".partial")
         partial.write_bytes(b"\n".join((head, b"".join(part for *_, part in rows))))
@@ -107,7 +108,7 @@ class Rounds:
 
 
 KEPT_INTERVALS = 32
-"""Rounds are kept for a site that is away for so many intervals in which the whole model is exchanged."""
+"""Rounds are kept for a site that is away for this many exchanges of the whole model."""
 LINGER_S = 120.0
 """A meeting that is over stays for sites that have not heard of its last round yet."""
 Gradient = tuple[Sent, bytes]
@@ -138,7 +139,7 @@ class MeetingPoint:
     def turn(self) -> None:
         """End silent connections, and decide on the next round where it is time."""
         for site in list(self._sites.values()):
-            if site.silent(self._silence_s):
+            if any(rank.silent(self._silence_s) for rank in site.ranks.values()):
                 site.abort()
         while record := self._meeting.decide(time.monotonic()):
             self._announce(record)
@@ -161,7 +162,14 @@ class MeetingPoint:
             if site.is_welcome:
                 for rank, connection in site.ranks.items():
                     of_rank = {one: parts[rank] for one, parts in sent.items()}
-                    connection.send(*_decided(record, _left_for(number, connection, of_rank), of_rank))
+                    # What the rank has neither been passed nor gets directly.
+                    left = {
+                        one: payload
+                        for one, (message, payload) in of_rank.items()
+                        if one != number and number not in message.direct
+                        if connection.passed.get(one) != message.sha256
+                    }
+                    connection.send(*_decided(record, left, of_rank))
         self._sent.clear()
         for number in record.lost:
             self._say(f"site {number} is lost: what it had not sent yet is trained by the others")
@@ -189,23 +197,20 @@ class MeetingPoint:
         if hello.applied > state.round:
             reason = f"it has applied round {hello.applied}, and the meeting point knows {state.round + 1}"
             return Refused(reason, "resume the run of site 0 that the sites have begun with")
-        if missing := self._missing_for(hello.applied):
+        # A site needs the record of the round that it has applied, and all of those after it.
+        known = {record.round for record in state.records}
+        wanted = range(max(0, hello.applied), state.round + 1)
+        missing = [one for one in wanted if one not in known or (one > hello.applied and not self._rounds.has(one))]
+        if missing:
             reason = f"it was away for too long: round {missing[0]} is not kept any more"
             return Refused(reason, "copy the newest folder of another site's checkpoints into this run's checkpoints")
         return None
 
-    def _missing_for(self, applied: int) -> list[int]:
-        """Return the rounds that a site would need which has applied them up to one: the record of that, and all of
-        those after it."""
-        state = self._meeting.state
-        known = {record.round for record in state.records}
-        wanted = range(max(0, applied), state.round + 1)
-        return [one for one in wanted if one not in known or (one > applied and not self._rounds.has(one))]
-
     def arrive(self, hello: SiteHello, connection: RankConnection) -> None:
         before = self._sites.get(hello.site)
         if before is not None and hello.rank in before.ranks:
-            self._drop(hello.site)  # a new start, whose last connections have not been found broken yet
+            # A new start, whose last connections have not been found broken yet.
+            self._drop(hello.site)
         site = self._sites.setdefault(hello.site, ConnectedSite())
         site.ranks[hello.rank] = connection
         site.hellos[hello.rank] = hello
@@ -216,20 +221,17 @@ class MeetingPoint:
         is_member = self._meeting.connect(number, min(hello.batch for hello in site.hellos.values()))
         site.is_welcome = True
         state = self._meeting.state
+        records = {record.round: record for record in state.records}
         for rank, connection in site.ranks.items():
             applied = site.hellos[rank].applied
-            of_applied = next((record for record in state.records if record.round == applied), None)
+            of_applied = records.get(applied)
             connection.send(Welcome(is_member, to_plain(of_applied) if of_applied else None))
             for missed in range(applied + 1, state.round + 1):
-                record = next(record for record in state.records if record.round == missed)
-                connection.send(*_decided(record, self._rounds.read(missed, rank)))
+                connection.send(*_decided(records[missed], self._rounds.read(missed, rank)))
         self._say(f"site {number} is connected" + ("" if is_member else ", and catches up"))
-        self._tell_inboxes()
-
-    def _tell_inboxes(self) -> None:
         inboxes = {number: site.inbox for number, site in sorted(self._sites.items()) if site.is_welcome}
-        for site in self._sites.values():
-            for connection in site.ranks.values() if site.is_welcome else ():
+        for other in self._sites.values():
+            for connection in other.ranks.values() if other.is_welcome else ():
                 connection.send(Inboxes(tuple(inboxes), tuple(inboxes.values())))
 
     def hear(self, hello: SiteHello, message: Message, payload: bytes) -> None:
@@ -237,10 +239,17 @@ class MeetingPoint:
         if site is None:
             raise ConnectionError("another rank of the site was lost")
         if isinstance(message, Sent):
+            # An older round was decided without it. A newer one cannot be: the site waits for the decision before.
             if message.round == self._meeting.state.round + 1:
                 site.sent[hello.rank] = message, payload
                 if hello.site in self._meeting.members:
-                    self._pass_on(hello, message, payload)
+                    # To the ranks that do not get it directly.
+                    packed = pack(Passed(message.round, hello.site), payload)
+                    for number, other in self._sites.items():
+                        if number != hello.site and number not in message.direct and other.is_welcome:
+                            connection = other.ranks[hello.rank]
+                            connection.passed[hello.site] = message.sha256
+                            connection.send_packed(packed)
                 self._contribute(hello.site, site)
         elif isinstance(message, Lacking):
             self._send_lacking(hello, site.ranks[hello.rank], message)
@@ -250,15 +259,6 @@ class MeetingPoint:
                 self._meeting.follow(hello.site, min(site.followed.values()))
         else:
             raise ValueError(f"{type(message).__name__} is not for the meeting point")
-
-    def _pass_on(self, hello: SiteHello, message: Sent, payload: bytes) -> None:
-        """Pass an outer gradient on to the ranks that do not get it directly."""
-        packed = pack(Passed(message.round, hello.site), payload)
-        for number, other in self._sites.items():
-            if number != hello.site and number not in message.direct and other.is_welcome:
-                connection = other.ranks[hello.rank]
-                connection.passed[hello.site] = message.sha256
-                connection.send_packed(packed)
 
     def _send_lacking(self, hello: SiteHello, connection: RankConnection, wanted: Lacking) -> None:
         """Send what has not come directly."""
@@ -343,15 +343,6 @@ def make_meeting_point(plan: Plan, folder: Path, secret: bytes, log: TextIO) -> 
     schedule = SiteSchedule(plan.total_steps, sites.interval_steps, sites.fragments, sites.delay_steps)
     meeting = Meeting(rules, schedule, rounds.load())
     return MeetingPoint(meeting, rounds, secret, agreement_of(plan), spec.resilience.heartbeat_timeout_s, log)
-
-
-def _left_for(number: int, connection: RankConnection, sent: Mapping[int, Gradient]) -> dict[int, bytes]:
-    """Return the outer gradients that a rank of site `number` has neither been passed nor gets directly."""
-    return {
-        one: payload
-        for one, (message, payload) in sent.items()
-        if one != number and number not in message.direct and connection.passed.get(one) != message.sha256
-    }
 
 
 def _decided(

@@ -1,5 +1,10 @@
 """What training at far-apart sites comes to over their links: intervals that hide the exchange, and bytes a day. It is
-a section of `trainspec plan`."""
+a section of `trainspec plan`.
+
+Where all sites reach one another, each link carries the others' outer gradients in while its own goes out to them. Else
+all go through the meeting point at one of them, whose link carries every site's outer gradient once in and to all
+others once out; each is passed on as soon as it has come. Nothing else uses the links.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,60 @@ from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
 from trainspec_cli.reporter.plan.labels import PlanSection, percent
-from trainspec_cli.wings.sites.schedule import VALUE_BYTES, SiteLinks, hiding_interval, utilisation
+
+VALUE_BYTES = {"int4": 0.5 + 1 / 64, "int8": 1 + 2 / 128, "bf16": 2.0}
+"""Bytes of a value on the wire with its part of its block's scale, as `engine.comm.codec` encodes it; a tensor has four
+bytes more in int4."""
+ROUND_MULTIPLES = (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000, 2000, 5000, 10_000)
+
+
+@dataclass(frozen=True)
+class SiteLinks:
+    """The links of sites that are joined alike."""
+
+    sites: int
+    bytes_per_s: float
+    """Of each site's own link, each way."""
+    delay_s: float
+    """From one site to another, one way."""
+    direct: bool = False
+    """Each site reaches every other one."""
+
+    def exchange_s(self, sent_bytes: float) -> float:
+        """Return how long an exchange takes in which each site sends this many bytes. An outer gradient goes one way,
+        the decision another; both directions of a link are used at once, and more goes out of the busiest than in."""
+        return 2 * self.delay_s + self._copies_out * sent_bytes / self.bytes_per_s
+
+    def carried_bytes(self, sent_bytes: float) -> float:
+        """Return what the busiest link carries in such an exchange, both ways together."""
+        return (self.sites - 1 + self._copies_out) * sent_bytes
+
+    @property
+    def _copies_out(self) -> int:
+        """Return how many outer gradients leave the busiest link."""
+        others = self.sites - 1
+        return others if self.direct else others * others
+
+    def all_reduce_s(self, tensor_bytes: float) -> float:
+        """Return how long a ring over the sites sums a tensor: what data parallelism does every step."""
+        others = self.sites - 1
+        return 2 * others * (tensor_bytes / self.sites / self.bytes_per_s + self.delay_s)
+
+
+def utilisation(between_steps: int, delay_steps: int, step_s: float, exchange_s: float) -> float:
+    """Return the part of the time in which a site trains: an exchange is sent every `between_steps` steps, and what it
+    takes beyond `delay_steps` of them is waited for."""
+    busy_s = between_steps * step_s
+    return busy_s / (busy_s + max(0.0, exchange_s - delay_steps * step_s))
+
+
+def hiding_interval(fragments: int, step_s: float, exchange_s: float, wanted: float) -> int | None:
+    """Return the shortest of some intervals H at which a site trains `wanted` of the time, where each sum is applied
+    when the next one is sent; None where even the longest is too short."""
+    for multiple in ROUND_MULTIPLES:
+        if utilisation(multiple, multiple, step_s, exchange_s) >= wanted:
+            return multiple * fragments
+    return None
 
 
 @dataclass(frozen=True)
@@ -98,7 +156,13 @@ def outlook(sites: SitesSpec, values: float, step_s: float) -> SitesOutlook:
     direct = replace(through, direct=True)
     links = direct if sites.listen else through
     wanted = _figures(links, sites.format, sites.interval_steps, sites.fragments, sites.delay_steps, values, step_s)
-    found = (_shortest(links, name, sites.fragments, values, step_s) for name in VALUE_BYTES)
+    hidden = []
+    for name, value_bytes in VALUE_BYTES.items():
+        exchange_s = links.exchange_s(value_bytes * values / sites.fragments)
+        interval = hiding_interval(sites.fragments, step_s, exchange_s, WANTED)
+        if interval is not None:
+            delay_steps = interval // sites.fragments
+            hidden.append(_figures(links, name, interval, sites.fragments, delay_steps, values, step_s))
     summed_s = links.all_reduce_s(4 * values)
     sent_bytes = 2 * (sites.count - 1) / sites.count * 4 * values * sites.interval_steps * sites.count
     return SitesOutlook(
@@ -109,19 +173,11 @@ def outlook(sites: SitesSpec, values: float, step_s: float) -> SitesOutlook:
         direct=sites.listen is not None,
         direct_exchange_s=direct.exchange_s(VALUE_BYTES[sites.format] * values / sites.fragments),
         wanted=wanted,
-        hidden=tuple(one for one in found if one is not None),
+        hidden=tuple(hidden),
         data_parallel_utilisation=step_s / (step_s + summed_s),
         fewer_bytes=sent_bytes / links.carried_bytes(VALUE_BYTES[sites.format] * values),
         loss_penalty=LOSS_PENALTY,
     )
-
-
-def _shortest(links: SiteLinks, name: str, fragments: int, values: float, step_s: float) -> SitesFigures | None:
-    exchange_s = links.exchange_s(VALUE_BYTES[name] * values / fragments)
-    interval = hiding_interval(fragments, step_s, exchange_s, WANTED)
-    if interval is None:
-        return None
-    return _figures(links, name, interval, fragments, interval // fragments, values, step_s)
 
 
 def _figures(

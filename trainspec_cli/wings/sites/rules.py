@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
-from trainspec_cli.recipe.keys.resilience import FIRST_SITE, SitesSpec
+from trainspec_cli.recipe.keys.resilience import FIRST_SITE
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.structure import MAX_ITEMS
 from trainspec_cli.run.folder.generations import read_secret
@@ -31,7 +31,15 @@ def numbers(spec: RunSpec) -> Iterator[Problem]:
         message = f"`{PATH}.delay_steps` is {sites.delay_steps}, and the next exchange is sent after {between} steps"
         yield Problem("out_of_range", message, f"{PATH}.delay_steps", f"type {PATH}.delay_steps={between} or less")
     else:
-        yield from _planned_steps(sites)
+        # A round plans the steps from when its sum is applied until the next one is.
+        between = sites.interval_steps // sites.fragments
+        delay = sites.delay_steps
+        if between + delay > MAX_ITEMS:
+            longest = sites.fragments * (MAX_ITEMS - delay if delay < between else MAX_ITEMS // 2)
+            message = f"`{PATH}.interval_steps` has {between:,} steps between exchanges, and sums {delay:,} steps late"
+            message += f": a round plans {MAX_ITEMS:,} steps at most"
+            hint = f"type {PATH}.interval_steps={longest} or less, or more {PATH}.fragments"
+            yield Problem("out_of_range", message, f"{PATH}.interval_steps", hint)
     if sites.count == 1:
         message = f"`{PATH}.count` is 1; one site has no other to exchange with"
         yield Problem("out_of_range", message, f"{PATH}.count", f"type {PATH}.count=2 or more, or {OTHERWISE}")
@@ -39,18 +47,6 @@ def numbers(spec: RunSpec) -> Iterator[Problem]:
         if number > most:
             message = f"`{PATH}.{key}` is {number}, and of {sites.count} sites it is {most} at most"
             yield Problem("out_of_range", message, f"{PATH}.{key}", f"type {PATH}.{key}={most} or less")
-
-
-def _planned_steps(sites: SitesSpec) -> Iterator[Problem]:
-    """A round plans the steps from when its sum is applied until the next one is."""
-    between = sites.interval_steps // sites.fragments
-    delay = sites.delay_steps
-    if between + delay > MAX_ITEMS:
-        longest = sites.fragments * (MAX_ITEMS - delay if delay < between else MAX_ITEMS // 2)
-        message = f"`{PATH}.interval_steps` has {between:,} steps between exchanges, and sums {delay:,} steps late"
-        message += f": a round plans {MAX_ITEMS:,} steps at most"
-        hint = f"type {PATH}.interval_steps={longest} or less, or more {PATH}.fragments"
-        yield Problem("out_of_range", message, f"{PATH}.interval_steps", hint)
 
 
 def addresses(spec: RunSpec) -> Iterator[Problem]:

@@ -16,11 +16,11 @@ from typing import Protocol, TextIO
 
 from trainspec_cli.core.errors import TrainspecError
 from trainspec_cli.core.wire.handshake import Challenge
-from trainspec_cli.recipe.records import read_record
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.rendezvous.door import BAD_REQUEST, Door, prove
 from trainspec_cli.wings.sites.meeting import agreement_of
 from trainspec_cli.wings.sites.wire import (
+    BEAT_S,
     GREETING,
     LINE_BYTES,
     Alive,
@@ -35,8 +35,6 @@ from trainspec_cli.wings.sites.wire import (
     pack,
     receive,
 )
-
-BEAT_S = 1.0
 
 
 class RankConnection:
@@ -104,9 +102,6 @@ class ConnectedSite:
     def is_complete(self) -> bool:
         return all(len(self.ranks) == hello.ranks for hello in self.hellos.values())
 
-    def silent(self, silence_s: float) -> bool:
-        return any(rank.silent(silence_s) for rank in self.ranks.values())
-
     def abort(self) -> None:
         for rank in self.ranks.values():
             rank.abort()
@@ -132,7 +127,7 @@ class Served(Protocol):
         """Do what is due. Called again and again."""
 
     def lingers(self, closed_for_s: float) -> bool:
-        """Return whether to go on although the server was asked to end so long ago."""
+        """Return whether to continue although the server was asked to end this many seconds ago."""
 
     def abort(self) -> None:
         """End all connections."""
@@ -176,6 +171,7 @@ class SiteServer:
                 closing_s = self._loop.time()
         server.close()
         self._served.abort()
+        # The loop ends with this coroutine, and would leave the tasks of connections unfinished.
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -190,43 +186,30 @@ class SiteServer:
                 writer.write(GREETING)
                 await writer.start_tls(self._certificate.context)
                 await prove(reader, writer, Challenge(self._secret, self._certificate.purpose(self._name)))
-                hello = await self._greet(reader, connection)
-            if hello is not None:
-                await self._serve_rank(reader, connection, hello)
+                first, _ = await receive(reader, connection.hear)
+                if not isinstance(first, SiteHello):
+                    raise ValueError("a rank begins with hello")
+                if refusal := self._served.refusal(first):
+                    self.say(f"site {first.site} is refused: {refusal.reason}")
+                    connection.send(refusal)
+                    await connection.flush()
+                    return
+                hello = first
+            self._served.arrive(hello, connection)
+            writing = asyncio.ensure_future(connection.write())
+            try:
+                while True:
+                    message, payload = await receive(reader, connection.hear)
+                    if not isinstance(message, Alive):
+                        self._served.hear(hello, message, payload)
+            finally:
+                writing.cancel()
         except ENDS as error:
             self._door.note_refusal("sites", writer, error)
         finally:
             if hello is not None:
                 self._served.leave(hello, connection)
             writer.transport.abort()
-
-    async def _greet(self, reader: asyncio.StreamReader, connection: RankConnection) -> SiteHello | None:
-        """Return what the rank says of itself; None where it was refused."""
-        message, _ = await _receive(reader, connection)
-        if not isinstance(message, SiteHello):
-            raise ValueError("a rank begins with hello")
-        if refusal := self._served.refusal(message):
-            self.say(f"site {message.site} is refused: {refusal.reason}")
-            connection.send(refusal)
-            await connection.flush()
-            return None
-        return message
-
-    async def _serve_rank(self, reader: asyncio.StreamReader, connection: RankConnection, hello: SiteHello) -> None:
-        self._served.arrive(hello, connection)
-        writing = asyncio.ensure_future(connection.write())
-        try:
-            while True:
-                message, payload = await _receive(reader, connection)
-                if not isinstance(message, Alive):
-                    self._served.hear(hello, message, payload)
-        finally:
-            writing.cancel()
-
-
-async def _receive(reader: asyncio.StreamReader, connection: RankConnection) -> tuple[Message, bytes]:
-    kind, fields, payload = await receive(reader, connection.hear)
-    return read_record(kind, fields), payload
 
 
 class SiteInbox:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.recipe.records import read_record
 
 GREETING = b"trainspec sites 3\n"
 """What a meeting point or an inbox sends first; then both ends go on in TLS."""
@@ -29,6 +29,8 @@ MEETING_POINT = "sites"
 LINE_BYTES = 2**24
 """The longest line of JSON that either end accepts."""
 CHUNK_BYTES = 2**18
+BEAT_S = 1.0
+"""Both ends say that they are alive where they have had nothing else to say for this time."""
 MAX_PAYLOAD_BYTES = 2**36
 OPERATION = "op"
 PAYLOAD_BYTES = "bytes"
@@ -172,8 +174,8 @@ def pack(message: Message, payload: bytes = b"") -> bytes:
     return json.dumps(line, allow_nan=False).encode() + b"\n" + payload
 
 
-async def receive(reader: asyncio.StreamReader, heard: Callable[[], object]) -> tuple[type[Message], JsonObject, bytes]:
-    """Return the kind of the next message, its fields and its payload; `heard` is called for everything that arrives.
+async def receive(reader: asyncio.StreamReader, heard: Callable[[], object]) -> tuple[Message, bytes]:
+    """Return the next message and its payload; `heard` is called for everything that arrives.
 
     Raises OSError or EOFError where the connection ends, ValueError where what arrives is no message.
     """
@@ -194,10 +196,11 @@ async def receive(reader: asyncio.StreamReader, heard: Callable[[], object]) -> 
         chunk = await reader.read(min(left, CHUNK_BYTES))
         if not chunk:
             raise EOFError("the connection ended within a message")
+        # Each chunk counts: over a thin link a gradient takes longer than the silence that ends a connection.
         heard()
         chunks.append(chunk)
         left -= len(chunk)
-    return OPERATIONS[str(fields[OPERATION])], fields, b"".join(chunks)
+    return read_record(OPERATIONS[str(fields[OPERATION])], fields), b"".join(chunks)
 
 
 LIFETIME = datetime.timedelta(days=3650)
@@ -242,16 +245,13 @@ def make_certificate() -> TlsCertificate:
     return TlsCertificate(context, hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).hexdigest())
 
 
-def client_context() -> ssl.SSLContext:
+async def start_tls_as_client(writer: asyncio.StreamWriter) -> str:
+    """Go on in TLS; return the digest of the certificate that the server has shown."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False  # the handshake over the secret takes its place
     context.verify_mode = ssl.CERT_NONE
-    return context
-
-
-def peer_digest(connection: ssl.SSLObject) -> str:
-    """Return the digest of the certificate that the server has shown."""
-    shown = connection.getpeercert(binary_form=True)
+    await writer.start_tls(context)
+    shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     if shown is None:
         raise ConnectionError("what listens there has shown no certificate")
     return hashlib.sha256(shown).hexdigest()

@@ -10,13 +10,12 @@ import pytest
 
 from trainspec_cli.data.huggingface.safetensors import parameters
 from trainspec_cli.recipe.results.certificate import Finding, NotOffered
-from trainspec_cli.wings.certify.families import plain_decoder
+from trainspec_cli.wings.certify.families import PLAIN_DECODER
 from trainspec_cli.wings.certify.other_engine import (
     SCHEMA,
     Answered,
     EngineAnswer,
     EngineCheck,
-    Gradients,
     ProtocolRun,
     References,
     engine_checks,
@@ -28,10 +27,10 @@ from trainspec_cli.wings.certify.other_engine import (
 A, B = np.linspace(1, 2, 6, dtype=np.float32), np.linspace(3, 4, 4, dtype=np.float32)
 LOSSES = [5.0 - step / 10 for step in range(20)]
 OWN = References(
-    Gradients({"a": A, "b": B}),
+    {"a": A, "b": B},
     LOSSES,
-    Gradients({"a": A * 1.01, "b": B * 1.01}),
-    Gradients({"a": A, "b": B}),
+    {"a": A * 1.01, "b": B * 1.01},
+    {"a": A, "b": B},
 )
 TRAINED = ProtocolRun(asks=("gradients", "losses"))
 WHOLE = ProtocolRun(optimizer="adamw", asks=("losses", "weights"), saves=True)
@@ -105,7 +104,7 @@ def test_a_digest_is_of_names_and_bits() -> None:
 
 
 def test_parameters_have_hugging_faces_names_and_shapes() -> None:
-    model = plain_decoder()
+    model = PLAIN_DECODER
     arrays = {one.name: np.zeros(one.shape, np.float32) for one in parameters(model)}
     found = to_hugging_face(arrays, model)
     assert found["model.layers.3.mlp.down_proj.weight"].shape == (64, 128)

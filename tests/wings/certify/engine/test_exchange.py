@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.wings.certify.other_engine import MODEL, Engine, ProtocolRun, ask, ask_all, engine_checks
+from trainspec_cli.wings.certify.other_engine import Engine, ProtocolRun, ask, ask_all, engine_checks
 
 SCRIPT = str(Path(__file__).with_name("scripted_engine.py"))
 SHAPES = {"a": (2, 3), "b": (4,)}
@@ -22,10 +22,18 @@ WHOLE = ProtocolRun(optimizer="adamw", asks=("losses", "weights"), saves=True)
 
 
 def engine(folder: Path, manner: str, timeout_s: float = 60.0) -> Engine:
-    (folder / MODEL).mkdir(exist_ok=True)
-    weights = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
-    save_file(weights, folder / MODEL / "model.safetensors")
-    return Engine((sys.executable, SCRIPT, manner), folder, "cpu", SHAPES, timeout_s)
+    tensors = {name: np.full(shape, 0.5, np.float32) for name, shape in SHAPES.items()}
+    if manner == "wrong_shape":
+        tensors["a"] = tensors["a"].T.copy()
+    elif manner == "half":
+        tensors["a"] = tensors["a"].astype(np.float16)
+    elif manner == "no_tensor":
+        del tensors["a"]
+    elif manner == "nan":
+        tensors["a"][0] = np.nan
+    save_file(tensors, folder / f"{manner}.safetensors")
+    command = (sys.executable, "-I", "-S", SCRIPT, manner, str(folder / f"{manner}.safetensors"))
+    return Engine(command, folder, "cpu", SHAPES, timeout_s)
 
 
 def test_a_whole_answer_is_read(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
 import threading
 import time
@@ -11,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.wings.own_script.attachment import other_ranks
-from trainspec_cli.wings.own_script.attachment.other_ranks import FlagFiles, find_place
+from trainspec_cli.wings.own_script.attachment.stopping import FlagFiles, find_place
 
 CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}
 
@@ -86,6 +86,16 @@ def test_all_ranks_end_after_the_same_step_whoever_is_ahead(tmp_path: Path, hear
     assert made == {0: ends, 1: ends, 2: ends}
 
 
-def test_half_a_record_is_none(tmp_path) -> None:
-    (tmp_path / "0.flag").write_bytes(b"\1")
-    assert other_ranks._read(tmp_path / "0.flag") == other_ranks._read(tmp_path / "none") == (0, 0)
+def test_a_rank_that_has_written_half_a_record_or_none_is_waited_for(tmp_path) -> None:
+    flags = FlagFiles(tmp_path, 1, 2)
+    assert not flags.agree(True)
+
+    def write() -> None:
+        for content in (b"\1", struct.pack("<QQ", 1, 1)):
+            time.sleep(0.02)
+            (tmp_path / "0.flag").write_bytes(content)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert flags.agree(False)
+    writer.join()

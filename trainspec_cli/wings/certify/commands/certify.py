@@ -161,7 +161,7 @@ def _certify_here(
     """
     if arguments:  # its model and its loss take the place of the families
         spec = load_for_planning(arguments).spec
-        measure_alone(spec.model.family, spec)
+        measure_alone(spec.model.family, spec.model, spec.train)
         if refused := refusals(Case(spec.model.family)):
             raise RecipeError(refused)
     recipe = tuple(arguments) or RECIPE

@@ -16,16 +16,16 @@ from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.trust import private_files
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.results.doctor import Check
+from trainspec_cli.recipe.results.doctor import Check, Diagnosis
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import LinksResult
+from trainspec_cli.reporter.rich_text import Text
 from trainspec_cli.run.backend.nodes.backend import Reach
 from trainspec_cli.run.slurm import commands as slurm
 from trainspec_cli.run.slurm.script import start_command
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import Loaded, load, plan_for, this_machine
 from trainspec_cli.session.slurm.container import folders_read
-from trainspec_cli.wings.doctor.doctor_text import render_diagnosis
 from trainspec_cli.wings.doctor.examine import Examined, diagnose, examine_here, examine_nodes
 from trainspec_cli.wings.doctor.switches import check_switches
 from trainspec_cli.wings.doctor.sysfs import read_nics
@@ -33,6 +33,8 @@ from trainspec_cli.wings.doctor.tiers import check_fabric
 
 DEFAULT_RECIPE = "recipe=quickstart"
 SHARED = Path("runs")
+MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
+NAME_WIDTH = 15
 
 Arguments = Annotated[
     list[str] | None,
@@ -48,9 +50,11 @@ def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
     """
     given = arguments or []
     named = any(argument.startswith("recipe=") for argument in given)
-    loaded = _load([*([] if named else [DEFAULT_RECIPE]), *given])
-    diagnosis = diagnose(*_examine(loaded))
-    if _nodes() > 1:
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    of_job = [f"cluster.num_nodes={nodes}"] if nodes > 1 else []
+    loaded = load([*([] if named else [DEFAULT_RECIPE]), *given, *of_job])
+    diagnosis = diagnose(*_examine(loaded, nodes))
+    if nodes > 1:
         diagnosis = replace(diagnosis, between=(*diagnosis.between, *_fabric(loaded, diagnosis.links)))
     if as_json:
         print(json_text(diagnosis.as_json()))
@@ -69,20 +73,19 @@ def _fabric(loaded: Loaded, links: LinksResult | None) -> Iterator[Check]:
     yield from check_fabric(links.pairs if links else (), devices_per_node, len(read_nics()))
 
 
-def _nodes() -> int:
-    return int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
-
-
-def _load(arguments: list[str]) -> Loaded:
-    return load([*arguments, *([f"cluster.num_nodes={_nodes()}"] if _nodes() > 1 else [])])
-
-
-def _examine(loaded: Loaded) -> Examined:
+def _examine(loaded: Loaded, nodes: int) -> Examined:
     machine = this_machine(loaded.spec)
-    if _nodes() > 1:
-        return _examine_job(loaded, machine)
-    with tempfile.TemporaryDirectory(prefix="trainspec-doctor-") as folder:
-        return examine_here(_plan(loaded, machine), machine, Path(folder))
+    plan = _plan(loaded, machine)
+    if nodes == 1:
+        with tempfile.TemporaryDirectory(prefix="trainspec-doctor-") as folder:
+            return examine_here(plan, machine, Path(folder))
+    # From the job's first node, by srun; below ./runs, which the nodes share.
+    start = start_command(plan, Path.cwd(), [Path.cwd(), *folders_read(plan, None)])
+    reach = Reach(slurm.own_address(), tuple(start))
+    with private_files():
+        SHARED.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=SHARED) as folder:
+            return examine_nodes(plan, reach, Path(folder).absolute())
 
 
 def _plan(loaded: Loaded, machine: Machine) -> Plan:
@@ -90,16 +93,34 @@ def _plan(loaded: Loaded, machine: Machine) -> Plan:
     cluster = loaded.spec.cluster
     if cluster.device == "cpu" or machine.gpu_names or not (machine.gpu_problem or cluster.device == "cuda"):
         return plan_for(loaded, machine).as_one_group
+    # A plan for GPUs needs to know them: it is made for the CPU, and examined as one for GPUs.
     on_cpu = replace(loaded, spec=replace(loaded.spec, cluster=replace(cluster, device="cpu")))
     return replace(plan_for(on_cpu, machine).as_one_group, device="cuda")
 
 
-def _examine_job(loaded: Loaded, machine: Machine) -> Examined:
-    """Examine from the job's first node, by srun; below ./runs, which the nodes share."""
-    plan = _plan(loaded, machine)
-    start = start_command(plan, Path.cwd(), [Path.cwd(), *folders_read(plan, None)])
-    reach = Reach(slurm.own_address(), tuple(start))
-    with private_files():
-        SHARED.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=SHARED) as folder:
-            return examine_nodes(plan, reach, Path(folder).absolute())
+def render_diagnosis(diagnosis: Diagnosis) -> Text:
+    text = Text()
+    for report in diagnosis.hosts:
+        text.append(f"{report.host}\n", style="bold")
+        for check in report.checks:
+            text.append_text(_check_line(check))
+    if diagnosis.between:
+        text.append("between the processes\n", style="bold")
+        for check in diagnosis.between:
+            text.append_text(_check_line(check))
+    nodes = len(diagnosis.hosts)
+    checks = [check for report in diagnosis.hosts for check in report.checks] + list(diagnosis.between)
+    count = {status: sum(check.status == status for check in checks) for status in MARKS}
+    found = f"{count['ok']} ok, {count['warn']} to look at, {count['fail']} failed"
+    text.append(f"{nodes} node{'s' if nodes > 1 else ''}: {found}")
+    if diagnosis.slowest and nodes > 1:
+        text.append(f"\nslowest node: {diagnosis.slowest}")
+    return text
+
+
+def _check_line(check: Check) -> Text:
+    mark, colour = MARKS[check.status]
+    line = Text("  ").append(mark, style=colour).append(f"  {check.name:<{NAME_WIDTH}} {check.found}\n")
+    if check.advice:
+        line.append(f"        {'':<{NAME_WIDTH}} {check.advice}\n", style="dim")
+    return line

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.core.errors import Problem, RecipeError
@@ -16,11 +18,19 @@ from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import from_plain
 from trainspec_cli.recipe.results.tools import LinksResult, PairRate
+from trainspec_cli.reporter.rich_text import Text
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import load_for_planning
-from trainspec_cli.wings.doctor.discover import Told, discover, links_here, links_of_file, render_group, topology_here
-from trainspec_cli.wings.doctor.fabric_text import render_fabric
+from trainspec_cli.wings.doctor.discover import (
+    NodeLinks,
+    Told,
+    discover,
+    links_here,
+    parse_matrix,
+    render_group,
+    topology_here,
+)
 from trainspec_cli.wings.doctor.found_fabric import FoundFabric
 
 DEFAULT_RECIPE = "recipe=quickstart"
@@ -70,21 +80,30 @@ def fabric(
     """
     if write:
         _check_target(write)
-    found = _discover(arguments or [], gpus, topology, measured)
+    devices, scaleup_devices = _sizes(arguments or [])
+    if gpus:
+        # Of a node whose matrix was saved; its NICs' rates do not stand in it.
+        source = str(gpus)
+        matrix = tuple(parse_matrix(read_text(gpus), source))
+        node = NodeLinks(f"the node of {source}", matrix, source, nics_source=source)
+    else:
+        node = links_here()
+    switches = _switches(topology) if topology else topology_here()
+    pairs = (_pairs(measured), str(measured)) if measured else None
+    found = discover(node, switches, pairs, devices, scaleup_devices)
     if write:
-        _write(write, found)
+        has_schema = (write.parent.parent / "schema" / "fabric.json").is_file()
+        try:
+            write_text(write, render_group(found, write.stem, has_schema=has_schema))
+        except OSError as error:
+            message = f"--write {write} cannot be written: {error.strerror}"
+            hint = "choose a folder that you may write to"
+            raise RecipeError(Problem("output_exists", message, "--write", hint)) from error
     if as_json:
         print(json_text(found.as_json()))
         return
     PrintableConsole(highlight=False, soft_wrap=True).show(render_fabric(found))
     print(_next(write))
-
-
-def _discover(arguments: list[str], gpus: Path | None, topology: Path | None, measured: Path | None) -> FoundFabric:
-    devices, scaleup_devices = _sizes(arguments)
-    node = links_of_file(Told(read_text(gpus), str(gpus))) if gpus else links_here()
-    switches = _switches(topology) if topology else topology_here()
-    return discover(node, switches, (_pairs(measured), str(measured)) if measured else None, devices, scaleup_devices)
 
 
 def _switches(file: Path) -> Told:
@@ -135,20 +154,37 @@ def _check_target(file: Path) -> None:
         raise RecipeError(Problem("output_exists", message, "--write", hint))
 
 
-def _write(file: Path, found: FoundFabric) -> None:
-    has_schema = (file.parent.parent / "schema" / "fabric.json").is_file()
-    try:
-        write_text(file, render_group(found, file.stem, has_schema=has_schema))
-    except OSError as error:
-        message = f"--write {file} cannot be written: {error.strerror}"
-        raise RecipeError(
-            Problem("output_exists", message, "--write", "choose a folder that you may write to")
-        ) from error
-
-
 def _next(file: Path | None) -> str:
     if file is None:
         return f"to plan with it: trainspec fabric --write {GROUP / 'mine.yaml'}, and trainspec plan ... fabric=mine"
     if file.resolve().parent in [folder / "fabric" for folder in find_folders(Path.cwd()).conf]:
         return f"wrote {file}: trainspec plan ... fabric={file.stem}"
     return f"wrote {file}: fabric={file.stem} is found below ./{GROUP} of the folder that you plan in"
+
+
+def render_fabric(found: FoundFabric) -> RenderableType:
+    facts = _table(found.host, "found", "source")
+    for fact in found.facts:
+        facts.add_row(Text(fact.about), Text(fact.found), Text(fact.source))
+    tiers = _table("tier", "devices", "Gbit/s", "latency us", "kind", "source")
+    not_found: dict[tuple[str, str], list[str]] = {}
+    for place, tier in enumerate(found.tiers):
+        spec = tier.spec
+        size = "all" if place == len(found.tiers) - 1 else "a node's" if place == 0 else "?"
+        rate = "?" if spec.gbit_per_s is None else f"{spec.gbit_per_s:g}"
+        latency = "?" if spec.latency_us is None else f"{spec.latency_us:g}"
+        row = (spec.name, str(spec.devices or size), rate, latency, spec.kind or "", tier.source)
+        tiers.add_row(*map(Text, row))
+        for key, advice in tier.left_out.items():
+            not_found.setdefault((key, advice), []).append(spec.name)
+    notes = [f"not found: {key} of {', '.join(names)}; {advice}" for (key, advice), names in not_found.items()]
+    notes += [f"note: {remark}" for remark in found.remarks]
+    parts: list[RenderableType] = [facts, Text(), tiers]
+    return Group(*parts, *map(Text, notes))
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in names:
+        table.add_column(Text(name), overflow="fold")
+    return table

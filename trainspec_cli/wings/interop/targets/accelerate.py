@@ -1,4 +1,4 @@
-"""Accelerate: the YAML of `accelerate launch --config_file`, with FSDP2, beside one's own script."""
+"""Accelerate: the YAML of `accelerate launch --config_file`, with FSDP2, next to the user's script."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import yaml
 
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.wings.interop.not_carried import SCRIPT
-from trainspec_cli.wings.interop.table import Choice, Fixed, Line, RunValues, given, unless
+from trainspec_cli.wings.interop.table import REPLICATED, SHARDED, Choice, Fixed, Line, RunValues, given, unless
 from trainspec_cli.wings.interop.target import FOLDER, USER_SCRIPT, Keys, Spoken, Target, nest, options, shell_script
 
 CONFIG = "accelerate.yaml"
@@ -25,13 +25,13 @@ LINES = (
     Line("layout.dp_shard", f"{IN_MESH}dp_shard_size", when=BY_FSDP),
     Line("layout.tp", f"{IN_MESH}tp_size", when=BY_FSDP),
     Line("layout.cp", f"{IN_MESH}cp_size", when=BY_FSDP),
-    Line("layout.dp_replicate", "", when=(given("derived.is_ddp", True),)),
+    Line("layout.dp_replicate", "", when=(REPLICATED,)),
     Line("layout.context_method", f"{IN_MESH}cp_backend", Choice({"ring": "torch"}), when=(unless("layout.cp", 1),)),
     Line(
         "layout.zero_stage",
         "fsdp_config.fsdp_reshard_after_forward",
         Choice({3: True, 2: False}),
-        when=(*BY_FSDP, unless("derived.shards", 1)),
+        when=(*BY_FSDP, SHARDED),
     ),
     Line("layout.zero_stage", "", when=(given("derived.shards", 1),)),
     Line("precision.compute", "mixed_precision", Choice({"bf16": "bf16", "fp16": "fp16", "fp32": "no"})),
@@ -42,7 +42,7 @@ LINES = (
         when=(*BY_FSDP, given("precision.compute", "bf16", "fp16")),
         approximate=REDUCED,
     ),
-    Line("precision.reduce", "", Choice({"fp32": None}), when=(given("derived.is_ddp", True),)),
+    Line("precision.reduce", "", Choice({"fp32": None}), when=(REPLICATED,)),
     Line("precision.reduce", "", Choice({"fp32": None}), when=(*BY_FSDP, given("precision.compute", "fp32"))),
     Line("derived.grad_accum_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", place="environment"),
     Line("recompute", "fsdp_config.fsdp_activation_checkpointing", Choice({"none": False, "full": True}), when=BY_FSDP),
@@ -56,13 +56,13 @@ FIXED = (
         "distributed_type",
         "MULTI_GPU",
         "every rank has the whole state",
-        (given("derived.is_ddp", True), given("cluster.device", "cuda")),
+        (REPLICATED, given("cluster.device", "cuda")),
     ),
     Fixed(
         "distributed_type",
         "MULTI_CPU",
         "every rank has the whole state",
-        (given("derived.is_ddp", True), given("cluster.device", "cpu")),
+        (REPLICATED, given("cluster.device", "cpu")),
     ),
     Fixed(
         "--rdzv_backend",

@@ -11,6 +11,10 @@ import yaml
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.core.json_value import JsonValue
 from trainspec_cli.wings.interop.table import (
+    COSINE,
+    REPLICATED,
+    SHARDED,
+    WSD,
     CannotSayError,
     Choice,
     Fixed,
@@ -18,6 +22,7 @@ from trainspec_cli.wings.interop.table import (
     Line,
     RunValues,
     WholeNumber,
+    Within,
     given,
     show,
     unless,
@@ -26,37 +31,8 @@ from trainspec_cli.wings.interop.target import FOLDER, Keys, Spoken, Target, nes
 from trainspec_cli.wings.interop.targets.transformers import UPDATE
 
 FILE = "axolotl.yml"
-HUGGING_FACE = "hf:"
-"""Before the name of a Hugging Face model, in `init.from`."""
 DATASET = "datasets[0]."
 """The only data set of an emitted file."""
-TOKENIZER = "/tokenizer.json"
-
-
-@dataclass(frozen=True)
-class BaseModel:
-    """The Hugging Face model that the run begins with."""
-
-    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
-        if not isinstance(value, str) or not value.startswith(HUGGING_FACE) or "@" in value:
-            raise CannotSayError("hf:FOLDER or hf:ORG/NAME", "{key}=hf:FOLDER")
-        return value.removeprefix(HUGGING_FACE)
-
-    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
-        return f"{HUGGING_FACE}{value}"
-
-
-@dataclass(frozen=True)
-class TokenizerFolder:
-    """The folder of a tokenizer.json."""
-
-    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
-        if not str(value).endswith(TOKENIZER):
-            raise CannotSayError("FOLDER/tokenizer.json")
-        return str(value).removesuffix(TOKENIZER)
-
-    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
-        return f"{value}{TOKENIZER}"
 
 
 MODULES: Mapping[str, str] = {
@@ -91,26 +67,14 @@ def _renamed(name: JsonValue, names: Mapping[str, str]) -> str:
     return names[str(name)]
 
 
-@dataclass(frozen=True)
-class OneFile:
-    """The path of one file or folder."""
-
-    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
-        if not isinstance(value, str) or "*" in value:
-            raise CannotSayError("the path of one file or folder", "{key}=FILE")
-        return value
-
-    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
-        return value
-
-
+BASE_MODEL = Within("hf:FOLDER or hf:ORG/NAME", "{key}=hf:FOLDER", begin="hf:", refused="@")
+TOKENIZER_FOLDER = Within("FOLDER/tokenizer.json", end="/tokenizer.json")
+ONE_FILE = Within("the path of one file or folder", "{key}=FILE", refused="*")
 KINDS = Choice({"jsonl": "json", "parquet": "parquet", "text": "text"})
-SHARDED = unless("derived.is_ddp", True)
+BY_FSDP = unless("derived.is_ddp", True)
 CHAT = given("data.source", "chat")
 TEXT = given("data.source", "jsonl", "parquet", "text", "arrow")
 ADAPTED = unless("lora.rank", 0)
-COSINE = given("optim.schedule.kind", "cosine")
-WSD = given("optim.schedule.kind", "wsd")
 AT_ALL = unless("checkpoint.interval_steps", None)
 EVALUATED = unless("train.eval_interval_steps", None)
 FILE_TEMPLATE = unless("data.chat_template", None, "chatml")
@@ -126,8 +90,8 @@ AT_THE_END = "it writes the model at the end of the run, and no state to go on f
 PACKED = "packed documents do not see one another"
 
 MODEL = (
-    Line("init.from", "base_model", BaseModel()),
-    Line("data.tokenizer.path", "tokenizer_config", TokenizerFolder(), when=(unless("data.tokenizer.path", None),)),
+    Line("init.from", "base_model", BASE_MODEL),
+    Line("data.tokenizer.path", "tokenizer_config", TOKENIZER_FOLDER, when=(unless("data.tokenizer.path", None),)),
     Line("lora.base", "adapter", Choice({"full": "lora", "nf4": "qlora"}), when=(ADAPTED,)),
     Line("lora.base", "load_in_4bit", Choice({"full": False, "nf4": True}), when=(ADAPTED,)),
     Line("lora.rank", "lora_r", when=(ADAPTED,)),
@@ -136,7 +100,7 @@ MODEL = (
 )
 DATA = (
     Line("data.seq_len", "sequence_len"),
-    Line("data.path", f"{DATASET}path", OneFile()),
+    Line("data.path", f"{DATASET}path", ONE_FILE),
     Line("data.source", f"{DATASET}type", Choice({"chat": "chat_template"}), when=(CHAT,)),
     Line("data.source", f"{DATASET}ds_type", KINDS, when=(unless("data.source", "chat", "arrow"),)),
     Line("data.source", "", Choice({"arrow": None}), when=(given("data.source", "arrow"),)),
@@ -160,17 +124,17 @@ DATA = (
     Line("data.document_masks", "", when=(given("data.document_masks", True),)),
 )
 LAYOUT = (
-    Line("layout.dp_replicate", "dp_replicate_size", when=(SHARDED,)),
-    Line("layout.dp_shard", "dp_shard_size", when=(SHARDED,)),
-    Line("layout.dp_replicate", "", when=(given("derived.is_ddp", True),)),
-    Line("layout.tp", "tensor_parallel_size", when=(SHARDED,)),
-    Line("layout.cp", "context_parallel_size", when=(SHARDED,)),
+    Line("layout.dp_replicate", "dp_replicate_size", when=(BY_FSDP,)),
+    Line("layout.dp_shard", "dp_shard_size", when=(BY_FSDP,)),
+    Line("layout.dp_replicate", "", when=(REPLICATED,)),
+    Line("layout.tp", "tensor_parallel_size", when=(BY_FSDP,)),
+    Line("layout.cp", "context_parallel_size", when=(BY_FSDP,)),
     Line("layout.context_method", "", Choice({"ring": None}), when=(unless("layout.cp", 1),)),
     Line(
         "layout.zero_stage",
         "fsdp_config.reshard_after_forward",
         Choice({3: True, 2: False}),
-        when=(SHARDED, unless("derived.shards", 1)),
+        when=(BY_FSDP, SHARDED),
     ),
 )
 REST = (
@@ -262,10 +226,10 @@ FIXED = (
     Fixed("sample_packing", True, "samples are filled with several documents"),
     Fixed("pad_to_sequence_len", True, "every sample has data.seq_len tokens"),
     Fixed("attn_implementation", "flash_attention_2", "packed samples and its ring of context parallelism want it"),
-    Fixed("fsdp_version", 2, "a mesh of several axes needs FSDP2", (SHARDED,)),
-    Fixed("fsdp_config.auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "blocks are sharded one by one", (SHARDED,)),
-    Fixed("fsdp_config.state_dict_type", "SHARDED_STATE_DICT", "each rank writes its part", (SHARDED,)),
-    Fixed("fsdp_config.offload_params", False, "the state stays on the devices", (SHARDED,)),
+    Fixed("fsdp_version", 2, "a mesh of several axes needs FSDP2", (BY_FSDP,)),
+    Fixed("fsdp_config.auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "blocks are sharded one by one", (BY_FSDP,)),
+    Fixed("fsdp_config.state_dict_type", "SHARDED_STATE_DICT", "each rank writes its part", (BY_FSDP,)),
+    Fixed("fsdp_config.offload_params", False, "the state stays on the devices", (BY_FSDP,)),
     Fixed("bf16", False, "axolotl would choose bf16", (unless("precision.compute", "bf16"),)),
     Fixed("gradient_checkpointing_kwargs.use_reentrant", False, "FSDP2 wants it", (given("recompute", "full"),)),
     Fixed("lr_scheduler_kwargs.decay_type", "linear", "trainspec's decay is linear", (WSD,)),

@@ -1,4 +1,4 @@
-"""DeepSpeed: the JSON that `deepspeed.initialize(config=...)` takes, beside one's own script."""
+"""DeepSpeed: the JSON that `deepspeed.initialize(config=...)` takes, next to the user's script."""
 
 from __future__ import annotations
 
@@ -8,15 +8,24 @@ from collections.abc import Iterator
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.core.json_value import JsonValue
 from trainspec_cli.wings.interop.not_carried import SCRIPT
-from trainspec_cli.wings.interop.table import AtLeast, Choice, Fixed, Line, OrNone, RunValues, given, unless
+from trainspec_cli.wings.interop.table import (
+    ADAM,
+    CONSTANT,
+    SHARDED,
+    AtLeast,
+    Choice,
+    Fixed,
+    Line,
+    OrNone,
+    RunValues,
+    given,
+    unless,
+)
 from trainspec_cli.wings.interop.target import FOLDER, USER_SCRIPT, Keys, Spoken, Target, nest, options, shell_script
 
 CONFIG = "ds_config.json"
-SHARDED = unless("derived.shards", 1)
-COSINE = unless("optim.schedule.kind", "constant")
-CONSTANT = given("optim.schedule.kind", "constant")
+FALLS = unless("optim.schedule.kind", "constant")
 WARMS_UP = unless("optim.schedule.warmup_steps", 0)
-ADAM = given("optim.name", "adamw")
 DECAYS_ALL = (
     "DeepSpeed decays every parameter that your script's groups do not spare; trainspec spares norms and biases"
 )
@@ -49,19 +58,19 @@ LINES = (
         "optim.schedule.kind",
         "scheduler.type",
         Choice({"cosine": "WarmupCosineLR"}),
-        when=(unless("optim.schedule.kind", "constant"),),
+        when=(FALLS,),
         approximate=COSINE_STEP,
     ),
     Line("optim.schedule.kind", "scheduler.type", Choice({"constant": "WarmupLR"}), when=(CONSTANT, WARMS_UP)),
     Line(
         "optim.schedule.kind", "", Choice({"constant": None}), when=(CONSTANT, given("optim.schedule.warmup_steps", 0))
     ),
-    Line("optim.schedule.warmup_steps", "scheduler.params.warmup_num_steps", AtLeast(1), when=(COSINE,)),
+    Line("optim.schedule.warmup_steps", "scheduler.params.warmup_num_steps", AtLeast(1), when=(FALLS,)),
     Line("optim.schedule.warmup_steps", "scheduler.params.warmup_num_steps", when=(CONSTANT, WARMS_UP)),
     Line("optim.schedule.warmup_steps", "", when=(CONSTANT, given("optim.schedule.warmup_steps", 0))),
     Line("optim.lr", "scheduler.params.warmup_max_lr", when=(CONSTANT, WARMS_UP)),
-    Line("optim.schedule.final_lr_ratio", "scheduler.params.cos_min_ratio", when=(COSINE,)),
-    Line("train.max_steps", "scheduler.params.total_num_steps", when=(COSINE,)),
+    Line("optim.schedule.final_lr_ratio", "scheduler.params.cos_min_ratio", when=(FALLS,)),
+    Line("train.max_steps", "scheduler.params.total_num_steps", when=(FALLS,)),
     Line(
         "recompute",
         "activation_checkpointing.partition_activations",
@@ -84,7 +93,7 @@ LINES = (
 FIXED = (
     Fixed("zero_optimization.stage", 0, "nothing is sharded", (given("derived.shards", 1),)),
     Fixed("data_types.grad_accum_dtype", "fp32", "trainspec sums micro-batches in fp32"),
-    Fixed("scheduler.params.warmup_type", "linear", "trainspec's warm-up is linear", (COSINE,)),
+    Fixed("scheduler.params.warmup_type", "linear", "trainspec's warm-up is linear", (FALLS,)),
     Fixed("scheduler.params.warmup_type", "linear", "trainspec's warm-up is linear", (CONSTANT, WARMS_UP)),
     Fixed("zero_allow_untested_optimizer", True, "SGD is torch's", (given("optim.name", "sgd"),)),
 )

@@ -11,6 +11,11 @@ import yaml
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.core.json_value import JsonValue
 from trainspec_cli.wings.interop.table import (
+    ADAM,
+    CONSTANT,
+    SHARDED,
+    TOKEN_FILE,
+    WSD,
     AtLeast,
     CannotSayError,
     Choice,
@@ -18,7 +23,6 @@ from trainspec_cli.wings.interop.table import (
     LastSteps,
     Line,
     OrNone,
-    Prefix,
     RunValues,
     When,
     Where,
@@ -61,32 +65,6 @@ class LastFraction:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """The kind of the schedule. A constant one is a cosine that ends where it began, which `settle` recognises."""
-
-    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
-        return "cosine" if value == "constant" else value
-
-    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
-        if value not in ("cosine", "wsd"):
-            raise CannotSayError("cosine or wsd")
-        return value
-
-
-@dataclass(frozen=True)
-class DecoderBlock:
-    """The decoder block: `qwen3` has norms on queries and keys, `llama2` has none."""
-
-    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
-        return "qwen3" if value else "llama2"
-
-    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
-        if value not in ("llama2", "qwen3"):
-            raise CannotSayError("llama2 or qwen3")
-        return value == "qwen3"
-
-
-@dataclass(frozen=True)
 class PartOf:
     """The part of an axis; reading, `settle` multiplies the parts, so that none contradicts another."""
 
@@ -107,11 +85,10 @@ def axis_lines(axis: str, theirs: str, when: tuple[When, ...] = ()) -> tuple[Lin
 
 SEQUENCE = given("layout.sequence_parallel", True)
 PLAIN_TP = unless("layout.sequence_parallel", True)
-ZERO_1 = (unless("derived.shards", 1), given("layout.zero_stage", 1))
+ZERO_1 = (SHARDED, given("layout.zero_stage", 1))
 BY_FSDP = Where(lambda run: run["layout.zero_stage"] != 1 or run["derived.shards"] == 1)
-WSD = given("optim.schedule.kind", "wsd")
-CONSTANT = given("optim.schedule.kind", "constant")
-ADAM = given("optim.name", "adamw")
+SCHEDULES = Choice({"cosine": "cosine", "wsd": "wsd", "constant": "cosine"})
+"""A constant rate is a cosine that ends where it began, which `settle` recognises."""
 SELECTIVE = "`minimal` keeps the outputs of matrix products; trainspec recomputes other operations"
 KEEPS_ALL = "MaxText always recomputes something: `minimal` keeps the outputs of matrix products"
 WARMUP = "its warm-up begins at 0, one update behind trainspec's"
@@ -131,14 +108,14 @@ MODEL = (
     Line("model.rope_theta", "rope_max_timescale", WholeNumber()),
     Line("model.tied_embeddings", "logits_via_embedding"),
     Line("model.qk_norm", "use_qk_norm"),
-    Line("model.qk_norm", "decoder_block", DecoderBlock()),
+    Line("model.qk_norm", "decoder_block", Choice({False: "llama2", True: "qwen3"})),
     Line("model.activation", "", Choice({"silu": None})),
     Line("model.gated_mlp", "", Choice({True: None})),
 )
 DATA = (
     Line("data.seq_len", "max_target_length"),
     Line("data.source", "grain_file_type", Choice({"megatron": "mmap"})),
-    Line("data.path", "grain_train_files", Prefix()),
+    Line("data.path", "grain_train_files", TOKEN_FILE),
     Line("data.heldout_fraction", "", approximate=NOTHING_HELD_OUT),
 )
 LAYOUT = (
@@ -157,7 +134,7 @@ LAYOUT = (
         "layout.zero_stage",
         "",
         Choice({3: None}),
-        when=(unless("derived.shards", 1), unless("layout.zero_stage", 1)),
+        when=(SHARDED, unless("layout.zero_stage", 1)),
         approximate=SHARDING,
     ),
     Line("layout.zero_stage", "shard_optimizer_over_data", Choice({1: True}), when=ZERO_1),
@@ -184,7 +161,7 @@ REST = (
     Line("optim.eps", "adam_eps", when=(ADAM,)),
     Line("optim.weight_decay", "adam_weight_decay", when=(ADAM,), approximate="norms decay too"),
     Line("optim.grad_clip_norm", "gradient_clipping_threshold", OrNone(0.0)),
-    Line("optim.schedule.kind", "lr_schedule_type", Schedule(), approximate=WARMUP),
+    Line("optim.schedule.kind", "lr_schedule_type", SCHEDULES, approximate=WARMUP),
     Line("optim.schedule.warmup_steps", "warmup_steps_fraction", StepsFraction()),
     Line("optim.schedule.final_lr_ratio", "learning_rate_final_fraction", when=(unless(CONSTANT.key, "constant"),)),
     Line("optim.schedule.decay_fraction", "wsd_decay_steps_fraction", LastFraction(), when=(WSD,)),

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.core.json_value import JsonValue
 from trainspec_cli.wings.interop.table import (
+    ADAM,
+    IN_PIPELINE,
+    SHARDED,
+    TOKEN_FILE,
+    WSD,
     CannotSayError,
     Choice,
     Fixed,
     LastSteps,
     Line,
     OrNone,
-    Prefix,
     RunValues,
     Times,
     Where,
@@ -71,24 +75,15 @@ class OneMore:
         return value - 1
 
 
-def _serial_launches(run: RunValues) -> bool:
-    """Return whether exchanges of tp and cp must be launched before the kernels that hide them."""
-    divided = run["layout.tp"] != 1 or run["layout.cp"] != 1
-    return divided and not _by_fsdp(run) and run["derived.arch"] != "blackwell"
-
-
 def _by_fsdp(run: RunValues) -> bool:
     return run["layout.zero_stage"] in (2, 3) and run["derived.shards"] != 1
 
 
-SHARDED = unless("derived.shards", 1)
 BY_FSDP = Where(_by_fsdp)
+BEFORE_BLACKWELL = unless("derived.arch", "blackwell")
+"""There exchanges must be launched before the kernels that hide them."""
 ZERO_1 = (SHARDED, given("layout.zero_stage", 1))
-IN_PIPELINE = unless("layout.pp", 1)
-COSINE = given("optim.schedule.kind", "cosine")
-WSD = given("optim.schedule.kind", "wsd")
 FALLS = unless("optim.schedule.kind", "constant")
-ADAM = given("optim.name", "adamw")
 AN_UPDATE = "its decay is an update behind trainspec's at most"
 PADDED = "the vocabulary is padded to a multiple of 128 x tp"
 SEED = "its seeds are positive, so this is one more; the weights are drawn in another way"
@@ -121,7 +116,7 @@ DATA = (
     Line("data.seq_len", "--seq-length"),
     Line("data.seq_len", "--max-position-embeddings"),
     Line("data.source", "", Choice({"megatron": None})),
-    Line("data.path", "--data-path", Prefix()),
+    Line("data.path", "--data-path", TOKEN_FILE),
     Line("data.heldout_fraction", "--split", HeldOut(), approximate=BY_DOCUMENT),
 )
 LAYOUT = (
@@ -240,7 +235,7 @@ FIXED = (
         "CUDA_DEVICE_MAX_CONNECTIONS",
         1,
         "exchanges of tp and cp are launched in order",
-        (Where(_serial_launches),),
+        (Where(lambda run: not _by_fsdp(run) and (run["layout.tp"] != 1 or run["layout.cp"] != 1)), BEFORE_BLACKWELL),
         "environment",
     ),
 )

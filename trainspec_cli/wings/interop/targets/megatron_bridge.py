@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.core.json_value import JsonValue
 from trainspec_cli.wings.interop.table import Choice, Fixed, Line, RunValues, given, unless
 from trainspec_cli.wings.interop.target import FOLDER, Keys, Spoken, Target, nest, shell_script, torchrun
 from trainspec_cli.wings.interop.targets import megatron
@@ -98,13 +98,13 @@ def _renamed(line: Line) -> Line:
     return replace(line, theirs=NAMES.get(line.theirs, line.theirs))
 
 
-def _is_shared(line: Line) -> bool:
-    """Return whether the field says what the argument says, in the same way."""
-    return line.theirs not in SAID_OTHERWISE and not (line.ours == "precision.compute" and not line.theirs)
-
-
 LINES = (
-    *(_renamed(line) for line in megatron.LINES if _is_shared(line)),
+    # Those whose field says what the argument says, in the same way.
+    *(
+        _renamed(line)
+        for line in megatron.LINES
+        if line.theirs not in SAID_OTHERWISE and not (line.ours == "precision.compute" and not line.theirs)
+    ),
     Line("model.vocab_size", "tokenizer.vocab_size"),
     Line("model.tied_embeddings", "model.share_embeddings_and_output_weights"),
     Line("precision.compute", "mixed_precision.fp32", Choice({"fp32": True}), when=(FP32,)),
@@ -182,26 +182,20 @@ def module_text(keys: Keys, run: RunValues) -> str:
             fields = [f"            {key}={_literal(key, value)}," for key, value in values.items()]
             arguments += [f"        {name}={call}(", *fields, "        ),"]
     body = "\n".join(arguments)
-    return (
-        f'"""The run {run.recipe} as trainspec planned it, for Megatron-Bridge {TARGET.version}."""\n\n'
-        f"{_imports(sections)}\n\n"
-        "def trainspec_run() -> ConfigContainer:\n"
-        f"    return ConfigContainer(\n{body}\n    )\n{MAIN}"
-    )
-
-
-def _imports(sections: Mapping[str, JsonValue]) -> str:
     called = [call for name, call in CALLS.items() if name in sections]
     others = [f"from {ELSEWHERE[call]} import {call}\n" for call in called if call in ELSEWHERE]
     config = sorted(["ConfigContainer", *(call for call in called if call not in ELSEWHERE)])
     names = "".join(f"    {name},\n" for name in config)
-    torch = "import torch\n" if any(key in DTYPES for key in _fields(sections, "mixed_precision")) else ""
-    return f"{torch}{''.join(others)}from {CONFIG} import (\n{names})\n"
-
-
-def _fields(sections: Mapping[str, JsonValue], name: str) -> JsonObject:
-    fields = sections.get(name)
-    return fields if isinstance(fields, dict) else {}
+    precision = sections.get("mixed_precision")
+    has_types = isinstance(precision, dict) and any(key in DTYPES for key in precision)
+    torch = "import torch\n" if has_types else ""
+    imports = f"{torch}{''.join(others)}from {CONFIG} import (\n{names})\n"
+    return (
+        f'"""The run {run.recipe} as trainspec planned it, for Megatron-Bridge {TARGET.version}."""\n\n'
+        f"{imports}\n\n"
+        "def trainspec_run() -> ConfigContainer:\n"
+        f"    return ConfigContainer(\n{body}\n    )\n{MAIN}"
+    )
 
 
 def _literal(key: str, value: JsonValue) -> str:

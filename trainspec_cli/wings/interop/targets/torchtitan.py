@@ -7,7 +7,21 @@ from dataclasses import dataclass
 
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.wings.interop.table import AtLeast, CannotSayError, Choice, Fixed, Line, RunValues, given, unless
+from trainspec_cli.wings.interop.table import (
+    CONSTANT,
+    IN_PIPELINE,
+    SHARDED,
+    WSD,
+    AtLeast,
+    CannotSayError,
+    Choice,
+    Fixed,
+    Line,
+    OrNone,
+    RunValues,
+    given,
+    unless,
+)
 from trainspec_cli.wings.interop.target import FOLDER, Keys, Spoken, Target, nest, shell_script, torchrun
 
 MODULE = "trainspec_run"
@@ -62,10 +76,7 @@ class Flavor:
         return FLAVORS[str(value)]["num_layers"]
 
 
-IN_PIPELINE = unless("layout.pp", 1)
 NO_PIPELINE = given("layout.pp", 1)
-COSINE = given("optim.schedule.kind", "cosine")
-WSD = given("optim.schedule.kind", "wsd")
 DECAYS_ALL = "one group of parameters decays; trainspec spares norms and biases"
 SCHEDULES = {
     "gpipe": "GPipe",
@@ -144,7 +155,7 @@ LINES = (
         "layout.zero_stage",
         "parallelism.fsdp_reshard_after_forward",
         Choice({3: "always", 2: "never"}),
-        when=(unless("derived.shards", 1),),
+        when=(SHARDED,),
     ),
     Line("layout.context_method", "", Choice({"ring": None}), when=(unless("layout.cp", 1),)),
     Line("precision.compute", "training.mixed_precision_param", Choice({"bf16": "bfloat16", "fp32": "float32"})),
@@ -163,13 +174,8 @@ LINES = (
         when=(given("recompute", "selective"),),
         approximate=OPS,
     ),
-    Line("checkpoint.interval_steps", "checkpoint.interval", when=(unless("checkpoint.interval_steps", None),)),
-    Line(
-        "checkpoint.interval_steps",
-        "checkpoint.interval",
-        Choice({None: 1_000_000_000}),
-        when=(given("checkpoint.interval_steps", None),),
-    ),
+    # It has no word for never: this many steps are never reached.
+    Line("checkpoint.interval_steps", "checkpoint.interval", OrNone(1_000_000_000)),
     Line("checkpoint.mode", "checkpoint.async_mode", Choice({"async": "async", "sync": "disabled"})),
     Line("checkpoint.keep_last", "checkpoint.keep_latest_k", AtLeast(2)),
     Line("cluster.num_nodes", "--nnodes", place="command"),
@@ -188,7 +194,7 @@ FIXED = (
     Fixed("checkpoint.enable", True, "trainspec writes checkpoints always"),
     Fixed("checkpoint.last_save_model_only", False, "trainspec's last checkpoint can be resumed from"),
     Fixed("dataloader.dataset", "c4", "the data set that torchtitan registers"),
-    Fixed("lr_scheduler.min_lr_factor", 1.0, "the rate does not fall", (given("optim.schedule.kind", "constant"),)),
+    Fixed("lr_scheduler.min_lr_factor", 1.0, "the rate does not fall", (CONSTANT,)),
 )
 
 CANNOT = {

@@ -1,4 +1,4 @@
-"""transformers: the arguments of its Trainer as JSON, started by Accelerate, beside one's own script."""
+"""transformers: the arguments of its Trainer as JSON, started by Accelerate, next to the user's script."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ import json
 from dataclasses import replace
 
 from trainspec_cli.wings.interop.not_carried import SCRIPT
-from trainspec_cli.wings.interop.table import Choice, Fixed, LastSteps, Line, OrNone, RunValues, given, unless
+from trainspec_cli.wings.interop.table import (
+    COSINE,
+    WSD,
+    Choice,
+    Fixed,
+    LastSteps,
+    Line,
+    OrNone,
+    RunValues,
+    given,
+    unless,
+)
 from trainspec_cli.wings.interop.target import FOLDER, USER_SCRIPT, Spoken, Target, nest, options, shell_script
 from trainspec_cli.wings.interop.targets import accelerate
 
 ARGUMENTS = "training_args.json"
-COSINE = given("optim.schedule.kind", "cosine")
-WSD = given("optim.schedule.kind", "wsd")
 WARMUP = "its warm-up begins at 0, one update behind trainspec's"
-ADAM = given("optim.name", "adamw", "adamw8bit")
+ANY_ADAM = given("optim.name", "adamw", "adamw8bit")
 BITSANDBYTES = "bitsandbytes scales blocks of its own size"
 AT_ALL = unless("checkpoint.interval_steps", None)
 NO_END = "the Trainer writes none by itself at the end: call save_model in your script"
@@ -25,9 +34,9 @@ SAID_BY_TRAINER = ("recompute", "compile", "derived.grad_accum_steps")
 BY_ACCELERATE = tuple(replace(line, place="launcher") for line in accelerate.LINES if line.ours not in SAID_BY_TRAINER)
 UPDATE = (
     Line("optim.lr", "learning_rate"),
-    Line("optim.beta1", "adam_beta1", when=(ADAM,)),
-    Line("optim.beta2", "adam_beta2", when=(ADAM,)),
-    Line("optim.eps", "adam_epsilon", when=(ADAM,)),
+    Line("optim.beta1", "adam_beta1", when=(ANY_ADAM,)),
+    Line("optim.beta2", "adam_beta2", when=(ANY_ADAM,)),
+    Line("optim.eps", "adam_epsilon", when=(ANY_ADAM,)),
     Line("optim.weight_decay", "weight_decay"),
     Line("optim.grad_clip_norm", "max_grad_norm", OrNone(0.0)),
 )

@@ -35,7 +35,3 @@ class RunHooks(Callback):  # type: ignore[misc]  # lightning may be absent where
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and "val_loss" in trainer.callback_metrics:
             self._run.evaluated(trainer.callback_metrics["val_loss"])
-
-
-def make_callback(run: AttachedRun) -> RunHooks:
-    return RunHooks(run)

@@ -79,6 +79,7 @@ class StepLoop:
                     self._save(place)
             else:
                 place = DataPlace(place.epoch + 1)
+        # The exchange that the last step has begun is still open.
         self._ranks.settle()
         self._save(place)
 
@@ -108,7 +109,11 @@ class StepLoop:
         while True:
             began_s = time.monotonic()
             if isinstance(sampler, ShardedBatches) and self._share(sampler):
-                batches = _again(loader, sampler, place)
+                # The rest of the epoch, with other shares: what was read ahead is left. It draws no random number.
+                sampler.first = place.batch
+                kept = torch_state.random_state()
+                batches = iter(loader)
+                torch_state.set_random_state(kept)
             batch = next(batches, end)
             self._run.record.waited(time.monotonic() - began_s)
             if batch is end:
@@ -174,11 +179,3 @@ class StepLoop:
             path, size_bytes = torch_state.write_state(self._run.checkpoints, step, state, ranks, keep)
             self._run.record.saved(step, str(path), size_bytes, time.monotonic() - began_s)
         self._saved_step = step
-
-
-def _again(loader: Iterable[Batch], sampler: ShardedBatches, place: DataPlace) -> Iterator[Batch]:
-    """Return the rest of the epoch, with other shares: what was read ahead is left. It draws no random number."""
-    sampler.first, kept = place.batch, torch_state.random_state()
-    batches = iter(loader)
-    torch_state.set_random_state(kept)
-    return batches

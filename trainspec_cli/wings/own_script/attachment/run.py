@@ -139,15 +139,15 @@ class AttachedRun:
     def transformers_callback(self) -> TrainerCallback:
         """Return a callback for transformers' Trainer: steps, losses, held-out losses; a request to stop makes it save
         and end."""
-        from trainspec_cli.wings.own_script.attachment.transformers_callback import make_callback
+        from trainspec_cli.wings.own_script.attachment.transformers_callback import RunCallback
 
-        return make_callback(self)
+        return RunCallback(self)
 
     def lightning_callback(self) -> Callback:
         """Return the same for Lightning; the checkpoint of a stop is `stopped.ckpt` in `checkpoints`."""
-        from trainspec_cli.wings.own_script.attachment.lightning_callback import make_callback
+        from trainspec_cli.wings.own_script.attachment.lightning_callback import RunHooks
 
-        return make_callback(self)
+        return RunHooks(self)
 
     # Within this room
 

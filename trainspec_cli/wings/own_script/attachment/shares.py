@@ -14,7 +14,6 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,19 +32,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class _Followed:
-    """Shares that an earlier start was given."""
-
-    step: int
-    counts: tuple[int, ...]
-
-
 class Shares:
     """The shares of one script; all ranks call it together. `run`: None outside of a run, where nothing is recorded."""
 
     def __init__(self, run: RunDir | None, ranks: ScriptRanks, batch_size: int, largest: int):
-        """`largest`: a rank takes at most so many samples of a step. Raises RecipeError where that is too few."""
+        """`largest`: the most samples that a rank takes of a step. Raises RecipeError where that is too few."""
         if largest * ranks.count < batch_size or batch_size < ranks.count:
             message = f"{ranks.count} ranks of at most {largest} samples cannot share batch_size={batch_size}"
             hint = f"give {math.ceil(batch_size / ranks.count)} or more, and a sample for each rank"
@@ -57,11 +48,19 @@ class Shares:
         change = SchedulerSpec().change
         self._even = Division((1.0,) * ranks.count, largest)
         self._scheduler = ShareScheduler(self._even, largest, change, keeps_micro_batches=True)
-        self._tracker, self._cost = SpeedTracker(change, SETTLING_S), ChangeCost()
+        self._tracker = SpeedTracker(change, SETTLING_S)
+        self._cost = ChangeCost()
         self._decided: ShareChange | None = None
-        earlier = _recall(run, ranks)
+        # The shares that earlier starts were given, as (step, counts), which rank 0 reads for all.
+        found: Sequence[object] = []
+        if run is not None and ranks.number == 0 and run.directives.is_file():
+            events = (event for event in read_log(run.directives) if isinstance(event, DirectiveEvent))
+            found = [[event.step, list(event.counts)] for event in events]
+        earlier: Any = ranks.gather(found)[0]
         self._number = len(earlier)
-        self._ahead = [one for one in earlier if len(one.counts) == ranks.count and sum(one.counts) == batch_size]
+        self._ahead = [
+            (at, counts) for at, counts in earlier if len(counts) == ranks.count and sum(counts) == batch_size
+        ]
         self._clock = _Stopwatch()
 
     @property
@@ -70,9 +69,9 @@ class Shares:
 
     def divide(self, step: int) -> tuple[int, ...]:
         """Return how many samples each rank takes in the step after update `step`."""
-        if reached := [one for one in self._ahead if one.step <= step]:
-            self._ahead = [one for one in self._ahead if one.step > step]
-            self._scheduler.follow(Division(tuple(map(float, reached[-1].counts)), self._largest))
+        if reached := [counts for at, counts in self._ahead if at <= step]:
+            self._ahead = [(at, counts) for at, counts in self._ahead if at > step]
+            self._scheduler.follow(Division(tuple(map(float, reached[-1])), self._largest))
         elif self._decided is not None:
             self._write(step, self._decided)
             self._decided = None
@@ -136,16 +135,6 @@ class Shares:
             writer.close()
 
 
-def _recall(run: RunDir | None, ranks: ScriptRanks) -> list[_Followed]:
-    """Return the shares that earlier starts were given, which rank 0 reads for all."""
-    found: Sequence[object] = []
-    if run is not None and ranks.number == 0 and run.directives.is_file():
-        events = (event for event in read_log(run.directives) if isinstance(event, DirectiveEvent))
-        found = [[event.step, list(event.counts)] for event in events]
-    agreed: Any = ranks.gather(found)[0]
-    return [_Followed(step, tuple(counts)) for step, counts in agreed]
-
-
 class _Stopwatch:
     """The time from a batch to the loss: on a GPU, that of the GPU."""
 
@@ -198,7 +187,14 @@ class ShardedBatches:
         shuffle: bool,
         counts: tuple[int, ...] = (),
     ):
-        _check_batch(samples, batch_size, 1 if counts else ranks)
+        shared_by = 1 if counts else ranks
+        if batch_size < 1 or batch_size % shared_by:
+            hint = "batch_size counts the samples of one step over all ranks"
+            message = f"batch_size={batch_size} cannot be shared evenly among {shared_by} ranks"
+            raise RecipeError(Problem("not_divisible", message, "batch_size", hint))
+        if samples < batch_size:
+            message = f"batch_size={batch_size} is more than the dataset's {samples} samples"
+            raise RecipeError(Problem("too_large", message, "batch_size", f"give {samples} at most"))
         self.counts = counts or (batch_size // ranks,) * ranks
         """The samples of each rank in a step: those of the next iteration."""
         self._samples = samples
@@ -225,13 +221,3 @@ class ShardedBatches:
         for batch in range(first, len(self)):
             begin = batch * self._batch_size + before
             yield order[begin : begin + part].tolist()
-
-
-def _check_batch(samples: int, batch_size: int, ranks: int) -> None:
-    if batch_size < 1 or batch_size % ranks:
-        hint = "batch_size counts the samples of one step over all ranks"
-        message = f"batch_size={batch_size} cannot be shared evenly among {ranks} ranks"
-        raise RecipeError(Problem("not_divisible", message, "batch_size", hint))
-    if samples < batch_size:
-        message = f"batch_size={batch_size} is more than the dataset's {samples} samples"
-        raise RecipeError(Problem("too_large", message, "batch_size", f"give {samples} at most"))

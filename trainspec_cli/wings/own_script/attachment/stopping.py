@@ -1,16 +1,87 @@
-"""Requests to stop, on which all ranks act at the same step."""
+"""The ranks of an attached script, of torch.distributed or, with JAX or TensorFlow, of others; and requests to stop, on
+which all of them act at the same step."""
 
 from __future__ import annotations
 
 import io
+import json
+import os
 import signal
+import struct
 import sys
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trainspec_cli.wings.own_script.attachment.other_ranks import FlagFiles, find_place
+_FLAG = struct.Struct("<QQ")
+"""The steps that a rank has made, and the first of them after which it wanted the run to end (0: none)."""
+_POLL_S = 0.001
+
+
+def find_place() -> tuple[int, int]:
+    """Return this process' rank and the number of ranks: as JAX has them, as TensorFlow's TF_CONFIG says, or as a
+    launcher's environment does; (0, 1) of a process that is alone."""
+    jax: Any = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
+        return int(jax.process_index()), int(jax.process_count())
+    if "tensorflow" in sys.modules and (place := _in_tf_config(os.environ.get("TF_CONFIG", ""))):
+        return place
+    if "torch" not in sys.modules:  # a script may use torch under a launcher, and train on one process
+        rank = os.environ.get("RANK", "")
+        ranks = os.environ.get("WORLD_SIZE", "")
+        if rank.isdigit() and ranks.isdigit():
+            return int(rank), int(ranks)
+    return 0, 1
+
+
+def _in_tf_config(text: str) -> tuple[int, int] | None:
+    """Return the place among those that train: the chief, then the workers."""
+    try:
+        config = json.loads(text)
+        trainers = [
+            (kind, index) for kind in ("chief", "worker") for index in range(len(config["cluster"].get(kind, ())))
+        ]
+        task = config["task"]["type"], int(config["task"]["index"])
+        return trainers.index(task), len(trainers)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+class FlagFiles:
+    """The agreement of ranks on this machine that have no torch: each writes after each step, into a file of its own,
+    how many it has made and whether it wants to end. What was wanted in the step before is read of all, so that all
+    act on it at the same step: none is more than the exchanges of one step ahead, and the rest is waited for."""
+
+    def __init__(self, folder: Path, rank: int, ranks: int):
+        self._paths = [folder / f"{number}.flag" for number in range(ranks)]
+        self._rank = rank
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._own = os.open(self._paths[rank], flags, 0o600)
+        self._made = self._wanted = 0
+
+    def agree(self, wanted: bool) -> bool:
+        """Count a step; return whether any rank wanted to end in the step before."""
+        before = self._made
+        self._made = self._made + 1
+        if wanted and not self._wanted:
+            self._wanted = self._made
+        os.pwrite(self._own, _FLAG.pack(self._made, self._wanted), 0)
+        if before == 0:
+            return False
+        for path in self._paths:
+            made = 0
+            wanted_at = 0
+            while made < before:
+                with suppress(FileNotFoundError, struct.error):  # it has not begun, or has written a part of a record
+                    made, wanted_at = _FLAG.unpack(path.read_bytes())
+                if made < before:
+                    time.sleep(_POLL_S)
+            if 0 < wanted_at <= before:
+                return True
+        return False
 
 
 class StopSignal:
@@ -48,9 +119,11 @@ class ScriptRanks:
             if folder and self.count > 1:
                 self._flags = FlagFiles(folder, self.number, self.count)
             return
-        self.number, self.count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.number = torch.distributed.get_rank()
+        self.count = torch.distributed.get_world_size()
         if self.count > 1:
-            self._torch, self._group = torch, torch.distributed.new_group(backend="gloo")
+            self._torch = torch
+            self._group = torch.distributed.new_group(backend="gloo")
 
     def agree(self, wanted: bool) -> bool:
         """Return whether any rank wanted this in the step before; of a single process, whether it does now."""

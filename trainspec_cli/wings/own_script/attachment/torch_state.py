@@ -128,21 +128,17 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def newest_sound(folder: Path) -> Path | None:
     """Return the newest checkpoint whose digest is right. A damaged one is named on stderr."""
     for path in reversed(checkpoints_in(folder)):
-        if not (fault := _fault_of(path)):
-            return path
+        fault = f"{path} is damaged"
+        try:
+            if read_versioned(path / CHECKPOINT_MANIFEST).get("sha256") == _digest(path / STATE):
+                return path
+        except MachineError as error:
+            if error.problems[0].code in (NEWER, UNKNOWN):
+                fault = str(error)
+        except OSError:
+            pass
         print(f"trainspec: {fault}, and is not used", file=sys.stderr)
     return None
-
-
-def _fault_of(path: Path) -> str:
-    """Return why a checkpoint is not to be used; empty where its digest is right."""
-    damaged = f"{path} is damaged"
-    try:
-        return "" if read_versioned(path / CHECKPOINT_MANIFEST).get("sha256") == _digest(path / STATE) else damaged
-    except MachineError as error:
-        return str(error) if error.problems[0].code in (NEWER, UNKNOWN) else damaged
-    except OSError:
-        return damaged
 
 
 def read_state(path: Path) -> dict[str, dict[str, object]]:
@@ -156,6 +152,7 @@ def write_state(folder: Path, step: int, state: dict[str, object], ranks: int, k
     partial = folder / f".{path.name}.{secrets.token_hex(8)}.partial"
     partial.mkdir(parents=True)
     try:
+        # Files are flushed before the rename, and the folder after it: a machine that loses power keeps all or nothing.
         torch.save(state, partial / STATE)
         _flush(partial / STATE)
         digest = _digest(partial / STATE)

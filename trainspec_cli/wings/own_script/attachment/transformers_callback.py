@@ -66,7 +66,3 @@ class RunCallback(TrainerCallback):
         if self._ended:
             self._ended = False
             self._run.step_done()
-
-
-def make_callback(run: AttachedRun) -> RunCallback:
-    return RunCallback(run)

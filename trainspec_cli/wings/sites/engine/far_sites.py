@@ -5,7 +5,9 @@ other sites, and some steps later applies the sum of all sites'. What a round de
 applied: who is a member, and which samples each member takes. The last round, after the last step, leaves all sites
 with the same weights.
 
-Of ranks that hold the same shares (replicas along `dp_replicate`) the first speaks, and hands on what it hears.
+Each rank has connections of its own (`SiteLink`) for its shares, so a site has as many streams on each way as ranks
+that hold different ones. Of ranks that hold the same shares (replicas along `dp_replicate`) the first is connected, and
+hands on what it hears.
 """
 
 from __future__ import annotations
@@ -14,22 +16,25 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from trainspec_cli.core.errors import WorkerError
-from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
-from trainspec_cli.engine.observe.journal import Journal
-from trainspec_cli.engine.run.coordinator import GroupBatches, RunContext, StepSamples, StepStart, TrainProgress
+from trainspec_cli.engine.comm.json_collectives import broadcast_json, gather_json
+from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, StepSamples, StepStart, TrainProgress
+from trainspec_cli.recipe.records import from_plain, to_plain
+from trainspec_cli.recipe.structure import convert
 from trainspec_cli.run.folder.event_types.events import RecoveryEvent, WarningEvent
+from trainspec_cli.run.folder.generations import read_secret
 from trainspec_cli.wings.sites.engine.outer_state import OuterState
-from trainspec_cli.wings.sites.engine.site_voice import SiteVoice, WindowPace
+from trainspec_cli.wings.sites.engine.site_link import SiteLink
 from trainspec_cli.wings.sites.events import ExchangeEvent
-from trainspec_cli.wings.sites.meeting import RoundRecord
-from trainspec_cli.wings.sites.schedule import BEGINNING, SiteExchange, newest_applied
+from trainspec_cli.wings.sites.meeting import BEGINNING, RoundRecord, SiteExchange, agreement_of, newest_applied
+from trainspec_cli.wings.sites.wire import Sent, SiteHello
 
 WAIT_S = 0.01
 TROUBLE_S = 5.0
@@ -49,29 +54,33 @@ class Seen:
     """Some rank was asked to stop."""
 
 
-class FarSites:
-    restores_at_start = True
-    leads = True
+class FarSites(SingleGroup):
+    """Within a step a site is the only replica group that there is: what is exchanged, is exchanged between steps."""
+
     waits_for_groups = True
     merges_at_end = True
-    finished_without = False
-    group = None
 
     def __init__(self, run: RunContext):
-        self._run = run
-        self._spec = run.plan.spec
-        self._sites = run.plan.spec.resilience.sites
-        assert self._sites.site is not None, "a site is started with its number"
-        self.site = self._sites.site
-        self.journal = Journal(run.run_dir, dist.get_rank(), run.plan.spec)
-        self.batches = GroupBatches(run)
-        codec = GRADIENT_CODECS[self._sites.format]
-        sites = self._sites
+        super().__init__(run)
+        sites = run.plan.spec.resilience.sites
+        assert sites.site is not None, "a site is started with its number"
+        self._sites = sites
+        self.site = sites.site
+        codec = GRADIENT_CODECS[sites.format]
         self._outer = OuterState(
             run.state.shares, sites.fragments, codec, sites.outer_lr, sites.outer_momentum, sites.keep
         )
         run.state.beyond.update(self._outer.saved(f"{run.plan.layout.describe()}.{dist.get_rank()}"))
-        self._voice = SiteVoice(run, lambda: self._outer.applied)
+        mesh = run.state.mesh
+        self._copies = mesh.group("dp_replicate")
+        self._speaks = mesh.rank("dp_replicate") == 0
+        speaking = gather_json(self._speaks, lambda one: convert(bool, one))
+        self._speakers = [rank for rank, speaks in enumerate(speaking) if speaks]
+        self._is_open = False
+        self._link: SiteLink | None = None
+        """None: another rank hands on what it hears."""
+        self._waited_s = 0.0
+        """How long training has waited since the last exchange."""
         self._record: RoundRecord | None = None
         """The decision that holds now; None before the first."""
         self._applied: list[SiteExchange] = []
@@ -79,11 +88,10 @@ class FarSites:
         self._progress = TrainProgress()
         self._taken = 0
         """Samples of the step that is being made."""
-        self._pace = WindowPace(follows=self._spec.scheduler.mode == "auto")
-
-    @property
-    def stop_flag(self) -> bool:
-        return self._run.stop.requested
+        # How fast this site computes from one exchange to the next, without its waits for others.
+        self._busy_s = 0.0
+        self._samples = 0
+        self._computes_since_s: float | None = None
 
     @property
     def _next(self) -> SiteExchange | None:
@@ -93,10 +101,11 @@ class FarSites:
     # Rounds
 
     def begin(self, progress: TrainProgress, restore: Callable[[], TrainProgress]) -> StepStart:
-        self._pace.pause()
+        if self._computes_since_s is not None:
+            self._busy_s += time.perf_counter() - self._computes_since_s
         self._progress = progress
         keeps_up = self._open() and self._keep_up()
-        self._pace.go_on()
+        self._computes_since_s = time.perf_counter()
         return StepStart(self._progress, stop=not keeps_up)
 
     def bring_together(self, progress: TrainProgress) -> None:
@@ -107,21 +116,33 @@ class FarSites:
 
     def _open(self, *, heeds_stop: bool = True) -> bool:
         """Connect at the first call; return False where the run was asked to stop."""
-        if self._voice.is_open:
+        if self._is_open:
             return True
         outer = self._outer
         step = self._progress.step
         if outer.is_new and step:
-            raise _no_shared_weights(step)
+            raise WorkerError(
+                f"the checkpoint of step {step} holds no shared weights for this layout: it was written in another "
+                "one, or without resilience=sites",
+                code="no_shared_weights",
+                hint="resume in the layout that the run has begun with, or begin a new run with "
+                "init.from=<this run's folder>",
+            )
         if outer.is_new:
             outer.begin()
-        self._voice.open()
+        self._is_open = True
+        if self._speaks:
+            self._link = self._connect()
         seen = self._wait(outer.applied + 1, lambda seen: seen.answered, heeds_stop=heeds_stop)
         if seen is None:
             return False
         if outer.applied >= 0:
-            self._record = self._voice.read_record()
-            assert self._record is not None, "the meeting point refuses a site whose newest round it has forgotten"
+            record = self._link.record if self._link else None
+            if self._copies.size() > 1:
+                plain = to_plain(record) if record else None
+                record = self._hand_on(plain, lambda one: one and from_plain(RoundRecord, one))
+            assert record is not None, "the meeting point refuses a site whose newest round it has forgotten"
+            self._record = record
             self._applied.append(self._record.exchange)
         if seen.follows:
             return self._follow(heeds_stop=heeds_stop)
@@ -129,9 +150,27 @@ class FarSites:
             self._post(outer.sent_round, outer.sent)
         return True
 
+    def _connect(self) -> SiteLink:
+        plan = self._run.plan
+        sites = self._sites
+        assert sites.endpoint and sites.secret, "the launcher has checked them"
+        hello = SiteHello(
+            site=self.site,
+            rank=self._speakers.index(dist.get_rank()),
+            ranks=len(self._speakers),
+            batch=plan.spec.batching.global_batch_size,
+            applied=self._outer.applied,
+            recipe=agreement_of(plan),
+            listen=sites.listen or "",
+        )
+        secret = read_secret(Path(sites.secret))
+        silence_s = plan.spec.resilience.heartbeat_timeout_s
+        return SiteLink(sites.endpoint, secret, hello, lambda: self._outer.applied, silence_s)
+
     def _keep_up(self, *, heeds_stop: bool = True) -> bool:
         """Send and apply what is due at this step; return False where the run was asked to stop meanwhile."""
         outer = self._outer
+        # Several may be due at a step: without a delay a sum is applied where it is sent, and round 0 at once.
         while exchange := self._next:
             step = self._progress.step
             if exchange.round and exchange.sent_at == step and not outer.sent_round:
@@ -148,15 +187,20 @@ class FarSites:
     def _post(self, number: int, encoded: bytes) -> None:
         saved = newest_applied(self._applied, self._run.run_dir.newest_step)
         self._applied = [exchange for exchange in self._applied if exchange.round >= saved]
-        work = self._outer.sent_work
-        digest = self._outer.digest
-        self._voice.send(number, encoded, work, self._pace.cut(), digest, saved)
+        tokens, steps = self._outer.sent_work
+        # Samples a second; 0 where nothing is to follow from that.
+        rate = self._samples / self._busy_s if self._spec.scheduler.mode == "auto" and self._busy_s else 0.0
+        self._busy_s = 0.0
+        self._samples = 0
+        message = Sent(number, tokens, steps, rate, self._outer.digest, saved)
+        if self._link:
+            self._link.send(message, encoded)
 
     def _merge(self, exchange: SiteExchange) -> bool:
         """Apply a round as one that has trained; where it has found this site lost, catch up."""
         outer = self._outer
         own = outer.sent
-        record, parts = self._voice.take(exchange.round)
+        record, parts = self._take(exchange.round)
         if exchange.round:
             if self.site in record.included:
                 outer.note_merged(exchange.fragments)
@@ -172,27 +216,68 @@ class FarSites:
         """Apply rounds without training, until this site is a member again or the run is over."""
         outer = self._outer
         self._warn("this site was left out: it catches up, and what it had not sent yet is given up")
-        self._voice.follow(outer.applied)
+        self._note_followed(outer.applied)
         while exchange := self._next:
             number = exchange.round
             if not self._wait(number, lambda seen: seen.decided, heeds_stop=heeds_stop):
                 return False
-            record, parts = self._voice.take(number)
+            record, parts = self._take(number)
             if number:
                 self._apply(record, parts)
             self._note(record)
-            if self.site in record.joined:  # rounds of before it was lost name it as a member too
+            if self.site in record.joined:
+                # Only that counts: rounds of before it was lost name it as a member too.
                 break
-            self._voice.follow(number)
+            self._note_followed(number)
         outer.take_shared()
-        self._voice.join()
+        if self._link:
+            self._link.joined()
         assert self._record is not None, "the round that this site goes on from was applied"
         self._progress = TrainProgress(self._record.exchange.applied_at, self._progress.samples)
         return True
 
+    def _note_followed(self, number: int) -> None:
+        if self._link:
+            self._link.follow(number)
+
+    def _take(self, number: int) -> tuple[RoundRecord, dict[int, bytes]]:
+        """Return a round that has arrived, and the outer gradients of this rank's shares by site."""
+        record, parts = self._link.take(number) if self._link else (None, {})
+        if self._copies.size() == 1:
+            assert record is not None, "every rank has a connection"
+            return record, parts
+
+        def read(plain: Any) -> tuple[RoundRecord, list[tuple[int, int]]]:
+            record, sizes = plain
+            return from_plain(RoundRecord, record), [(convert(int, site), convert(int, size)) for site, size in sizes]
+
+        plain = record and [to_plain(record), [[site, len(part)] for site, part in parts.items()]]
+        record, sizes = self._hand_on(plain, read)
+        content = b"".join(parts.values()) if self._link else bytes(sum(size for _, size in sizes))
+        flat = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)
+        dist.broadcast(flat, dist.get_global_rank(self._copies, 0), group=self._copies)
+        whole = flat.numpy().tobytes()
+        cut = {}
+        for site, size in sizes:
+            cut[site] = whole[:size]
+            whole = whole[size:]
+        return record, cut
+
+    def _hand_on(self, plain: Any, read: Callable[[Any], Any]) -> Any:
+        """Return what the first of the ranks with the same shares gives."""
+        return broadcast_json(plain, read, dist.get_global_rank(self._copies, 0), self._copies)
+
     def _apply(self, record: RoundRecord, parts: dict[int, bytes]) -> None:
         if record.diverged:
-            raise _diverged(record.diverged, self._progress.step)
+            sites = record.diverged
+            named = f"site {sites[0]} differ" if len(sites) == 1 else f"sites {', '.join(map(str, sites))} differ"
+            raise WorkerError(
+                f"the shared weights of {named} from the others' at step {self._progress.step}: a value changed "
+                "without an exchange, or the sites began with other weights",
+                code="diverged",
+                hint="test that site's memory and devices; go on from a checkpoint before the last exchange that "
+                "agreed",
+            )
         encoded = [parts[site] for site in record.included]
         own = record.included.index(self.site) if self.site in record.included else None
         self._outer.apply(record.exchange.fragments, encoded, record.weights, own)
@@ -202,21 +287,23 @@ class FarSites:
         self._outer.note_applied(record.round)
         self._record = record
         self._applied.append(record.exchange)
-        for notice in self._voice.cut_notices():
+        link = self._link
+        for notice in link.cut_notices() if link else ():
             self._warn(notice)
         if dist.get_rank():
             return
         step = self._progress.step
-        voice = self._voice
+        waited_s = self._waited_s
+        self._waited_s = 0.0
         self.journal.write(
             ExchangeEvent(
                 step=step,
                 round=record.round,
                 sites=record.included,
                 members=record.members,
-                waited_s=voice.cut_waited_s(),
-                sent_bytes=voice.sent_bytes,
-                received_bytes=voice.received_bytes,
+                waited_s=waited_s,
+                sent_bytes=link.sent_bytes if link else 0,
+                received_bytes=link.received_bytes if link else 0,
             )
         )
         for change, sites in (("site_left", record.lost), ("site_joined", record.joined)):
@@ -230,12 +317,15 @@ class FarSites:
         while True:
             seen = self._look(number)
             if is_enough(seen):
-                self._voice.note_waited(time.perf_counter() - began_s)
+                self._waited_s += time.perf_counter() - began_s
                 return seen
             if seen.stop and heeds_stop:
                 return None
-            self._voice.check()
-            trouble = self._voice.trouble
+            if self._link and (refusal := self._link.refusal):
+                raise WorkerError(
+                    f"the meeting point refuses this site: {refusal.reason}", code="refused", hint=refusal.hint
+                )
+            trouble = self._link.trouble if self._link else ""
             if trouble and not warned and time.perf_counter() > began_s + TROUBLE_S:
                 warned = True
                 self._warn(
@@ -245,8 +335,10 @@ class FarSites:
 
     def _look(self, number: int) -> Seen:
         """Return what every rank of this site has. Called by all of them together."""
-        voice = self._voice
-        has = [voice.has_answer, voice.has(number), voice.follows, not self._run.stop.requested]
+        link = self._link
+        # A rank without a connection leaves it to the others: the least of all ranks counts.
+        heard = (link.is_member is not None, link.has(number), link.is_member is False) if link else (True,) * 3
+        has = [*heard, not self._run.stop.requested]
         least = torch.tensor([float(each) for each in has])
         if dist.get_world_size() > 1:
             dist.all_reduce(least, dist.ReduceOp.MIN)
@@ -276,47 +368,17 @@ class FarSites:
             took=(start, samples),
         )
 
-    def begin_passes(self, state: TrainState, micro_batches: int) -> None:
-        pass
-
-    def abandon_passes(self, state: TrainState) -> None:
-        pass
-
-    def reduce(self, state: TrainState, loss: Tensor) -> None:
-        pass
-
     def commit(self) -> bool:
         """The step is made, within this site."""
         data = self._spec.data
         self._outer.count(self._taken * (data.seq_len if data.unit == "tokens" else 1))
-        self._pace.note(self._taken)
+        self._samples += self._taken
         return True
-
-    def note_step(self, step: int, step_time_s: float) -> None:
-        pass
 
     def merged(self) -> AbstractContextManager[None]:
         return self._outer.as_weights()
 
     def leave(self) -> None:
-        self.batches.close()
-        self._voice.close()
-
-
-def _no_shared_weights(step: int) -> WorkerError:
-    return WorkerError(
-        f"the checkpoint of step {step} holds no shared weights for this layout: it was written in another one, or "
-        "without resilience=sites",
-        code="no_shared_weights",
-        hint="resume in the layout that the run has begun with, or begin a new run with init.from=<this run's folder>",
-    )
-
-
-def _diverged(sites: Sequence[int], step: int) -> WorkerError:
-    named = f"site {sites[0]} differ" if len(sites) == 1 else f"sites {', '.join(map(str, sites))} differ"
-    return WorkerError(
-        f"the shared weights of {named} from the others' at step {step}: a value changed without an exchange, or the "
-        "sites began with other weights",
-        code="diverged",
-        hint="test that site's memory and devices; go on from a checkpoint before the last exchange that agreed",
-    )
+        super().leave()
+        if self._link:
+            self._link.close()

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,36 +17,6 @@ from torch import Tensor
 from trainspec_cli.engine.comm.codec import Codec
 from trainspec_cli.engine.digest import sum_bits
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.wings.sites.schedule import fragment_of
-
-
-def outer_gradient(shared: Any, own: Any) -> Any:
-    """Return what a site asks of the shared weights: they are to move against it, towards the site's own."""
-    return shared - own
-
-
-def outer_step(shared: Any, momentum: Any, gradient: Any, rate: float, factor: float) -> tuple[Any, Any]:
-    """Return (shared weights, momentum) after an outer update by Nesterov's rule as torch's SGD has it:
-    m' = factor m + g, and the weights less rate (g + factor m')."""
-    momentum = momentum * factor + gradient
-    return shared - (gradient + momentum * factor) * rate, momentum
-
-
-def carry_over(own: Any, sent: Any, before: Any, shared: Any) -> Any:
-    """Return a site's weights after the shared ones went from `before` to `shared` with its outer gradient `sent` in
-    them, 0 where it was not.
-
-    They move as the shared weights do, less what of that was the site's own. So all that was not sent stays between the
-    two, and is the beginning of the next outer gradient: the steps since then, and what the encoding has lost.
-    """
-    return own + sent + (shared - before)
-
-
-def mix(own: Any, shared: Any, keeps: float) -> Any:
-    """Return a site's weights after the shared ones have come, of which its own are the part `keeps` (Streaming DiLoCo,
-    arXiv:2501.18512, equation 3)."""
-    return own * keeps + shared * (1 - keeps)
-
 
 LAYER = re.compile(r"blocks\.(\d+)\.")
 INPUT = "embed."
@@ -151,7 +120,8 @@ class OuterState:
         """Return the outer gradient of the fragments, encoded."""
         rows = []
         for one in self._of(fragments):
-            wanted = outer_gradient(one.shared, one.share.local.detach().float()).flatten()
+            # The shared weights are to move against it, towards the site's own.
+            wanted = (one.shared - one.share.local.detach().float()).flatten()
             rows.append(self._codec.encode(wanted[None])[0])
         sent = torch.cat(rows) if rows else self._sent[:0]
         if len(sent) > len(self._sent):  # all fragments: after the last step, when no checkpoint is written
@@ -188,12 +158,19 @@ class OuterState:
             self._step(one, gradient, sent)
 
     def _step(self, one: OuterShare, gradient: Tensor, sent: Tensor | None) -> None:
-        shared, momentum = outer_step(one.shared, one.momentum, gradient, self._lr, self._factor)
+        """Update by Nesterov's rule as torch's SGD has it: m' = factor m + g, and the weights less
+        rate (g + factor m'). `sent`: what of the gradient is this site's own, None where nothing is."""
+        momentum = one.momentum * self._factor + gradient
+        shared = one.shared - (gradient + momentum * self._factor) * self._lr
         local = one.share.local
         if self._keep is None or sent is None:
-            local.copy_(carry_over(local, 0.0 if sent is None else sent, one.shared, shared))
+            # A site's weights move as the shared ones do, less what of that was its own. So all that was not sent stays
+            # between the two, and is the beginning of the next outer gradient: the steps since then, and what the
+            # encoding has lost.
+            local.copy_(local + (0.0 if sent is None else sent) + (shared - one.shared))
         else:
-            local.copy_(mix(local, shared, self._keep))
+            # Streaming DiLoCo, arXiv:2501.18512, equation 3.
+            local.copy_(local * self._keep + shared * (1 - self._keep))
         one.shared.copy_(shared)
         one.momentum.copy_(momentum)
 
@@ -237,8 +214,11 @@ class OuterState:
 
 @torch.no_grad()
 def _beside(share: Share, fragments: int) -> OuterShare:
-    layer = LAYER.match(share.name)
-    fragment = fragment_of(int(layer[1]) if layer else None, fragments, is_input=share.name.startswith(INPUT))
+    if layer := LAYER.match(share.name):
+        # Strided, so that each fragment has early and late layers.
+        fragment = int(layer[1]) % fragments
+    else:
+        fragment = 0 if share.name.startswith(INPUT) else fragments - 1
     shared = share.local.detach().float().clone()
     return OuterShare(share, fragment, shared, torch.zeros_like(shared))
 

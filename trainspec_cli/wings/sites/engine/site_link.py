@@ -1,4 +1,5 @@
-"""A rank's way to the other sites: through the meeting point, and directly where that is possible.
+"""A rank's way to the other sites: through the meeting point, and directly where that is possible. Connections are
+encrypted, and authenticated.
 
 A thread of its own sends what it is given and keeps what arrives; where a connection breaks it connects anew. What the
 meeting point has not decided yet is sent to it again; what does not come directly is asked of it. Nothing here waits
@@ -14,13 +15,17 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from trainspec_cli.core.wire.handshake import TIMEOUT_S
+from trainspec_cli.core.errors import TrainspecError
+from trainspec_cli.core.wire.handshake import NONCE_BYTES, PROOF_BYTES, TIMEOUT_S, Answer, HandshakeError
 from trainspec_cli.recipe.keys.resilience import FIRST_SITE
 from trainspec_cli.recipe.records import from_plain
-from trainspec_cli.wings.sites.engine.site_connection import SiteAccess, SiteConnection
 from trainspec_cli.wings.sites.meeting import RoundRecord
 from trainspec_cli.wings.sites.wire import (
+    BEAT_S,
+    GREETING,
+    LINE_BYTES,
     MEETING_POINT,
+    Alive,
     Decided,
     Followed,
     Gone,
@@ -34,7 +39,139 @@ from trainspec_cli.wings.sites.wire import (
     Welcome,
     inbox_of,
     pack,
+    purpose_of,
+    receive,
+    start_tls_as_client,
 )
+
+RETRY_S = 0.5
+LOST = (OSError, EOFError, ValueError, TimeoutError, TrainspecError)
+"""What a connection ends with."""
+
+
+@dataclass(frozen=True)
+class SiteAccess:
+    """What a rank shows to every server."""
+
+    secret: bytes
+    hello: Callable[[], SiteHello]
+    silence_s: float
+    """A server that was silent for this many seconds is lost."""
+
+
+class SiteConnection:
+    def __init__(self, server: str, address: str, access: SiteAccess, hear: Callable[[Message, bytes], None]):
+        """`server` is the name that both ends prove; `hear` is called with what the server says."""
+        self.server = server
+        self.address = address
+        self._access = access
+        self._hear = hear
+        self.lost: Callable[[], None] = lambda: None
+        """Called whenever the connection could not be made, or has ended."""
+        self.refusal: Refused | None = None
+        self.trouble = ""
+        """Why there was no connection at the last attempt, or why it ended."""
+        self.sent_bytes = self.received_bytes = 0
+        """Of messages, before encryption; received ones without their lines."""
+        self._outbox: asyncio.Queue[bytes] | None = None
+        self.unwritten = 0
+        """Messages that were posted and are not on their way yet."""
+        self._heard_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Both ends have proved who they are."""
+        return self._outbox is not None
+
+    def post(self, content: bytes) -> None:
+        """Send a packed message, where the connection is open."""
+        if self._outbox is not None:
+            self._outbox.put_nowait(content)
+            self.unwritten += 1
+
+    async def stay_connected(self) -> None:
+        while self.refusal is None:
+            try:
+                await self._connect()
+            except LOST as error:
+                self.trouble = self.refusal.reason if self.refusal else str(error) or type(error).__name__
+            self.lost()
+            await asyncio.sleep(RETRY_S)
+
+    async def _connect(self) -> None:
+        """Connect, and serve the connection until it breaks."""
+        host, _, port = self.address.rpartition(":")
+        async with asyncio.timeout(TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, int(port), limit=LINE_BYTES)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._prove(reader, writer)
+            writer.write(pack(self._access.hello()))
+            outbox = self._outbox = asyncio.Queue()
+            self.unwritten = 0
+            await self._serve(reader, writer, outbox)
+        finally:
+            self._outbox = None
+            writer.transport.abort()
+
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, outbox: asyncio.Queue[bytes]
+    ) -> None:
+        """Write and read until either fails, or nothing was heard for too long."""
+        self._note_heard()
+        serving = (self._write(writer, outbox), self._read(reader), self._watch_silence())
+        tasks = [asyncio.ensure_future(one) for one in serving]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if await reader.readexactly(len(GREETING)) != GREETING:
+            raise HandshakeError("what listens there is no server of sites of this version")
+        purpose = purpose_of(self.server, await start_tls_as_client(writer))
+        answer = Answer(self._access.secret, purpose, await reader.readexactly(NONCE_BYTES))
+        writer.write(answer.content)
+        try:
+            answer.check(await reader.readexactly(PROOF_BYTES))
+        except EOFError as error:
+            raise HandshakeError("what listens there knows another secret, is another site's, or was full") from error
+
+    async def _write(self, writer: asyncio.StreamWriter, outbox: asyncio.Queue[bytes]) -> None:
+        while True:
+            posted = True
+            try:
+                async with asyncio.timeout(BEAT_S):
+                    message = await outbox.get()
+            except TimeoutError:
+                message = pack(Alive())
+                posted = False
+            self.sent_bytes += len(message)
+            writer.write(message)
+            await writer.drain()
+            self.unwritten -= posted
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while True:
+            message, payload = await receive(reader, self._note_heard)
+            self.received_bytes += len(payload)
+            if isinstance(message, Refused):
+                self.refusal = message
+            elif not isinstance(message, Alive):
+                self._hear(message, payload)
+
+    def _note_heard(self) -> None:
+        self._heard_s = asyncio.get_running_loop().time()
+
+    async def _watch_silence(self) -> None:
+        while asyncio.get_running_loop().time() < self._heard_s + self._access.silence_s:
+            await asyncio.sleep(BEAT_S)
+        raise TimeoutError(f"it was silent for {self._access.silence_s:g} s")
+
 
 HELD_ROUNDS = 4
 """Rounds after the newest one that was taken, whose outer gradients are held before their decision comes."""
@@ -188,7 +325,7 @@ class DirectSites:
 
         A site that still gets what was sent before is left out, so that no more than one message waits for it.
         """
-        behind = {site for site, connection in self._others.items() if connection.is_behind}
+        behind = {site for site, connection in self._others.items() if connection.is_open and connection.unwritten}
         for site in sorted(behind):
             why = f"the direct way to site {site} is so slow that it still carries what was sent before"
             self._say(f"{site} behind", f"{why}: what follows goes {THROUGH}")
@@ -358,6 +495,7 @@ class SiteLink:
             record = from_plain(RoundRecord, message.record)
             self._rounds.decide(record, message.sha256, _cut(payload, message))
             self._ask()
+            # What is on a direct way may be lost without a sign: it is waited for this long, and no longer.
             self._loop.call_later(self._silence_s, lambda: self._ask(record.round))
         elif isinstance(message, Passed):
             self._rounds.hold(message.round, message.site, payload)

@@ -1,4 +1,4 @@
-"""What is seen of a command whose steps nobody counts: that it works, for how long, and which process stands still."""
+"""What is seen of a command from outside: that it works, which process stands still, and whom the ranks wait for."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from lab.gpus.machines import play
 
-from trainspec_cli.wings.own_script import silence
-from trainspec_cli.wings.own_script.silence import Silence, SilenceWatch, name_silent
+from trainspec_cli.run.backend.nodes.messages import RankStands
+from trainspec_cli.wings.own_script import watches
+from trainspec_cli.wings.own_script.watches import Silence, SilenceWatch, in_library, name_late, name_silent, place_of
 
 ASLEEP = "import time; time.sleep(600)"
 SPINS = "while True: pass"
@@ -24,7 +26,7 @@ SPINS = "while True: pass"
 def clock(monkeypatch) -> list[float]:
     """The time in seconds, which the tests set."""
     now = [time.monotonic()]
-    monkeypatch.setattr(silence.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watches.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -112,3 +114,60 @@ def test_what_is_not_there_yet_is_not_silent(tmp_path: Path, clock, start) -> No
     assert looks(watch, clock, 60) is None
     assert looks(watch, clock, 12, process) is None
     assert looks(watch, clock, 30, process) is not None
+
+
+# Which rank the others wait for, as the stacks of all show it
+
+
+@pytest.fixture
+def library(tmp_path: Path):
+    """library(NAME): the path of a file of an installed package."""
+
+    def make(name: str) -> Path:
+        (tmp_path / name / "_src").mkdir(parents=True)
+        (tmp_path / name / "__init__.py").touch()
+        return tmp_path / name / "_src" / "waits.py"
+
+    return make
+
+
+def stack(*files: Path | str) -> str:
+    return "\n".join(f'  File "{file}", line {line} in call{line}' for line, file in enumerate(files, 1))
+
+
+def late(*stacks: str) -> tuple[list[int], str]:
+    """Each rank is on a node of its own."""
+    return name_late(
+        [
+            RankStands(rank, f"node{rank}", 7, stack, place_of(stack), in_library(stack), stopped=False, ended=False)
+            for rank, stack in enumerate(stacks)
+        ]
+    )
+
+
+def test_a_rank_in_its_own_code_is_late_where_the_others_wait_in_a_library(library) -> None:
+    waits = stack("/usr/lib/python3.11/threading.py", library("tensorflow"), "train.py")
+    assert late(waits, stack("train.py"), waits) == ([1], "it is in no collective")
+    assert place_of(waits) == "call2, called at train.py:3"
+
+
+def test_a_folder_with_a_librarys_name_is_the_users_own(tmp_path, library) -> None:
+    own = tmp_path / "lightning" / "train.py"
+    assert late(stack(library("torch"), own), stack(own)) == ([1], "it is in no collective")
+
+
+def test_what_jax_has_compiled_waits_without_a_frame(library) -> None:
+    ranks, why = late(stack("train.py"), stack(library("jax"), "other.py"))
+    assert ranks == [0, 1]
+    assert why.endswith("rank 0 waits in call1, train.py:1; rank 1 waits in call1, called at other.py:2")
+
+
+# Use
+
+
+def test_use_of_gpus_that_do_not_answer_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watches.os.path, "exists", lambda path: True)
+    for name, uses in (("busy", {4194301}), ("lost", set()), ("mismatched_driver", set())):
+        with monkeypatch.context() as patch:
+            play(name, patch)
+            assert set(watches.gpu_uses()) == uses
