@@ -195,6 +195,15 @@ FORMER_WORDS: Mapping[tuple[str, str, str], Former] = {
 FORMER_OPTIONS: Mapping[tuple[str, str], Former] = {("comm", "low_rank"): _LOW_RANK}
 """By the group, and the option that it no longer has."""
 
+FORMER_FLAGS: Mapping[str, str] = {
+    "webhook": "--notify URL",
+    "site": "resilience.sites.site=I",
+    "sites-endpoint": "resilience.sites.endpoint=HOST:PORT",
+    "sites-secret": "resilience.sites.secret=FILE",
+    "site-listen": "resilience.sites.listen=HOST:PORT",
+}
+"""An option that commands had -> what is typed in its place."""
+
 CONTAINED_CHARS = 3
 """The shortest word that is looked for inside of others: 4090 in rtx_4090."""
 

@@ -33,7 +33,13 @@ class WingKeys:
     """Settings, which mean nothing without the wing."""
     defaults: object
     of_one_start: tuple[str, ...]
-    """Keys of `section` that options of the command line set: refused in a recipe that does not use the wing."""
+    """Keys of `section` that differ from start to start: refused without the wing, and in a sweep."""
+    files: tuple[str, ...]
+    """Those of them that name a file, which every process of the run finds: a relative path is made absolute."""
+
+    @property
+    def paths_of_one_start(self) -> list[str]:
+        return [f"{self.section}.{name}" for name in self.of_one_start]
 
 
 WING_KEYS = (
@@ -44,7 +50,8 @@ WING_KEYS = (
         "resilience=restart",
         "resilience.sites",
         SitesSpec(),
-        ("site", "endpoint", "listen", "secret"),
+        of_one_start=("site", "endpoint", "listen", "secret"),
+        files=("secret",),
     ),
 )
 
