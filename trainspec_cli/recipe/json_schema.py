@@ -85,10 +85,9 @@ def recipe_schema(groups: Iterable[str]) -> JsonObject:
 def group_schema(group: str, groups: Iterable[str]) -> JsonObject:
     """Return the schema of the files of conf/GROUP, of which `sections_of_group` is not empty."""
     names = "|".join(map(re.escape, groups))
-    option: JsonObject = {"type": ["string", "null"]}
     entry: JsonObject = {
         "type": "object",
-        "patternProperties": {rf"^((override|optional) )*/?({names})(@[\w.]+)?$": option},
+        "patternProperties": {rf"^/?({names})@[\w.]+$": {"type": "string"}},
         "additionalProperties": False,
         "minProperties": 1,
         "maxProperties": 1,

@@ -61,7 +61,7 @@ def count_more_steps(old: RunSpec, changes: Sequence[str]) -> list[str]:
 
 def find_fixed(run: RunDir, recipe: str, old: JsonObject, new: JsonObject) -> Iterator[Problem]:
     """Yield a problem for every changed value of `FIXED`."""
-    from trainspec_cli.recipe.compose.render import (
+    from trainspec_cli.recipe.compose.values import (
         render_value,  # loads hydra, which the help of a command does without
     )
 
@@ -107,7 +107,7 @@ def prepare_changed_data(run: RunDir, loaded: Loaded, console: PrintableConsole)
 def describe_changes(before: RunSpec, now: RunSpec, step: int, samples: int) -> Iterator[str]:
     """Yield a line for each value that differs from that of the last start, and what follows for the learning rate and
     the data at `step`, after `samples`."""
-    from trainspec_cli.recipe.compose.render import (
+    from trainspec_cli.recipe.compose.values import (
         render_value,  # loads hydra, which the help of a command does without
     )
 

@@ -44,12 +44,12 @@ class Loaded:
     @property
     def origin(self) -> LaunchOrigin:
         """Return the origin that a run of this recipe records in its folder."""
-        from trainspec_cli.recipe.compose.render import (
+        from trainspec_cli.recipe.compose.values import (
             render_yaml,  # loads hydra, which the help of a command does without
         )
         from trainspec_cli.run.job.folder import LaunchOrigin  # loads what starts processes, which plans do without
 
-        return LaunchOrigin(self.composed.recipe, sys.argv[1:], render_yaml(self.composed))
+        return LaunchOrigin(self.composed.recipe, sys.argv[1:], render_yaml(self.composed.data, self.composed.origins))
 
 
 @dataclass(frozen=True)
