@@ -308,7 +308,7 @@ class Selection:
         if file is None or self._repeated(file):
             return None
         if package is None:
-            package = {None: group.replace("/", "."), "_global_": ""}.get(file.package, file.package)
+            package = group.replace("/", ".") if file.package is None else file.package
         own = MergedFile(file, package)
         parts: list[MergedFile] = []
         whole = True
@@ -323,7 +323,7 @@ class Selection:
                 self.problems.append(self._misplaced(entry))
                 found = None
             else:
-                inside = f"{package}.{elsewhere['key']}"
+                inside = f"{package}.{elsewhere['key']}".lstrip(".")
                 found = self.parts_of(elsewhere["group"], entry.value, entry.origin, "", inside, (*within, path))
                 found = found and [replace(found[0], replaces=True), *found[1:]]
             parts += found or ()

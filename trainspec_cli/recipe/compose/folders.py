@@ -268,7 +268,7 @@ def _read(path: Path, shown: str) -> YamlFile:
         description=_scalar(top.get("description")),
         root=root,
         version=(construct_yaml(stated[1]), _origin(stated[0], shown)) if stated else None,
-        package=package[1] if package else None,
+        package=package[1].replace("_global_", "") if package else None,
     )
 
 

@@ -11,20 +11,22 @@ from typing import Any, get_args
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.core.printable import is_printable, on_one_line
 from trainspec_cli.core.reading.files import how_to_copy
-from trainspec_cli.recipe.extensions.kinds import SOURCE, TOKENIZER
-from trainspec_cli.recipe.extensions.source import Extension, problems_of
 from trainspec_cli.recipe.field_types import AUTO, Range, ranges_of
 from trainspec_cli.recipe.keys.kernels import TORCH
 from trainspec_cli.recipe.keys.model import HybridModel, OwnModel, TextModel, has_layer_list
 from trainspec_cli.recipe.keys.run import SOURCES, DataSpec, Documents, PartSpec, RunSpec
 from trainspec_cli.recipe.keys.training import BLOCK, ON_DEVICE, OPTIMIZERS, QUANTISED_ROW, QUANTISED_SIZE
+from trainspec_cli.recipe.own_code import BLOCK as OWN_BLOCK
 from trainspec_cli.recipe.own_code import (
-    own_blocks,
-    own_callbacks,
-    own_losses,
-    own_optimizer,
-    own_tokenizers,
-    own_trackers,
+    CALLBACK,
+    LOSS,
+    OPTIMIZER,
+    SOURCE,
+    TOKENIZER,
+    TRACKER,
+    Extension,
+    problems_of,
+    worker_code_of,
 )
 from trainspec_cli.recipe.rules.layout import size_of
 from trainspec_cli.recipe.structure import UNKNOWN
@@ -169,7 +171,7 @@ OPTIM_RULES = (muon_models, offloaded_state, blocks_of_changed_layouts)
 
 # Rules for one's own code: it is there, it can be called as the engine does, and the recipe says what it needs.
 #
-# Nothing of it runs for that: `extensions.source` reads it.
+# Nothing of it runs for that: `own_code.find` reads it.
 
 
 BLOCK_PARAMS = "model.block_params"
@@ -183,7 +185,7 @@ def optimizer(spec: RunSpec) -> Iterator[Problem]:
                 message = f"`{path}` is for an optimizer of one's own, and `optim.name` is {spec.optim.name}"
                 yield Problem("unsupported", message, path, "leave it out, or type optim.name=FILE.py:NAME")
         return
-    problems = list(problems_of(own_optimizer(spec), OPTIMIZERS))
+    problems = list(problems_of(Extension(OPTIMIZER, NAME, spec.optim.name, tuple(spec.optim.options)), OPTIMIZERS))
     yield from problems
     if problems:
         return
@@ -207,7 +209,8 @@ def block(spec: RunSpec) -> Iterator[Problem]:
         message = "`model.block` has no value: a model of the family own is made of blocks of one's own"
         yield Problem("missing_value", message, "model.block", "type model.block=FILE.py:NAME (docs/extending.md)")
         return
-    problems = [problem for extension in own_blocks(model) for problem in problems_of(extension)]
+    (extension,) = OWN_BLOCK.named(model.block, model.options)
+    problems = list(problems_of(extension))
     yield from problems
     if model.block_params is None and not problems:
         path = BLOCK_PARAMS
@@ -216,7 +219,7 @@ def block(spec: RunSpec) -> Iterator[Problem]:
 
 
 def loss(spec: RunSpec) -> Iterator[Problem]:
-    for extension in own_losses(spec):
+    for extension in LOSS.named(spec.train.loss, spec.train.loss_options):
         yield from problems_of(extension)
     backend = spec.kernels.linear_cross_entropy
     if spec.train.loss and spec.model.unit == "samples":
@@ -244,7 +247,7 @@ def own_tokenizer(spec: RunSpec) -> Iterator[Problem]:
             message = f"`data.tokenizer.options` is for a tokenizer of one's own, and `{key}` has no value"
             yield Problem("unsupported", message, "data.tokenizer.options", f"leave it out, or type {key}=FILE.py:NAME")
         return
-    for extension in own_tokenizers(data):
+    for extension in TOKENIZER.named(tokenizer.code, tokenizer.options):
         yield from problems_of(extension)
     parts = () if data.is_own else tuple(data.parts.values())
     for source in {part.source for part in (*parts, *data.validation.values())} - {*TEXT_SOURCES}:
@@ -257,8 +260,9 @@ def own_tokenizer(spec: RunSpec) -> Iterator[Problem]:
 
 
 def watchers(spec: RunSpec) -> Iterator[Problem]:
-    for extension in (*own_callbacks(spec), *own_trackers(spec)):
-        yield from problems_of(extension)
+    for extension in worker_code_of(spec):
+        if extension.kind in (CALLBACK, TRACKER):
+            yield from problems_of(extension)
 
 
 def source(spec: RunSpec) -> Iterator[Problem]:

@@ -7,8 +7,7 @@ from pathlib import Path
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.core.reading.files import expand
 from trainspec_cli.recipe.compose.compose import Complete, Completion
-from trainspec_cli.recipe.extensions.source import absolute_reference
-from trainspec_cli.recipe.own_code import KINDS
+from trainspec_cli.recipe.own_code import KINDS, absolute_reference
 from trainspec_cli.recipe.wings import WING_KEYS
 
 GROUPS = ("mixture", "validation")
