@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from lab import clauses
-from trainspec_cli.recipe import own_code
 
 from trainspec_cli.core.reading.spec_version import CURRENT, VERSIONS
+from trainspec_cli.recipe import own_code
 from trainspec_cli.recipe.own_code import ExtensionKind
 from trainspec_cli.run.folder.forms import FORMS
 from trainspec_cli.wings.certify.clauses import spec_version

@@ -68,7 +68,7 @@ def launch(
 
 
 def _check_sweepable(arguments: Sequence[str], *, dry_run: bool, detach: bool, several: bool) -> None:
-    from trainspec_cli.recipe.wings import WING_KEYS  # as above
+    from trainspec_cli.recipe.rules.check import WING_KEYS  # as above
 
     keys = {argument.partition("=")[0] for argument in arguments}
     given = {"--dry-run": dry_run, "--detach": detach, "--nnodes": several}

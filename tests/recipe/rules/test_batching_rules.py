@@ -10,9 +10,8 @@ import pytest
 
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.training import RampStage
-from trainspec_cli.recipe.rules.check import check
-from trainspec_cli.recipe.rules.engine import check_engine
-from trainspec_cli.recipe.rules.layout import data_parallel_ranks, largest_size, measurable_noise, noise_hindrance
+from trainspec_cli.recipe.rules.check import check, check_engine
+from trainspec_cli.recipe.rules.run import largest_size, measurable_noise, noise_hindrance
 from trainspec_cli.recipe.structure import structure
 
 PATH = "batching.schedule"
@@ -127,10 +126,18 @@ def test_the_largest_size_is_what_the_lowest_rate_asks_for_or_the_bound(make_spe
     assert largest_size(make_spec(NOISE)) == 64
 
 
-def test_ranks_are_known_where_nothing_is_left_open(make_spec) -> None:
-    assert data_parallel_ranks(make_spec({"cluster.num_nodes": 4, "cluster.devices_per_node": 4, "layout.pp": 2})) == 8
-    assert data_parallel_ranks(make_spec({"cluster.devices_per_node": "auto"})) is None
-    assert data_parallel_ranks(make_spec({"cluster.devices_per_node": 2, "layout.tp": "auto"})) is None
+@pytest.mark.parametrize(
+    ("changes", "codes"),
+    [
+        ({"cluster.devices_per_node": 1}, ["unsupported"]),
+        ({"cluster.devices_per_node": 2, "layout.pp": 2}, ["unsupported"]),
+        ({"cluster.num_nodes": 4, "cluster.devices_per_node": 4, "layout.pp": 2}, []),
+        ({"cluster.devices_per_node": "auto"}, []),
+        ({"cluster.devices_per_node": 2, "layout.tp": "auto"}, []),
+    ],
+)
+def test_noise_needs_two_data_parallel_ranks_where_their_number_is_known(make_spec, changes, codes) -> None:
+    assert [problem.code for problem in check(make_spec(NOISE | changes))] == codes
 
 
 @pytest.mark.parametrize(

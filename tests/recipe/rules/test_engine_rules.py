@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainspec_cli.recipe.rules.engine import check_built, check_engine
+from trainspec_cli.recipe.rules.check import check_built, check_engine
 from trainspec_cli.recipe.structure import structure
 
 

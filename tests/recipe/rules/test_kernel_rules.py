@@ -14,9 +14,8 @@ from trainspec_cli.recipe.keys.kernels import KERNELS, TORCH, KernelSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.rules import comm as kernel_rules
-from trainspec_cli.recipe.rules.check import check, check_machine
-from trainspec_cli.recipe.rules.comm import backend_is_used, find_compiler, why_untried
+from trainspec_cli.recipe.rules import check as kernel_rules
+from trainspec_cli.recipe.rules.check import backend_is_used, check, check_machine, find_compiler, why_untried
 from trainspec_cli.recipe.structure import structure
 
 Make = Callable[..., RunSpec]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainspec_cli.recipe.records import to_plain
-from trainspec_cli.recipe.rules.engine import check_engine
+from trainspec_cli.recipe.rules.check import check_engine
 from trainspec_cli.recipe.structure import structure
 
 NF4 = {"lora.rank": 4, "lora.base": "nf4"}

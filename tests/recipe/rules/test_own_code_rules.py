@@ -11,8 +11,7 @@ import pytest
 
 from trainspec_cli.recipe.keys.model import ConvModel, OwnModel
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.rules.check import check
-from trainspec_cli.recipe.rules.engine import check_engine
+from trainspec_cli.recipe.rules.check import check, check_engine
 
 CODE = """
 raise SystemExit("nothing of it runs")

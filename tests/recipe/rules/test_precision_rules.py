@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.rules.check import check_machine
-from trainspec_cli.recipe.rules.engine import check_engine
+from trainspec_cli.recipe.rules.check import check_engine, check_machine
 
 FP8 = {"precision.matmul": "fp8"}
 

@@ -12,7 +12,7 @@ from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
 from trainspec_cli.recipe.keys.training import BatchingSpec, LayoutChangeSpec, OptimSpec, SchedulerSpec
 from trainspec_cli.recipe.rules.check import apply
-from trainspec_cli.recipe.rules.comm import RELAYOUT_RULES, changed_specs
+from trainspec_cli.recipe.rules.layout import RELAYOUT_RULES, changed_specs
 from trainspec_cli.recipe.structure import UNKNOWN
 from trainspec_cli.wings.certify.families import FAMILIES
 

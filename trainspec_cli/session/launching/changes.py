@@ -20,8 +20,7 @@ from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.rules.check import check
-from trainspec_cli.recipe.rules.engine import check_engine
+from trainspec_cli.recipe.rules.check import check, check_engine
 from trainspec_cli.recipe.rules.run import describe_other_blocks
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir
