@@ -37,24 +37,6 @@ def test_the_defaults_are_in_order() -> None:
     assert problems_of(ClusterSpec()) == {}
 
 
-def test_uncertainty_of_a_number_that_is_not_there_is_refused() -> None:
-    said = problems_of(ClusterSpec(site=SiteSpec(known_within={"pu": 1.1})))
-    assert "does not have" in said["cluster.site.known_within.pu"]
-
-
-def test_a_factor_below_one_is_refused() -> None:
-    said = problems_of(ClusterSpec(power=PowerSpec(known_within={"busy": 0.5})))
-    assert "at least 1" in said["cluster.power.known_within.busy"]
-
-
-def test_a_number_may_be_known_exactly() -> None:
-    assert problems_of(ClusterSpec(power=PowerSpec(known_within={"busy": 1.0}))) == {}
-
-
-def test_owned_machines_need_a_price() -> None:
-    assert set(problems_of(ClusterSpec(cost=CostSpec(owned=True)))) == {"cluster.cost.device_price_usd"}
-
-
 @pytest.mark.parametrize(("bf16", "fp16", "wrong"), [(0.0, 125.0, False), (125.0, 0.0, False), (0.0, 0.0, True)])
 def test_a_chip_multiplies_in_bf16_or_in_fp16(bf16: float, fp16: float, wrong: bool) -> None:
     chip = AcceleratorSpec("V", "nvidia", bf16, memory_gb=16, memory_tb_per_s=1, fp16_tflops=fp16)
