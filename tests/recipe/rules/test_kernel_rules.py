@@ -184,9 +184,7 @@ def test_the_compiler_is_the_one_of_the_environment_first(tmp_path, monkeypatch:
     assert find_compiler() == str(tmp_path / "g++")
 
 
-def test_auto_leaves_out_what_needs_a_compiler_that_is_not_there(
-    make_spec: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_leaves_out_what_needs_a_compiler(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_rules, "find_compiler", lambda: None)
     assert why_untried(planned(make_spec({})), "rope", "halves") == ""
     assert "no C++ compiler" in why_untried(planned(make_spec({})), "rope", "compiled")
