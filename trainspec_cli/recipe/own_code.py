@@ -367,7 +367,7 @@ def _signature_of(definition: Definition) -> inspect.Signature | None:
     for argument in ast.walk(taken):
         if isinstance(argument, ast.arg):
             argument.annotation = None
-    shown = ast.Name("default")
+    shown: ast.expr = ast.Name("default")
     taken.defaults = [shown for _ in taken.defaults][-len([*taken.posonlyargs, *taken.args]) or None :]
     taken.kw_defaults = [default and shown for default in taken.kw_defaults]
     try:

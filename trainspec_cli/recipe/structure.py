@@ -71,12 +71,6 @@ class WrongValueError(ValueError):
     """The value is not of the wanted type. Raised by `convert`."""
 
 
-def structure(data: Mapping[str, object]) -> tuple[RunSpec | None, list[Problem]]:
-    """Return the spec, or None and every problem with its dotted path."""
-    draft, problems = build(RunSpec, data)
-    return (None if problems else draft), problems
-
-
 def build(cls: type[T], data: Mapping[str, object], path: str = "") -> tuple[T, list[Problem]]:
     """Return a draft of dataclass `cls`, with `UNKNOWN` in place of wrong values, and the problems."""
     hints = hints_of(cls)  # type: ignore[arg-type]

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.keys.training import RampStage
 from trainspec_cli.recipe.rules.check import check, check_engine
 from trainspec_cli.recipe.rules.run import largest_size, measurable_noise, noise_hindrance
-from trainspec_cli.recipe.structure import structure
+from trainspec_cli.recipe.structure import build
 
 PATH = "batching.schedule"
 LARGEST = f"{PATH}.max_global_batch_size"
@@ -103,7 +104,7 @@ def test_every_stage_that_is_wrong_is_named(make_spec) -> None:
 
 def test_a_stage_is_read_with_its_types(data) -> None:
     data["batching"]["schedule"] = {"kind": "ramp", "stages": [{"from_tokens": 252e6, "global_batch_size": 16}]}
-    spec, problems = structure(data)
+    spec, problems = build(RunSpec, data)
     assert problems == []
     assert spec is not None
     assert spec.batching.schedule.stages == (RampStage(252_000_000, 16),)
@@ -111,7 +112,7 @@ def test_a_stage_is_read_with_its_types(data) -> None:
 
 def test_a_stage_with_a_wrong_key_or_type_is_named(data) -> None:
     data["batching"]["schedule"] = {"stages": [{"from_tokens": "1e9", "batch_size": 16}]}
-    _, problems = structure(data)
+    _, problems = build(RunSpec, data)
     assert [(problem.code, problem.path) for problem in problems] == [
         ("unknown_key", f"{PATH}.stages.0.batch_size"),
         ("wrong_type", f"{PATH}.stages.0.from_tokens"),

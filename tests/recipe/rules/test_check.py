@@ -18,7 +18,7 @@ from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.rules.check import check, check_engine, check_machine, close_axes
-from trainspec_cli.recipe.structure import UNKNOWN, build, sections_of, structure
+from trainspec_cli.recipe.structure import UNKNOWN, build, sections_of
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
@@ -234,7 +234,7 @@ LAYOUT = {"layout.pp": 2, "layout.tp": 2, "layout.cp": 2, "layout.ep": 2}
 def test_no_rule_stumbles_over_a_number_and_none_out_of_range_is_passed_over(make_spec, model, wrong, spread) -> None:
     spec = make_spec(LAYOUT if spread else {})
     if model:
-        spec = replace(spec, model=structure({**to_plain(spec), "model": MODELS[model]})[0].model)  # type: ignore[union-attr]
+        spec = replace(spec, model=build(RunSpec, {**to_plain(spec), "model": MODELS[model]})[0].model)  # type: ignore[union-attr]
     out_of_range = set()
     for path, number in wrong.items():
         names = path.split(".")
@@ -262,11 +262,11 @@ def test_a_family_may_do_without_some_sizes(make_spec) -> None:
     plain = to_plain(make_spec({}))
     sizes = {"hybrid": {"num_heads": 0, "ffn_size": 0}, "conv": {}}
     for family, without in sizes.items():
-        spec, _ = structure({**plain, "model": MODELS[family] | without})
+        spec, _ = build(RunSpec, {**plain, "model": MODELS[family] | without})
         assert [problem for problem in check(spec) if problem.code == "out_of_range"] == []
-    spec, _ = structure({**plain, "model": MODELS["hybrid"] | {"hidden_size": 0, "head_dim": 0}})
+    spec, _ = build(RunSpec, {**plain, "model": MODELS["hybrid"] | {"hidden_size": 0, "head_dim": 0}})
     assert {problem.path for problem in check(spec)} == {"model.hidden_size", "model.head_dim"}
-    spec, _ = structure({**plain, "model": MODELS["conv"] | {"widths": [8, 0]}})
+    spec, _ = build(RunSpec, {**plain, "model": MODELS["conv"] | {"widths": [8, 0]}})
     assert ("model.widths", "`model.widths` is [8, 0]; numbers of at least 1 are needed") in {
         (problem.path, problem.message) for problem in check(spec)
     }

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from recipe.conftest import SPEC
 
 from trainspec_cli.recipe.keys.cluster import (
     AcceleratorSpec,
@@ -14,19 +15,9 @@ from trainspec_cli.recipe.keys.cluster import (
     ReliabilitySpec,
     SiteSpec,
 )
-from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
-from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 from trainspec_cli.recipe.rules.check import check
 
 CONF = Path(__file__).parents[3] / "conf"
-SPEC = RunSpec(
-    model=DecoderModel(2, 64, 4, 2, 16, 160, 4096),
-    data=DataSpec(seq_len=64, source="python_stdlib"),
-    optim=OptimSpec(lr=1e-3),
-    batching=BatchingSpec(global_batch_size=8),
-    train=TrainSection(max_steps=10),
-)
 
 
 def problems_of(cluster: ClusterSpec) -> dict[str, str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.rules.check import check_built, check_engine, check_machine
 from trainspec_cli.recipe.rules.run import framework_has
-from trainspec_cli.recipe.structure import structure
+from trainspec_cli.recipe.structure import build
 
 
 def test_a_plain_recipe_is_trained(make_spec):
@@ -37,7 +38,7 @@ def test_every_refusal_is_told_at_once(make_spec):
 def test_hybrids_are_trained(make_spec):
     plain = to_plain(make_spec({}))
     plain["model"] = {"family": "hybrid", "hidden_size": 64, "vocab_size": 100, "mamba_layers": 2}
-    spec, problems = structure(plain)
+    spec, problems = build(RunSpec, plain)
     assert problems == []
     assert check_engine(spec) == []
 
@@ -62,9 +63,9 @@ def test_what_the_model_and_layout_alone_cannot_be_is_told_apart_from_where_it_r
 )
 def test_a_convolutional_network_is_not_compiled_nor_made_elastic(data, changes, path):
     plain = data | {"model": RESNET, "data": {"source": "phantom", "seq_len": 1}}
-    spec, _ = structure(plain | changes)
+    spec, _ = build(RunSpec, plain | changes)
     assert [problem.path for problem in check_engine(spec)] == [path]
-    spec, _ = structure(plain)
+    spec, _ = build(RunSpec, plain)
     assert check_engine(spec) == []
 
 
@@ -102,7 +103,7 @@ def told(make_spec):
             plain["model"] = model
         plain["data"] = {**plain["data"], "source": "phantom", "seq_len": 1, "path": None, **(data or {})}
         plain["layout"] |= layout or {}
-        spec, problems = structure(plain)
+        spec, problems = build(RunSpec, plain)
         assert problems == []
         return [(problem.path, problem.message) for problem in check_engine(spec)]
 

@@ -16,7 +16,7 @@ from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules import check as kernel_rules
 from trainspec_cli.recipe.rules.check import backend_is_used, check, check_machine, find_compiler, why_untried
-from trainspec_cli.recipe.structure import structure
+from trainspec_cli.recipe.structure import build
 
 Make = Callable[..., RunSpec]
 CPU, GPU = Machine("here", 2, 2**34), Machine("here", 2, 2**34, gpu_names=("NVIDIA H200",) * 2)
@@ -28,7 +28,7 @@ def problems(spec: RunSpec, machine: Machine | None = None) -> list[str]:
 
 
 def test_an_unknown_operation_names_those_there_are(data) -> None:
-    _, found = structure({**data, "kernels": {"ropes": "halves"}})
+    _, found = build(RunSpec, {**data, "kernels": {"ropes": "halves"}})
     assert [(problem.message, problem.hint) for problem in found] == [
         ("unknown key `kernels.ropes`", "did you mean `kernels.rope`?")
     ]
@@ -136,11 +136,11 @@ def test_the_operations_of_a_decoder(changes, used: set[str], make_spec: Make) -
 
 
 def test_the_operations_of_other_families(data) -> None:
-    hybrid, _ = structure({**data, "model": HYBRID})
+    hybrid, _ = build(RunSpec, {**data, "model": HYBRID})
     assert hybrid is not None
     used = {op for op in KERNELS if backend_is_used(hybrid, op)}
     assert "ssd_scan" in used and not used & {"rope", "grouped_matmul"}
-    images, _ = structure({**data, "model": RESNET})
+    images, _ = build(RunSpec, {**data, "model": RESNET})
     assert images is not None
     assert {op for op in KERNELS if backend_is_used(images, op)} == {"adamw"}
 

@@ -9,7 +9,7 @@ import pytest
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.rules.check import check
-from trainspec_cli.recipe.structure import structure
+from trainspec_cli.recipe.structure import build
 from trainspec_cli.run.folder.generations import create_secret
 from trainspec_cli.session.recipe.load import check_start, load
 
@@ -34,7 +34,7 @@ def spec_of(changes: dict[str, object]) -> RunSpec:
         for section in sections:
             node = node.setdefault(section, {})  # type: ignore[assignment]
         node[name] = value  # type: ignore[assignment]
-    spec, problems = structure(data)
+    spec, problems = build(RunSpec, data)
     assert spec is not None, problems
     return spec
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from trainspec_cli.core.errors import Problem, closest
 from trainspec_cli.core.reading.files import expand, how_to_copy
@@ -559,7 +559,7 @@ def close_axes(spec: RunSpec) -> RunSpec:
     if spec.layout is UNKNOWN:
         return spec
     sizes = {axis: getattr(spec.layout, axis) for axis in ("cp", "tp", "pp", "ep", "etp")}
-    closed = {axis: 1 for axis, size in sizes.items() if size is not UNKNOWN and size == AUTO}
+    closed: dict[str, Any] = {axis: 1 for axis, size in sizes.items() if size is not UNKNOWN and size == AUTO}
     return replace(spec, layout=replace(spec.layout, **closed))
 
 

@@ -164,10 +164,10 @@ def pipeline(spec: RunSpec) -> Iterator[Problem]:
     schedule = spec.layout.pipeline_schedule
     chunks = spec.layout.virtual_stages
     path = "layout.virtual_stages"
-    if AUTO not in (schedule, chunks) and schedule == "interleaved" and chunks < 2:
+    if schedule == "interleaved" and chunks != AUTO and chunks < 2:
         message = f"the interleaved schedule needs 2 virtual stages or more, `{path}` is {chunks}"
         yield Problem("illegal_layout", message, path, f"type {path}=2")
-    elif AUTO not in (schedule, chunks) and schedule != "interleaved" and chunks > 1:
+    elif schedule not in ("interleaved", AUTO) and chunks != AUTO and chunks > 1:
         got = f"`{path}` is {chunks}; the schedule {schedule} has one chunk of layers a rank of its own"
         hint = f"type layout.pipeline_schedule=interleaved, or {path}=1"
         yield Problem("illegal_layout", got, path, hint)
