@@ -29,6 +29,7 @@ from trainspec_cli.recipe.compose.folders import (
     OWN_FILES,
     RECIPE,
     ROOT,
+    SECTION_NAMED_BY,
     SUFFIX,
     Folders,
     Origin,
@@ -126,13 +127,13 @@ class Selection:
             self.recipe = ""
         for argument in arguments:
             if self.is_choice(argument):
-                origin = Origin(COMMAND_LINE, argument.number)
+                origin = argument.origin
                 option = argument.text.partition("=")[2].strip().strip("\"'")
                 if argument.key in self.options:
                     self.options[argument.key].append((option, origin))
                     continue
                 # Some groups fill a named section and are no key of a recipe, as in `accelerator=rtx_4090`.
-                section = next((path for path, group in NAMED_SECTIONS.items() if group == argument.key), "")
+                section = SECTION_NAMED_BY.get(argument.key, "")
                 message = f"`{argument.key}` is no key of a recipe; it is a group of options"
                 message += f", and one of them stands for `{section}`" if section else ""
                 hint = f"type {section}={option}" if section else f"groups: {', '.join(sorted(self.options))}"
@@ -170,7 +171,7 @@ class Selection:
             self.recipe = name
         else:
             self.failed.add(RECIPE)
-            origin = Origin(COMMAND_LINE, argument.number) if argument else None
+            origin = argument.origin if argument else None
             self.problems.append(self._unknown_recipe(name, origin))
 
     def _unknown_recipe(self, name: str, origin: Origin | None) -> Problem:
@@ -245,7 +246,7 @@ class Selection:
             return entry.origin.problem("unknown_recipe", message, hint, "defaults")
         *keywords, group = entry.key.split()
         name = group.removeprefix("/")
-        section = next((path for path, other in NAMED_SECTIONS.items() if other == name), "")
+        section = SECTION_NAMED_BY.get(name, "")
         if section:
             message = f"`{name}` is a group whose options stand for `{section}`; a recipe's defaults take none of it"
             hint = f"leave the line out, and type {section}={entry.value} on the command line"
@@ -476,7 +477,7 @@ def compose_arguments(
     parsed = [argument for argument in parsed if argument.key not in aside]
     for argument in (argument for argument in parsed if argument.key in NOT_HERE):
         message, hint = NOT_HERE[argument.key]
-        origin = Origin(COMMAND_LINE, argument.number)
+        origin = argument.origin
         problems.append(origin.problem("unknown_key", f"`{argument.key}` {message}", hint, argument.key))
     parsed = [argument for argument in parsed if argument.key not in NOT_HERE]
     selection = Selection(find_folders(cwd), cwd)
@@ -490,7 +491,7 @@ def compose_arguments(
         if argument.key in NAMED_SECTIONS and isinstance(argument.value, (str, int)) and not argument.deletes
     ]
     for argument in named:
-        origin = Origin(COMMAND_LINE, argument.number)
+        origin = argument.origin
         group = NAMED_SECTIONS[argument.key]
         found = selection.parts_of(group, str(argument.value), origin, argument.key, argument.key)
         parts += [replace(found[0], replaces=True), *found[1:]] if found else []
@@ -564,14 +565,14 @@ def _with_arguments(origins: Origins, arguments: Iterable[Argument]) -> Origins:
     for argument in arguments:
         if argument.deletes:
             origins = {path: origin for path, origin in origins.items() if not path.startswith(f"{argument.key}.")}
-        origins |= dict.fromkeys(value_paths(argument.key, argument.value), Origin(COMMAND_LINE, argument.number))
+        origins |= dict.fromkeys(value_paths(argument.key, argument.value), argument.origin)
     return origins
 
 
 def _apply_arguments(data: JsonObject, arguments: Iterable[Argument]) -> Iterator[Problem]:
     """Set and delete values in order. Unknown keys are added; they are checked later."""
     for argument in arguments:
-        origin = Origin(COMMAND_LINE, argument.number)
+        origin = argument.origin
         key = argument.key
         if argument.deletes:
             if not _delete(data, key):

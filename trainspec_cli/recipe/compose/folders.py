@@ -28,6 +28,7 @@ DISTURB = "disturb"
 """The folder of disturbances, which `trainspec plan` simulates: no part of a recipe, and so no group."""
 NAMED_SECTIONS = {"cluster.accelerator": "accelerator"}
 """A section that one word may stand for -> the group whose options are its names."""
+SECTION_NAMED_BY = {group: section for section, group in NAMED_SECTIONS.items()}
 OWN_FILES = ("framework",)
 """Groups whose option may also be a file by its path, `framework=./mine.yaml`."""
 
