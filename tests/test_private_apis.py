@@ -23,13 +23,6 @@ FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
 FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
 
 PARTS: dict[str, str] = {
-    "hydra._internal.config_repository.ConfigRepository": "recipe/compose/defaults_lists.py",
-    "hydra._internal.defaults_list.create_defaults_list": "recipe/compose/defaults_lists.py",
-    "hydra._internal.config_repository.ConfigRepository._create_defaults_list": "recipe/compose/defaults_lists.py",
-    "hydra._internal.config_repository.ConfigRepository._extract_defaults_list": "recipe/compose/defaults_lists.py",
-    "hydra.plugins.config_source.ConfigSource._get_header_dict": "recipe/compose/defaults_lists.py",
-    "omegaconf.ListConfig._iter_ex": "recipe/compose/defaults_lists.py",
-    "omegaconf._utils.split_key": "recipe/compose/interpolation.py",
     "torch.Tensor._base": "engine/tools/ledger.py",
     "torch.UntypedStorage._cdata": "engine/tools/ledger.py",
     "torch._C": "engine/observe/watch.py",

@@ -24,7 +24,7 @@ from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec, SchedulerSpec
-from trainspec_cli.recipe.rules.engine import check_built
+from trainspec_cli.recipe.rules.check import check_built
 
 TENSOR = LayoutSpec(dp_shard=1, tp=8)
 PIPELINE = LayoutSpec(dp_shard=2, pp=4, zero_stage=1)

@@ -19,7 +19,7 @@ from trainspec_cli.engine.build.assemble import load_kernel
 from trainspec_cli.engine.tools.kernel_trial import try_kernels
 from trainspec_cli.engine.tools.kernels import calls_of, workloads_of
 from trainspec_cli.recipe.keys.kernels import KERNELS, KernelTable
-from trainspec_cli.recipe.rules.comm import explain
+from trainspec_cli.recipe.rules.check import explain
 from trainspec_cli.reporter.kernels_text import render_table
 from trainspec_cli.run.tools import judge_operation
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine

@@ -32,6 +32,7 @@ from trainspec_cli.run.folder.files import read_json
 from trainspec_cli.run.folder.generations import create_secret
 from trainspec_cli.run.folder.paths import RunDir
 
+SITES = "resilience.sites"
 WARM_STEPS = 5
 """Steps that a speed leaves out: the first ones take longer."""
 
@@ -53,7 +54,7 @@ def train_sites(folder: Path, wanted: argparse.Namespace, seed: int, *, shaped: 
     running = []
     for site in range(wanted.sites):
         endpoint = port if site == 0 else links[site].port  # site 0 is where the meeting point is
-        options = ["--site", str(site), "--sites-endpoint", f"127.0.0.1:{endpoint}", "--sites-secret", "secret"]
+        options = [f"{SITES}.site={site}", f"{SITES}.endpoint=127.0.0.1:{endpoint}", f"{SITES}.secret=secret"]
         arguments = [*recipe(wanted, seed), *of_sites(wanted), *options, f"run.dir=site{site}"]
         running.append(launch(folder, *arguments, cores=cores_of(site, wanted.sites)))
     require(running, folder)

@@ -22,6 +22,8 @@ from trainspec_cli.session.launching.sweep import read_sweep
 def test_help_names_every_command_and_exit_code(capsys, arguments: list[str]) -> None:
     assert __main__.run(arguments) == 0
     text = capsys.readouterr().out
+    headings = [text.index(f"\n\n{group}\n  ") for group in main.GROUPS]
+    assert headings == sorted(headings)
     for name, command in main.COMMANDS.items():
         assert name in text
         assert command.summary in text
@@ -40,6 +42,14 @@ def test_every_command_explains_itself(capsys, name: str) -> None:
     assert f"trainspec {name}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", list(main.COMMANDS))
+def test_a_person_can_read_the_options_of_each_command(name: str) -> None:
+    command = main.load_command(name)
+    for each in (command, *getattr(command, "commands", {}).values()):
+        options = [parameter.opts for parameter in each.params if parameter.opts[0].startswith("-")]
+        assert len(options) <= 12, f"{name} {each.name}"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message", "hint"),
     [
@@ -47,6 +57,9 @@ def test_every_command_explains_itself(capsys, name: str) -> None:
         (["--verbose"], "there is no option `--verbose`", "commands: launch"),
         (["recipe=tiny", "a=1"], "a command comes first", "such as trainspec launch recipe=tiny a=1"),
         (["validate", "--jsn", "recipe=tiny"], "No such option: --jsn", "did you mean --json?"),
+        (["recipes"], "there is no command `recipes`", "did you mean trainspec list recipe?"),
+        (["launch", "--webhook", "http://a"], "No such option: --webhook", "type --notify URL"),
+        (["sbatch", "--site", "0"], "No such option: --site", "type resilience.sites.site=I"),
         (["validate", "--recipe", "tiny"], "No such option: --recipe", "values are given without dashes: recipe="),
         (["show", "--optim.lr=3"], "No such option: --optim.lr", "values are given without dashes: optim.lr="),
         (["validate"], "Missing argument 'recipe=NAME|key=value'.", "such as trainspec validate recipe=quickstart"),

@@ -9,7 +9,8 @@ import os
 import pty
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TextIO
 
 import pytest
@@ -19,6 +20,11 @@ from hypothesis import strategies as st
 from trainspec_cli.core.printable import (
     LastingStream,
     PrintableStream,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_seconds,
+    format_si,
     is_printable,
     on_one_line,
     printable,
@@ -161,3 +167,34 @@ def test_safe_printing_outlives_its_terminal(closed_terminal: TextIO, monkeypatc
     with printing_safely():
         print("a line", flush=True)
         print("another", flush=True)
+
+
+# Quantities as text, at the edges of their units.
+
+
+QUANTITIES = {
+    format_duration: {
+        0: "0 ms", 0.0124: "12 ms", 0.999: "999 ms", 1: "1.0 s", 59.94: "59.9 s", 60: "1 min 0 s", 93.2: "1 min 33 s",
+        3599: "59 min 59 s", 3600: "1 h 0 min", 9000: "2 h 30 min", 47 * 3600 + 59 * 60: "47 h 59 min",
+        48 * 3600: "2 d 0 h", 100 * 3600: "4 d 4 h",
+    },
+    format_seconds: {0.0545: "54.5 ms", 0.9: "900 ms", 12.345: "12.3 s", 1234.5: "1,234 s"},
+    format_bytes: {
+        0: "0 B", 1023: "1023 B", 1024: "1.00 KiB", 1.5 * 2**20: "1.50 MiB", 2**30 - 1: "1024.00 MiB",
+        2**31: "2.00 GiB", 2**40: "1.00 TiB", -(2**20): "-1.00 MiB",
+    },
+    format_count: {
+        0: "0", 999: "999", 1000: "1k", 6_400_000: "6.4M", 8.03e9: "8.03B", 1e12: "1T", -2e6: "-2M",
+    },
+    partial(format_si, unit="W"): {
+        0: "0 W", 999: "999 W", 1000: "1 kW", 1e6: "1 MW", 1.25e9: "1.25 GW", 1e12: "1 TW", 2e15: "2 PW", 3e18: "3 EW",
+        -1500: "-1.5 kW",
+    },
+    format_si: {1.25e12: "1.25 T", 7: "7"},
+    partial(format_si, unit="B", digits=4): {123456: "123.5 kB"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("show", QUANTITIES)
+def test_quantities(show: Callable[[float], str]) -> None:
+    assert {value: show(value) for value in QUANTITIES[show]} == QUANTITIES[show]

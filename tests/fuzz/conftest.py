@@ -86,15 +86,25 @@ STRANGE: tuple[Any, ...] = (
     "/dev/zero",
 )
 """Values that belong nowhere in particular."""
+TAKEN_OUT = object()
 
 
 def strange_variants(content: Any) -> Iterator[Any]:
     """Copies of a JSON value, each with one of its values taken out or another in its place."""
     for path in list(_paths(content)):
-        yield _changed(content, path, taken=True)
-        for value in STRANGE:
+        for value in (TAKEN_OUT, *STRANGE):
             yield _changed(content, path, value)
     yield from STRANGE
+
+
+def some_variants(content: Any, count: int, seed: int = 0) -> Iterator[Any]:
+    """Yield `count` of the strange variants of a JSON value. A plan has 10,000, too many to make them all first."""
+    chance = random.Random(seed)
+    paths = [(), *_paths(content)]
+    for _ in range(count):
+        path = chance.choice(paths)
+        value = chance.choice((TAKEN_OUT, *STRANGE) if path else STRANGE)
+        yield _changed(content, path, value) if path else value
 
 
 def _paths(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -104,12 +114,12 @@ def _paths(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
         yield from _paths(value, (*path, key))
 
 
-def _changed(content: Any, path: tuple[Any, ...], value: Any = None, *, taken: bool = False) -> Any:
+def _changed(content: Any, path: tuple[Any, ...], value: Any) -> Any:
     copy = json.loads(json.dumps(content))
     node = copy
     for key in path[:-1]:
         node = node[key]
-    if taken:
+    if value is TAKEN_OUT:
         del node[path[-1]]
     else:
         node[path[-1]] = value

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fuzz.conftest import damaged_bytes, ends, strange_variants, tell
+from fuzz.conftest import damaged_bytes, ends, some_variants, strange_variants, tell
 from lab.published import MODELS, SIZES
 
 from trainspec_cli.core.errors import TrainspecError
@@ -44,12 +44,11 @@ def refuses(read: Callable[[], object]) -> None:
 
 
 def test_configs_of_checkpoints_with_strange_values(project: Path) -> None:
-    variants = list(strange_variants(CONFIG))
-    for variant in variants:
+    for variant in strange_variants(CONFIG):
         if isinstance(variant, dict):
             refuses(lambda variant=variant: read_model(variant, "config.json"))
     (project / "hf").mkdir()
-    for variant in random.Random(0).sample(variants, 4):
+    for variant in some_variants(CONFIG, 4):
         (project / "hf/config.json").write_text(json.dumps(variant))
         assert tell("validate", "recipe=tiny", "init.from=hf:hf", "model=auto")[0] == 2
 
@@ -83,7 +82,6 @@ def test_headers_of_weights(project: Path) -> None:
             "{% set ns = namespace(s='x' * 1024) %}{% for a in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
             "memory",
         ),
-        ("{{ lipsum(n=10**7) }}", "chat template failed"),
         ("{{ 'x' * 20000000 }}", "characters"),
         ("{{ messages[0].__class__.__mro__ }}", "chat template failed"),
     ],
@@ -106,7 +104,7 @@ def test_a_template_that_is_never_compiled(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_conversations_of_strange_shapes(project: Path) -> None:
     bpe.train(["the quick brown fox " * 9], 300).save(str(project / "tokenizer.json"))
-    for number, variant in enumerate(random.Random(1).sample(list(strange_variants({"messages": TALK})), 15)):
+    for number, variant in enumerate(some_variants({"messages": TALK}, 15, seed=1)):
         (project / "talk.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ({"messages": TALK}, variant)))
         options = ["--path", "talk.jsonl", "--tokenizer", "tokenizer.json", "--chat-template", "chatml"]
         tell("data", "prepare", "--source", "chat", "--output", f"out{number}", *options)
@@ -140,9 +138,7 @@ def test_manifests_of_token_folders(project: Path) -> None:
     assert tell("data", "prepare", "--source", "text", "--path", "a.txt", "--output", "out")[0] == 0
     manifest = project / "out/manifest.json"
     content = manifest.read_bytes()
-    variants = [
-        json.dumps(v).encode() for v in random.Random(2).sample(list(strange_variants(json.loads(content))), 60)
-    ]
+    variants = [json.dumps(variant).encode() for variant in some_variants(json.loads(content), 60, seed=2)]
     for damaged in (*variants, *damaged_bytes(content, 40)):
         manifest.write_bytes(damaged)
         tell("data", "info", "out", "--verify")
@@ -152,18 +148,8 @@ def test_manifests_of_token_folders(project: Path) -> None:
         for damaged in damaged_bytes(whole, 10):
             (project / "out" / name).write_bytes(damaged)
             tell("data", "info", "out", "--verify")
-            tell(
-                "data",
-                "prepare",
-                "--source",
-                "text",
-                "--path",
-                "a.txt",
-                "--output",
-                "two",
-                "--tokenizer",
-                f"out/{name}",
-            )
+            given = ["--source", "text", "--path", "a.txt", "--output", "two", "--tokenizer", f"out/{name}"]
+            tell("data", "prepare", *given)
         (project / "out" / name).write_bytes(whole)
 
 
@@ -233,7 +219,7 @@ def test_certificates(project: Path) -> None:
         "clauses": [{"id": "A", "level": "MUST", "title": "t", "cases": 1, "failed": 0, "worst": 0.1, "bound": 0.2}],
         "findings": [{"clause": "A", "case": "c", "passed": False, "figures": {"error": 0.1}}],
     }
-    for variant in strange_variants(body):
+    for variant in some_variants(body, 250):
         if isinstance(variant, dict):
             try:
                 variant["digest"] = digest(variant)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz.conftest import STRANGE, damaged_bytes, strange_variants, tell
+from fuzz.conftest import STRANGE, damaged_bytes, some_variants, tell
 
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
@@ -97,53 +96,29 @@ COMMANDS = {
 REPORT = [command for name, command in COMMANDS.items() if name.startswith("report")]
 
 
-def ask_all() -> None:
-    for command in COMMANDS.values():
-        tell(*command)
-
-
-COUNTS = [3, pytest.param(12, marks=pytest.mark.slow)]
-"""Damages of each file."""
-
-
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [3, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", JSON_FILES)
-def test_a_file_of_a_run_with_a_strange_value(project: Path, name: str, count: int) -> None:
+def test_a_file_of_a_run_with_a_strange_value_or_damaged_bytes(project: Path, name: str, count: int) -> None:
     run = make_run(project / "runs/tiny/one")
     path: Path = getattr(run, name)
     content = json.loads(path.read_text()) if path.exists() else CONTENT[name]
-    variants = list(strange_variants(content))
-    for variant in random.Random(0).sample(variants, min(count, len(variants))):
-        path.write_text(json.dumps(variant))
-        ask_all()
-
-
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("name", JSON_FILES)
-def test_a_file_of_a_run_with_damaged_bytes(project: Path, name: str, count: int) -> None:
-    run = make_run(project / "runs/tiny/one")
-    path: Path = getattr(run, name)
-    content = path.read_bytes() if path.exists() else json.dumps(CONTENT[name]).encode()
-    for damaged in damaged_bytes(content, count):
+    variants = [json.dumps(variant).encode() for variant in some_variants(content, count)]
+    for damaged in (*variants, *damaged_bytes(json.dumps(content).encode(), count)):
         path.write_bytes(damaged)
-        ask_all()
-
-
-@pytest.mark.parametrize("count", [15, pytest.param(40, marks=pytest.mark.slow)])
-def test_events_with_strange_values(project: Path, count: int) -> None:
-    run = make_run(project / "runs/tiny/one")
-    events = [json.loads(line) for line in run.events(0).read_text().splitlines()]
-    variants = [(number, variant) for number, event in enumerate(events) for variant in strange_variants(event)]
-    for number, variant in random.Random(1).sample(variants, min(count, len(variants))):
-        changed = [*events[:number], variant, *events[number + 1 :]]
-        run.events(0).write_text("".join(json.dumps(event) + "\n" for event in changed))
-        for command in REPORT:
+        for command in COMMANDS.values():
             tell(*command)
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(20, marks=pytest.mark.slow)])
-def test_events_with_damaged_bytes(project: Path, count: int) -> None:
+def test_events_with_strange_values_or_damaged_bytes(project: Path, count: int) -> None:
     run = make_run(project / "runs/tiny/one")
+    events = [json.loads(line) for line in run.events(0).read_text().splitlines()]
+    for variant in some_variants(events, 2 * count, seed=1):
+        lines = variant if isinstance(variant, list) else [variant]
+        run.events(0).write_text("".join(json.dumps(event) + "\n" for event in lines))
+        for command in REPORT:
+            tell(*command)
+    run.events(0).write_text("".join(json.dumps(event) + "\n" for event in events))
     for path in (run.events(0), run.supervisor_events):
         content = path.read_bytes()
         for damaged in damaged_bytes(content, count):
@@ -168,7 +143,8 @@ def test_something_else_in_the_place_of_a_file(project: Path, name: str, kind: s
         "device": lambda: path.symlink_to("/dev/zero"),
         "loop": lambda: path.symlink_to(path),
     }[kind]()
-    ask_all()
+    for command in COMMANDS.values():
+        tell(*command)
 
 
 def test_one_damaged_run_hides_no_other(project: Path) -> None:

@@ -31,7 +31,7 @@ RECIPE = (
     *("batching.global_batch_size=4", "checkpoint.interval_steps=5"),
 )
 
-
+OF = "resilience.sites"
 TWO_RANKS = "cluster.devices_per_node=2"
 
 
@@ -51,11 +51,12 @@ class Sites:
         self, site: int, environment: dict[str, str], changes: tuple[str, ...], count: int
     ) -> subprocess.Popen[str]:
         port = self.link.port if site == count - 1 else self.port
-        options = ["--site", str(site), "--sites-endpoint", f"127.0.0.1:{port}", "--sites-secret", "secret"]
+        keys = {f"{OF}.site": site, f"{OF}.endpoint": f"127.0.0.1:{port}", f"{OF}.secret": "secret"}
         if site in self.ports:
-            options += ["--site-listen", f"127.0.0.1:{self.ports[site]}"]
-        keys = {word.partition("=")[0]: word for word in (*RECIPE, *changes, f"run.dir=site{site}")}
-        command = [sys.executable, "-m", "trainspec_cli", "launch", *keys.values(), *options]
+            keys[f"{OF}.listen"] = f"127.0.0.1:{self.ports[site]}"
+        keys |= dict(word.split("=", 1) for word in (*RECIPE, *changes, f"run.dir=site{site}"))
+        words = [f"{key}={value}" for key, value in keys.items()]
+        command = [sys.executable, "-m", "trainspec_cli", "launch", *words]
         return subprocess.Popen(
             command, cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )

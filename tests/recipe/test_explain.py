@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainspec_cli.recipe.explain import KeyMeaning, explain
 from trainspec_cli.recipe.field_types import NonNegativeFloat, PositiveInt
+from trainspec_cli.recipe.json_schema import KeyMeaning, explain
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.structure import known_paths
 

@@ -97,7 +97,7 @@ def test_what_an_editor_underlines(text: str, errors: list[str]) -> None:
 
 
 def test_an_option_may_build_on_others_and_one_of_a_disturbance_may_not() -> None:
-    text = "defaults: [h100, {/accelerator@accelerator: mine}, {override /site@site: uk}, _self_]"
+    text = "defaults: [h100, {/accelerator@accelerator: mine}, _self_]"
     assert find_errors(fresh("cluster"), yaml.safe_load(text)) == []
     assert find_errors(fresh("cluster"), {"defaults": [{"/chip@x": "mine"}]}) == ["defaults.0./chip@x"]
     assert find_errors(fresh("model"), {"defaults": ["llama_6m"], "num_layers": 3}) == []

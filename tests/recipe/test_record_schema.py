@@ -14,7 +14,7 @@ from jsonschema import Draft7Validator
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.core.reading.spec_version import KEY, without_version
-from trainspec_cli.recipe.record_schema import record_schema
+from trainspec_cli.recipe.json_schema import record_schema
 from trainspec_cli.recipe.records import ABSENT, Absent, Count, FieldError, from_plain, number, read_record
 from trainspec_cli.recipe.results.certificate import Certificate
 from trainspec_cli.recipe.results.plan import Plan

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from recipe.conftest import with_value
 
 from trainspec_cli.core.intentions import FORMER_KEYS, FORMER_WORDS
 from trainspec_cli.recipe.compose.folders import find_folders
@@ -15,34 +20,23 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.structure import (
     OPTION_SECTIONS,
     UNKNOWN,
-    WrongValueError,
+    UnknownTouched,
     build,
     choices_of,
-    convert,
     describe,
     hints_of,
     key_of,
     known_paths,
     sections_of,
-    structure,
 )
 
 
 def told(data: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    return [(problem.code, problem.path, problem.message, problem.hint) for problem in structure(data)[1]]
-
-
-def with_value(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    *sections, name = path.split(".")
-    node = data
-    for section in sections:
-        node = node.setdefault(section, {})
-    node[name] = value
-    return data
+    return [(problem.code, problem.path, problem.message, problem.hint) for problem in build(RunSpec, data)[1]]
 
 
 def test_a_whole_recipe(data) -> None:
-    spec, problems = structure(data)
+    spec, problems = build(RunSpec, data)
     assert isinstance(spec, RunSpec)
     assert (spec.optim.lr, spec.optim.beta2, spec.layout.dp_shard, problems) == (0.1, 0.95, "auto", [])
 
@@ -60,12 +54,14 @@ def test_a_whole_recipe(data) -> None:
         ("optim.grad_clip_norm", 2, 2.0),
         ("cluster.device", "cuda", "cuda"),
         ("data.path", "x", "x"),
+        ("compile", False, False),
+        ("layout.stage_layers", [1, 2.0], (1, 2)),
+        ("resilience.hang_floor_s", None, None),
     ],
 )
 def test_what_is_accepted(data, path: str, given: Any, taken: Any) -> None:
-    spec, problems = structure(with_value(data, path, given))
-    section, name = path.split(".")
-    value = getattr(getattr(spec, section), name)
+    spec, problems = build(RunSpec, with_value(data, path, given))
+    value = attrgetter(path)(spec)
     assert (value, type(value), problems) == (taken, type(taken), [])
 
 
@@ -101,6 +97,12 @@ def test_what_is_accepted(data, path: str, given: Any, taken: Any) -> None:
          "did you mean cluster.device=cuda?"),
         ("layout.zero_stage", 4, "wrong_choice", "`layout.zero_stage` is 4; 1, 2, 3 or auto is needed",
          "type layout.zero_stage=<1, 2, 3 or auto>"),
+        ("layout.zero_stage", True, "wrong_choice", "`layout.zero_stage` is true; 1, 2, 3 or auto is needed",
+         "type layout.zero_stage=<1, 2, 3 or auto>"),
+        ("layout.stage_layers", [1, "x"], "wrong_type", "`layout.stage_layers` is [1, 'x']; a list or null is needed",
+         "type layout.stage_layers=<a list or null>"),
+        ("optim.options", 3, "wrong_type", "`optim.options` is 3; a section of values by name is needed",
+         "type optim.options=<a section of values by name>"),
         ("layout.tp", "aut", "wrong_type", "`layout.tp` is 'aut'; a whole number or auto is needed",
          "did you mean layout.tp=auto?"),
         ("train", "max_steps:3", "wrong_type",
@@ -156,9 +158,8 @@ def test_missing_values(data) -> None:
 
 def test_all_faults_at_once_and_the_rest_is_kept_in_a_draft(data) -> None:
     data["optim"] |= {"lr": "x", "eps": "y", "foo": 1}
-    spec, problems = structure(data)
-    draft, _ = build(RunSpec, data)
-    assert (spec, [problem.path for problem in problems]) == (None, ["optim.foo", "optim.lr", "optim.eps"])
+    draft, problems = build(RunSpec, data)
+    assert [problem.path for problem in problems] == ["optim.foo", "optim.lr", "optim.eps"]
     assert (draft.optim.lr is UNKNOWN, draft.optim.beta1, draft.train.max_steps) == (True, 0.9, 20)
 
 
@@ -166,17 +167,11 @@ def test_types_in_words() -> None:
     assert describe(int | None) == "a whole number or null"
     assert describe(int | None, with_null=False) == "a whole number"
     assert describe(tuple[str, ...]) == "a list"
+    assert describe(dict[str, int] | None) == "a section of values by name or null"
 
 
 def test_known_paths_reach_into_sections() -> None:
     assert {"seq_len", "tokenizer", "tokenizer.vocab_size"} <= set(known_paths(DataSpec))
-
-
-@pytest.mark.parametrize("value", [True, False, "1", 4])
-def test_true_is_no_choice_among_numbers(value: object) -> None:
-    with pytest.raises(WrongValueError):
-        convert(Literal[0, 1, 2], value)
-    assert convert(Literal[0, 1, 2], 1) == 1
 
 
 @pytest.mark.parametrize(
@@ -218,10 +213,6 @@ def test_every_kind_of_text_may_be_a_part(make_spec, source: str) -> None:
     assert (spec.data.mixture["a"].source, spec.data.validation["b"].source) == (source, source)
 
 
-def test_a_run_may_wait_for_ever(make_spec) -> None:
-    assert make_spec({"resilience.hang_floor_s": None}).resilience.hang_floor_s is None
-
-
 @pytest.mark.parametrize(
     ("text", "refused"),
     [("x" * 100_000, False), ("x" * 100_001, True), ("a\0b", True), ("\ud800", True), ("ünïcode \n \U0001f600", False)],
@@ -232,38 +223,6 @@ def test_text_that_no_file_could_hold_is_refused(data, text: str, refused: bool)
     found = told(with_value(data, "sample.prompt", text))
     assert [(code, path) for code, path, *_ in found] == [("wrong_type", "sample.prompt")] * refused
     assert all(len(message) < 200 and message.isascii() for _, _, message, _ in found)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "value", "converted"),
-    [
-        (int, 1e3, 1000),
-        (float, 2, 2.0),
-        (int | None, None, None),
-        (int | Literal["auto"], "auto", "auto"),
-        (tuple[float, ...], [1, 2.5], (1.0, 2.5)),
-        (str | None, "x", "x"),
-        (bool, False, False),
-    ],
-)
-def test_values_become_what_is_wanted(wanted: Any, value: Any, converted: Any) -> None:
-    found = convert(wanted, value)
-    assert found == converted and type(found) is type(converted)
-
-
-@pytest.mark.clause("REC-4")
-@pytest.mark.parametrize(
-    ("wanted", "value"),
-    [(int, "1"), (int, 1.5), (float, True), (str, 1), (bool, 0), (int | None, "x"), (tuple[int, ...], 1),
-     (tuple[int, ...], [1, "x"]), (dict[str, int], 3), (int, float("inf"))],
-)  # fmt: skip
-def test_values_that_are_not_what_is_wanted(wanted: Any, value: Any) -> None:
-    with pytest.raises(WrongValueError):
-        convert(wanted, value)
-
-
-def test_a_section_of_values_by_name_in_words() -> None:
-    assert describe(dict[str, int] | None) == "a section of values by name or null"
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), -1e300], ids=["400 digits", "below 0", "a float"])
@@ -288,7 +247,7 @@ def test_the_sections_that_options_fill_are_the_groups() -> None:
     ],
 )
 def test_a_hint_names_the_whole_key_below_a_wrong_section(data, section: str, below: dict, meant: str) -> None:
-    (problem,) = structure(data | {section: below})[1]
+    (problem,) = build(RunSpec, data | {section: below})[1]
     assert problem.hint == f"did you mean `{meant}`?"
 
 
@@ -320,3 +279,79 @@ def test_every_former_key_is_of_a_section_that_has_no_such_key():
         assert key not in {key_of(field) for field in dataclasses.fields(sections[section])}
     for section, key, word in FORMER_WORDS:
         assert word not in choices_of(hints_of(sections[section])[key])
+
+
+# Sections that may be one of several kinds, and sections of values by name.
+
+
+@dataclass(frozen=True)
+class Round:
+    radius: float
+    family: Literal["round"] = "round"
+
+
+@dataclass(frozen=True)
+class Square:
+    side: float
+    family: Literal["square"] = "square"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    shape: Round | Square
+    frame: Square | None = None
+    prices: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, str] | None = None
+
+
+ROUND = {"shape": {"radius": 1}}
+
+
+@pytest.mark.parametrize(
+    ("data", "drawing"),
+    [
+        (ROUND, Drawing(Round(1.0))),
+        ({"shape": {"family": "square", "side": 2}}, Drawing(Square(2.0))),
+        (ROUND | {"frame": None, "sources": None}, Drawing(Round(1.0))),
+        (
+            ROUND | {"prices": {"ink": 2, "paper": 0.5}, "sources": {"ink": "a shop"}},
+            Drawing(Round(1.0), prices={"ink": 2.0, "paper": 0.5}, sources={"ink": "a shop"}),
+        ),
+    ],
+    ids=["the first kind", "the kind that the family names", "null", "values by name"],
+)
+def test_what_a_section_is_made_of(data: dict[str, Any], drawing: Drawing) -> None:
+    assert build(Drawing, data) == (drawing, [])
+
+
+@pytest.mark.parametrize(
+    ("data", "path"),
+    [
+        ({"shape": {"family": "square", "side": 1, "radius": 2}}, "shape.radius"),
+        (ROUND | {"frame": {"side": "wide"}}, "frame.side"),
+        (ROUND | {"prices": {"ink": "dear", "paper": 1}}, "prices.ink"),
+    ],
+)
+def test_faults_in_a_section_have_their_whole_path(data: dict[str, Any], path: str) -> None:
+    assert [problem.path for problem in build(Drawing, data)[1]] == [path]
+
+
+def test_a_misspelt_key_of_any_family_is_recognised() -> None:
+    _, problems = build(RunSpec, {"model": {"family": "hybrid", "mamba_layer": 3}})
+    hints = {problem.path: problem.hint for problem in problems}
+    assert "model.mamba_layers" in hints["model.mamba_layer"]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda value: value == 1, lambda value: value != "auto", lambda value: value < 1, lambda value: 2 * value,
+        lambda value: 7 % value, lambda value: value.name, lambda value: f"{value}", lambda value: [*value],
+        lambda value: {value}, lambda value: f"{value:g}", lambda value: f"{value:,}", lambda value: value[0],
+        lambda value: 1 in value, lambda value: -value, lambda value: value**2, lambda value: value(), abs, bool,
+        int, math.ceil, operator.index, reversed, round,
+    ],
+)  # fmt: skip
+def test_nothing_can_be_concluded_from_it(use) -> None:
+    with pytest.raises(UnknownTouched):
+        use(UNKNOWN)

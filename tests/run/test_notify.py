@@ -67,7 +67,7 @@ def test_a_command_hears_the_facts(tmp_path: Path) -> None:
 
 def test_an_address_gets_them_as_json(tmp_path: Path, server: tuple[str, list[Any]]) -> None:
     address, heard = server
-    assert told(Notify(webhook=address), tmp_path) == []
+    assert told(Notify(address), tmp_path) == []
     ((kind, facts),) = heard
     assert (kind, facts["status"], facts["recipe"]) == ("application/json", "failed", "tiny")
 
@@ -76,10 +76,11 @@ def test_what_fails_is_said_and_no_more(
     tmp_path: Path, server: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, _ = server
-    refused, posted = told(Notify("echo it is full >&2; exit 3", f"{address}/no"), tmp_path)
+    (refused,) = told(Notify("echo it is full >&2; exit 3"), tmp_path)
+    (posted,) = told(Notify(f"{address}/no"), tmp_path)
     assert refused == "warning: --notify echo it is full >&2; exit 3: exit code 3: it is full"
-    assert posted.startswith(f"warning: --webhook {address}/no: HTTP Error 500")
-    (closed,) = told(Notify(webhook="http://127.0.0.1:1"), tmp_path)
+    assert posted.startswith(f"warning: --notify {address}/no: HTTP Error 500")
+    (closed,) = told(Notify("http://127.0.0.1:1"), tmp_path)
     assert "Connection refused" in closed
     monkeypatch.setattr(module, "COMMAND_S", 0.05)
     (endless,) = told(Notify("exec sleep 5"), tmp_path)
@@ -113,10 +114,10 @@ def lives(pid: int) -> bool:
 
 
 def test_an_address_of_another_kind_is_refused() -> None:
-    with pytest.raises(RecipeError, match="--webhook is `file:///etc/passwd`"):
-        Notify(webhook="file:///etc/passwd")
+    with pytest.raises(RecipeError, match="--notify is `file:///etc/passwd`"):
+        Notify("file:///etc/passwd")
 
 
 def test_a_start_elsewhere_asks_for_the_same() -> None:
-    assert Notify("mail me", "https://a.b/c").options == ["--notify", "mail me", "--webhook", "https://a.b/c"]
+    assert Notify("mail me").options == ["--notify", "mail me"]
     assert Notify().options == []

@@ -35,10 +35,8 @@ from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Candidate, LayoutProposal, Plan
-from trainspec_cli.recipe.rules.comm import KERNEL_RULES
-from trainspec_cli.recipe.rules.engine import BUILT
-from trainspec_cli.recipe.rules.layout import measurable_noise
-from trainspec_cli.recipe.rules.run import describe_other_blocks
+from trainspec_cli.recipe.rules.check import BUILT, KERNEL_RULES
+from trainspec_cli.recipe.rules.run import describe_other_blocks, measurable_noise
 
 WORTHWHILE = 0.1
 """A layout is changed where that saves at least this fraction of a step: planned times of layouts are rough."""

@@ -13,9 +13,8 @@ from trainspec_cli.cli.options import AsJson
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.intentions import closest, closest_path, hint_for
 from trainspec_cli.recipe.compose.folders import NAMED_SECTIONS, Folders, find_folders
-from trainspec_cli.recipe.explain import KeyMeaning
-from trainspec_cli.recipe.explain import explain as explain_key
-from trainspec_cli.recipe.json_schema import path_of_group
+from trainspec_cli.recipe.json_schema import KeyMeaning, path_of_group
+from trainspec_cli.recipe.json_schema import explain as explain_key
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.structure import known_paths, only_key_named

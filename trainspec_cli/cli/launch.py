@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -12,16 +13,10 @@ from trainspec_cli.cli.options import (
     Endpoint,
     Force,
     NodeRank,
-    NotifyCommand,
+    NotifyWhom,
     NumNodes,
     RecipeArguments,
-    Site,
-    SiteListen,
-    SitesEndpoint,
-    SitesSecret,
     Sweeps,
-    Webhook,
-    site_arguments,
 )
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.run.notify import Notify
@@ -42,45 +37,42 @@ def launch(
     nnodes: NumNodes = None,
     node_rank: NodeRank = 0,
     rdzv_endpoint: Endpoint = None,
-    site: Site = None,
-    sites_endpoint: SitesEndpoint = None,
-    sites_secret: SitesSecret = None,
-    site_listen: SiteListen = None,
-    notify: NotifyCommand = "",
-    webhook: Webhook = "",
+    notify: NotifyWhom = "",
     as_json: AsJson = False,
 ) -> int:
     """Train a recipe. Ctrl-C writes a checkpoint and stops (exit code 6); a second one stops at once.
 
     On several nodes without Slurm, give the same command on each, with --node-rank and a run.dir that all share.
-    Of far-apart sites (resilience=sites), give the command at each, with --site.
     With --sweep, a run for each value is trained on this node, and a table shows the best first.
     """
     if sweep:
-        _check_sweepable(dry_run=dry_run, detach=detach, several=nnodes is not None, site=site is not None)
+        _check_sweepable(arguments, dry_run=dry_run, detach=detach, several=nnodes is not None)
         from trainspec_cli.session.launching.sweep import read_sweep
         from trainspec_cli.session.launching.sweep_runs import launch_sweep  # as below
 
         sweeps = [read_sweep(one) for one in sweep]
         with on_stop_signal(interrupt):
-            wanted = Notify(notify, webhook)
+            wanted = Notify(notify)
             return launch_sweep(arguments, sweeps, wanted, side_by_side=at_once, force=force, as_json=as_json)
     from trainspec_cli.session.launching import launch as session  # half a second, which the help does without
     from trainspec_cli.session.launching.nodes import NodeOptions
 
     nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)
-    arguments = [*arguments, *site_arguments(site, sites_endpoint, sites_secret, site_listen)]
     with on_stop_signal(interrupt):
         if dry_run:
             shown = session.show_launch(arguments, nodes, force=force, as_json=as_json)
             print(shown, end="\n" if as_json else "")
             return 0
-        wanted = Notify(notify, webhook)
+        wanted = Notify(notify)
         return session.launch(arguments, nodes, wanted, force=force, as_json=as_json, detach=detach)
 
 
-def _check_sweepable(*, dry_run: bool, detach: bool, several: bool, site: bool) -> None:
-    given = {"--dry-run": dry_run, "--detach": detach, "--nnodes": several, "--site": site}
+def _check_sweepable(arguments: Sequence[str], *, dry_run: bool, detach: bool, several: bool) -> None:
+    from trainspec_cli.recipe.rules.check import WING_KEYS  # as above
+
+    keys = {argument.partition("=")[0] for argument in arguments}
+    given = {"--dry-run": dry_run, "--detach": detach, "--nnodes": several}
+    given |= {path: path in keys for wing in WING_KEYS for path in wing.paths_of_one_start}
     if option := next((name for name, is_given in given.items() if is_given), None):
         hint = "leave one out; trainspec sbatch --sweep makes an array of Slurm"
         raise RecipeError(Problem("usage", f"{option} takes one run, and --sweep makes many", option, hint))

@@ -18,8 +18,7 @@ from trainspec_cli.core.printable import format_count
 from trainspec_cli.core.reading.files import UnreadableFileError, read_text
 from trainspec_cli.planner.hardware.rates import build_accelerator, load_group, models
 from trainspec_cli.planner.workload import count_active_params, count_params
-from trainspec_cli.recipe.compose.folders import DISTURB, NAMED_SECTIONS, Folders, find_folders, show_path
-from trainspec_cli.recipe.compose.yaml_file import read_yaml
+from trainspec_cli.recipe.compose.folders import DISTURB, SECTION_NAMED_BY, Folders, find_folders, read_yaml, show_path
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.model import OwnModel
 from trainspec_cli.reporter.style import Style
@@ -129,8 +128,7 @@ def list(
 
 def typed_as(group: str) -> str:
     """Return how an option of the group is given: `cluster.accelerator=NAME`."""
-    sections = {option: section for section, option in NAMED_SECTIONS.items()}
-    return f"{sections.get(group, group)}=NAME"
+    return f"{SECTION_NAMED_BY.get(group, group)}=NAME"
 
 
 def _with_figures(group: str, rows: Sequence[Row]) -> Sequence[Row]:

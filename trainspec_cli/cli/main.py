@@ -11,7 +11,7 @@ from typing import Any
 
 from trainspec_cli import __version__
 from trainspec_cli.core.errors import EXIT_CODES, Problem, RecipeError
-from trainspec_cli.core.intentions import closest, key_of
+from trainspec_cli.core.intentions import FORMER_FLAGS, closest, key_of
 from trainspec_cli.core.wings import Command, find_wings
 from trainspec_cli.reporter.style import Style
 
@@ -145,6 +145,8 @@ def _meant_option(context: Any, option: str) -> str:
     where nothing is near."""
     from trainspec_cli.recipe.structure import only_key_named  # the help does without
 
+    if option in FORMER_FLAGS:
+        return f"type {FORMER_FLAGS[option]}"
     parameters = context.command.params
     near = closest(f"--{option}", [opt for parameter in parameters for opt in parameter.opts if opt.startswith("--")])
     meant = f"did you mean {near}?" if near else ""

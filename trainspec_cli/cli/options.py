@@ -34,28 +34,6 @@ Endpoint = Annotated[
         "--rdzv-endpoint", metavar="HOST:PORT", help="The first node, as the others reach it, and a free port."
     ),
 ]
-Site = Annotated[
-    int | None,
-    typer.Option(
-        "--site", metavar="I", help="Which of several far-apart sites this is, from 0 (resilience=sites); 0 hosts."
-    ),
-]
-SitesEndpoint = Annotated[
-    str | None,
-    typer.Option("--sites-endpoint", metavar="HOST:PORT", help="Where the sites meet: site 0, as the others reach it."),
-]
-SitesSecret = Annotated[
-    str | None,
-    typer.Option("--sites-secret", metavar="FILE", help="32 random bytes that all sites share, private to you."),
-]
-SiteListen = Annotated[
-    str | None,
-    typer.Option(
-        "--site-listen",
-        metavar="HOST:PORT",
-        help="Where this site, not site 0, listens for the others, as they reach it.",
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write one page with charts.")]
 Force = Annotated[bool, typer.Option("--force", help="Train although the plan is predicted not to fit this machine.")]
@@ -71,18 +49,15 @@ Sweeps = Annotated[
         "several --sweep, for each combination.",
     ),
 ]
-NotifyCommand = Annotated[
+NotifyWhom = Annotated[
     str,
     typer.Option(
         "--notify",
-        metavar="COMMAND",
-        help=f"Run this line of shell when the run has ended: {STATUS}, {MESSAGE} and {RUN} say how.",
+        metavar="COMMAND|URL",
+        help=f"When the run has ended, run this line of shell ({STATUS}, {MESSAGE} and {RUN} say how), or post to this "
+        "address.",
         show_default=False,
     ),
-]
-Webhook = Annotated[
-    str,
-    typer.Option("--webhook", metavar="URL", help="Post how the run has ended to this address.", show_default=False),
 ]
 HANG_S = 600.0
 SILENT_S = 1800.0
@@ -164,10 +139,3 @@ def write_page(file: Path, page: str, option: str = "--html") -> None:
         message = f"{option} {file} cannot be written: {error.strerror}"
         hint = "choose a file in a folder that is there"
         raise RecipeError(Problem(code="output_exists", message=message, hint=hint)) from error
-
-
-def site_arguments(site: int | None, endpoint: str | None, secret: str | None, listen: str | None) -> list[str]:
-    """Return the keys that the options of far-apart sites stand for, as arguments."""
-    file = None if secret is None else str(Path(secret).expanduser().absolute())
-    given = {"site": site, "endpoint": endpoint, "secret": file, "listen": listen}
-    return [f"resilience.sites.{key}={value}" for key, value in given.items() if value is not None]

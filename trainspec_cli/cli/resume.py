@@ -12,10 +12,9 @@ from trainspec_cli.cli.options import (
     Endpoint,
     Force,
     NodeRank,
-    NotifyCommand,
+    NotifyWhom,
     NumNodes,
     RunArgument,
-    Webhook,
 )
 from trainspec_cli.run.notify import Notify
 from trainspec_cli.run.signals import interrupt, on_stop_signal
@@ -34,8 +33,7 @@ def resume(
     nnodes: NumNodes = None,
     node_rank: NodeRank = 0,
     rdzv_endpoint: Endpoint = None,
-    notify: NotifyCommand = "",
-    webhook: Webhook = "",
+    notify: NotifyWhom = "",
     as_json: AsJson = False,
 ) -> int:
     """Continue a run in its own folder, from its newest whole checkpoint.
@@ -47,5 +45,5 @@ def resume(
 
     nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)
     with on_stop_signal(interrupt):
-        wanted = Notify(notify, webhook)
+        wanted = Notify(notify)
         return session.resume(run, changes or [], nodes, wanted, force=force, as_json=as_json, detach=detach)

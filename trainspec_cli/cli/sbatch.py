@@ -27,13 +27,8 @@ from trainspec_cli.cli.options import (
     HangAfter,
     JoinTimeout,
     MaxRestarts,
-    Site,
-    SiteListen,
-    SitesEndpoint,
-    SitesSecret,
     Sweeps,
     WorkFor,
-    site_arguments,
 )
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.core.wings import MISSING_WING, Point, parts_of
@@ -61,7 +56,7 @@ AllowSetup = Annotated[
     ),
 ]
 OF_RECIPE, OF_COMMAND = (
-    ("sweep", "force", "site", "sites_endpoint", "sites_secret", "site_listen"),
+    ("sweep", "force"),
     ("folder", "max_restarts", "grace_s", "hang_s", "work_s", "join_timeout_s"),
 )
 """Options that a recipe's job alone has, and that of a command."""
@@ -105,10 +100,6 @@ def sbatch(
     allow_setup: AllowSetup = False,
     sweep: Sweeps = None,
     force: Force = False,
-    site: Site = None,
-    sites_endpoint: SitesEndpoint = None,
-    sites_secret: SitesSecret = None,
-    site_listen: SiteListen = None,
     folder: CommandFolder = None,
     max_restarts: MaxRestarts = MAX_RESTARTS,
     grace_s: Grace = GRACE_S,
@@ -133,8 +124,7 @@ def sbatch(
         raise RecipeError(Problem("usage", "--dry-run submits nothing", "--submit", "leave one of them out"))
     _check_options(context, OF_COMMAND if command is None else OF_RECIPE, of_recipe=command is None)
     if command is None:
-        of_site = site_arguments(site, sites_endpoint, sites_secret, site_listen)
-        made = _prepare_recipe(arguments or [], sweep or [], of_site, force=force)
+        made = _prepare_recipe(arguments or [], sweep or [], force=force)
     else:
         asked = CommandOptions(max_restarts, grace_s, hang_s, work_s, join_timeout_s)
         made = _prepare_command(command, arguments or [], folder, asked)
@@ -159,16 +149,14 @@ def sbatch(
     print("\n".join(lines), file=sys.stderr)
 
 
-def _prepare_recipe(
-    arguments: Sequence[str], sweeps: Sequence[str], of_site: Sequence[str], *, force: bool
-) -> PreparedJob:
+def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], *, force: bool) -> PreparedJob:
     from trainspec_cli.session.slurm import submit as session  # as above
 
     _refuse_bare_command(arguments)
     if not arguments:
         hint = "such as trainspec sbatch recipe=quickstart, or trainspec sbatch cluster=h100 -- torchrun train.py"
         raise RecipeError(Problem("usage", "neither a recipe is named, nor a command after --", hint=hint))
-    runs = session.plan_runs([*arguments, *of_site], [read_sweep(one) for one in sweeps])
+    runs = session.plan_runs(arguments, [read_sweep(one) for one in sweeps])
     write = partial(session.write_submission, runs, force=force)
     return PreparedJob([run.loaded for run in runs], session.warnings(runs), write)
 

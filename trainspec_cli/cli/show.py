@@ -43,10 +43,10 @@ def show(
 
 
 def _whole(composed: Composed, as_json: bool) -> str:
-    from trainspec_cli.recipe.compose.render import render_yaml  # loads hydra, which the help does without
+    from trainspec_cli.recipe.compose.values import render_yaml  # loads hydra, which the help does without
 
     if not as_json:
-        return render_yaml(composed, Style.of(sys.stdout).dim)
+        return render_yaml(composed.data, composed.origins, Style.of(sys.stdout).dim)
     origins = {path: vars(composed.origins[path]) for path in flatten(composed.data) if path in composed.origins}
     content = {"recipe": composed.recipe, "values": composed.data, "origins": origins}
     return json_text(content) + "\n"
@@ -88,7 +88,7 @@ _ABSENT = object()
 
 
 def _cell(values: JsonObject, path: str) -> str:
-    from trainspec_cli.recipe.compose.render import render_value  # as above
+    from trainspec_cli.recipe.compose.values import render_value  # as above
 
     text = render_value(values[path]) if path in values else "-"
     return text if len(text) <= WIDEST_CELL else f"{text[: WIDEST_CELL - 3]}..."

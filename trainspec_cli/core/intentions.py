@@ -100,12 +100,13 @@ NAMES_BY_KEY: Mapping[str, str] = {
     "tracking.tensorboard": "enable_tensorboard tensorboard_dir",
 }
 """A key of a recipe, or `KEY=VALUE`, and the names that are used for it elsewhere."""
-_MICRO_BATCHES = """a rank's micro-batches of a step follow from `batching.global_batch_size` and
-    `batching.micro_batch_size`"""
-_WITHOUT_KEY: Mapping[str, str] = {
+_MICRO_BATCHES = (
+    "a rank's micro-batches of a step follow from `batching.global_batch_size` and `batching.micro_batch_size`"
+)
+WITHOUT_KEY: Mapping[str, str] = {
     **dict.fromkeys(
         ("gradient_accumulation_steps", "gradient_accumulation", "grad_accum_steps", "accumulate_grad_batches"),
-        " ".join(_MICRO_BATCHES.split()),
+        _MICRO_BATCHES,
     ),
     "resume_from_checkpoint": "trainspec resume RUN continues a run; `init.from` begins with the weights of one",
     "data_parallel_size": "data parallelism is `layout.dp_shard` times `layout.dp_replicate`",
@@ -195,6 +196,15 @@ FORMER_WORDS: Mapping[tuple[str, str, str], Former] = {
 FORMER_OPTIONS: Mapping[tuple[str, str], Former] = {("comm", "low_rank"): _LOW_RANK}
 """By the group, and the option that it no longer has."""
 
+FORMER_FLAGS: Mapping[str, str] = {
+    "webhook": "--notify URL",
+    "site": "resilience.sites.site=I",
+    "sites-endpoint": "resilience.sites.endpoint=HOST:PORT",
+    "sites-secret": "resilience.sites.secret=FILE",
+    "site-listen": "resilience.sites.listen=HOST:PORT",
+}
+"""An option that commands had -> what is typed in its place."""
+
 CONTAINED_CHARS = 3
 """The shortest word that is looked for inside of others: 4090 in rtx_4090."""
 
@@ -241,9 +251,4 @@ def key_of(name: str) -> str:
 def hint_for(name: str) -> str:
     """Return what to type in place of a key that has another program's name; "" for other names."""
     key = key_of(name)
-    return f"did you mean `{key}`?" if key else _WITHOUT_KEY.get(_shape(name), "")
-
-
-def all_names() -> list[str]:
-    """Return every name that there is a hint for."""
-    return [*_KEYS, *_WITHOUT_KEY]
+    return f"did you mean `{key}`?" if key else WITHOUT_KEY.get(_shape(name), "")

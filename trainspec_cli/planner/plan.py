@@ -24,8 +24,16 @@ from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec, PipelineSchedul
 from trainspec_cli.recipe.keys.run import Offload, Recompute, RunSpec
 from trainspec_cli.recipe.results.blueprint import Blueprint
 from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
-from trainspec_cli.recipe.rules.comm import changed_specs, exchanged, fixed_groups, joined, wanted_groups, whole_hosts
-from trainspec_cli.recipe.rules.layout import measurable_noise, size_of
+from trainspec_cli.recipe.rules.layout import (
+    changed_specs,
+    exchanged,
+    fixed_groups,
+    joined,
+    size_of,
+    wanted_groups,
+    whole_hosts,
+)
+from trainspec_cli.recipe.rules.run import measurable_noise
 
 MAX_MICRO_BATCH_TOKENS = 8192
 """`micro_batch_size: auto` takes as many samples as have no more tokens than this."""

@@ -23,8 +23,8 @@ from trainspec_cli.recipe.keys.layout import MESH_AXES, Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import Curve, MachineProbe, MatmulCurves, Passes
-from trainspec_cli.recipe.rules.engine import check_built
-from trainspec_cli.recipe.rules.layout import measurable_noise
+from trainspec_cli.recipe.rules.check import check_built
+from trainspec_cli.recipe.rules.run import measurable_noise
 from trainspec_cli.reporter.diagnosis.conclude import (
     COMPUTING,
     EXCHANGES,

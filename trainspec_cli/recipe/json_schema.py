@@ -1,36 +1,151 @@
-"""JSON Schemas of recipes and of the files of a group: editors check YAML by them, complete it and explain its keys.
+"""The meaning of a recipe's keys, and JSON Schemas: of recipes, of the files of a group, and of records.
 
-They are written in draft-07, which yaml-language-server knows best. Nothing is required: a recipe is composed, and its
-other values stand elsewhere. How keys depend on one another is left to `trainspec validate`.
+Editors check YAML by them, complete it and explain its keys. They are written in draft-07, which yaml-language-server
+knows best. Nothing is required in a recipe: it is composed, and its other values stand elsewhere. How keys depend on
+one another is left to `trainspec validate`.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import re
+import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from trainspec_cli.core.intentions import FORMER_KEYS
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.core.reading.spec_version import KEY, VERSIONS
-from trainspec_cli.recipe.explain import explain_field
+from trainspec_cli.core.reading.spec_version import CURRENT, KEY, VERSIONS
 from trainspec_cli.recipe.field_types import AUTO, Range, largest_of, ranges_of
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, PoolSpec
 from trainspec_cli.recipe.keys.kernels import KERNELS, KernelSpec
 from trainspec_cli.recipe.keys.model import AUTO_FAMILY
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.keys.training import ScheduleSpec
+from trainspec_cli.recipe.records import PLAIN, Absent
 from trainspec_cli.recipe.structure import (
     MAX_ITEMS,
+    describe,
     hints_of,
     is_required,
     key_of,
+    known_choices,
     known_paths,
     members_of,
     sections_of,
+    show_value,
 )
+
+# The meaning of a key: the doc that stands under its field, its type, range, unit and default.
+
+
+UNITS = {
+    "_gbit_per_s": "Gbit/s",
+    "_gb_per_s": "GB/s (decimal)",
+    "_tb_per_s": "TB/s (decimal)",
+    "_tbit_per_s": "Tbit/s",
+    "_g_per_kwh": "g/kWh",
+    "_usd_per_kwh": "US dollars a kWh",
+    "_usd_per_hour": "US dollars an hour",
+    "_usd_per_device_hour": "US dollars a device-hour",
+    "_per_hour": "an hour",
+    "_tflops": "TFLOP/s",
+    "_usd": "US dollars",
+    "_hours": "hours",
+    "_years": "years",
+    "_bytes": "bytes",
+    "_steps": "steps",
+    "_gb": "GB (decimal)",
+    "_mb": "MB (decimal)",
+    "_us": "microseconds",
+    "_s": "seconds",
+    "_w": "watts",
+}
+"""The end of a key -> its unit; the longest that fits counts."""
+
+
+@dataclass(frozen=True)
+class KeyMeaning:
+    key: str
+    of: str
+    """The dataclass that has the field: families of models have a key of one name each."""
+    doc: str
+    value: str
+    """The values that are allowed."""
+    unit: str
+    default: str | None
+    """None where a value must be given."""
+    choices: tuple[str, ...]
+    below: tuple[str, ...]
+    """The keys of a section."""
+
+
+def explain(root: type, key: str, prefix: str = "") -> Iterator[KeyMeaning]:
+    """Yield what a dotted key below `root` means, once for each section that has it."""
+    name, _, rest = key.partition(".")
+    for field in dataclasses.fields(root):
+        if key_of(field) != name:
+            continue
+        sections = sections_of(hints_of(root)[field.name])
+        path = f"{prefix}{name}"
+        if not rest:
+            yield explain_field(root, field, path)
+        for section in sections if rest else ():
+            yield from explain(section, rest, f"{path}.")
+
+
+def explain_field(owner: type, field: dataclasses.Field[Any], path: str) -> KeyMeaning:
+    """Return what one field of a dataclass means; `path` is its key, as it is shown."""
+    sections = sections_of(hints_of(owner)[field.name])
+    return KeyMeaning(
+        key=path,
+        of=owner.__name__,
+        doc=docs_of(owner).get(field.name, ""),
+        value="a section" if sections else _allowed(owner, field),
+        unit=next((UNITS[end] for end in sorted(UNITS, key=len, reverse=True) if field.name.endswith(end)), ""),
+        default=_shown_default(field),
+        choices=tuple(known_choices(owner, key_of(field))),
+        below=tuple(dict.fromkeys(key_of(one) for section in sections for one in dataclasses.fields(section))),
+    )
+
+
+def _allowed(owner: type, field: dataclasses.Field[Any]) -> str:
+    """Return `a whole number, at least 1`."""
+    limits = ranges_of(owner).get(field.name)
+    return describe(hints_of(owner)[field.name]) + (f", {limits.describe()}" if limits else "")
+
+
+def _shown_default(field: dataclasses.Field[Any]) -> str | None:
+    if field.default is not dataclasses.MISSING:
+        return show_value(field.default)
+    if field.default_factory is dataclasses.MISSING:
+        return None
+    value = field.default_factory()
+    return "that of its keys" if dataclasses.is_dataclass(value) else show_value(value)
+
+
+@cache
+def docs_of(owner: type) -> Mapping[str, str]:
+    """Return the text under each field of a dataclass, from its source."""
+    found: dict[str, str] = {}
+    for base in reversed(owner.__mro__[:-1]):
+        (body,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(body, ast.ClassDef)
+        for statement, following in zip(body.body, body.body[1:], strict=False):
+            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_text:
+                assert isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                found[statement.target.id] = inspect.cleandoc(str(following.value.value))
+    return found
+
+
+# Schemas of recipes and of the files of a group.
+
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 REFERENCE: JsonObject = {
@@ -85,10 +200,9 @@ def recipe_schema(groups: Iterable[str]) -> JsonObject:
 def group_schema(group: str, groups: Iterable[str]) -> JsonObject:
     """Return the schema of the files of conf/GROUP, of which `sections_of_group` is not empty."""
     names = "|".join(map(re.escape, groups))
-    option: JsonObject = {"type": ["string", "null"]}
     entry: JsonObject = {
         "type": "object",
-        "patternProperties": {rf"^((override|optional) )*/?({names})(@[\w.]+)?$": option},
+        "patternProperties": {rf"^/?({names})@[\w.]+$": {"type": "string"}},
         "additionalProperties": False,
         "minProperties": 1,
         "maxProperties": 1,
@@ -265,3 +379,112 @@ def _default(field: dataclasses.Field[Any]) -> JsonObject:
         return {}
     plain: JsonValue = list(value) if isinstance(value, tuple) else value
     return {"default": plain}
+
+
+# Schemas of records, by the annotations that `read_record` reads them by. They are of what this version writes. Keys
+# that a record does not know are passed over, as its reader does; where a field is a choice of words, a reader passes
+# over those of later versions, and the schema does not.
+
+
+STATED: JsonObject = {"description": "The version of the training spec that the file keeps to.", "const": CURRENT}
+DIGEST: JsonObject = {"description": "SHA-256 of all other keys but the version.", "type": "string"}
+NULL: JsonObject = {"type": "null"}
+
+
+def plan_schema(title: str, root: type) -> JsonObject:
+    """Return the schema of a file of which `from_plain` builds `root`, and which states its version."""
+    definitions = written_sections([root])
+    found = definitions.pop(root.__name__)
+    assert isinstance(found, dict), "a section"
+    keys = found["properties"]
+    needed = found.get("required", [])
+    assert isinstance(keys, dict) and isinstance(needed, list), "as the writer of schemas leaves them"
+    whole = {**found, "properties": {KEY: STATED, **keys, "sha256": DIGEST}, "required": [KEY, *needed]}
+    return {"$schema": DRAFT, "title": f"trainspec: {title}", **whole, "definitions": definitions}
+
+
+def record_schema(title: str, record: type, *, left_out: Collection[str] = (), is_versioned: bool = True) -> JsonObject:
+    """Return the schema of a file that holds a record. `left_out`: fields that are not in the file. `is_versioned`:
+    it states its version; else it has a schema of its own, under a digest."""
+    writer = _RecordWriter()
+    found = writer.record(record, left_out)
+    keys = found["properties"]
+    needed = found["required"]
+    assert isinstance(keys, dict) and isinstance(needed, list), "as `record` returns them"
+    stated: JsonObject = {KEY: STATED} if is_versioned else {}
+    whole = {**found, "properties": {**stated, **keys}, "required": [*stated, *needed]}
+    return {"$schema": DRAFT, "title": f"trainspec: {title}", **whole, "definitions": writer.definitions()}
+
+
+def events_schema(
+    title: str, base: type, kinds: Mapping[str, type], one_of: Mapping[str, Collection[str]], *, closed: bool = False
+) -> JsonObject:
+    """Return the schema of a line of a file of events. `base` has the fields of all of them, `kinds` those of each
+    type, of which `one_of` names some that do not all miss. `closed`: no other types stand in the file."""
+    writer = _RecordWriter()
+    found = writer.record(base, ())
+    keys = found["properties"]
+    assert isinstance(keys, dict), "as `record` returns them"
+    names: list[JsonValue] = [*kinds]
+    stated_type: JsonObject = {"type": {"enum": names}} if closed else {}
+    keys |= {KEY: STATED, **stated_type}
+    cases: list[JsonValue] = []
+    for name, kind in kinds.items():
+        reference = writer.refer(kind)
+        choices: list[JsonValue] = [{"required": [field]} for field in one_of.get(name, ())]
+        then: JsonObject = {"allOf": [reference, {"anyOf": choices}]} if choices else reference
+        cases.append({"if": {"properties": {"type": {"const": name}}}, "then": then})
+    whole: JsonObject = {**found, "required": ["type", "time"], "allOf": cases}
+    return {"$schema": DRAFT, "title": f"trainspec: {title}", **whole, "definitions": writer.definitions()}
+
+
+class _RecordWriter:
+    """Writes one schema. Every record below the root becomes a definition, to which the keys refer."""
+
+    def __init__(self) -> None:
+        self._definitions: JsonObject = {}
+        self._sections: list[type] = []
+
+    def definitions(self) -> JsonObject:
+        return {**dict(sorted(self._definitions.items())), **written_sections(self._sections)}
+
+    def record(self, record: type, left_out: Collection[str]) -> JsonObject:
+        hints = typing.get_type_hints(record, include_extras=True)
+        docs = docs_of(record)
+        fields = [one for one in dataclasses.fields(record) if one.name not in left_out]
+        keys: JsonObject = {}
+        for one in fields:
+            doc = " ".join(docs.get(one.name, "").split())
+            keys[key_of(one)] = {**({"description": doc} if doc else {}), **self._value(hints[one.name])}
+        needed: list[JsonValue] = [key_of(one) for one in fields if is_required(one)]
+        return {"type": "object", "properties": keys, "required": needed}
+
+    def refer(self, record: type) -> JsonObject:
+        if record.__name__ not in self._definitions:
+            self._definitions[record.__name__] = {}  # as for sections: a record may hold itself
+            self._definitions[record.__name__] = self.record(record, ())
+        return {"$ref": f"#/definitions/{record.__name__}"}
+
+    def _value(self, annotation: Any) -> JsonObject:
+        """Return the schema of what `read_record` reads as a type. A reference stands alone in a union of one, since
+        what stands beside a `$ref` is not read."""
+        origin = typing.get_origin(annotation)
+        members = typing.get_args(annotation)
+        if origin is typing.Annotated:
+            kind = annotation.__metadata__[0]
+            if kind.section is None:
+                return dict(kind.schema)
+            self._sections.append(kind.section)
+            return {"anyOf": [{"$ref": f"#/definitions/{kind.section.__name__}"}]}
+        if origin in (typing.Union, types.UnionType):
+            kinds = [NULL if one is types.NoneType else self._value(one) for one in members if one is not Absent]
+            return kinds[0] if len(kinds) == 1 else {"anyOf": [*kinds]}
+        if origin is tuple:
+            return {"type": "array", "items": self._value(members[0])}
+        if origin is dict:
+            return {"type": "object", "additionalProperties": self._value(members[1])}
+        if origin is typing.Literal:
+            return {"enum": [*members]}
+        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+            return {"anyOf": [self.refer(annotation)]}
+        return dict(PLAIN[annotation].schema)

@@ -1,24 +1,86 @@
-"""The code of one's own that a recipe names."""
+"""The user's own code that a recipe names: found and checked by its source alone, then imported by the workers.
+
+`validate` and `plan` of a stranger's recipe say which code it would run, and run none of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import linecache
+import os
+import pkgutil
+import re
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from trainspec_cli.recipe.extensions.kinds import (
-    BLOCK,
-    CALLBACK,
-    LOSS,
-    OPTIMIZER,
-    SOURCE,
-    TOKENIZER,
-    TRACKER,
-    ExtensionKind,
-)
-from trainspec_cli.recipe.extensions.source import Extension, find
-from trainspec_cli.recipe.keys.model import ModelSpec, OwnModel
-from trainspec_cli.recipe.keys.run import DataSpec, RunSpec
+from trainspec_cli.core.errors import Problem, RecipeError, TrainspecError, WorkerError, closest, did_you_mean
+from trainspec_cli.core.reading.files import exists, expand, read_bytes
+from trainspec_cli.core.trust import why_not_trusted
+from trainspec_cli.recipe.keys.model import OwnModel
+from trainspec_cli.recipe.keys.run import RunSpec
 
-KINDS: tuple[ExtensionKind, ...] = (SOURCE, TOKENIZER, BLOCK, LOSS, OPTIMIZER, CALLBACK, TRACKER)
+SUFFIX = ".py"
+FORM = "FILE.py:NAME or package.module:NAME"
+MAX_SOURCE_BYTES = 2**22
+SHOWN_NAMES = 8
+SHOWN_CHARS = 160
+PACKAGE = Path(__file__).parents[1]
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+# The extension points: for each the key of a recipe, the entry-point group, and how the engine calls what is named.
+
+
+@dataclass(frozen=True)
+class ExtensionKind:
+    key: str
+    """The key of a recipe that names such code."""
+    group: str
+    """The entry-point group under which installed packages register names."""
+    positional: tuple[str, ...] = ()
+    """The arguments that the engine passes by position."""
+    keywords: tuple[str, ...] = ()
+    """The arguments that the engine passes by name, beside those of the recipe's options."""
+
+    def named(self, text: str, options: Collection[str] = ()) -> list[Extension]:
+        """Return the code that the key names; nothing where it is empty."""
+        return [Extension(self, self.key, text, tuple(options))] if text else []
+
+
+OPTIMIZER = ExtensionKind("optim.name", "trainspec.optimizers", ("groups",), ("lr",))
+CALLBACK = ExtensionKind("train.callbacks", "trainspec.callbacks", ("run",))
+TRACKER = ExtensionKind("tracking.trackers", "trainspec.trackers", ("run",))
+BLOCK = ExtensionKind("model.block", "trainspec.blocks", ("hidden_size", "layer"))
+LOSS = ExtensionKind("train.loss", "trainspec.losses", ("logits", "targets"))
+TOKENIZER = ExtensionKind("data.tokenizer.code", "trainspec.tokenizers")
+SOURCE = ExtensionKind("data.source", "trainspec.datasets")
+
+
+@dataclass(frozen=True)
+class Extension:
+    """Code that a key of a recipe names."""
+
+    kind: ExtensionKind
+    path: str
+    """The key, such as `optim.name` or `train.callbacks`."""
+    text: str
+    """The value as the recipe has it."""
+    options: tuple[str, ...] = ()
+    """The names of the further arguments that the recipe gives."""
+
+
+KINDS = (SOURCE, TOKENIZER, BLOCK, LOSS, OPTIMIZER, CALLBACK, TRACKER)
 """The extension points, by the order in which a run comes to them."""
 
 
@@ -31,51 +93,454 @@ def own_code_of(spec: RunSpec) -> Iterator[Extension]:
 
 def worker_code_of(spec: RunSpec) -> Iterator[Extension]:
     """Yield what the workers of a run import: all but the source of the data, which is read before they start."""
-    yield from own_tokenizers(spec.data)
-    yield from own_blocks(spec.model)
-    yield from own_losses(spec)
+    yield from TOKENIZER.named(spec.data.tokenizer.code, spec.data.tokenizer.options)
+    if isinstance(spec.model, OwnModel):
+        yield from BLOCK.named(spec.model.block, spec.model.options)
+    yield from LOSS.named(spec.train.loss, spec.train.loss_options)
     if spec.optim.is_own:
-        yield own_optimizer(spec)
-    yield from own_callbacks(spec)
-    yield from own_trackers(spec)
-
-
-def own_source(data: DataSpec) -> Extension:
-    return Extension(SOURCE, SOURCE.key, data.source, tuple(data.options))
-
-
-def own_tokenizers(data: DataSpec) -> list[Extension]:
-    """Return the tokenizer that the data names, where it is the user's own."""
-    code = data.tokenizer.code
-    return [Extension(TOKENIZER, TOKENIZER.key, code, tuple(data.tokenizer.options))] if code else []
-
-
-def own_blocks(model: ModelSpec) -> list[Extension]:
-    """Return what makes the model's blocks, where they are the user's own and named."""
-    if not isinstance(model, OwnModel) or not model.block:
-        return []
-    return [Extension(BLOCK, BLOCK.key, model.block, tuple(model.options))]
-
-
-def own_losses(spec: RunSpec) -> list[Extension]:
-    """Return the loss that takes the place of cross-entropy, where there is one."""
-    loss = spec.train.loss
-    return [Extension(LOSS, LOSS.key, loss, tuple(spec.train.loss_options))] if loss else []
-
-
-def own_optimizer(spec: RunSpec) -> Extension:
-    return Extension(OPTIMIZER, OPTIMIZER.key, spec.optim.name, tuple(spec.optim.options))
-
-
-def own_callbacks(spec: RunSpec) -> list[Extension]:
-    return [Extension(CALLBACK, CALLBACK.key, text) for text in spec.train.callbacks]
-
-
-def own_trackers(spec: RunSpec) -> list[Extension]:
-    return [Extension(TRACKER, TRACKER.key, text) for text in spec.tracking.trackers]
+        yield from OPTIMIZER.named(spec.optim.name, spec.optim.options)
+    for text in spec.train.callbacks:
+        yield from CALLBACK.named(text)
+    for text in spec.tracking.trackers:
+        yield from TRACKER.named(text)
 
 
 def describe_code(spec: RunSpec) -> Iterator[str]:
     """Yield a line for each piece of code that a run of the recipe executes, which is checked already."""
     for extension in own_code_of(spec):
         yield f"{extension.path} runs {find(extension).describe()}"
+
+
+# Found, without running any of it.
+
+
+@dataclass(frozen=True)
+class Source:
+    """The place where code lies."""
+
+    module: str
+    """The module's dotted name; empty for a file."""
+    file: Path | None
+    """Its source, absolute; None for a module that is compiled."""
+    name: str
+
+    def describe(self) -> str:
+        return f"{self.name} of {self.file if self.file is not None else self.module}"
+
+
+def is_reference(text: str) -> bool:
+    """Return whether the text names code by its file or module, and not by a registered name."""
+    return ":" in text
+
+
+def absolute_reference(text: str, folder: Path) -> str:
+    """Return the text with a relative file sought in `folder`; unchanged if it names no file."""
+    if not (is_reference(text) and text.rpartition(":")[0].endswith(SUFFIX)):
+        return text
+    file, _, name = text.rpartition(":")
+    return f"{Path(os.path.normpath(folder / expand(file)))}:{name}"
+
+
+def find(extension: Extension, built_in: Iterable[str] = ()) -> Source:
+    """Find the code without running any. Raises RecipeError with what is wrong: no such file, module or name, a syntax
+    error, a signature that does not fit. `built_in`: other values that the key may have."""
+    text = extension.text
+    if not is_reference(text):
+        from importlib.metadata import entry_points  # takes long to load, and few runs have code of their own
+
+        # The names that installed packages have registered, with what they stand for.
+        own = {point.name: point.value for point in entry_points(group=extension.kind.group)}
+        if text not in own:
+            known = sorted({*built_in, *own})
+            shown = f"{', '.join(known)}, " if known else ""
+            message = f"`{extension.path}` is {extension.text!r}; {shown}{FORM} is needed"
+            near = closest(extension.text, known)
+            hint = f"a package that brings it registers it as {extension.kind.group} (docs/extending.md)"
+            hint = f"did you mean {extension.path}={near}?" if near else hint
+            raise _refuse(extension, "wrong_choice", message, hint)
+        text = own[text]
+    place, _, name = text.rpartition(":")
+    if not name.isidentifier():
+        got = f"`{extension.path}` is {extension.text}, which ends in no name of a function or class"
+        raise _refuse(extension, "wrong_type", got, f"type {extension.path}={place or 'FILE.py'}:NAME")
+    if place.endswith(SUFFIX):
+        source = Source("", _find_file(extension, place), name)
+    elif _DOTTED.fullmatch(place):
+        source = Source(place, _find_module(extension, place), name)
+    else:
+        got = f"`{extension.path}` is {extension.text}; {FORM} is needed"
+        raise _refuse(extension, "wrong_type", got, f"a file of Python ends in {SUFFIX}")
+    if source.file is not None:
+        _check_source(extension, source, source.file)
+    return source
+
+
+def problems_of(extension: Extension, built_in: Iterable[str] = ()) -> Iterator[Problem]:
+    """Yield what `find` raises."""
+    try:
+        find(extension, built_in)
+    except RecipeError as error:
+        yield from error.problems
+
+
+def neighbours(file: Path) -> dict[str, tuple[Path, ...]]:
+    """Return the modules in the folder of `file` that it imports, itself or through one of them, by their top-level
+    name, with their source files: of a package all of them.
+
+    Found by reading. What Python has itself and what is installed comes first, so that a file `json.py` in the folder
+    takes the place of no library. The current folder, which is on the path of some processes alone, does not.
+    """
+    path = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
+    found: dict[str, tuple[Path, ...]] = {}
+    unread = [file]
+    while unread:
+        file_read = unread.pop()
+        about = file_read.stat()
+        for name in _imported_names(file_read, about.st_mtime_ns, about.st_size):
+            if name in found or name in sys.stdlib_module_names:
+                continue
+            package = file.parent / name
+            if exists(package / "__init__.py"):
+                files = tuple(sorted(each for each in package.rglob(f"*{SUFFIX}") if each.is_file()))
+            elif exists(package.with_suffix(SUFFIX)):
+                files = (package.with_suffix(SUFFIX),)
+            else:
+                continue
+            installed = PathFinder.find_spec(name, path)
+            origin = installed.origin if installed else None
+            if origin is None or Path(origin).resolve() in {each.resolve() for each in files}:
+                found[name] = files
+                unread += [each for each in files if each != file]
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _imported_names(file: Path, _mtime_ns: int, _size: int) -> frozenset[str]:
+    """Return the top-level names of the modules that a file imports anywhere in it; none where it is not Python, which
+    its import reports. Kept while the file's time and size stay, since packages can have many files."""
+    try:
+        tree = ast.parse(read_bytes(file, MAX_SOURCE_BYTES), str(file))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return frozenset()
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return frozenset(names)
+
+
+def source_files(source: Source) -> list[Path]:
+    """Return the files that make up the code: its own, first, and of a file the neighbours that it imports. Empty for a
+    module that is compiled."""
+    if source.file is None:
+        return []
+    beside = () if source.module else neighbours(source.file).values()
+    return [source.file, *sorted({file for files in beside for file in files} - {source.file})]
+
+
+def source_sha256(file: Path) -> str:
+    """Return the digest of a source file. Raises UnreadableFileError."""
+    return hashlib.sha256(read_bytes(file, MAX_SOURCE_BYTES)).hexdigest()
+
+
+def _refuse(extension: Extension, code: str, message: str, hint: str = "") -> RecipeError:
+    return RecipeError(Problem(code, message, extension.path, hint))
+
+
+def _find_file(extension: Extension, place: str) -> Path:
+    file = expand(place).absolute()
+    if not exists(file):
+        beside = [found.name for found in file.parent.glob(f"*{SUFFIX}")] if file.parent.is_dir() else []
+        hint = did_you_mean(file.name, beside) or f"type {extension.path}=<file>{SUFFIX}:NAME"
+        raise _refuse(extension, "missing_file", f"`{extension.path}` names {file}, which does not exist", hint)
+    for each in source_files(Source("", file, "")):
+        if reason := why_not_trusted(each.stat()):
+            message = f"`{extension.path}` would run {each}, which {reason}"
+            raise _refuse(extension, "not_trusted", message, "read it, and use a copy of your own")
+    return file
+
+
+def _find_module(extension: Extension, module: str) -> Path | None:
+    """Return the source of a module; None of one that is compiled. Packages are not imported for that."""
+    top, *others = module.split(".")
+    spec = None
+    with suppress(ImportError, ValueError):  # a module that is half imported has no spec
+        spec = importlib.util.find_spec(top)
+    if spec is None:
+        message = f"`{extension.path}` names the module {module}, and no package {top} is installed"
+        hint = f"type pip install {top}, or {extension.path}=FILE.py:NAME for a file of your own"
+        raise _refuse(extension, "missing_package", message, hint)
+    full = top
+    for part in others:
+        folders = list(spec.submodule_search_locations or ())
+        full = f"{full}.{part}"
+        found = PathFinder.find_spec(full, folders) if folders else None
+        if found is None:
+            names = [entry.name for entry in pkgutil.iter_modules(folders)]
+            message = f"`{extension.path}` names {module}, and {full.rpartition('.')[0]} has no module {part}"
+            raise _refuse(extension, "missing_package", message, did_you_mean(part, names))
+        spec = found
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(SUFFIX) else None
+
+
+def _check_source(extension: Extension, source: Source, file: Path) -> None:
+    """Raise RecipeError where the source does not define what is named, or defines it with another signature."""
+    try:
+        tree = ast.parse(read_bytes(file, MAX_SOURCE_BYTES), str(file))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = getattr(error, "lineno", None)
+        reason = getattr(error, "msg", None) or str(error) or "nested too deeply"
+        message = f"{file}, which `{extension.path}` names, is not Python: {reason}"
+        problem = Problem("syntax_error", message, extension.path, f"look at line {line}", str(file), line)
+        raise RecipeError(problem) from error
+    names, is_whole = _names_of(tree)
+    if source.name not in names:
+        if not is_whole:
+            return
+        found = ", ".join(sorted(names)[:SHOWN_NAMES]) or "nothing"
+        message = f"`{extension.path}` names {source.name}, which {file} does not define; it has {found}"
+        raise _refuse(extension, "unknown_name", message, did_you_mean(source.name, names))
+    definition = names[source.name]
+    if definition is not None and (signature := _signature_of(definition)):
+        _check_signature(extension, source, signature)
+
+
+def _check_signature(extension: Extension, source: Source, signature: inspect.Signature) -> None:
+    """Raise RecipeError where the engine's call does not fit."""
+    kind = extension.kind
+    try:
+        signature.bind(*kind.positional, **dict.fromkeys((*kind.keywords, *extension.options)))
+    except TypeError as error:
+        named = (*kind.keywords, *extension.options)
+        call = f"({', '.join((*kind.positional, *(('*',) if named else ()), *named))})"  # `(groups, *, lr, alpha)`
+        message = f"`{extension.path}`: {source.describe()} takes {signature}, and is called with {call}: {error}"
+        hint = f"define it as {extension.text.rpartition(':')[2]}{call}"
+        raise _refuse(extension, "wrong_signature", message, hint) from error
+
+
+Definition = ast.FunctionDef | ast.ClassDef
+
+
+def _names_of(tree: ast.Module) -> tuple[dict[str, Definition | None], bool]:
+    """Return (what a module binds at its top level, with its definition if it is one; whether that is all of it)."""
+    names: dict[str, Definition | None] = {}
+    is_whole = True
+    for node in _top_level_statements(tree.body):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names[node.name] = node
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            is_whole = is_whole and all(alias.name != "*" for alias in node.names)
+            names |= {(alias.asname or alias.name).split(".")[0]: None for alias in node.names}
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            stored = (name for name in ast.walk(node) if isinstance(name, ast.Name))
+            names |= {name.id: None for name in stored if isinstance(name.ctx, ast.Store)}
+    return names, is_whole and "__getattr__" not in names
+
+
+def _top_level_statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a module, also those below `if`, `try` and `with`."""
+    for node in body:
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            for blocks in ("body", "orelse", "finalbody"):
+                yield from _top_level_statements(getattr(node, blocks, []))
+            for handler in getattr(node, "handlers", []):
+                yield from _top_level_statements(handler.body)
+
+
+def _signature_of(definition: Definition) -> inspect.Signature | None:
+    """Return what a function, or a class's `__init__`, takes; None where the source does not say."""
+    if definition.decorator_list:
+        return None
+    if isinstance(definition, ast.ClassDef):
+        own = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+        if not own or own[0].decorator_list:
+            is_plain = not definition.bases and not definition.keywords and not own
+            return inspect.Signature() if is_plain else None
+        definition = own[0]
+        of_self = definition.args.posonlyargs or definition.args.args
+        del of_self[:1]  # which the engine's call does not give
+    # An empty function with the same names: neither annotations nor defaults are the user's code any more.
+    taken = definition.args
+    for argument in ast.walk(taken):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    shown: ast.expr = ast.Name("default")
+    taken.defaults = [shown for _ in taken.defaults][-len([*taken.posonlyargs, *taken.args]) or None :]
+    taken.kw_defaults = [default and shown for default in taken.kw_defaults]
+    try:
+        return inspect.signature(eval(f"lambda {ast.unparse(taken)}: None", {"default": _Default()}))
+    except SyntaxError:  # two arguments of one name
+        return None
+
+
+class _Default:
+    """A default as it is shown: its value does not matter."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+# Imported, with what goes wrong in it in its own file and line.
+
+
+def load(extension: Extension) -> Callable[..., Any]:
+    """Import the code and return what it names, which can be called as the engine does. Raises RecipeError, for people,
+    for all that is wrong with it: also what it raises while it is imported."""
+    source = find(extension)
+    with own_errors(extension, "while it was imported", RecipeError):
+        module = _import(extension, source)
+    try:
+        found = getattr(module, source.name)
+    except AttributeError as error:
+        message = f"`{extension.path}` names {source.name}, which {source.file or source.module} does not define"
+        hint = did_you_mean(source.name, vars(module))
+        raise RecipeError(Problem("unknown_name", message, extension.path, hint)) from error
+    if not callable(found):
+        message = (
+            f"`{extension.path}` names {source.describe()}, a {type(found).__name__}; a function or class is needed"
+        )
+        raise RecipeError(Problem("wrong_type", message, extension.path))
+    with suppress(TypeError, ValueError):  # compiled code does not say what it takes
+        _check_signature(extension, source, inspect.signature(found))
+    return found  # type: ignore[no-any-return]
+
+
+def arguments(options: Mapping[str, object]) -> dict[str, object]:
+    """Return the options of a recipe as arguments: YAML has lists where Python's code takes tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+
+
+class Neighbours:
+    """A finder of the modules that lie next to a file which a recipe names, and that this file imports.
+
+    It serves those names alone, of which no library has one. The folder on `sys.path` would also serve what libraries
+    try to import and do without, from files that nobody has checked.
+    """
+
+    def __init__(self) -> None:
+        self.folders: dict[str, Path] = {}
+
+    def find_spec(
+        self, fullname: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        folder = self.folders.get(fullname)
+        return PathFinder.find_spec(fullname, [str(folder)]) if folder else None
+
+    def add(self, extension: Extension, file: Path) -> None:
+        """Serve the neighbours of `file`. Raises RecipeError where a module of another folder has the name."""
+        for name, files in neighbours(file).items():
+            first = self.folders.setdefault(name, file.parent)
+            loaded = getattr(sys.modules.get(name), "__file__", None)
+            if loaded and Path(loaded).resolve() not in {each.resolve() for each in files}:
+                first = Path(loaded).parent
+            if first != file.parent:
+                message = f"`{extension.path}`: {file} imports {name}, and the {name} of {first} is in use already"
+                raise RecipeError(Problem("name_taken", message, extension.path, f"rename one {name}"))
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)  # the current folder may have such a name too
+
+
+NEIGHBOURS = Neighbours()
+
+
+def _import(extension: Extension, source: Source) -> ModuleType:
+    """Import a module, or a file as a module of its own: once, for all keys that name it."""
+    if source.module:
+        return importlib.import_module(source.module)
+    assert source.file is not None, "a reference without a module names a file"
+    # Two files of one name in different folders are two modules.
+    place = hashlib.sha256(str(source.file).encode()).hexdigest()[:8]
+    name = f"trainspec_own_{source.file.stem}_{place}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, source.file)
+    assert spec is not None and spec.loader is not None, "a file of Python has a loader"
+    # Before the file runs, since its imports run first.
+    NEIGHBOURS.add(extension, source.file)
+    module = importlib.util.module_from_spec(spec)
+    # Before it runs: dataclasses and pickles of the file look their module up there.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        # A half-run module would be taken for a whole one by the next key that names the file.
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextmanager
+def own_errors(
+    extension: Extension,
+    when: str,
+    kind: type[TrainspecError] = WorkerError,
+    passes: Callable[[Exception], bool] = lambda error: False,
+) -> Iterator[None]:
+    """Turn what one's own code raises in the block into an error with its file, line and message, without a traceback
+    of trainspec. `passes`: errors that are no fault of the code, such as memory that runs out."""
+    try:
+        yield
+    except TrainspecError:
+        raise
+    except Exception as error:
+        if passes(error):
+            raise
+        raise kind(_problem(extension, when, error)) from error
+
+
+def _problem(extension: Extension, when: str, error: Exception) -> Problem:
+    message = f"`{extension.path}`: {extension.text} raised {describe_error(error)} {when}"
+    frame = _own_frame(error)
+    hint = ""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        module = error.name.partition(".")[0]
+        own = Path(extension.text.rpartition(":")[0])
+        is_near = (own.parent / f"{module}.py").is_file() or (own.parent / module).is_dir()
+        by_name = f"write `import {module}` in {own.name}: modules next to it are found where it imports them by name"
+        hint = by_name if is_near else f"type pip install {module}"
+    if frame is None:
+        return Problem("own_code", message, extension.path, hint)
+    file, line, function = frame
+    text = linecache.getline(file, line).strip()
+    message += f" ({file}:{line}{f', in {function}' if function else ''}{f': {text[:SHOWN_CHARS]}' if text else ''})"
+    return Problem("own_code", message, extension.path, hint, file, line)
+
+
+def describe_error(error: Exception) -> str:
+    """Return the error as Python shows it: `ValueError: the message`."""
+    return f"{type(error).__name__}: {error}".strip().rstrip(":")
+
+
+def _own_frame(error: Exception) -> tuple[str, int, str] | None:
+    """Return file, line and function of the innermost frame that is the user's: neither trainspec's nor of a library
+    that the user's code calls, where there is such a frame."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return error.filename, error.lineno, ""
+    outside = _frames_outside(error)
+    own = [frame for frame in outside if not _is_library(frame.filename)]
+    chosen = next(reversed(own or outside), None)
+    if chosen is None or chosen.lineno is None:
+        return None
+    function = "" if chosen.name == "<module>" else chosen.name
+    return chosen.filename, chosen.lineno, function
+
+
+def came_through_own_code(error: BaseException) -> bool:
+    """Return whether the error came through code that is neither trainspec's nor a library's."""
+    return any(not _is_library(frame.filename) for frame in _frames_outside(error))
+
+
+def _frames_outside(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of the error that lie in files outside of trainspec."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    return [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
+
+
+def _is_library(file: str) -> bool:
+    parts = Path(file).parts
+    if {"site-packages", "dist-packages"} & set(parts):
+        return True
+    return Path(file).is_relative_to(Path(traceback.__file__).parent)

@@ -71,12 +71,6 @@ class WrongValueError(ValueError):
     """The value is not of the wanted type. Raised by `convert`."""
 
 
-def structure(data: Mapping[str, object]) -> tuple[RunSpec | None, list[Problem]]:
-    """Return the spec, or None and every problem with its dotted path."""
-    draft, problems = build(RunSpec, data)
-    return (None if problems else draft), problems
-
-
 def build(cls: type[T], data: Mapping[str, object], path: str = "") -> tuple[T, list[Problem]]:
     """Return a draft of dataclass `cls`, with `UNKNOWN` in place of wrong values, and the problems."""
     hints = hints_of(cls)  # type: ignore[arg-type]
@@ -120,7 +114,8 @@ def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]
     by_name = next((member for member in members_of(wanted) if typing.get_origin(member) is dict), None)
     if by_name and isinstance(value, Mapping):
         return _build_items(typing.get_args(by_name)[1], value, path)
-    if typing.get_origin(wanted) is tuple and isinstance(value, (list, tuple)) and sections_of(item := _item(wanted)):
+    is_list = typing.get_origin(wanted) is tuple and isinstance(value, (list, tuple))
+    if is_list and sections_of(item := typing.get_args(wanted)[0]):
         built, problems = _build_items(item, dict(enumerate(value)), path)
         return tuple(built.values()), problems
     try:
@@ -133,24 +128,15 @@ def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]
         code = "wrong_choice" if _only_choices(wanted) else "wrong_type"
         # The draft goes on with UNKNOWN, so that one run of the check reports the mistakes of all other keys too.
         return UNKNOWN, [Problem(code=code, path=path, message=message, hint=_hint(wanted, value, path))]
-    oversized = _oversized(converted, path)
-    return (UNKNOWN, [oversized]) if oversized else (converted, [])
-
-
-def _oversized(value: Any, path: str) -> Problem | None:
-    """Return a problem for a number, alone or in a list, that is too large; rules are not checked on such a value."""
-    for number in value if isinstance(value, tuple) else (value,):
+    # Rules are not checked on a number, alone or in a list, that is too large: loops over it would not end.
+    for number in converted if isinstance(converted, tuple) else (converted,):
         if isinstance(number, (int, float)) and abs(number) > (most := largest_of(path, number)):
             message = f"`{path}` is {show_value(number)}; at most {most:,} is allowed"
-            return Problem("out_of_range", message, path, f"type {path}={most} or less")
-    if isinstance(value, tuple) and len(value) > MAX_ITEMS:
-        return Problem("out_of_range", f"`{path}` has {len(value):,} values; at most {MAX_ITEMS} are read", path)
-    return None
-
-
-def _item(wanted: Any) -> Any:
-    """Return the type of a tuple's items."""
-    return typing.get_args(wanted)[0]
+            return UNKNOWN, [Problem("out_of_range", message, path, f"type {path}={most} or less")]
+    if isinstance(converted, tuple) and len(converted) > MAX_ITEMS:
+        message = f"`{path}` has {len(converted):,} values; at most {MAX_ITEMS} are read"
+        return UNKNOWN, [Problem("out_of_range", message, path)]
+    return converted, []
 
 
 def _build_items(wanted: Any, items: Mapping[Any, object], path: str) -> tuple[dict[str, object], list[Problem]]:
@@ -200,9 +186,19 @@ def convert(wanted: Any, value: Any) -> Any:
                 continue
         raise WrongValueError
     if typing.get_origin(wanted) is tuple and isinstance(value, (list, tuple)):
-        return tuple(convert(_item(wanted), item) for item in value)
+        return tuple(convert(typing.get_args(wanted)[0], item) for item in value)
     if wanted in (int, float):
-        return _convert_number(wanted, value)
+        # A boolean is an int in Python: without this test `lr: true` would be 1.0.
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise WrongValueError
+        if isinstance(value, float) and not math.isfinite(value):
+            raise WrongValueError
+        if wanted is float and abs(value) > LARGEST:
+            value = 2 * LARGEST if value > 0 else -2 * LARGEST  # reported as too large, whatever its digits
+        # YAML reads 1e3 as a float, and people write it for 1000.
+        if wanted is int and value != int(value):
+            raise WrongValueError
+        return wanted(value)
     if wanted is str and isinstance(value, str) and not _can_be_written(value):
         raise WrongValueError
     if wanted in (str, bool, type(None)) and type(value) is wanted:
@@ -219,20 +215,6 @@ def _can_be_written(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _convert_number(wanted: type, value: Any) -> Any:
-    # A boolean is an int in Python: without this test `lr: true` would be 1.0.
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise WrongValueError
-    if isinstance(value, float) and not math.isfinite(value):
-        raise WrongValueError
-    if wanted is float and abs(value) > LARGEST:
-        value = 2 * LARGEST if value > 0 else -2 * LARGEST  # reported as too large, whatever its digits
-    # YAML reads 1e3 as a float, and people write it for 1000.
-    if wanted is int and value != int(value):
-        raise WrongValueError
-    return wanted(value)
 
 
 def is_required(field: dataclasses.Field[Any]) -> bool:
@@ -255,7 +237,12 @@ def _unknown_key(cls: type, key: str, path: str, value: object, former: Former |
     if former is not None:
         message = f"`{path}{key}` is no longer a setting: {former.why}"
         return Problem("unknown_key", message, f"{path}{key}", former.hint)
-    tail = _only_path(value)
+    # The dotted path of the one value in nested sections; "" for a plain value, and where there are several.
+    names: list[str] = []
+    while isinstance(value, Mapping) and len(value) == 1:
+        ((name, value),) = value.items()
+        names.append(str(name))
+    tail = "" if isinstance(value, Mapping) else ".".join(names)
     siblings = [key_of(field) for field in dataclasses.fields(cls)]
     near = closest(key, siblings)
     # Walking all sections takes time, and only a key that resembles none of its neighbours needs it.
@@ -275,15 +262,6 @@ def _unknown_key(cls: type, key: str, path: str, value: object, former: Former |
     if meant:
         hint = f"did you mean {_join_or([f'`{guess}`' for guess in meant])}?"
     return Problem(code="unknown_key", path=f"{path}{key}", message=f"unknown key `{path}{key}`", hint=hint)
-
-
-def _only_path(value: object) -> str:
-    """Return the dotted path of the one value in nested sections; "" for a plain value, and where there are several."""
-    names: list[str] = []
-    while isinstance(value, Mapping) and len(value) == 1:
-        ((name, value),) = value.items()
-        names.append(str(name))
-    return "" if isinstance(value, Mapping) else ".".join(names)
 
 
 def _guess(key: str, paths: list[str]) -> list[str]:
@@ -353,18 +331,15 @@ def _hint(wanted: Any, value: Any, path: str) -> str:
     if wanted is bool:
         return f"type {path}=true or {path}=false"
     if wanted in (str, str | None) and isinstance(value, (int, float)):
-        return f"""quote it, to make it text: '{path}="{show_value(value)}"'{_as_written_with_colons(value)}"""
+        hint = f"""quote it, to make it text: '{path}="{show_value(value)}"'"""
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 60:
+            # YAML 1.1 reads 2:00:00 as a number to the base of 60: who wrote that means other text than the number's.
+            minutes, seconds = divmod(value, 60)
+            hours, minutes = divmod(minutes, 60)
+            written = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+            hint += f'; or "{written}", which YAML reads as that number without the quotation marks'
+        return hint
     return f"type {path}=<{describe(wanted)}>"
-
-
-def _as_written_with_colons(value: float) -> str:
-    """YAML 1.1 reads 2:00:00 as a number to the base of 60: who wrote that means other text than the number's."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 60:
-        return ""
-    minutes, seconds = divmod(value, 60)
-    hours, minutes = divmod(minutes, 60)
-    written = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-    return f'; or "{written}", which YAML reads as that number without the quotation marks'
 
 
 def choices_of(wanted: Any) -> tuple[Any, ...]:

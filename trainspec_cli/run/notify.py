@@ -1,8 +1,9 @@
-"""Say elsewhere how a run has ended: to a command, or to a web address. What fails of that is said, and no more."""
+"""Report how a run has ended: to a command, or to a web address. A report that fails is a warning, and no more."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,41 +20,39 @@ from trainspec_cli.run.folder.record import RunResult
 
 COMMAND_S, WEB_S = 30.0, 10.0
 """A command, or a server, that has not ended or answered by then is given up."""
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://\S+")
+"""An address stands alone: a line of shell that mentions one has other words too."""
 
 
 @dataclass(frozen=True)
 class Notify:
-    """The command and the address that hear of a run's end; both empty for nobody."""
+    """Who hears of a run's end."""
 
-    command: str = ""
-    """A line of shell."""
-    webhook: str = ""
-    """An http or https address."""
+    whom: str = ""
+    """A line of shell, or an http or https address; empty for nobody."""
 
     def __post_init__(self) -> None:
-        if self.webhook and not self.webhook.startswith(("http://", "https://")):
-            message = f"--webhook is `{self.webhook}`; an address that begins with https:// or http:// is needed"
-            raise RecipeError(
-                Problem("usage", message, "--webhook", "such as --webhook https://hooks.example.org/T0/B0")
-            )
+        found = _ADDRESS.fullmatch(self.whom)
+        if found and found[1].lower() not in ("http", "https"):
+            message = f"--notify is `{self.whom}`; a command, or an address of https:// or http:// is needed"
+            raise RecipeError(Problem("usage", message, "--notify", "such as --notify https://hooks.example.org/T0/B0"))
 
     @property
     def options(self) -> list[str]:
         """Return the options of a command line that ask for the same."""
-        given = (("--notify", self.command), ("--webhook", self.webhook))
-        return [word for name, value in given if value for word in (name, value)]
+        return ["--notify", self.whom] if self.whom else []
 
 
 NOBODY = Notify()
 
 
 def notify(wanted: Notify, run: RunDir, recipe: str, result: RunResult, reason: str) -> Iterator[str]:
-    """Report how the run has ended; yield a line for each who could not be notified. `reason`: of a failure."""
-    about = _describe(run, recipe, result, reason)
-    if wanted.command and (why := _call(wanted.command, about)):
-        yield f"warning: --notify {wanted.command}: {why}"
-    if wanted.webhook and (why := _post(wanted.webhook, about)):
-        yield f"warning: --webhook {wanted.webhook}: {why}"
+    """Report how the run has ended; yield a line where that failed. `reason`: of a failure."""
+    if not wanted.whom:
+        return
+    reach = _post if _ADDRESS.fullmatch(wanted.whom) else _call
+    if why := reach(wanted.whom, _describe(run, recipe, result, reason)):
+        yield f"warning: --notify {wanted.whom}: {why}"
 
 
 def _describe(run: RunDir, recipe: str, result: RunResult, reason: str) -> JsonObject:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import os
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -8,13 +10,21 @@ import pytest
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.reading.files import (
     ClosedFileError,
+    JsonArrayError,
+    Kind,
     MissingFileError,
     UnreadableFileError,
+    describe_kind,
     exists,
     expand,
     how_to_copy,
+    is_kind,
     open_regular,
+    parse_items,
+    parse_json,
     read_bytes,
+    read_field,
+    read_object,
     read_text,
 )
 
@@ -117,3 +127,110 @@ def test_home_is_expanded_where_there_is_such_a_user(monkeypatch: pytest.MonkeyP
 def test_remote_paths_have_a_command_that_copies_them(path: str, command: str) -> None:
     hint = how_to_copy(path)
     assert (f"({command})" in hint or hint == command) if command else hint == ""
+
+
+# JSON: an object's fields, and the items of an array.
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "fits"),
+    [
+        (1, float, True),
+        (1, float | None, True),
+        (1.0, int, False),
+        (True, int, False),
+        (True, float, False),
+        (None, int | None, True),
+        (None, int, False),
+    ],
+)
+def test_kinds_are_those_of_json(value: object, kind: Kind, fits: bool) -> None:
+    assert is_kind(value, kind) is fits
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+def test_nesting_is_bounded() -> None:
+    assert parse_json(nested(64))
+    for depth in (65, 100_000):
+        with pytest.raises(ValueError, match="it is nested more than 64 levels deep"):
+            parse_json(nested(depth))
+    with pytest.raises(ValueError, match="nested more than 64"):
+        parse_json('{"a": ' * 65 + "1" + "}" * 65)
+
+
+def test_long_whole_numbers_are_read_as_floats() -> None:
+    assert parse_json("9" * 30) == int("9" * 30)
+    for long, value in ((str(int(1e30)), 1e30), ("-" + "9" * 31, -1e31), ("9" * 5000, inf)):
+        found = parse_json(f'{{"a": {long}}}')
+        assert found == {"a": value} and type(found["a"]) is float
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"a": 1,\n "b" 2}', r"is not JSON: Expecting ':' delimiter \(line 2, column 6\)"),
+        ("[1]", "holds a list; a JSON object is needed"),
+        ("null", "holds null; a JSON object is needed"),
+        ('"' + "x" * 50 + '"', r"holds 'x{36}\.\.\.; a JSON object is needed"),
+        ("{}", "has no `steps`; a whole number is needed"),
+        ('{"steps": "7"}', "has '7' as `steps`; a whole number is needed"),
+        ('{"steps": {}}', "has an object as `steps`; a whole number is needed"),
+        ('{"steps": ' + "9" * 31 + "}", r"has 1e\+31 as `steps`; a whole number is needed"),
+    ],
+)
+def test_an_object_that_is_not_as_it_should_be(tmp_path: Path, content: str, says: str) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(content)
+    with pytest.raises(UnreadableFileError, match=says) as error:
+        read_field(file, read_object(file), "steps", int)
+    (problem,) = error.value.problems
+    assert (problem.line, problem.column) == ((2, 6) if "not JSON" in says else (None, None))
+
+
+def test_a_field_is_returned_whatever_else_the_object_has(tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    file.write_text('{"about": {"steps": 7}, "more": 1}')
+    about = read_field(file, read_object(file), "about", dict)
+    assert about == {"steps": 7} and read_field(file, about, "steps", int) == 7
+
+
+def test_kinds_in_words() -> None:
+    kinds = (int, float, str, bool, dict, list, int | None)
+    assert [describe_kind(kind) for kind in kinds] == [
+        "a whole number", "a number", "text", "true or false", "an object", "a list", "a whole number or null",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("items", [[], [1], [{"a": [1, "]"]}, None, "x\ny,", [[]], -2.5e3]])
+def test_the_items_are_those_of_the_array(items: list, indent: int | None) -> None:
+    assert [item for _, item in parse_items(f" \n{json.dumps(items, indent=indent)}\n ")] == items
+
+
+def test_items_know_their_lines() -> None:
+    assert [line for line, _ in parse_items('\n[\n{"a":\n 1}, 2\n,\n\n3 ]')] == [3, 4, 7]
+
+
+@pytest.mark.parametrize(
+    ("text", "read", "line", "why"),
+    [
+        ('[1,\n{"a": }]', 1, 2, "Expecting value"),
+        ("[1,\n2\n3\n4]", 2, 3, "`,` or `]` is needed in the place of `3`"),
+        ("[1,\n2\n", 2, 3, "`,` or `]` is needed in the place of the end of the file"),
+        ("[1,]", 1, 1, "Expecting value"),
+        ("[1]\n[2]", 1, 2, "`[2]` stands behind the end of the array"),
+        ("[]\n,", 0, 2, "`,` stands behind the end of the array"),
+        ('{"a": 1}', 0, 1, '`[` is needed in the place of `{"a": 1}`'),
+        (f"[1,\n{'[' * 65}{']' * 65}]", 1, 2, "it is nested more than 64 levels deep"),
+        (f"[\n{'[' * 10**5}", 0, 2, "it is nested more than 64 levels deep"),
+    ],
+)
+def test_what_is_no_array_is_refused_at_its_line(text: str, read: int, line: int, why: str) -> None:
+    items = parse_items(text)
+    found = [next(items) for _ in range(read)]
+    with pytest.raises(JsonArrayError) as error:
+        next(items)
+    assert (str(error.value), error.value.line, len(found)) == (why, line, read)

@@ -18,7 +18,7 @@ from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
 from trainspec_cli.engine.tools.kernel_trial import SUM_ERROR, call_error, update_error
 from trainspec_cli.recipe.keys.kernels import KERNELS, TORCH
 from trainspec_cli.recipe.keys.training import OptimSpec
-from trainspec_cli.recipe.rules.comm import explain
+from trainspec_cli.recipe.rules.check import explain
 
 pytestmark = pytest.mark.usefixtures("compile_anew")
 

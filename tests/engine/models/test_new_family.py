@@ -28,8 +28,7 @@ from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import from_plain, to_plain
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.rules.check import check
-from trainspec_cli.recipe.rules.engine import check_engine
+from trainspec_cli.recipe.rules.check import check, check_engine
 
 PAGE = Path(__file__).parents[3] / "docs" / "adding-a-model.md"
 FENCE = re.compile(r"^## \d\. [^`\n]*`([^`]+)`$.*?^```(?:python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -13,8 +13,7 @@ from trainspec_cli.engine.digest import IGNORED_TARGET
 from trainspec_cli.engine.models import own_loss
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
 from trainspec_cli.engine.models.own_loss import OwnLinearLoss, load_loss
-from trainspec_cli.recipe.extensions.kinds import LOSS
-from trainspec_cli.recipe.extensions.source import Extension
+from trainspec_cli.recipe.own_code import LOSS, Extension
 
 CPU = torch.device("cpu")
 HEAD = "import torch\nimport torch.nn.functional as F\n\ndef loss(logits, targets, **options):\n    "

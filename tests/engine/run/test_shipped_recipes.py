@@ -15,7 +15,7 @@ from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.certify_batches import drawn_batch
 from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.rules.engine import check_engine, close_axes
+from trainspec_cli.recipe.rules.check import check_engine, close_axes
 from trainspec_cli.session.recipe.load import load, load_for_planning, plan_on, this_machine
 
 RECIPES = Path(__file__).parents[3] / "recipes"

@@ -20,7 +20,7 @@ from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
 from trainspec_cli.recipe.keys.training import BatchingSpec, BatchScheduleSpec, OptimSpec, RampStage
-from trainspec_cli.recipe.rules.engine import check_built
+from trainspec_cli.recipe.rules.check import check_built
 
 H100S = Machine("node", 64, 2**40, gpu_names=("NVIDIA H100 80GB HBM3",) * 8, gpu_memory_bytes=80 * 2**30, bf16=True)
 OPEN = LayoutSpec(cp=AUTO, tp=AUTO, pp=AUTO, ep=AUTO, zero_stage=AUTO, pipeline_schedule=AUTO, virtual_stages=AUTO)

@@ -26,9 +26,8 @@ from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
-from trainspec_cli.recipe.rules.check import check
-from trainspec_cli.recipe.rules.comm import whole_hosts
-from trainspec_cli.recipe.rules.engine import check_engine
+from trainspec_cli.recipe.rules.check import check, check_engine
+from trainspec_cli.recipe.rules.layout import whole_hosts
 from trainspec_cli.session.planning.plan import plan_loaded, plan_recipe
 from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.wings.interop import layout_of

@@ -15,7 +15,7 @@ from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, ExpertSpec,
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
 from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
-from trainspec_cli.recipe.rules.engine import check_built
+from trainspec_cli.recipe.rules.check import check_built
 
 SPEC = RunSpec(
     model=DecoderModel(8, 512, 8, 8, 64, 1024, 4096),

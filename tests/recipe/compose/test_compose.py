@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.core.errors import Problem
-from trainspec_cli.recipe.compose.compose import Completion, Composed, compose, compose_arguments
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.recipe.compose.compose import Completion, Composed, amend, compose, compose_arguments
 
 HOUSE = Path(__file__).parents[3]
 RECIPES = ", ".join(sorted(path.stem for path in HOUSE.joinpath("recipes").glob("*.yaml")))
 MODELS = ", ".join(sorted(path.stem for path in HOUSE.joinpath("conf", "model").glob("*.yaml")))
 FOLDERS = {path.name for path in HOUSE.joinpath("conf").iterdir() if any(path.glob("*.yaml"))}
-GROUPS = ", ".join(sorted(FOLDERS - {"disturb"}))
+GROUPS = ", ".join(sorted(FOLDERS - {"disturb", "accelerator"}))
 
 RECIPE = "batching: {global_batch_size: 8}\ntrain:\n  max_steps: 5\n"
 
@@ -256,6 +257,7 @@ def test_faults_inside_a_users_own_groups(tmp_path: Path, write) -> None:
     write("conf/model/broken.yaml", "a: [1\n")
     write("conf/model/orphan.yaml", "defaults: [llama_6]\na: 1\n")
     write("conf/model/lost.yaml", "defaults:\n  - /nowhere: x\na: 1\n")
+    write("conf/model/nowhere.yaml", "defaults:\n  - /optim: sgd\na: 1\n")
     write("conf/model/round.yaml", "defaults: [about]\n")
     write("conf/model/about.yaml", "defaults: [round]\n")
 
@@ -266,8 +268,9 @@ def test_faults_inside_a_users_own_groups(tmp_path: Path, write) -> None:
 
     assert fault("broken")[:2] == ("bad_yaml", "conf/model/broken.yaml:1:4")
     assert fault("orphan") == ("unknown_option", "conf/model/orphan.yaml:1:12", "`model` has no option `llama_6`")
-    assert fault("lost") == ("bad_defaults", "conf/model/lost.yaml", "In 'model/lost': Could not find 'nowhere/x'")
-    assert fault("round") == ("bad_defaults", "", "defaults lists name one another in a circle")
+    assert fault("lost") == ("unknown_group", "conf/model/lost.yaml:2:5", "there is no group `nowhere`")
+    assert fault("nowhere")[:2] == ("bad_defaults", "conf/model/nowhere.yaml:2:5")
+    assert fault("round") == ("bad_defaults", "conf/model/about.yaml:1:12", "`round` builds on itself")
 
 
 @pytest.mark.parametrize(
@@ -289,6 +292,37 @@ def test_a_group_file_that_only_another_one_names_is_read_within_limits(tmp_path
         "inner.yaml" in f"{problem.file} {problem.message}" and reason in problem.message
         for problem in composed.problems
     )
+
+
+def test_recipes_that_build_on_one_another_in_a_circle(tmp_path: Path, write) -> None:
+    write("recipes/one.yaml", f"defaults: [two]\n{RECIPE}")
+    write("recipes/two.yaml", "defaults:\n  - one\n  - override /optim: sgd\n")
+    composed = compose("one", [], tmp_path)
+    assert [(code, where) for code, where, _, _ in told(composed)] == [("bad_defaults", "recipes/two.yaml:2:5")]
+    assert (composed.data["optim"]["name"], composed.data["train"]["max_steps"]) == ("sgd", 5)
+
+
+@pytest.mark.clause("REC-2")
+def test_of_two_recipes_to_build_on_the_later_one_counts_and_the_own_choice_most(tmp_path: Path, write) -> None:
+    write("recipes/one.yaml", "defaults:\n  - override /optim: sgd\n  - override /model: moe_tiny\ntrain: {seed: 1}\n")
+    write("recipes/two.yaml", "defaults:\n  - override /optim: muon\n  - override /model: llama_6m\ntrain: {seed: 2}\n")
+    write("recipes/both.yaml", "defaults:\n  - override /model: llama_tiny\n  - one\n  - two\n")
+    composed = compose("both", [], tmp_path)
+    found = [composed.data["optim"]["name"], composed.data["model"]["name"], composed.data["train"]["seed"]]
+    assert (composed.problems, found) == ((), ["muon", "llama_tiny", 2])
+
+
+def test_an_accelerator_that_a_cluster_chooses_leaves_nothing_of_another(tmp_path: Path, write) -> None:
+    write("conf/accelerator/mine.yaml", "name: mine\nmemory_gb: 80\n")
+    write("conf/cluster/mine.yaml", "defaults:\n  - h100\n  - /accelerator@accelerator: mine\nname: x\n")
+    cluster = compose("tiny", ["cluster=mine"], tmp_path).data["cluster"]
+    assert (cluster["accelerator"], cluster["nic_gbit_per_s"]) == ({"name": "mine", "memory_gb": 80}, 400)
+
+
+def test_a_section_that_is_left_open_takes_keys(tmp_path: Path) -> None:
+    arguments = ["data=mixture", "data.mixture.web.source=jsonl", "data.mixture.web.path=x"]
+    composed = compose("tiny", arguments, tmp_path)
+    assert (composed.problems, composed.data["data"]["mixture"]) == ((), {"web": {"source": "jsonl", "path": "x"}})
 
 
 def test_interpolations_that_lead_nowhere(tmp_path: Path) -> None:
@@ -443,3 +477,94 @@ def test_a_recipe_of_another_version_is_refused_with_its_line(tmp_path: Path, wr
         (problem,) = compose(name, cwd=tmp_path).problems
         assert (problem.code, problem.where()) == (code, "recipes/old.yaml:2:1")
         assert problem.message.startswith(message) and problem.hint
+
+
+# Which of several keys that take one another's place stays.
+
+
+GRANDPARENT = "train: {max_steps: 5}"
+PARENT = "defaults: [old]\ntrain: {tokens: 6}"
+CHILD = "defaults: [middle]\ntrain: {epochs: 7}"
+
+
+@pytest.mark.clause("REC-2")
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "kept"),
+    [
+        ("old", [], {"max_steps": 5}),
+        ("middle", [], {"tokens": 6}),
+        ("young", [], {"epochs": 7}),
+        ("young", ["train.max_steps=8"], {"max_steps": 8}),
+        ("young", ["~train.epochs"], {"tokens": 6}),
+        ("middle", ["train.tokens=null"], {"max_steps": 5}),
+        ("old", ["train.tokens=8", "train.epochs=9"], {"tokens": 8, "epochs": 9}),
+    ],
+)
+def test_what_is_given_last_takes_the_place_of_the_others(
+    write, tmp_path: Path, recipe: str, arguments: list[str], kept: dict[str, int]
+) -> None:
+    for name, text in (("old", GRANDPARENT), ("middle", PARENT), ("young", CHILD)):
+        write(f"recipes/{name}.yaml", text)
+    composed = compose(recipe, arguments, tmp_path)
+    train = composed.data["train"]
+    keys = ("max_steps", "tokens", "epochs")
+    assert {key: train[key] for key in keys if train.get(key) not in (None, "???")} == kept
+    assert {key for key in keys if f"train.{key}" in composed.origins and train.get(key) in kept.values()} == set(kept)
+
+
+def test_an_argument_takes_the_place_of_a_runs_own_value() -> None:
+    def complete(data: JsonObject, _: frozenset[str]) -> Completion:
+        seen.append(data["train"])
+        return Completion({"train": {"max_steps": 9}}, "train.tokens")
+
+    seen: list[object] = []
+    own: JsonObject = {"train": {"max_steps": 5, "epochs": 7.0, "tokens": None}}
+    composed = amend("mine", own, ["train.tokens=6"], [complete])
+    assert seen == [{"tokens": 6}]
+    assert composed.data["train"] == {"tokens": 6, "max_steps": 9}
+    assert composed.origins["train.max_steps"] == composed.origins["train.tokens"]
+    assert amend("mine", own, [], []).data == own
+
+
+# `framework=./mine.yaml`: a file of the user's own in the place of an option.
+
+
+def with_own_framework(folder: Path, text: str, *more: str) -> Composed:
+    (folder / "mine.yaml").write_text(text, encoding="utf-8")
+    return compose("quickstart", ["framework=./mine.yaml", *more], folder)
+
+
+def test_a_file_lies_over_the_option_that_it_builds_on(tmp_path: Path) -> None:
+    text = "defaults: [megatron]\nname: Ours\nstates:\n  zero1: {bucket_bytes: 7}\n"
+    found = with_own_framework(tmp_path, text, "framework.overlap_dp=false")
+    assert not found.problems
+    framework = found.data["framework"]
+    assert isinstance(framework, dict)
+    assert (framework["name"], framework["fused_kernels"], framework["overlap_dp"]) == ("Ours", True, False)
+    assert framework["states"] == {"zero1": {"bucket_bytes": 7}}
+    assert (found.origins["framework.name"].file, found.origins["framework.name"].line) == ("mine.yaml", 2)
+
+
+def test_a_file_alone_leaves_nothing_of_the_option_before(tmp_path: Path) -> None:
+    assert with_own_framework(tmp_path, "name: Alone\n").data["framework"] == {"name": "Alone"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("defaults: [megatrn]\n", "`framework` has no option `megatrn`"),
+        ("name: ]\n", "this is not YAML"),
+    ],
+)
+def test_mistakes_of_a_file_are_told_with_their_line(tmp_path: Path, text: str, says: str) -> None:
+    problem = with_own_framework(tmp_path, text).problems[0]
+    assert says in problem.message
+    assert (problem.file, problem.line) == ("mine.yaml", 1)
+
+
+def test_a_missing_file_and_an_unknown_name_say_what_to_type(tmp_path: Path) -> None:
+    missing = compose("quickstart", ["framework=./mine.yaml"], tmp_path).problems[0]
+    assert (missing.code, "there is no file mine.yaml" in missing.message) == ("missing_file", True)
+    unknown = compose("quickstart", ["framework=megatrn"], tmp_path).problems[0]
+    assert unknown.hint.startswith("did you mean framework=megatron? Options: deepspeed, ")
+    assert unknown.hint.endswith("or describe your own in a file, and type framework=./mine.yaml")

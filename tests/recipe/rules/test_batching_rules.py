@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.keys.training import RampStage
-from trainspec_cli.recipe.rules.check import check
-from trainspec_cli.recipe.rules.engine import check_engine
-from trainspec_cli.recipe.rules.layout import data_parallel_ranks, largest_size, measurable_noise, noise_hindrance
-from trainspec_cli.recipe.structure import structure
+from trainspec_cli.recipe.rules.check import check, check_engine
+from trainspec_cli.recipe.rules.run import largest_size, measurable_noise, noise_hindrance
+from trainspec_cli.recipe.structure import build
 
 PATH = "batching.schedule"
 LARGEST = f"{PATH}.max_global_batch_size"
@@ -104,7 +104,7 @@ def test_every_stage_that_is_wrong_is_named(make_spec) -> None:
 
 def test_a_stage_is_read_with_its_types(data) -> None:
     data["batching"]["schedule"] = {"kind": "ramp", "stages": [{"from_tokens": 252e6, "global_batch_size": 16}]}
-    spec, problems = structure(data)
+    spec, problems = build(RunSpec, data)
     assert problems == []
     assert spec is not None
     assert spec.batching.schedule.stages == (RampStage(252_000_000, 16),)
@@ -112,7 +112,7 @@ def test_a_stage_is_read_with_its_types(data) -> None:
 
 def test_a_stage_with_a_wrong_key_or_type_is_named(data) -> None:
     data["batching"]["schedule"] = {"stages": [{"from_tokens": "1e9", "batch_size": 16}]}
-    _, problems = structure(data)
+    _, problems = build(RunSpec, data)
     assert [(problem.code, problem.path) for problem in problems] == [
         ("unknown_key", f"{PATH}.stages.0.batch_size"),
         ("wrong_type", f"{PATH}.stages.0.from_tokens"),
@@ -127,10 +127,18 @@ def test_the_largest_size_is_what_the_lowest_rate_asks_for_or_the_bound(make_spe
     assert largest_size(make_spec(NOISE)) == 64
 
 
-def test_ranks_are_known_where_nothing_is_left_open(make_spec) -> None:
-    assert data_parallel_ranks(make_spec({"cluster.num_nodes": 4, "cluster.devices_per_node": 4, "layout.pp": 2})) == 8
-    assert data_parallel_ranks(make_spec({"cluster.devices_per_node": "auto"})) is None
-    assert data_parallel_ranks(make_spec({"cluster.devices_per_node": 2, "layout.tp": "auto"})) is None
+@pytest.mark.parametrize(
+    ("changes", "codes"),
+    [
+        ({"cluster.devices_per_node": 1}, ["unsupported"]),
+        ({"cluster.devices_per_node": 2, "layout.pp": 2}, ["unsupported"]),
+        ({"cluster.num_nodes": 4, "cluster.devices_per_node": 4, "layout.pp": 2}, []),
+        ({"cluster.devices_per_node": "auto"}, []),
+        ({"cluster.devices_per_node": 2, "layout.tp": "auto"}, []),
+    ],
+)
+def test_noise_needs_two_data_parallel_ranks_where_their_number_is_known(make_spec, changes, codes) -> None:
+    assert [problem.code for problem in check(make_spec(NOISE | changes))] == codes
 
 
 @pytest.mark.parametrize(

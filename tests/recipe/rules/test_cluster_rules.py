@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from recipe.conftest import SPEC
 
 from trainspec_cli.recipe.keys.cluster import (
     AcceleratorSpec,
@@ -14,19 +15,9 @@ from trainspec_cli.recipe.keys.cluster import (
     ReliabilitySpec,
     SiteSpec,
 )
-from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
-from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 from trainspec_cli.recipe.rules.check import check
 
 CONF = Path(__file__).parents[3] / "conf"
-SPEC = RunSpec(
-    model=DecoderModel(2, 64, 4, 2, 16, 160, 4096),
-    data=DataSpec(seq_len=64, source="python_stdlib"),
-    optim=OptimSpec(lr=1e-3),
-    batching=BatchingSpec(global_batch_size=8),
-    train=TrainSection(max_steps=10),
-)
 
 
 def problems_of(cluster: ClusterSpec) -> dict[str, str]:
@@ -35,24 +26,6 @@ def problems_of(cluster: ClusterSpec) -> dict[str, str]:
 
 def test_the_defaults_are_in_order() -> None:
     assert problems_of(ClusterSpec()) == {}
-
-
-def test_uncertainty_of_a_number_that_is_not_there_is_refused() -> None:
-    said = problems_of(ClusterSpec(site=SiteSpec(known_within={"pu": 1.1})))
-    assert "does not have" in said["cluster.site.known_within.pu"]
-
-
-def test_a_factor_below_one_is_refused() -> None:
-    said = problems_of(ClusterSpec(power=PowerSpec(known_within={"busy": 0.5})))
-    assert "at least 1" in said["cluster.power.known_within.busy"]
-
-
-def test_a_number_may_be_known_exactly() -> None:
-    assert problems_of(ClusterSpec(power=PowerSpec(known_within={"busy": 1.0}))) == {}
-
-
-def test_owned_machines_need_a_price() -> None:
-    assert set(problems_of(ClusterSpec(cost=CostSpec(owned=True)))) == {"cluster.cost.device_price_usd"}
 
 
 @pytest.mark.parametrize(("bf16", "fp16", "wrong"), [(0.0, 125.0, False), (125.0, 0.0, False), (0.0, 0.0, True)])

@@ -11,7 +11,7 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.keys.training import CommSpec
 from trainspec_cli.recipe.rules.check import apply
-from trainspec_cli.recipe.rules.comm import COMM_RULES, exchanged, joined
+from trainspec_cli.recipe.rules.layout import COMM_RULES, exchanged, joined
 from trainspec_cli.wings.certify.cases import Case, build_plan
 
 SPEC = build_plan(Case("dense"), "cpu").spec

@@ -10,14 +10,13 @@ import pytest
 
 from trainspec_cli.recipe.keys import kernels
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.keys.kernels import KERNELS, TORCH, KernelSpec
+from trainspec_cli.recipe.keys.kernels import KERNELS
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.rules import comm as kernel_rules
-from trainspec_cli.recipe.rules.check import check, check_machine
-from trainspec_cli.recipe.rules.comm import backend_is_used, find_compiler, why_untried
-from trainspec_cli.recipe.structure import structure
+from trainspec_cli.recipe.rules import check as kernel_rules
+from trainspec_cli.recipe.rules.check import backend_is_used, check, check_machine, find_compiler, why_untried
+from trainspec_cli.recipe.structure import build
 
 Make = Callable[..., RunSpec]
 CPU, GPU = Machine("here", 2, 2**34), Machine("here", 2, 2**34, gpu_names=("NVIDIA H200",) * 2)
@@ -28,20 +27,8 @@ def problems(spec: RunSpec, machine: Machine | None = None) -> list[str]:
     return [f"{problem.message} -> {problem.hint}" for problem in found]
 
 
-def test_the_table_and_the_section_name_the_same_operations() -> None:
-    assert set(KernelSpec().by_op) == set(KERNELS)
-    assert all(backend == TORCH for backend in KernelSpec().by_op.values())
-
-
-def test_an_unknown_backend_names_those_there_are(make_spec: Make) -> None:
-    assert problems(make_spec({"kernels.rope": "halfs"})) == [
-        "`kernels.rope` is 'halfs'; auto, torch, halves, compiled or liger is needed "
-        "-> did you mean kernels.rope=halves?"
-    ]
-
-
 def test_an_unknown_operation_names_those_there_are(data) -> None:
-    _, found = structure({**data, "kernels": {"ropes": "halves"}})
+    _, found = build(RunSpec, {**data, "kernels": {"ropes": "halves"}})
     assert [(problem.message, problem.hint) for problem in found] == [
         ("unknown key `kernels.ropes`", "did you mean `kernels.rope`?")
     ]
@@ -65,45 +52,41 @@ def test_auto_asks_for_no_operation_in_particular(make_spec: Make) -> None:
     assert problems(make_spec({f"kernels.{op}": "auto" for op in KERNELS})) == []
 
 
-def test_a_vocabulary_that_is_cut(make_spec: Make) -> None:
-    (told,) = problems(make_spec({"kernels.linear_cross_entropy": "full", "layout.tp": 2}))
-    assert "needs the whole vocabulary" in told
-    assert problems(make_spec({"kernels.linear_cross_entropy": "chunks_16mib", "layout.tp": 2})) == []
-
-
-def test_cuda_kernels_are_refused_on_a_cpu(make_spec: Make) -> None:
-    assert problems(make_spec({"kernels.rms_norm": "liger"}), CPU) == [
-        "`kernels.rms_norm` is liger: it runs on CUDA alone -> type kernels.rms_norm=torch"
-    ]
-
-
-def test_a_missing_package_names_the_extra(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda _name: None)
-    told = problems(make_spec({"kernels.rms_norm": "liger"}), GPU)
-    assert told == [
-        "`kernels.rms_norm` is liger: the package liger_kernel is not installed (pip install 'trainspec[kernels]') "
-        "-> type pip install 'trainspec[kernels]', or kernels.rms_norm=torch"
-    ]
-
-
-def test_a_missing_compiler(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_rules, "find_compiler", lambda: None)
-    (told,) = problems(make_spec({"kernels.rope": "compiled"}), CPU)
-    assert "no C++ compiler (g++, clang++) is on the PATH" in told
-
-
-def test_an_older_torch(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda _name: "2.11.0+cpu")
-    (told,) = problems(make_spec({"kernels.linear_cross_entropy": "native"}), CPU)
-    assert "it needs torch 2.13" in told
-
-
-def test_nothing_is_fused_under_the_eyes_of_selective_recomputation(make_spec: Make) -> None:
-    changes = {"kernels.rope": "compiled", "recompute": "selective"}
-    (told,) = problems(make_spec(changes))
-    assert "type kernels.rope=torch, recompute=full or compile=true" in told
-    assert problems(make_spec({**changes, "recompute": "full"})) == []
-    assert problems(make_spec({**changes, "kernels.rope": "halves"})) == []
+@pytest.mark.parametrize(
+    ("changes", "machine", "lacking", "told"),
+    [
+        (
+            {"kernels.rms_norm": "liger"},
+            GPU,
+            "package",
+            "`kernels.rms_norm` is liger: the package liger_kernel is not installed (pip install 'trainspec[kernels]') "
+            "-> type pip install 'trainspec[kernels]', or kernels.rms_norm=torch",
+        ),
+        # A package that no device here could use would not help.
+        (
+            {"kernels.rms_norm": "liger"},
+            CPU,
+            "package",
+            "`kernels.rms_norm` is liger: it runs on CUDA alone -> type kernels.rms_norm=torch",
+        ),
+        ({"kernels.rope": "compiled"}, CPU, "compiler", "no C++ compiler (g++, clang++) is on the PATH"),
+        ({"kernels.rope": "halves"}, CPU, "compiler", ""),
+        ({"kernels.linear_cross_entropy": "native"}, CPU, "2.11.0+cpu", "it needs torch 2.13"),
+        ({"kernels.linear_cross_entropy": "native"}, CPU, "2.13.0", ""),
+        ({"kernels.rope": "halves"}, CPU, "2.9.1", "it needs torch 2.11"),
+    ],
+)
+def test_what_a_machine_lacks_for_a_kernel(
+    changes, machine: Machine, lacking: str, told: str, make_spec: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lacking == "package":
+        monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda _name: None)
+    elif lacking == "compiler":
+        monkeypatch.setattr(kernel_rules, "find_compiler", lambda: None)
+    else:
+        monkeypatch.setattr(metadata, "version", lambda _name: lacking)
+    found = problems(make_spec(changes), machine)
+    assert len(found) == bool(told) and all(told in words for words in found)
 
 
 def planned(spec: RunSpec) -> Plan:
@@ -122,10 +105,6 @@ def planned(spec: RunSpec) -> Plan:
 )
 def test_what_auto_does_not_consider(op: str, name: str, changes, values, words: str, make_spec: Make) -> None:
     assert words in why_untried(replace(planned(make_spec(changes)), **values), op, name)
-
-
-def test_what_auto_considers(make_spec: Make) -> None:
-    assert why_untried(planned(make_spec({})), "rope", "halves") == ""
 
 
 HYBRID = {
@@ -157,19 +136,13 @@ def test_the_operations_of_a_decoder(changes, used: set[str], make_spec: Make) -
 
 
 def test_the_operations_of_other_families(data) -> None:
-    hybrid, _ = structure({**data, "model": HYBRID})
+    hybrid, _ = build(RunSpec, {**data, "model": HYBRID})
     assert hybrid is not None
     used = {op for op in KERNELS if backend_is_used(hybrid, op)}
     assert "ssd_scan" in used and not used & {"rope", "grouped_matmul"}
-    images, _ = structure({**data, "model": RESNET})
+    images, _ = build(RunSpec, {**data, "model": RESNET})
     assert images is not None
     assert {op for op in KERNELS if backend_is_used(images, op)} == {"adamw"}
-
-
-def test_a_whole_vocabulary_is_had_without_tp(make_spec: Make) -> None:
-    assert problems(make_spec({"kernels.linear_cross_entropy": "full"})) == []
-    spec = make_spec({"compile": False})
-    assert "tp" not in why_untried(planned(spec), "linear_cross_entropy", "native")
 
 
 @pytest.mark.parametrize(
@@ -179,15 +152,6 @@ def test_a_whole_vocabulary_is_had_without_tp(make_spec: Make) -> None:
 def test_a_cuda_kernel_runs_where_the_run_does(device: str, machine: Machine, refused: bool, make_spec: Make) -> None:
     told = problems(make_spec({"kernels.attention": "efficient", "cluster.device": device}), machine)
     assert any("it runs on CUDA alone" in words for words in told) is refused
-
-
-def test_a_package_that_no_device_here_could_use_is_not_advised(
-    make_spec: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU the package would not help: only the other backend does."""
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda _name: None)
-    (told,) = problems(make_spec({"kernels.rms_norm": "liger"}), CPU)
-    assert told.endswith("-> type kernels.rms_norm=torch")
 
 
 @pytest.mark.parametrize(
@@ -220,16 +184,7 @@ def test_the_compiler_is_the_one_of_the_environment_first(tmp_path, monkeypatch:
     assert find_compiler() == str(tmp_path / "g++")
 
 
-def test_a_newer_torch_of_two_digits_is_newer(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda _name: "2.9.1")
-    (told,) = problems(make_spec({"kernels.rope": "halves"}), CPU)
-    assert "it needs torch 2.11" in told
-    monkeypatch.setattr(metadata, "version", lambda _name: "2.13.0")
-    assert problems(make_spec({"kernels.linear_cross_entropy": "native"}), CPU) == []
-
-
-def test_what_is_compiled_by_nobody_needs_no_compiler(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_leaves_out_what_needs_a_compiler(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_rules, "find_compiler", lambda: None)
-    assert problems(make_spec({"kernels.rope": "halves"}), CPU) == []
     assert why_untried(planned(make_spec({})), "rope", "halves") == ""
     assert "no C++ compiler" in why_untried(planned(make_spec({})), "rope", "compiled")

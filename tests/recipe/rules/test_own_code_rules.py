@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from trainspec_cli.recipe.keys.model import ConvModel, OwnModel
-from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.rules.check import check
-from trainspec_cli.recipe.rules.engine import check_engine
+from trainspec_cli.recipe.keys.run import PartSpec, RunSpec
+from trainspec_cli.recipe.own_code import own_code_of
+from trainspec_cli.recipe.rules.check import check, check_engine
+from trainspec_cli.session.recipe.load import examine
 
 CODE = """
 raise SystemExit("nothing of it runs")
@@ -93,3 +94,56 @@ def test_a_loss_of_ones_own_is_for_text_and_sees_the_whole_vocabulary(make_spec:
     assert (problem.path, problem.hint) == ("layout.tp", "type layout.tp=1")
     images = replace(cut, model=ConvModel("unet", (16, 16), (8, 16)))
     assert any("`train.loss` is for models of text" in problem.message for problem in check(images))
+
+
+# A source that is one of several: what is wrong with it is said of its own key.
+
+
+def with_part(make_spec: Make, part: PartSpec) -> RunSpec:
+    spec = make_spec({})
+    return replace(spec, data=replace(spec.data, validation={"v": part}))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    (tmp_path / "texts.py").write_text("def texts(count=1):\n    yield 'text' * count\n")
+    return f"{tmp_path / 'texts.py'}:texts"
+
+
+@pytest.mark.parametrize(
+    ("part", "path", "hint"),
+    [
+        (PartSpec("jsonll"), "data.validation.v.source", "did you mean data.validation.v.source=jsonl?"),
+        (PartSpec("phantom"), "data.validation.v.source", "type data.validation.v.source=jsonl, or another of these"),
+        (
+            PartSpec("python_stdlib", options={"count": 1}),
+            "data.validation.v.options",
+            "leave it out, or type data.validation.v.source=FILE.py:NAME",
+        ),
+        (
+            PartSpec("CODE", path="x"),
+            "data.validation.v.path",
+            "type data.validation.v.path=null data.validation.v.options.path=x",
+        ),
+        (PartSpec("CODE", options={"size": 1}), "data.validation.v.source", ""),
+    ],
+    ids=["misspelt", "no text", "options", "path", "another argument"],
+)
+def test_a_part_that_is_wrong_is_refused(make_spec: Make, source: str, part: PartSpec, path: str, hint: str) -> None:
+    part = replace(part, source=part.source.replace("CODE", source))
+    problems = {one.path: one for one in check(with_part(make_spec, part))}
+    assert hint in problems[path].hint
+
+
+def test_code_of_parts_is_checked_and_named_like_the_others(make_spec: Make, source: str) -> None:
+    part = PartSpec(source, options={"count": 2})
+    spec = with_part(make_spec, part)
+    assert check(spec) == []
+    assert [(one.path, one.text, one.options) for one in own_code_of(spec)] == [
+        ("data.validation.v.source", source, ("count",))
+    ]
+
+
+def test_a_file_of_a_part_is_sought_in_the_current_folder(source: str, tmp_path: Path) -> None:
+    given = ["recipe=tiny", "data.validation.v.source=texts.py:texts"]
+    assert examine(given, tmp_path).draft.data.validation["v"].source == source

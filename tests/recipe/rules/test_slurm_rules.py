@@ -6,28 +6,18 @@ import math
 from dataclasses import replace
 
 import pytest
+from recipe.conftest import SPEC
 
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, SlurmSpec
-from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
-from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 from trainspec_cli.recipe.rules.check import check
 from trainspec_cli.recipe.rules.run import time_limit_s
 from trainspec_cli.recipe.structure import UNKNOWN
 
-SPEC = RunSpec(
-    model=DecoderModel(2, 64, 4, 2, 16, 160, 4096),
-    data=DataSpec(seq_len=64, source="python_stdlib"),
-    optim=OptimSpec(lr=1e-3),
-    batching=BatchingSpec(global_batch_size=32),
-    train=TrainSection(max_steps=10),
-    cluster=ClusterSpec(device="cuda", devices_per_node=8),
-)
-
 
 def problems_of(slurm: SlurmSpec, device: str = "cuda") -> list[Problem]:
-    return check(replace(SPEC, cluster=replace(SPEC.cluster, slurm=slurm, device=device)))  # type: ignore[arg-type]
+    cluster = ClusterSpec(device=device, devices_per_node=8, slurm=slurm)  # type: ignore[arg-type]
+    return check(replace(SPEC, cluster=cluster))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from lab.waiting import wait_for
 
 from trainspec_cli.core.environment_names import LAUNCH_ID
 from trainspec_cli.core.errors import MachineError
-from trainspec_cli.core.wire.client import LINE_BYTES, JsonClient
+from trainspec_cli.core.wire.rendezvous import LINE_BYTES, JsonClient
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.run.folder.generations import create_secret, read_secret
 from trainspec_cli.run.job.job import Job

@@ -6,7 +6,7 @@ import pytest
 
 from trainspec_cli.recipe.keys.kernels import KERNELS, TORCH
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.rules.comm import lacking
+from trainspec_cli.recipe.rules.check import lacking
 from trainspec_cli.wings.certify import families
 from trainspec_cli.wings.certify.cases import (
     Case,

@@ -91,9 +91,9 @@ def test_a_site_that_listens_nowhere_is_served_through_the_meeting_point_and_sai
     assert torch.equal(first.weights, usual)
     assert warnings(first) == []
     (said,) = warnings(second)
-    assert "site 2 listens nowhere (--site-listen)" in said and "through the meeting point" in said
+    assert "site 2 listens nowhere (resilience.sites.listen)" in said and "through the meeting point" in said
     (said,) = warnings(third)
-    assert "this site listens nowhere (--site-listen)" in said
+    assert "this site listens nowhere (resilience.sites.listen)" in said
     assert trial.said.count("what site 1 sends reaches site 2 through the meeting point") == 1
 
 

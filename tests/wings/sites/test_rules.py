@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.cli.options import site_arguments
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.rules.check import check
-from trainspec_cli.recipe.structure import structure
+from trainspec_cli.recipe.structure import build
 from trainspec_cli.run.folder.generations import create_secret
 from trainspec_cli.session.recipe.load import check_start, load
 
@@ -35,7 +34,7 @@ def spec_of(changes: dict[str, object]) -> RunSpec:
         for section in sections:
             node = node.setdefault(section, {})  # type: ignore[assignment]
         node[name] = value  # type: ignore[assignment]
-    spec, problems = structure(data)
+    spec, problems = build(RunSpec, data)
     assert spec is not None, problems
     return spec
 
@@ -82,10 +81,11 @@ def test_what_options_of_one_start_set_is_refused_in_another_run(key: str) -> No
     assert "resilience=sites" in problem.hint
 
 
-def test_options_are_values_of_the_recipe(tmp_path: Path) -> None:
+def test_a_start_gives_site_endpoint_and_a_secret_which_is_found_from_any_folder(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     create_secret(secret)
-    spec = load([*RECIPE, *site_arguments(1, "host.example:29500", str(secret), None)]).spec
+    given = (f"{OF}.site=1", f"{OF}.endpoint=host.example:29500", f"{OF}.secret=secret")
+    spec = load([*RECIPE, *given], tmp_path).spec
     check_start(spec)
     sites = spec.resilience.sites
     assert (sites.site, sites.endpoint, sites.secret) == (1, "host.example:29500", str(secret))
@@ -94,25 +94,25 @@ def test_options_are_values_of_the_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "missing"),
     [
-        ((None, None), "--site"),
-        ((0, None), "--sites-endpoint"),
-        ((0, "host:1"), "--sites-secret"),
+        ((), f"{OF}.site"),
+        ((f"{OF}.site=0",), f"{OF}.endpoint"),
+        ((f"{OF}.site=0", f"{OF}.endpoint=host:1"), f"{OF}.secret"),
     ],
 )
-def test_what_a_start_lacks_is_named(given: tuple[int | None, str | None], missing: str) -> None:
-    spec = load([*RECIPE, *site_arguments(*given, None, None)]).spec
+def test_what_a_start_lacks_is_named(given: tuple[str, ...], missing: str) -> None:
+    spec = load([*RECIPE, *given]).spec
     with pytest.raises(RecipeError) as refused:
         check_start(spec)
     (problem,) = refused.value.problems
     assert (problem.code, problem.path) == ("missing_value", missing)
-    assert "--site I --sites-endpoint HOST:PORT --sites-secret FILE" in problem.hint
+    assert f"{OF}.endpoint=HOST:PORT" in problem.hint
 
 
 def test_a_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     create_secret(secret)
     secret.chmod(0o644)
-    spec = load([*RECIPE, *site_arguments(0, "host:1", str(secret), None)]).spec
+    spec = load([*RECIPE, f"{OF}.site=0", f"{OF}.endpoint=host:1", f"{OF}.secret={secret}"]).spec
     with pytest.raises(MachineError, match="others may read it") as refused:
         check_start(spec)
     assert "umask 77" in refused.value.problems[0].hint

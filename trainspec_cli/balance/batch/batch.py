@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from trainspec_cli.balance.batch.division import lr_factor
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec, ScheduleSpec, ShrinkRule
-from trainspec_cli.recipe.rules.layout import largest_size
+from trainspec_cli.recipe.rules.run import largest_size
 
 
 def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: float, max_steps: int) -> float:

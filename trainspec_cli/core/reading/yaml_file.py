@@ -21,6 +21,7 @@ MAX_INTERPOLATED_CHARS = 2_000
 """The longest value with `${...}`, which is parsed slowly."""
 MAX_DIGITS = 30
 _TAG = "tag:yaml.org,2002:"
+_TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 _NO_VALUES = frozenset(_TAG + kind for kind in ("binary", "omap", "pairs", "set"))
 """YAML types that a recipe does not have."""
 
@@ -59,7 +60,12 @@ def compose_yaml(text: str) -> yaml.Node | None:
     try:
         root = _FastLoader(text).get_single_node()
     except (yaml.YAMLError, RecursionError):
-        root = _compose_slowly(text)  # libyaml says less of what is wrong, and not where it began
+        # libyaml says less of what is wrong, and not where it began: the slow loader reads it again for that.
+        loader = _Loader(text)
+        try:
+            root = loader.get_single_node()
+        except RecursionError as error:
+            raise YamlLimitError(problem=_TOO_DEEP, problem_mark=loader.get_mark()) from error
     if root is not None:
         _count(root, 1, {}, set())
     return root
@@ -68,17 +74,6 @@ def compose_yaml(text: str) -> yaml.Node | None:
 def construct_yaml(root: yaml.Node) -> Any:
     """Return what a tree of nodes stands for, as plain values."""
     return _Loader("").construct_document(root)
-
-
-def _compose_slowly(text: str) -> yaml.Node | None:
-    loader = _Loader(text)
-    try:
-        return loader.get_single_node()
-    except RecursionError as error:
-        raise YamlLimitError(problem=_TOO_DEEP, problem_mark=loader.get_mark()) from error
-
-
-_TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 
 
 def read_yaml(path: Path) -> JsonValue:

@@ -29,11 +29,9 @@ from trainspec_cli.data.corpus.shards import (
     write_manifest,
 )
 from trainspec_cli.data.corpus.sources import check_encodable
-from trainspec_cli.recipe.extensions.load import load, own_errors
-from trainspec_cli.recipe.extensions.source import Extension, find, source_sha256
-from trainspec_cli.recipe.extensions.source import source_files as files_of
 from trainspec_cli.recipe.keys.run import DataSpec
-from trainspec_cli.recipe.own_code import own_source
+from trainspec_cli.recipe.own_code import SOURCE, Extension, find, load, own_errors, source_sha256
+from trainspec_cli.recipe.own_code import source_files as files_of
 
 ALLOWED = "text, {'text': text} or a list of token ids is needed"
 ID_TYPE: Dtype = "uint32"
@@ -54,7 +52,7 @@ class OwnDocument:
 
 def source_files(data: DataSpec) -> list[Path]:
     """Return the files of the code, where it has some that can be read."""
-    return files_of(find(own_source(data)))
+    return files_of(find(SOURCE.named(data.source, data.options)[0]))
 
 
 def source_facts(data: DataSpec) -> dict[str, object]:
@@ -67,7 +65,7 @@ def source_facts(data: DataSpec) -> dict[str, object]:
 def write_own(data: DataSpec, folder: Path, write_text: TextWriter) -> None:
     """Write the documents that the code gives into `folder`, as tokens; `write_text` turns a file of JSON lines into
     them. Raises RecipeError for what the code raises, and for documents that are none."""
-    extension = own_source(data)
+    (extension,) = SOURCE.named(data.source, data.options)
     documents = _limited(_documents(extension, data), data.max_bytes)
     first = next(documents, None)
     if first is None:

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainspec_cli.core.errors import Problem, RecipeError, WorkerError
-from trainspec_cli.recipe.extensions.load import arguments, load, own_errors
-from trainspec_cli.recipe.extensions.source import find, source_files, source_sha256
 from trainspec_cli.recipe.keys.run import DataSpec
-from trainspec_cli.recipe.own_code import own_tokenizers
+from trainspec_cli.recipe.own_code import TOKENIZER, arguments, find, load, own_errors, source_files, source_sha256
 from trainspec_cli.recipe.records import canonical_json
 
 TRIAL_TEXT = "Tokens, and back: 3 + 4 = 7.\n"
@@ -24,7 +22,7 @@ class OwnTokenizer:
     """Calls the user's code, and checks what it returns. Raises RecipeError until a run has begun, then WorkerError."""
 
     def __init__(self, data: DataSpec, error: type[RecipeError | WorkerError] = RecipeError):
-        (self._extension,) = own_tokenizers(data)
+        (self._extension,) = TOKENIZER.named(data.tokenizer.code, data.tokenizer.options)
         self._error = error
         call = load(self._extension)
         with own_errors(self._extension, "when the tokenizer was made", error):
@@ -64,7 +62,7 @@ class OwnTokenizer:
 
 def tokenizer_sha256(data: DataSpec) -> str:
     """Return what identifies a tokenizer of one's own: the digest of its name, code and options."""
-    (extension,) = own_tokenizers(data)
+    (extension,) = TOKENIZER.named(data.tokenizer.code, data.tokenizer.options)
     digests = [source_sha256(file) for file in source_files(find(extension))]
     facts: dict[str, object] = {
         "name": extension.text.rpartition(":")[2],

@@ -23,8 +23,7 @@ import numpy as np
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.printable import format_bytes
-from trainspec_cli.core.reading.files import check_regular, open_regular, parse_json
-from trainspec_cli.core.reading.json_array import JsonArrayError, parse_items
+from trainspec_cli.core.reading.files import JsonArrayError, check_regular, open_regular, parse_items, parse_json
 from trainspec_cli.data.corpus.shards import Split, TokenFolder
 from trainspec_cli.data.corpus.source_files import cannot_read
 from trainspec_cli.recipe.json_text import json_text

@@ -18,10 +18,9 @@ from trainspec_cli.engine.models.own import BlockMaker
 from trainspec_cli.engine.models.own_loss import OwnLinearLoss, load_loss
 from trainspec_cli.engine.own_code import has_values
 from trainspec_cli.engine.parallel.expert import apply_recompute
-from trainspec_cli.recipe.extensions.load import own_errors
 from trainspec_cli.recipe.keys.model import OwnModel
 from trainspec_cli.recipe.keys.run import Recompute
-from trainspec_cli.recipe.own_code import own_losses
+from trainspec_cli.recipe.own_code import LOSS, own_errors
 from trainspec_cli.recipe.results.plan import Plan
 
 TRIAL_TOKENS = 32
@@ -32,7 +31,7 @@ AGREEMENT_ELSE = 1e-4
 
 def use_own_loss(part: Any, plan: Plan, device: torch.device) -> None:
     """Put the recipe's loss into the stage that has one. Raises RecipeError for a loss that cannot be trained with."""
-    for extension in own_losses(plan.spec):
+    for extension in LOSS.named(plan.spec.train.loss, plan.spec.train.loss_options):
         if part.loss is not None:
             options = plan.spec.train.loss_options
             vocab_size = plan.spec.model.vocab_size  # type: ignore[union-attr]

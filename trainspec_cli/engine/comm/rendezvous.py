@@ -19,7 +19,7 @@ import torch.distributed as dist
 from trainspec_cli.core.environment_names import RENDEZVOUS, SECRET_FILE
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.wire import rendezvous as messages
-from trainspec_cli.core.wire.client import JsonClient
+from trainspec_cli.core.wire.rendezvous import JsonClient
 from trainspec_cli.recipe.records import read_record
 from trainspec_cli.run.folder.generations import read_secret
 

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.core.wire.client import JsonClient
-from trainspec_cli.core.wire.rendezvous import FormedQuorum, GroupBeat, JoinQuorum, QuorumRequest, to_json
+from trainspec_cli.core.wire.rendezvous import FormedQuorum, GroupBeat, JoinQuorum, JsonClient, QuorumRequest, to_json
 from trainspec_cli.engine.comm.codec import Connection, open_connections
 from trainspec_cli.engine.comm.compressed import CompressedSum
 from trainspec_cli.engine.comm.json_collectives import broadcast_json

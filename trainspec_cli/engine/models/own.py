@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.engine.models.language_model import LanguageModel
 from trainspec_cli.engine.own_code import is_no_fault
-from trainspec_cli.recipe.extensions.load import arguments, came_through_own_code, load, own_errors
 from trainspec_cli.recipe.keys.model import OwnModel
-from trainspec_cli.recipe.own_code import own_blocks
+from trainspec_cli.recipe.own_code import BLOCK, arguments, came_through_own_code, load, own_errors
 
 PREFIX = "blocks."
 
@@ -71,7 +70,7 @@ class BlockMaker:
     """Calls the code that a recipe names, and checks what it returns. Raises RecipeError."""
 
     def __init__(self, model: OwnModel):
-        (self.extension,) = own_blocks(model)
+        (self.extension,) = BLOCK.named(model.block, model.options)
         self.model = model
         self._call = load(self.extension)
 

@@ -19,9 +19,8 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.engine.digest import IGNORED_TARGET
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
 from trainspec_cli.engine.own_code import has_values, is_no_fault
-from trainspec_cli.recipe.extensions.load import arguments, load, own_errors
-from trainspec_cli.recipe.extensions.source import Extension
 from trainspec_cli.recipe.keys.model import loss_chunk_tokens
+from trainspec_cli.recipe.own_code import Extension, arguments, load, own_errors
 
 TRIAL_TOKENS = 6
 AGREEMENT = 1e-5

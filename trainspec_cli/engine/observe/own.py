@@ -19,10 +19,8 @@ import torch
 from trainspec_cli.core.errors import Problem, RecipeError, WorkerError, did_you_mean
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.engine.accelerators import started_kind
-from trainspec_cli.recipe.extensions.load import load, own_errors
-from trainspec_cli.recipe.extensions.source import Extension
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.own_code import own_callbacks, own_trackers
+from trainspec_cli.recipe.own_code import CALLBACK, TRACKER, Extension, load, own_errors, worker_code_of
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.run.folder.event_types.events import Event
 from trainspec_cli.run.folder.paths import RunDir
@@ -80,8 +78,9 @@ def watchers_of(spec: RunSpec, run_dir: RunDir, rank: int) -> list[OwnWatcher]:
     """Make the callbacks and trackers that the recipe names for this rank: rank 0 has all, the others those whose class
     says `every_rank = True`. Raises RecipeError for classes that are wrong."""
     facts = RunFacts(run_dir.root.resolve(), rank, to_plain(spec))
-    found = [_make_callback(extension, facts, spec) for extension in own_callbacks(spec)]
-    found += [_make_tracker(extension, facts) for extension in own_trackers(spec)]
+    named = list(worker_code_of(spec))
+    found = [_make_callback(extension, facts, spec) for extension in named if extension.kind is CALLBACK]
+    found += [_make_tracker(extension, facts) for extension in named if extension.kind is TRACKER]
     return [watcher for watcher in found if watcher is not None]
 
 

@@ -22,11 +22,9 @@ from trainspec_cli.core.errors import Problem, RecipeError, WorkerError
 from trainspec_cli.engine.optim.optimizer import parameter_groups
 from trainspec_cli.engine.own_code import is_no_fault
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.recipe.extensions.load import arguments, load, own_errors
-from trainspec_cli.recipe.extensions.source import Extension
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.keys.training import OptimSpec
-from trainspec_cli.recipe.own_code import own_optimizer
+from trainspec_cli.recipe.own_code import OPTIMIZER, Extension, arguments, load, own_errors
 
 Entry = Tensor | int | float | bool
 Make = Callable[..., torch.optim.Optimizer]
@@ -76,7 +74,7 @@ def build_own_optimizer(
 ) -> OwnOptimizer:
     """Build the optimizer that the recipe names, after a trial. `zeros` makes the state's memory. Raises RecipeError
     for code that is wrong, or that cannot be trained with in parts."""
-    extension = own_optimizer(spec)
+    extension = OPTIMIZER.named(spec.optim.name, spec.optim.options)[0]
     optim = spec.optim
     call = load(extension)
 

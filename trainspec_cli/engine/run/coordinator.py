@@ -25,7 +25,7 @@ from trainspec_cli.engine.run.faults import StopRequest
 from trainspec_cli.engine.run.sources import DataSource
 from trainspec_cli.recipe.records import ABSENT, Absent
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.wings import parts_for
+from trainspec_cli.recipe.rules.check import parts_for
 from trainspec_cli.run.folder.paths import RunDir
 
 

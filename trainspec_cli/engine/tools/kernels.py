@@ -32,7 +32,7 @@ from trainspec_cli.recipe.keys.kernels import IN_BLOCKS, KERNELS, TORCH, KernelS
 from trainspec_cli.recipe.records import from_plain, to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import KernelRequest, KernelResult
-from trainspec_cli.recipe.rules.comm import why_untried
+from trainspec_cli.recipe.rules.check import why_untried
 
 
 def run(request: KernelRequest) -> KernelResult:

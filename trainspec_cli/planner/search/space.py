@@ -14,11 +14,9 @@ from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec, PipelineSchedule, ZeroStage
 from trainspec_cli.recipe.keys.model import ModelSpec, TextModel
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.rules.check import apply, apply_in_range
-from trainspec_cli.recipe.rules.comm import KERNEL_RULES, exchanged, whole_hosts
-from trainspec_cli.recipe.rules.engine import BUILT
-from trainspec_cli.recipe.rules.layout import measurable_noise
-from trainspec_cli.recipe.rules.run import forget_out_of_range
+from trainspec_cli.recipe.rules.check import BUILT, KERNEL_RULES, apply, apply_in_range
+from trainspec_cli.recipe.rules.layout import exchanged, whole_hosts
+from trainspec_cli.recipe.rules.run import forget_out_of_range, measurable_noise
 
 MIN_TOKENS_PER_RANK = 512
 """Context parallelism does not cut sequences finer."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.core.json_value import JsonValue
-from trainspec_cli.recipe.compose.folders import COMMAND_LINE, DISTURB, RECIPE
+from trainspec_cli.recipe.compose.folders import COMMAND_LINE, DISTURB, RECIPE, Origin
 
 TEXTS = (RECIPE, DISTURB, "fault")
 """Keys whose value is taken as plain text, without Hydra's grammar for brackets."""
@@ -37,6 +37,10 @@ class Argument:
     value: JsonValue = None
     deletes: bool = False
     """True for `~key`, which deletes the key from the recipe."""
+
+    @property
+    def origin(self) -> Origin:
+        return Origin(COMMAND_LINE, self.number)
 
 
 def parse_arguments(texts: Sequence[str]) -> tuple[list[Argument], list[Problem]]:
@@ -62,28 +66,25 @@ def find_argument(texts: Sequence[str], key: str) -> Argument | None:
     return next((argument for argument in parse_arguments(texts)[0] if argument.key == key), None)
 
 
-def problem_at(number: int, code: str, message: str, hint: str = "", path: str = "") -> Problem:
-    return Problem(code=code, message=message, hint=hint, path=path, file=COMMAND_LINE, line=number)
-
-
 def _parse(number: int, text: str) -> Argument | Problem:
+    at = Origin(COMMAND_LINE, number)
     key, equals, value = text.partition("=")
     if len(text) > MAX_CHARS:
         shown = key if len(key) <= SHOWN_CHARS else f"{key[:SHOWN_CHARS]}..."
         message = f"the argument `{shown}` has {len(text):,} characters; at most {MAX_CHARS:,} are read"
-        return problem_at(number, "bad_override", message, "write the value into a recipe: recipe=FILE.yaml")
+        return at.problem("bad_override", message, "write the value into a recipe: recipe=FILE.yaml")
     if not equals and not text.startswith("~"):
         message = f"`{text}` is not of the form key=value"
         key, colon, value = text.partition(":")
         if not text:
-            return problem_at(number, "bad_override", "an argument is empty", "leave it out, or write key=value")
+            return at.problem("bad_override", "an argument is empty", "leave it out, or write key=value")
         if text.startswith("-"):
-            return problem_at(number, "bad_override", message, "options come before the first `--`")
+            return at.problem("bad_override", message, "options come before the first `--`")
         if colon and _KEY.fullmatch(key):
-            return problem_at(number, "bad_override", message, f"type {key}={value.strip()}", key)
+            return at.problem("bad_override", message, f"type {key}={value.strip()}", key)
         if "." in text and _KEY.fullmatch(text):
-            return problem_at(number, "bad_override", message, f"type {text}=<value>, without spaces", text)
-        return problem_at(number, "bad_override", message, f"to choose a recipe, type recipe={text}")
+            return at.problem("bad_override", message, f"type {text}=<value>, without spaces", text)
+        return at.problem("bad_override", message, f"to choose a recipe, type recipe={text}")
     name = key.strip().lstrip("+~")
     if name in TEXTS:
         value = value.strip()
@@ -101,29 +102,25 @@ def _parse(number: int, text: str) -> Argument | Problem:
             hint = f"did you mean `{bare}`?"
         else:
             hint = "write key=value without spaces"
-        return problem_at(number, "bad_override", message, hint)
+        return at.problem("bad_override", message, hint)
     if name.partition(".")[0].partition("/")[0] == "hydra":
         message = f"`{name}` belongs to Hydra's own launcher, which is not used here"
-        return problem_at(number, "unknown_key", message, "leave it out", name)
+        return at.problem("unknown_key", message, "leave it out", name)
     try:
-        return _from_override(number, text, OverridesParser.create().parse_override(text))
+        override = OverridesParser.create().parse_override(text)
+        read = cast("JsonValue", None if override.is_sweep_override() else override.value())
     except (HydraException, RecursionError, ValueError):
-        return _bad_value(number, name, value)
-
-
-def _from_override(number: int, text: str, override: Override) -> Argument | Problem:
-    key = override.key_or_group
+        return _bad_value(at, name, value)
     if override.is_sweep_override():
-        message = f"`{key}` is given several values; a run takes one"
-        one = shlex.quote(assign(key, text.partition("=")[2]))
+        message = f"`{name}` is given several values; a run takes one"
+        one = shlex.quote(assign(name, value))
         hint = f"for a run of each, type --sweep {shlex.quote(text)}; if it is one text, type {one}"
-        return problem_at(number, "bad_override", message, hint, key)
-    value = cast("JsonValue", override.value())
-    if key in TEXTS_OF_DIGITS and type(value) is int:
-        value = text.partition("=")[2].strip()
-    if override.is_delete() and value is not None:
-        return problem_at(number, "bad_override", f"`~{key}` takes no value", f"type ~{key}, or {key}=...", key)
-    return Argument(number, text, key, value, deletes=override.is_delete())
+        return at.problem("bad_override", message, hint, name)
+    if name in TEXTS_OF_DIGITS and type(read) is int:
+        read = value.strip()
+    if override.is_delete() and read is not None:
+        return at.problem("bad_override", f"`~{name}` takes no value", f"type ~{name}, or {name}=...", name)
+    return Argument(number, text, name, read, deletes=override.is_delete())
 
 
 def assign(key: str, text: str) -> str:
@@ -131,7 +128,7 @@ def assign(key: str, text: str) -> str:
     return f"{key}={QuotedString(text, Quote.double).with_quotes()}"
 
 
-def _bad_value(number: int, key: str, value: str) -> Problem:
+def _bad_value(at: Origin, key: str, value: str) -> Problem:
     # Hydra's parser names only a column; people want to know which bracket or quote they left open.
     expected: list[tuple[str, str]] = []
     quote = ""
@@ -146,16 +143,14 @@ def _bad_value(number: int, key: str, value: str) -> Problem:
             expected.pop()
     unclosed = quote or (expected[-1][0] if expected else None)
     if unclosed:
-        return problem_at(
-            number, "bad_override", f"`{unclosed}` is not closed in {value}", f"close the {unclosed}", key
-        )
+        return at.problem("bad_override", f"`{unclosed}` is not closed in {value}", f"close the {unclosed}", key)
     message = f"the value {value} holds characters that must be quoted"
-    return problem_at(number, "bad_override", message, f"type {shlex.quote(assign(key, value))}", key)
+    return at.problem("bad_override", message, f"type {shlex.quote(assign(key, value))}", key)
 
 
 def _duplicate(path: str, first: Argument, second: Argument) -> Problem:
     message = f"`{path}` is given twice: {first.text} (argument {first.number}) and {second.text}"
-    return problem_at(second.number, "duplicate_override", message, "keep one of them", path)
+    return second.origin.problem("duplicate_override", message, "keep one of them", path)
 
 
 def value_paths(key: str, value: JsonValue) -> Iterator[str]:

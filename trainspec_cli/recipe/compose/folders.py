@@ -1,15 +1,24 @@
-"""The folders of recipes and groups: the user's own ./conf and ./recipes first, then the shipped ones."""
+"""The files of recipes and groups: where they lie, the place of each value in them, and what is wrong with their YAML.
+
+The user's own ./conf and ./recipes come first, then the shipped ones.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
-from trainspec_cli.core.errors import Problem
+import yaml
+
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import UnreadableFileError, exists, read_text
+from trainspec_cli.core.reading.spec_version import KEY as VERSION_KEY
+from trainspec_cli.core.reading.yaml_file import MAX_BYTES, YamlLimitError, compose_yaml, construct_yaml
 
 ROOT = "trainspec"
 """conf/trainspec.yaml, the root of every run (a distinctive name: ./conf may belong to another Hydra program)."""
@@ -19,10 +28,9 @@ DISTURB = "disturb"
 """The folder of disturbances, which `trainspec plan` simulates: no part of a recipe, and so no group."""
 NAMED_SECTIONS = {"cluster.accelerator": "accelerator"}
 """A section that one word may stand for -> the group whose options are its names."""
+SECTION_NAMED_BY = {group: section for section, group in NAMED_SECTIONS.items()}
 OWN_FILES = ("framework",)
 """Groups whose option may also be a file by its path, `framework=./mine.yaml`."""
-SHIPPED = "shipped"
-"""The resolver in `${shipped:recipes/FILE}`, the path of a file that ships with trainspec."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +58,10 @@ class Folders:
         folder."""
         if not all(_MAY_BE_FILE.fullmatch(word) for word in name.split("/")):
             return None
-        if name.startswith("recipe/"):
-            return _first_file(self.recipes, name.removeprefix("recipe/"))
-        return _first_file(self.conf, name)
+        of_recipe = name.startswith(f"{RECIPE}/")
+        folders = self.recipes if of_recipe else self.conf
+        file_name = f"{name.removeprefix(f'{RECIPE}/') if of_recipe else name}{SUFFIX}"
+        return next((folder / file_name for folder in folders if exists(folder / file_name)), None)
 
     def recipe_names(self) -> list[str]:
         return _names(self.recipes)
@@ -88,11 +97,6 @@ def _names(folders: Iterable[Path]) -> list[str]:
     )
 
 
-def _first_file(folders: tuple[Path, ...], name: str) -> Path | None:
-    files = (folder / f"{name}{SUFFIX}" for folder in folders)
-    return next((file for file in files if exists(file)), None)
-
-
 # Origins: the file and line of each value, and their addition to problems.
 
 
@@ -112,6 +116,10 @@ class Origin:
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
 
+    def problem(self, code: str, message: str, hint: str = "", path: str = "") -> Problem:
+        """Return what is wrong at this place."""
+        return Problem(code, message, path, hint, self.file, self.line, self.column)
+
 
 Origins = dict[str, Origin]
 """Dotted path -> position of its key (the last writer's)."""
@@ -127,9 +135,23 @@ def locate(problems: Iterable[Problem], origins: Origins, arguments: Sequence[st
 
     @lru_cache(maxsize=1)  # many lines of one large file may be wrong
     def lines_of(file: str) -> Sequence[str]:
-        return arguments if file == COMMAND_LINE else _read_lines(cwd / file)
+        if file == COMMAND_LINE:
+            return arguments
+        try:
+            return read_text(cwd / file).splitlines()
+        except UnreadableFileError:
+            return []
 
-    return [_with_excerpt(_with_origin(problem, origins), lines_of) for problem in problems]
+    located = []
+    for problem in problems:
+        origin = None if problem.file else find_origin(problem.path, origins)
+        if origin is not None:
+            problem = replace(problem, file=origin.file, line=origin.line, column=origin.column)
+        if problem.file is not None and problem.line is not None and not problem.excerpt:
+            shown = lines_of(problem.file)[problem.line - 1 : problem.line]
+            problem = replace(problem, excerpt="".join(shown))
+        located.append(problem)
+    return located
 
 
 def find_origin(path: str, origins: Origins) -> Origin | None:
@@ -143,24 +165,193 @@ def find_origin(path: str, origins: Origins) -> Origin | None:
     return find_origin(parent, origins) if parent else None
 
 
-def _with_origin(problem: Problem, origins: Origins) -> Problem:
-    origin = None if problem.file else find_origin(problem.path, origins)
-    if origin is None:
-        return problem
-    return replace(problem, file=origin.file, line=origin.line, column=origin.column)
+# One YAML file with its positions: the line of each key, the defaults list, and syntax errors.
 
 
-def _with_excerpt(problem: Problem, lines_of: Callable[[str], Sequence[str]]) -> Problem:
-    if problem.excerpt or problem.file is None or problem.line is None:
-        return problem
-    lines = lines_of(problem.file)
-    if problem.line > len(lines):
-        return problem
-    return replace(problem, excerpt=lines[problem.line - 1])
+SYNTAX_HINTS = {
+    "mapping values are not allowed": "indent it like its neighbours, and quote text that holds `: `",
+    "could not find expected ':'": "write `key: value`, with a space after the colon",
+    "that cannot start any token": "quote text that starts with this character",
+    "expected ',' or ']'": "close the list with `]`",
+    "expected ',' or '}'": "close the mapping with `}`",
+    "found unexpected end of stream": "close the quotes",
+    "expected <block end>": "give keys of one level the same indentation",
+}
+"""Fragment of PyYAML's message -> what to do."""
+
+ABOUT_FILE = ("defaults", VERSION_KEY)
+"""Keys that say something of the file, and are no values of the recipe."""
+
+UNFINISHED = ("could not find expected ':'", "end of stream", "expected ',' or")
+"""Fragments of messages about something unfinished, whose start is in PyYAML's context mark."""
+
+_NO_SPACE = re.compile(r"\s*[\w-]+:[^\s:]")
+_PACKAGE = re.compile(r"(?:#.*\n|\s)*?#\s*@package:?[ \t]+([\w.]+)[ \t]*(?:\n|\Z)")
 
 
-def _read_lines(path: Path) -> list[str]:
+@dataclass(frozen=True)
+class YamlEntry:
+    """One line of a defaults list: `override /model: llama_6m`, or a bare name."""
+
+    key: str
+    """`override /model`; "" for a bare name."""
+    value: str
+    origin: Origin
+    several: tuple[str, ...] = ()
+    """The options of a list of more than one, which Hydra would merge into one section."""
+
+
+@dataclass(frozen=True)
+class YamlFile:
+    start: Origin
+    """The first key, or the first line."""
+    origins: Origins
+    """Dotted path, as written in this file -> position of its key."""
+    defaults: tuple[YamlEntry, ...]
+    description: str
+    root: yaml.MappingNode | None
+    """None in an empty file."""
+    version: tuple[object, Origin] | None = None
+    """The version of the training spec that the file states, as YAML reads it: text, where it is written right. None
+    where it states none."""
+    package: str | None = None
+    """The section of the file's values, stated in its first lines (`# @package cluster.fabric`). None: the one that has
+    the name of its folder."""
+
+    def values(self) -> JsonObject:
+        """Return what the file holds as plain values. Raises RecipeError where a value is of no type that YAML has."""
+        if self.root is None:
+            return {}
+        with _syntax_checked(self.start.file):
+            content: JsonObject = construct_yaml(self.root)
+            return content
+
+
+def read_yaml(path: Path, cwd: Path) -> YamlFile:
+    """Read a file; one that ships with trainspec once in a process, unless it changes. Raises RecipeError with
+    everything that is wrong with its syntax."""
+    shown = show_path(path, cwd)
+    if not path.is_relative_to(shipped_data()) or not exists(path):
+        return _read(path, shown)
+    about = path.stat()
+    return _read_shipped(path, shown, about.st_mtime_ns, about.st_size)
+
+
+@cache
+def _read_shipped(path: Path, shown: str, _modified_ns: int, _size_bytes: int) -> YamlFile:
+    return _read(path, shown)
+
+
+def _read(path: Path, shown: str) -> YamlFile:
     try:
-        return read_text(path).splitlines()
-    except UnreadableFileError:
-        return []
+        text = read_text(path, MAX_BYTES)
+    except UnreadableFileError as error:
+        found = error.problems[0]
+        message = f"{shown} cannot be read as text: it {found.message.removeprefix(f'{path} ')}"
+        problem = Problem("bad_yaml", message, hint=found.hint, file=shown, line=found.line or 1, column=1)
+        raise RecipeError(problem) from error
+    with _syntax_checked(shown, text):
+        root = compose_yaml(text)
+    if root is None:
+        return YamlFile(Origin(shown, 1, 1), {}, (), "", None)
+    if not isinstance(root, yaml.MappingNode):
+        raise RecipeError(_origin(root, shown).problem("bad_yaml", "a file of `key: value` lines is needed"))
+    problems = list(_check_keys(root, shown))
+    if problems:
+        raise RecipeError(problems)
+    top = {key.value: value for key, value in root.value}
+    stated = next((pair for pair in root.value if pair[0].value == VERSION_KEY), None)
+    package = _PACKAGE.match(text)
+    return YamlFile(
+        start=_origin(root.value[0][0], shown) if root.value else Origin(shown, 1, 1),
+        origins={path: origin for path, origin in _walk(root, "", shown) if path.split(".")[0] not in ABOUT_FILE},
+        defaults=tuple(_entries(top.get("defaults"), shown)),
+        description=_scalar(top.get("description")),
+        root=root,
+        version=(construct_yaml(stated[1]), _origin(stated[0], shown)) if stated else None,
+        package=package[1].replace("_global_", "") if package else None,
+    )
+
+
+@contextmanager
+def _syntax_checked(shown: str, text: str = "") -> Iterator[None]:
+    """Turn what PyYAML raises into a RecipeError with its line."""
+    try:
+        yield
+    except yaml.MarkedYAMLError as error:
+        raise RecipeError(_syntax_problem(error, shown, text.splitlines())) from error
+    except (yaml.YAMLError, ValueError) as error:
+        message = f"{shown} cannot be read as text: {str(error).partition(chr(10))[0]}"
+        raise RecipeError(Problem(code="bad_yaml", message=message, file=shown, line=1, column=1)) from error
+
+
+def _syntax_problem(error: yaml.MarkedYAMLError, shown: str, lines: list[str]) -> Problem:
+    reason = error.problem or error.context or "unreadable"
+    unfinished = any(fragment in reason for fragment in UNFINISHED)
+    # Of something unfinished PyYAML marks where it gave up, far below the line that has to be closed.
+    mark = (error.context_mark if unfinished else None) or error.problem_mark or error.context_mark
+    line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+    if "'\\t'" in reason:
+        # PyYAML calls a tab a character "that cannot start any token", which nobody can see.
+        message = "this line is indented by a tab; YAML allows only spaces"
+        hint = "replace the tab with two spaces"
+    else:
+        context = f" {error.context}" if error.context and error.context != reason else ""
+        what = "this is more than a recipe may hold" if isinstance(error, YamlLimitError) else "this is not YAML"
+        message = f"{what}: {reason}{context}"
+        near = [number for number in (line, line - 1) if 1 <= number <= len(lines)]
+        colon = next((number for number in near if _NO_SPACE.match(lines[number - 1])), None)
+        known = next((hint for fragment, hint in SYNTAX_HINTS.items() if fragment in reason), "")
+        hint = known if colon is None else f"put a space after the colon in line {colon}"
+    return Problem(code="bad_yaml", message=message, hint=hint, file=shown, line=line, column=column)
+
+
+def _check_keys(node: yaml.Node, shown: str) -> Iterator[Problem]:
+    """Yield a problem for each key that is not a word, or occurs twice (YAML would silently take the last)."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _check_keys(item, shown)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    first: dict[str, yaml.Node] = {}
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            yield _origin(key, shown).problem("bad_yaml", "a key must be a word")
+            continue
+        if key.value in first:
+            line = first[key.value].start_mark.line + 1
+            message = f"the key `{key.value}` occurs twice, first in line {line}"
+            yield _origin(key, shown).problem("bad_yaml", message, "keep one")
+        first[key.value] = key
+        yield from _check_keys(value, shown)
+
+
+def _walk(node: yaml.Node, prefix: str, shown: str) -> Iterator[tuple[str, Origin]]:
+    """Yield every path below a mapping or a list of mappings, which are numbered from 0, and its position."""
+    if isinstance(node, yaml.MappingNode):
+        below = [(f"{prefix}{key.value}", key, value) for key, value in node.value]
+    else:
+        items = enumerate(node.value if isinstance(node, yaml.SequenceNode) else [])
+        below = [(f"{prefix}{number}", item, item) for number, item in items if isinstance(item, yaml.MappingNode)]
+    for path, at, value in below:
+        yield path, _origin(at, shown)
+        yield from _walk(value, f"{path}.", shown)
+
+
+def _entries(defaults: yaml.Node | None, shown: str) -> Iterator[YamlEntry]:
+    for node in defaults.value if isinstance(defaults, yaml.SequenceNode) else []:
+        if isinstance(node, yaml.MappingNode) and node.value:
+            key, value = node.value[0]
+            options = [_scalar(item) for item in value.value] if isinstance(value, yaml.SequenceNode) else []
+            chosen = options[0] if len(options) == 1 else _scalar(value)
+            yield YamlEntry(key.value, chosen, _origin(key, shown), tuple(options if len(options) > 1 else ()))
+        else:
+            yield YamlEntry("", _scalar(node), _origin(node, shown))
+
+
+def _origin(node: yaml.Node, shown: str) -> Origin:
+    return Origin(shown, node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def _scalar(node: yaml.Node | None) -> str:
+    return str(node.value) if isinstance(node, yaml.ScalarNode) else ""

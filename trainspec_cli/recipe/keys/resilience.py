@@ -31,16 +31,16 @@ class SitesSpec:
     count: PositiveInt = 2
     """Sites that the run begins with; all of them are waited for at the start."""
     site: NonNegativeInt | None = None
-    """The number of this site, from 0; `--site` sets it. Site 0 runs the meeting point: while it is away the others
-    train to their next exchange and wait for it there."""
+    """The number of this site, from 0, which each site's command gives. Site 0 runs the meeting point: while it is away
+    the others train to their next exchange and wait for it there."""
     endpoint: str | None = None
-    """HOST:PORT of the meeting point, as all sites reach it; `--sites-endpoint` sets it."""
+    """HOST:PORT of the meeting point, as all sites reach it."""
     listen: str | None = None
     """HOST:PORT at which this site, other than site 0, listens for outer gradients of the others, as they and its own
-    ranks reach it; `--site-listen` sets it. Without it they come through the meeting point."""
+    ranks reach it. Without it they come through the meeting point."""
     secret: str | None = None
-    """The file of 32 random bytes that all sites share, which nobody else may read; `--sites-secret` sets it. Nodes of
-    a site read it under the same path."""
+    """The file of 32 random bytes that all sites share, which nobody else may read. Nodes of a site read it under
+    the same path."""
     interval_steps: PositiveInt = 100
     """Each fragment is exchanged every so many steps (H)."""
     fragments: PositiveInt = 4

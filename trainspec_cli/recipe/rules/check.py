@@ -1,7 +1,7 @@
-"""Rules that join several values: what divides what, what excludes what, what must be there.
+"""What a recipe is checked for: by itself, for the engine, and on a machine.
 
-A rule yields problems. A rule that meets an unknown value (see `unknown.py`), one that misses, is mistyped or is out of
-its range, says nothing: so one wrong number does not hide the others' faults, and no rule divides by zero.
+A rule yields problems. A rule that meets an unknown value (`structure.UNKNOWN`), one that misses, is mistyped or is out
+of its range, ends there: so one wrong number does not hide the others' faults, and no rule divides by zero.
 """
 
 from __future__ import annotations
@@ -10,26 +10,45 @@ import contextlib
 import glob
 import importlib.util
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
+from typing import Any, cast
 
-from trainspec_cli.core.errors import Problem
+from trainspec_cli.core.errors import Problem, closest
 from trainspec_cli.core.reading.files import expand, how_to_copy
+from trainspec_cli.core.wings import MISSING_WING, Part, Point, find_wings, parts_of
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.kernels import IN_BLOCKS, KERNELS, TORCH, Backend
 from trainspec_cli.recipe.keys.layout import MESH_AXES
+from trainspec_cli.recipe.keys.model import TextModel
+from trainspec_cli.recipe.keys.resilience import SitesSpec
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.rules.comm import (
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.rules.layout import (
     COMM_RULES,
     ELASTIC_RULES,
-    KERNEL_RULES,
+    FABRIC_RULES,
+    LAYOUT_RULES,
+    MODEL_RULES,
+    POOL_RULES,
     RELAYOUT_RULES,
-    check_kernels,
-    find_compiler,
+    TRAINING_RULES,
+    divisors,
     fixed_groups,
+    only_planned,
+    pipeline_of,
+    size_of,
+    wanted_groups,
+    whole_hosts,
 )
-from trainspec_cli.recipe.rules.layout import BATCHING_RULES, FABRIC_RULES, MODEL_RULES, POOL_RULES, divisors
 from trainspec_cli.recipe.rules.run import (
+    BATCHING_RULES,
     OPTIM_RULES,
     OWN_CODE_RULES,
     RUN_RULES,
@@ -37,8 +56,7 @@ from trainspec_cli.recipe.rules.run import (
     TEXT_RULES,
     forget_out_of_range,
 )
-from trainspec_cli.recipe.structure import UnknownTouched
-from trainspec_cli.recipe.wings import PACKAGES, RULES, keys_of_wings, parts_for
+from trainspec_cli.recipe.structure import UNKNOWN, UnknownTouched
 
 WITHOUT_PATH = {"python_stdlib": "data=text or data=jsonl", "phantom": "data=images or data=volumes"}
 """Sources that read no file, and what to type for those that do."""
@@ -50,33 +68,106 @@ TRACKERS = ("tensorboard", "wandb", "mlflow")
 Rule = Callable[[RunSpec], Iterable[Problem]]
 
 
+# Keys of a recipe that belong to a wing: the recipe is a protocol, so they are known and checked although the wing's
+# folder may be deleted; what they mean is in the wing alone. A recipe uses a wing where the wing's key has the wing's
+# value. Parts of other wings are not loaded for it.
+
+
+RULES: Point[Iterable[Callable[[RunSpec], Iterable[Problem]]]] = Point("rules")
+"""Rules for recipes that use the wing."""
+PACKAGES: Point[Iterable[tuple[str, str, str, str]]] = Point("packages")
+"""(key, its value, the package that it needs, the extra of trainspec that brings it)"""
+
+
+@dataclass(frozen=True)
+class WingKeys:
+    wing: str
+    key: str
+    value: str
+    """The recipe uses the wing where `key` is `value`."""
+    otherwise: str
+    """What to type where the wing is not to be used."""
+    section: str
+    """Settings, which mean nothing without the wing."""
+    defaults: object
+    of_one_start: tuple[str, ...]
+    """Keys of `section` that differ from start to start: refused without the wing, and in a sweep."""
+    files: tuple[str, ...]
+    """Those of them that name a file, which every process of the run finds: a relative path is made absolute."""
+
+    @property
+    def paths_of_one_start(self) -> list[str]:
+        return [f"{self.section}.{name}" for name in self.of_one_start]
+
+
+WING_KEYS = (
+    WingKeys(
+        "sites",
+        "resilience.mode",
+        "sites",
+        "resilience=restart",
+        "resilience.sites",
+        SitesSpec(),
+        of_one_start=("site", "endpoint", "listen", "secret"),
+        files=("secret",),
+    ),
+)
+
+
+def parts_for(point: Point[Part], spec: RunSpec) -> list[Part]:
+    """Return what the wings that a recipe uses give at `point`."""
+    used = [keys.wing for keys in WING_KEYS if attrgetter(keys.key)(spec) == keys.value]
+    return parts_of(point, used) if used else []
+
+
+def keys_of_wings(spec: RunSpec) -> Iterator[Problem]:
+    """Keys of a wing are set where the wing is there and used."""
+    for keys in WING_KEYS:
+        is_used = attrgetter(keys.key)(spec) == keys.value
+        section = attrgetter(keys.section)(spec)
+        if keys.wing not in find_wings():
+            path = keys.key if is_used else keys.section
+            if is_used or section != keys.defaults:
+                message = f"`{path}` is set, and this installation lacks its part trainspec_cli/wings/{keys.wing}"
+                yield Problem(MISSING_WING, message, path, f"install all of trainspec, or type {keys.otherwise}")
+            continue
+        for name in keys.of_one_start if not is_used else ():
+            if (value := getattr(section, name)) is not None:
+                path = f"{keys.section}.{name}"
+                message = f"`{path}` is {value}, and `{keys.key}` is {attrgetter(keys.key)(spec)}, not {keys.value}"
+                yield Problem(
+                    "usage", message, path, f"type {keys.key.partition('.')[0]}={keys.value}, or leave it out"
+                )
+
+
+# By itself, and on a machine.
+
+
 def check(spec: RunSpec) -> list[Problem]:
     """All problems that can be found without a machine."""
-    rules: list[Rule] = [
-        *MODEL_RULES,
-        world_size,
-        schedule,
-        vocabulary,
-        data_path,
-        one_tokenizer,
-        tokenizer,
-        uncertainty,
-        ownership,
-        half_precision,
-        largest_micro_batch,
-        keys_of_wings,
-    ]
+    rules: list[Rule] = [*MODEL_RULES, world_size, schedule, vocabulary, data_path, tokenizer, uncertainty, ownership]
+    rules += [half_precision, largest_micro_batch, keys_of_wings]
     rules += [*RUN_RULES, *BATCHING_RULES, *COMM_RULES, *ELASTIC_RULES, *FABRIC_RULES, *KERNEL_RULES]
     rules += [*OPTIM_RULES, *POOL_RULES, *RELAYOUT_RULES, *SLURM_RULES, *TEXT_RULES, *OWN_CODE_RULES]
     with contextlib.suppress(UnknownTouched):
         rules += [rule for of_wing in parts_for(RULES, spec) for rule in of_wing]
-    return [*forget_out_of_range(spec)[1], *apply(rules, spec)]
+    known, problems = forget_out_of_range(spec)
+    return [*problems, *apply_in_range(rules, known)]
+
+
+def check_engine(spec: RunSpec) -> list[Problem]:
+    """Return what this version's engine cannot run."""
+    return apply([*BUILT, only_planned, own_framework, elastic_model, group_hosts, trained_formats], spec)
+
+
+def check_built(spec: RunSpec) -> list[Problem]:
+    """Return the parts of the model and its layout that the engine cannot build, wherever it is to run."""
+    return apply(BUILT, spec)
 
 
 def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
     """Return what this machine lacks for a recipe that is right in itself."""
-    here: list[Rule] = [lambda spec: gpus(spec, machine), lambda spec: matrix_units(spec, machine)]
-    here.append(lambda spec: check_kernels(spec, machine))
+    here: list[Rule] = [partial(rule, machine=machine) for rule in (gpus, matrix_units, check_kernels)]
     return apply([*here, packages, compiler, shared_memory], spec)
 
 
@@ -102,49 +193,33 @@ def apply_in_range(rules: Iterable[Rule], known: RunSpec) -> list[Problem]:
 def world_size(spec: RunSpec) -> Iterator[Problem]:
     """The axes' product is the number of processes (of a replica group); where an axis is auto, the others' product
     divides it."""
-    processes = count_processes(spec)
-    sizes = _fixed_axes(spec)
+    devices = spec.cluster.devices_per_node
+    if devices == AUTO:
+        return
+    processes = spec.cluster.num_nodes * devices
+    every = {axis: getattr(spec.layout, axis) for axis in MESH_AXES}
+    sizes = {axis: size for axis, size in every.items() if size != AUTO}
     groups = fixed_groups(spec)
-    if processes is not None and processes % groups == 0:
+    if processes % groups == 0:
         processes //= groups
     product = math.prod(sizes.values())
     free = len(sizes) < len(MESH_AXES)
-    if processes is None or product == processes or (free and processes % product == 0):
+    if product == processes or (free and processes % product == 0):
         return
     axes = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "every axis=1"
     over = f" / {groups}" if groups > 1 else ""
-    nodes = f"{spec.cluster.num_nodes} x {spec.cluster.devices_per_node}{over} = {processes} processes"
+    nodes = f"{spec.cluster.num_nodes} x {devices}{over} = {processes} processes"
     nodes += f" for each of {groups} replica groups" if groups > 1 else ""
     layout = f"{axes}, which does not divide them" if free else f"{axes}, which makes {product}"
     message = f"the cluster has {nodes} (nodes x devices), the layout asks for {layout}"
-    path = _largest_axis(sizes)
-    hint = _fitting(sizes, processes)
-    yield Problem(code="not_divisible", path=path, message=message, hint=hint)
-
-
-def count_processes(spec: RunSpec) -> int | None:
-    """num_nodes x devices_per_node, or None where that is left to the machine."""
-    devices = spec.cluster.devices_per_node
-    return None if devices == AUTO else spec.cluster.num_nodes * devices
-
-
-def _fixed_axes(spec: RunSpec) -> dict[str, int]:
-    sizes = {axis: getattr(spec.layout, axis) for axis in MESH_AXES}
-    return {axis: size for axis, size in sizes.items() if size != AUTO}
-
-
-def _largest_axis(sizes: dict[str, int]) -> str:
-    """The one to look at first; of axes that are all 1, the one that usually grows."""
-    return f"layout.{max(sizes, key=lambda axis: (sizes[axis], axis == 'dp_shard'))}" if sizes else "layout"
-
-
-def _fitting(sizes: dict[str, int], processes: int) -> str:
-    axis = _largest_axis(sizes)
-    others = math.prod(sizes.values()) // max(sizes.values())
-    if processes % others:
-        return f"choose axes whose product divides {processes}, or change cluster.devices_per_node"
-    fitting = ", ".join(map(str, divisors(processes // others)))
-    return f"type {axis}=auto; where the other axes stay, it may be {fitting}"
+    # The largest axis is the one to look at first; of axes that are all 1, the one that usually grows.
+    path = f"layout.{max(sizes, key=lambda axis: (sizes[axis], axis == 'dp_shard'))}"
+    others = product // max(sizes.values())
+    hint = f"choose axes whose product divides {processes}, or change cluster.devices_per_node"
+    if processes % others == 0:
+        fitting = ", ".join(map(str, divisors(processes // others)))
+        hint = f"type {path}=auto; where the other axes stay, it may be {fitting}"
+    yield Problem("not_divisible", message, path, hint)
 
 
 def schedule(spec: RunSpec) -> Iterator[Problem]:
@@ -204,30 +279,23 @@ def _source_path(source: str, path: str | None, where: str) -> Iterator[Problem]
         message = f"`{where}.path` is null; {chosen} reads a {kind}"
         hint = f"type {where}.path=<path>"
         yield Problem(code="missing_value", path=f"{where}.path", message=message, hint=hint)
-    elif not _exists(path, folder_only=source in OF_FOLDERS):
-        yield _missing_file(f"{where}.path", path, kind)
+    else:
+        place = expand(path)
+        exists = place.is_dir() if source in OF_FOLDERS else place.exists()
+        if not exists and (source in OF_FOLDERS or not any(glob.iglob(str(place), recursive=True))):  # noqa: PTH207
+            yield _missing_file(f"{where}.path", path, kind)
 
 
-def one_tokenizer(spec: RunSpec) -> Iterator[Problem]:
-    """Parts of a mixture cannot each train a tokenizer of their own."""
+def tokenizer(spec: RunSpec) -> Iterator[Problem]:
+    """A file that is named is there, and the parts of a mixture do not each train a tokenizer of their own."""
+    path = spec.data.tokenizer.path
     sources = {part.source for part in spec.data.mixture.values()}
     if spec.data.source == "mixture" and spec.data.tokenizer.is_trained and not sources <= set(OF_IDS):
         message = "the parts of a mixture are read with one tokenizer, and `data.tokenizer.path` is null"
         hint = "type data.tokenizer.path=<a tokenizer.json>, or begin with a checkpoint, which brings its own"
         yield Problem("missing_value", message, "data.tokenizer.path", hint)
-
-
-def tokenizer(spec: RunSpec) -> Iterator[Problem]:
-    path = spec.data.tokenizer.path
     if path is not None and not expand(path).is_file():
         yield _missing_file("data.tokenizer.path", path, "file")
-
-
-def _exists(path: str, *, folder_only: bool) -> bool:
-    expanded = expand(path)
-    if folder_only:
-        return expanded.is_dir()
-    return expanded.exists() or any(glob.iglob(str(expanded), recursive=True))  # noqa: PTH207
 
 
 def _missing_file(path: str, value: str, kind: str) -> Problem:
@@ -257,16 +325,19 @@ def ownership(spec: RunSpec) -> Iterator[Problem]:
     if spec.cluster.cost.owned and spec.cluster.cost.device_price_usd is None:
         path = "cluster.cost.device_price_usd"
         message = f"`cluster.cost.owned` is true, and `{path}` has no value"
-        yield Problem(code="missing_value", path=path, message=message, hint=f"type {path}=<dollars>, or cost=owned")
+        yield Problem("missing_value", message, path, f"type {path}=<dollars>, or cost=owned")
 
 
 def half_precision(spec: RunSpec) -> Iterator[Problem]:
     """The planner counts the rates that a chip does not name from that of bf16, or of fp16 where it has no bf16."""
-    chip = spec.cluster.accelerator
-    path = "cluster.accelerator.bf16_tflops"
-    if chip is not None and chip.bf16_tflops == chip.fp16_tflops == 0:
-        message = f"`{path}` is 0, and `cluster.accelerator.fp16_tflops` too; one of them is needed"
-        yield Problem("missing_value", message, path, f"type {path}=<the rate of the chip's data sheet>")
+    chips = {f"cluster.pools.{place}.accelerator": pool.accelerator for place, pool in enumerate(spec.cluster.pools)}
+    if spec.cluster.accelerator is not None:
+        chips["cluster.accelerator"] = spec.cluster.accelerator
+    for section, chip in chips.items():
+        if chip.bf16_tflops == chip.fp16_tflops == 0:
+            path = f"{section}.bf16_tflops"
+            message = f"`{path}` is 0, and `{section}.fp16_tflops` too; one of them is needed"
+            yield Problem("missing_value", message, path, "set it to the rate of the chip's data sheet")
 
 
 def largest_micro_batch(spec: RunSpec) -> Iterator[Problem]:
@@ -350,3 +421,223 @@ def shared_memory(spec: RunSpec) -> Iterator[Problem]:
 
 def _lacking(code: str, path: str, message: str, hint: str) -> Problem:
     return Problem(code=code, path=path, message=message, hint=hint, environment=True)
+
+
+# Which backends a run may have, and what its machine must bring for them.
+
+
+def known_backends(spec: RunSpec) -> Iterator[Problem]:
+    for op, backend in spec.kernels.by_op.items():
+        path = f"kernels.{op}"
+        allowed = (AUTO, *KERNELS[op])
+        if backend not in allowed:
+            message = f"`{path}` is {backend!r}; {', '.join(allowed[:-1])} or {allowed[-1]} is needed"
+            near = closest(backend, allowed)
+            yield Problem("wrong_choice", message, path, f"did you mean {path}={near}?" if near else "")
+
+
+def used_operations(spec: RunSpec) -> Iterator[Problem]:
+    """A kernel that was named is used."""
+    for op, backend in _named(spec):
+        if not backend_is_used(spec, op):
+            message = f"`kernels.{op}` is {backend}, and this run has no such operation"
+            yield Problem("unsupported", message, f"kernels.{op}", f"type kernels.{op}={TORCH}")
+
+
+def backend_is_used(spec: RunSpec, op: str) -> bool:
+    model = spec.model
+    if op == "adamw":
+        return spec.optim.name == "adamw"
+    if model.unit == "samples":
+        return False
+    if op == "ssd_scan":
+        return model.scans
+    if op == "grouped_matmul":
+        return model.experts is not None
+    if op == "rope":
+        return model.rotates
+    ring = size_of(spec.layout, "cp") > 1 and spec.layout.context_method == "ring"
+    return op != "attention" or not ring
+
+
+def whole_vocabulary(spec: RunSpec) -> Iterator[Problem]:
+    for op, backend in _named(spec):
+        reason = KERNELS[op][backend].whole_vocabulary and size_of(spec.layout, "tp") > 1
+        if reason:
+            message = f"`kernels.{op}` is {backend}, which needs the whole vocabulary, and layout.tp cuts it"
+            yield Problem("unsupported", message, f"kernels.{op}", f"type kernels.{op}={TORCH}, or layout.tp=1")
+
+
+def seen_by_recompute(spec: RunSpec) -> Iterator[Problem]:
+    """Selective recomputation of eager blocks watches each operation, and under its eyes nothing is fused."""
+    if spec.recompute != "selective" or spec.compile:
+        return
+    for op, name in _named(spec):
+        if op in IN_BLOCKS and KERNELS[op][name].needs_compiler:
+            message = f"`kernels.{op}` is {name}, and recompute=selective follows single operations, which it fuses"
+            hint = f"type kernels.{op}={TORCH}, recompute=full or compile=true"
+            yield Problem("unsupported", message, f"kernels.{op}", hint)
+
+
+KERNEL_RULES = (known_backends, used_operations, whole_vocabulary, seen_by_recompute)
+
+
+def check_kernels(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
+    """Return what this machine lacks for the backends that are named."""
+    on_gpu = spec.cluster.device == "cuda" or (spec.cluster.device == AUTO and bool(machine.gpu_names))
+    for op, name in _named(spec):
+        path = f"kernels.{op}"
+        backend = KERNELS[op][name]
+        lack = lacking(backend, on_gpu=on_gpu)
+        if lack:
+            hint = f"type {path}={TORCH}"
+            if lack == backend.missing_package() and (on_gpu or backend.on == "any"):
+                hint = f"type pip install 'trainspec[{backend.extra}]', or {path}={TORCH}"
+            message = f"`{path}` is {name}: {explain(backend, on_gpu=on_gpu)}"
+            yield Problem("missing_kernel", message, path, hint, environment=True)
+
+
+def lacking(backend: Backend, *, on_gpu: bool) -> str:
+    """Name what the backend needs and is missing here; "" where nothing is."""
+    if backend.on == "cuda" and not on_gpu:
+        return "CUDA"
+    from importlib.metadata import version  # takes long to load, and few recipes name a kernel
+
+    if tuple(map(int, version("torch").split(".")[:2])) < backend.since_torch:
+        return "torch"
+    return backend.missing_package() or ("compiler" if backend.needs_compiler and not find_compiler() else "")
+
+
+def explain(backend: Backend, *, on_gpu: bool) -> str:
+    """`lacking` in words; "" where nothing is."""
+    lack = lacking(backend, on_gpu=on_gpu)
+    words = {
+        "": "",
+        "CUDA": "it runs on CUDA alone",
+        "torch": f"it needs torch {'.'.join(map(str, backend.since_torch))}",
+        "compiler": "no C++ compiler (g++, clang++) is on the PATH",
+    }
+    return words.get(lack, f"the package {lack} is not installed (pip install 'trainspec[{backend.extra}]')")
+
+
+def why_untried(plan: Plan, op: str, name: str) -> str:
+    """Why `auto` does not consider a backend; "" where it does."""
+    backend = KERNELS[op][name]
+    compiles = plan.spec.compile
+    if op in IN_BLOCKS and compiles and backend.fused:
+        return "blocks are compiled as they are"
+    if op in IN_BLOCKS and not compiles and plan.recompute == "selective" and backend.needs_compiler:
+        return "recompute=selective follows single operations"
+    if backend.whole_vocabulary and plan.layout.tp > 1:
+        return "layout.tp cuts the vocabulary"
+    more = "it takes more memory than the plan counts, and is used where it is named" if backend.more_memory else ""
+    return explain(backend, on_gpu=plan.device == "cuda") or more
+
+
+def find_compiler() -> str | None:
+    """Return the path of a C++ compiler, if there is one."""
+    candidates = [os.environ.get("CXX") or "g++", "g++", "clang++", "c++"]
+    return next((found for found in map(shutil.which, candidates) if found), None)
+
+
+def _named(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """Operations with a backend that is neither the default nor left open nor unknown."""
+    return ((op, name) for op, name in spec.kernels.changed.items() if name in KERNELS[op])
+
+
+# What can be written and planned but not yet trained: the engine refuses it instead of ignoring it.
+
+
+TRAINED = {"compute": ("bf16", "fp32", AUTO), "matmul": ("compute", "fp8")}
+"""The formats of `precision` that this version's engine takes; the first is the one to type."""
+FP8_MULTIPLE = 16
+"""Kernels take matrices whose sides are multiples of it."""
+
+
+def close_axes(spec: RunSpec) -> RunSpec:
+    """Return `spec` with the axes beside data parallelism set to 1 where they are `auto`, as a launch has them."""
+    if spec.layout is UNKNOWN:
+        return spec
+    sizes = {axis: getattr(spec.layout, axis) for axis in ("cp", "tp", "pp", "ep", "etp")}
+    closed: dict[str, Any] = {axis: 1 for axis, size in sizes.items() if size is not UNKNOWN and size == AUTO}
+    return replace(spec, layout=replace(spec.layout, **closed))
+
+
+def own_framework(spec: RunSpec) -> Iterator[Problem]:
+    """Only trainspec's own engine can be started; other frameworks are planned for."""
+    if not spec.framework.counted:
+        message = f"`framework` is {spec.framework.name}, whose runs are planned and not started here"
+        hint = "leave `framework` out, or type `trainspec plan`; `trainspec emit` writes other engines' configurations"
+        yield Problem("unsupported", message, "framework", hint)
+
+
+def data_of_its_kind(spec: RunSpec) -> Iterator[Problem]:
+    """Images or volumes for models of samples, tokens for those of text."""
+    model = spec.model
+    data = spec.data
+    if model.unit == "samples" and data.unit == "tokens":
+        message = f"data={data.source} is text, and a {model.family} model reads images or volumes"
+        yield Problem("unsupported", message, "data.source", "type data=phantom, data=images or data=volumes")
+    elif model.unit == "tokens" and data.unit == "samples":
+        message = f"data={data.source} has no tokens, which a {model.family} model reads"
+        yield Problem("unsupported", message, "data.source", "type data=text, or another model")
+    elif model.unit == "samples" and data.seq_len != 1:
+        message = f"`data.seq_len` is {data.seq_len}; a sample is one image or volume"
+        yield Problem("unsupported", message, "data.seq_len", "type data.seq_len=1")
+
+
+def compiled_model(spec: RunSpec) -> Iterator[Problem]:
+    reason = spec.model.record.refuses.get("compile")
+    if spec.compile and reason:
+        yield Problem("unsupported", reason, "compile", "type compile=false")
+
+
+def group_hosts(spec: RunSpec) -> Iterator[Problem]:
+    yield from whole_hosts(spec.cluster.num_nodes, wanted_groups(spec))
+
+
+def elastic_model(spec: RunSpec) -> Iterator[Problem]:
+    reason = spec.model.record.refuses.get("elastic")
+    if spec.resilience.mode == "elastic" and reason:
+        yield Problem("unsupported", reason, "resilience.mode", "type resilience=restart")
+
+
+def float8(spec: RunSpec) -> Iterator[Problem]:
+    """Linear layers multiply in fp8 where the family allows it, and a rank's matrices fit the kernels."""
+    if spec.precision.matmul != "fp8":
+        return
+    refused = spec.model.record.refuses.get("fp8")
+    found = {"precision.matmul": refused} if refused else {}
+    if not refused:
+        model = cast("TextModel", spec.model)
+        tp = size_of(spec.layout, "tp")
+        sides = {
+            "model.hidden_size": model.hidden_size,
+            "model.ffn_size": model.ffn_size / tp,
+            "model.num_heads": model.num_heads * model.head_dim / tp,
+            "model.num_kv_heads": model.num_kv_heads * model.head_dim / tp,
+        }
+        for path, side in sides.items():
+            if side % FP8_MULTIPLE:
+                multiple = f"which is no multiple of {FP8_MULTIPLE}"
+                found[path] = f"`{path}` gives a rank a matrix with a side of {side:g}, {multiple}"
+    for path, reason in found.items():
+        yield Problem("unsupported", f"`precision.matmul` is fp8: {reason}", path, "type precision.matmul=compute")
+    if not refused and pipeline_of(spec.layout).splits_backward:
+        path = "layout.pipeline_schedule"
+        split = f"{spec.layout.pipeline_schedule} splits each linear layer's backward, which fp8 ones do in one"
+        hint = f"type {path}=1f1b, or precision.matmul=compute"
+        yield Problem("unsupported", f"`precision.matmul` is fp8: {split}", path, hint)
+
+
+def trained_formats(spec: RunSpec) -> Iterator[Problem]:
+    for key, allowed in TRAINED.items():
+        value = getattr(spec.precision, key)
+        if value not in allowed:
+            path = f"precision.{key}"
+            message = f"`{path}` is {value}; this version trains with {' or '.join(allowed)}"
+            hint = f"type {path}={allowed[0]}, or trainspec plan with the same arguments says what it would take"
+            yield Problem("unsupported", message, path, hint)
+
+
+BUILT: tuple[Rule, ...] = (data_of_its_kind, compiled_model, *TRAINING_RULES, *LAYOUT_RULES, float8)

@@ -1,9 +1,11 @@
-"""Which layouts the engine can run, and why the others are none. What is `auto` is left to the planner."""
+"""Rules for the model, and for what its layout needs: axes, sizes, networks, pools, formats on the wire, replica groups
+and layouts that change. What is `auto` is left to the planner."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,9 +13,10 @@ from trainspec_cli.core.errors import Problem
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import TierSpec
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
-from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel, ModelSpec, TextModel
+from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel, TextModel
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.keys.training import NF4_BLOCK, TARGETS, RampStage
+from trainspec_cli.recipe.keys.training import NF4_BLOCK, TARGETS, FaultSyntaxError, parse_faults
+from trainspec_cli.recipe.structure import UNKNOWN
 
 
 def size_of(layout: LayoutSpec, axis: str) -> int:
@@ -137,14 +140,12 @@ def context_parallel(spec: RunSpec) -> Iterator[Problem]:
     else:
         # A causal mask gives later tokens more work: each rank takes one early chunk and one late one.
         yield from _sequence(spec, 2 * cp, "2 x cp, the zigzag's chunks")
-        yield from _whole_attention(spec)
-
-
-def _whole_attention(spec: RunSpec) -> Iterator[Problem]:
-    for field in ("sliding_window", "mla", "attention_sinks"):
-        if getattr(spec.model, field, None):
-            message = f"ring attention crosses the whole causal half; `model.{field}` needs each head's whole sequence"
-            yield Problem("illegal_layout", message, "layout.context_method", "type layout.context_method=ulysses")
+        for field in ("sliding_window", "mla", "attention_sinks"):
+            if getattr(model, field, None):
+                message = (
+                    f"ring attention crosses the whole causal half; `model.{field}` needs each head's whole sequence"
+                )
+                yield Problem("illegal_layout", message, "layout.context_method", "type layout.context_method=ulysses")
 
 
 def _sequence(spec: RunSpec, parts: int, what: str) -> Iterator[Problem]:
@@ -160,7 +161,16 @@ def pipeline(spec: RunSpec) -> Iterator[Problem]:
     if reason := spec.model.record.refuses.get("pp"):
         yield _spread_alone("pp", reason)
         return
-    yield from _virtual_stages(spec)
+    schedule = spec.layout.pipeline_schedule
+    chunks = spec.layout.virtual_stages
+    path = "layout.virtual_stages"
+    if schedule == "interleaved" and chunks != AUTO and chunks < 2:
+        message = f"the interleaved schedule needs 2 virtual stages or more, `{path}` is {chunks}"
+        yield Problem("illegal_layout", message, path, f"type {path}=2")
+    elif schedule not in ("interleaved", AUTO) and chunks != AUTO and chunks > 1:
+        got = f"`{path}` is {chunks}; the schedule {schedule} has one chunk of layers a rank of its own"
+        hint = f"type layout.pipeline_schedule=interleaved, or {path}=1"
+        yield Problem("illegal_layout", got, path, hint)
     # A stage without layers would have nothing to send to the next one.
     layers = spec.model.num_layers
     wanted = spec.layout.stage_layers
@@ -168,7 +178,11 @@ def pipeline(spec: RunSpec) -> Iterator[Problem]:
     stages = layout.num_stages
     if layers < stages:
         message = f"{layers} layers (`model.num_layers`) do not fill {stages} pipeline stages"
-        yield Problem("illegal_layout", message, "layout.pp", _fewer_stages(layers, layout))
+        of_rank = layout.chunks_per_rank
+        hint = f"type layout.pp={max(1, layers // of_rank)}"
+        if of_rank > 1 and layers >= layout.pp:
+            hint = f"type layout.pipeline_schedule=1f1b, which has one stage a rank and not {of_rank}"
+        yield Problem("illegal_layout", message, "layout.pp", hint)
     if wanted is not None and (len(wanted) != stages or sum(wanted) != layers):
         message = (
             f"`layout.stage_layers` is {list(wanted)}: {len(wanted)} stages with {sum(wanted)} layers; "
@@ -178,27 +192,6 @@ def pipeline(spec: RunSpec) -> Iterator[Problem]:
         fitting = ",".join(str(even + (stage < spare)) for stage in range(stages))
         hint = f"type layout.stage_layers=[{fitting}], or null to cut by planned times"
         yield Problem("illegal_layout", message, "layout.stage_layers", hint)
-
-
-def _virtual_stages(spec: RunSpec) -> Iterator[Problem]:
-    schedule = spec.layout.pipeline_schedule
-    chunks = spec.layout.virtual_stages
-    if chunks == AUTO or schedule == AUTO:
-        return
-    if schedule == "interleaved" and chunks < 2:
-        message = f"the interleaved schedule needs 2 virtual stages or more, `layout.virtual_stages` is {chunks}"
-        yield Problem("illegal_layout", message, "layout.virtual_stages", "type layout.virtual_stages=2")
-    if schedule != "interleaved" and chunks > 1:
-        got = f"`layout.virtual_stages` is {chunks}; the schedule {schedule} has one chunk of layers a rank of its own"
-        hint = "type layout.pipeline_schedule=interleaved, or layout.virtual_stages=1"
-        yield Problem("illegal_layout", got, "layout.virtual_stages", hint)
-
-
-def _fewer_stages(layers: int, layout: Layout) -> str:
-    chunks = layout.chunks_per_rank
-    if chunks > 1 and layers >= layout.pp:
-        return f"type layout.pipeline_schedule=1f1b, which has one stage a rank and not {chunks}"
-    return f"type layout.pp={max(1, layers // chunks)}"
 
 
 def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
@@ -310,49 +303,37 @@ def position_table(spec: RunSpec) -> Iterator[Problem]:
         yield Problem(code="out_of_range", path="data.seq_len", message=message, hint=f"type data.seq_len={rows}")
 
 
-# By family
-
-
-def family_sizes(spec: RunSpec) -> Iterator[Problem]:
-    """Whatever is done with the model."""
-    for rule in SIZES.get(spec.model.family, ()):
-        yield from rule(spec.model, spec)
-
-
-def family_training(spec: RunSpec) -> Iterator[Problem]:
-    """Apply the family's rules where the engine is to train it; what it cannot train can still be planned."""
-    for rule in TRAINING.get(spec.model.family, ()):
-        yield from rule(spec.model, spec)
-
-
 # Models of text
 
 
-def prediction_layers(model: DecoderModel, _spec: RunSpec) -> Iterator[Problem]:
-    if not model.is_built:
+def prediction_layers(spec: RunSpec) -> Iterator[Problem]:
+    if isinstance(spec.model, DecoderModel) and not spec.model.is_built:
         message = "the engine does not build layers that predict further tokens; without them the model is the same"
         yield Problem("unsupported", message, "model.prediction_layers", "type model.prediction_layers=0")
 
 
-def heads(model: TextModel, _spec: RunSpec) -> Iterator[Problem]:
+def heads(spec: RunSpec) -> Iterator[Problem]:
     """Each key-value head serves equally many heads."""
-    if model.num_kv_heads and model.num_heads % model.num_kv_heads:
+    model = spec.model
+    if isinstance(model, TextModel) and model.num_kv_heads and model.num_heads % model.num_kv_heads:
         message = f"{model.num_heads} heads (`model.num_heads`) do not divide by {model.num_kv_heads} key-value heads"
         yield not_divisible("model.num_kv_heads", message, model.num_heads, model.num_kv_heads)
 
 
-def rotary_width(model: DecoderModel, _spec: RunSpec) -> Iterator[Problem]:
-    if model.head_dim % 2:
+def rotary_width(spec: RunSpec) -> Iterator[Problem]:
+    model = spec.model
+    if isinstance(model, DecoderModel) and model.head_dim % 2:
         message = f"`model.head_dim` is {model.head_dim}; rotary embeddings turn pairs and need an even number"
         yield Problem("not_divisible", message, "model.head_dim", f"type model.head_dim={model.head_dim + 1}")
 
 
-def layer_pattern(model: HybridModel, _spec: RunSpec) -> Iterator[Problem]:
+def layer_pattern(spec: RunSpec) -> Iterator[Problem]:
     """It has as many letters of each kind as the model has layers of it."""
+    model = spec.model
+    if not isinstance(model, HybridModel) or not model.layer_pattern:
+        return
     pattern = model.layer_pattern
     counts = model.layer_counts
-    if not pattern:
-        return
     if {letter: pattern.count(letter) for letter in counts} != counts or len(pattern) != model.num_layers:
         wanted = ", ".join(f"{count} x {letter}" for letter, count in counts.items() if count)
         message = f"`model.layer_pattern` is {pattern}; the model has {wanted} (M Mamba, * attention, - MLP, E experts)"
@@ -360,9 +341,10 @@ def layer_pattern(model: HybridModel, _spec: RunSpec) -> Iterator[Problem]:
         yield Problem("wrong_value", message, "model.layer_pattern", hint)
 
 
-def mamba_heads(model: HybridModel, _spec: RunSpec) -> Iterator[Problem]:
+def mamba_heads(spec: RunSpec) -> Iterator[Problem]:
     """Each group serves equally many heads."""
-    if model.mamba_layers and model.mamba_heads % model.mamba_groups:
+    model = spec.model
+    if isinstance(model, HybridModel) and model.mamba_layers and model.mamba_heads % model.mamba_groups:
         message = f"{model.mamba_heads} Mamba heads do not divide into {model.mamba_groups} groups"
         yield not_divisible("model.mamba_groups", message, model.mamba_heads, model.mamba_groups)
 
@@ -370,7 +352,10 @@ def mamba_heads(model: HybridModel, _spec: RunSpec) -> Iterator[Problem]:
 # Convolutional networks
 
 
-def known_architecture(model: ConvModel, _spec: RunSpec) -> Iterator[Problem]:
+def known_architecture(spec: RunSpec) -> Iterator[Problem]:
+    model = spec.model
+    if not isinstance(model, ConvModel):
+        return
     if not model.is_built:
         message = f"the engine trains a resnet or a unet; a {model.architecture} can be planned"
         yield Problem("unsupported", message, "model.architecture", "type model.architecture=resnet")
@@ -379,7 +364,10 @@ def known_architecture(model: ConvModel, _spec: RunSpec) -> Iterator[Problem]:
         yield Problem("not_divisible", message, "model.blocks", "give both a number for every stage")
 
 
-def fitting_input(model: ConvModel, _spec: RunSpec) -> Iterator[Problem]:
+def fitting_input(spec: RunSpec) -> Iterator[Problem]:
+    model = spec.model
+    if not isinstance(model, ConvModel):
+        return
     dims = len(model.input_size)
     if dims not in ((2, 3) if model.segments else (2,)):
         allowed = "a unet takes 2 or 3" if model.segments else f"a {model.architecture} takes 2"
@@ -391,23 +379,22 @@ def fitting_input(model: ConvModel, _spec: RunSpec) -> Iterator[Problem]:
         yield Problem("not_divisible", message, "model.input_size", f"type model.input_size=[{near}]")
 
 
-def phantom_classes(model: ConvModel, spec: RunSpec) -> Iterator[Problem]:
+def phantom_classes(spec: RunSpec) -> Iterator[Problem]:
+    model = spec.model
+    if not isinstance(model, ConvModel):
+        return
     fewest = 2 if model.segments else 1
     if spec.data.source == "phantom" and not fewest <= model.num_classes <= MAX_PHANTOM_CLASSES:
         message = f"`model.num_classes` is {model.num_classes}; phantoms have {fewest} to {MAX_PHANTOM_CLASSES} classes"
         yield Problem("out_of_range", message, "model.num_classes", f"type model.num_classes={MAX_PHANTOM_CLASSES}")
 
 
-FamilyRule = Callable[[Any, RunSpec], Iterator[Problem]]
-SIZES: dict[str, tuple[FamilyRule, ...]] = {
-    "decoder": (heads, rotary_width),
-    "hybrid": (heads, layer_pattern, mamba_heads),
-}
-TRAINING: dict[str, tuple[FamilyRule, ...]] = {
-    "decoder": (prediction_layers,),
-    "conv": (known_architecture, fitting_input, phantom_classes),
-}
-MODEL_RULES = (expert_choice, expert_groups, expert_width, position_table, family_sizes)
+MODEL_RULES = (
+    *(expert_choice, expert_groups, expert_width, position_table),
+    *(heads, rotary_width, layer_pattern, mamba_heads),
+)
+TRAINING_RULES = (prediction_layers, known_architecture, fitting_input, phantom_classes)
+"""For models that the engine is to train; what it cannot train can still be planned."""
 
 
 def not_divisible(path: str, message: str, total: int, part: int) -> Problem:
@@ -541,25 +528,14 @@ def instead_of_nodes(spec: RunSpec) -> Iterator[Problem]:
             yield Problem("unsupported", message, f"cluster.{key}", f"type cluster=auto, or leave out {POOLS}")
 
 
-def number(spec: RunSpec) -> Iterator[Problem]:
-    if len(spec.cluster.pools) > MOST:
-        message = f"`{POOLS}` has {len(spec.cluster.pools)} pools; at most {MOST} are planned together"
-        yield Problem("out_of_range", message, POOLS, "join those that are alike")
-
-
-def half_precision(spec: RunSpec) -> Iterator[Problem]:
-    for place, pool in enumerate(spec.cluster.pools):
-        path = f"{POOLS}.{place}.accelerator.bf16_tflops"
-        if pool.accelerator.bf16_tflops == pool.accelerator.fp16_tflops == 0:
-            message = f"`{path}` is 0, and fp16_tflops too; one of them is needed"
-            yield Problem("missing_value", message, path, "write the rate of the chip's data sheet")
-
-
 def joined_with(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse keys that describe nodes which are alike."""
+    """Refuse too many pools, and keys that describe nodes which are alike."""
     cluster = spec.cluster
     if not cluster.pools:
         return
+    if len(cluster.pools) > MOST:
+        message = f"`{POOLS}` has {len(cluster.pools)} pools; at most {MOST} are planned together"
+        yield Problem("out_of_range", message, POOLS, "join those that are alike")
     if cluster.fabric.tiers or cluster.fabric.planes:
         message = (
             f"the fabric {cluster.fabric.name or 'of this recipe'} has tiers, and `{POOLS}` are joined by one link"
@@ -597,162 +573,209 @@ def only_planned(spec: RunSpec) -> Iterator[Problem]:
     yield Problem("unsupported", message, POOLS, hint)
 
 
-POOL_RULES = (instead_of_nodes, number, half_precision, joined_with)
+POOL_RULES = (instead_of_nodes, joined_with)
 
 
-# Rules for a batch that changes over the run.
+# Rules for the formats in which gradients and parameters travel.
 
 
-SCHEDULE_PATH = "batching.schedule"
-LARGEST = f"{SCHEDULE_PATH}.max_global_batch_size"
-WITH_LARGEST = ("seesaw", "noise")
-"""Schedules with a largest size."""
+GRADIENTS = "comm.gradients"
+PARAMETERS = "comm.parameters"
+ACROSS = "comm.across_nodes"
+BUCKETS = "comm.bucket_bytes"
+LEFT_OPEN = ("full", AUTO, None)
+"""Values that ask for no fewer bits."""
 
 
-def largest_size(spec: RunSpec) -> float:
-    """Return the bound of a batch under `seesaw` or `noise`; infinity where nothing bounds it.
-
-    Seesaw needs no more than what the lowest learning rate asks for.
-    """
-    batching = spec.batching
-    largest = math.inf
-    if batching.schedule.kind == "seesaw" and spec.optim.schedule.lowest_lr_ratio:
-        largest = batching.global_batch_size / spec.optim.schedule.lowest_lr_ratio
-    return min(largest, batching.schedule.max_global_batch_size or math.inf)
+def fp32_sums(spec: RunSpec) -> Iterator[Problem]:
+    """Compressed gradients are summed in fp32."""
+    asked = {GRADIENTS: spec.comm.gradients, ACROSS: spec.comm.across_nodes}
+    path = next((path for path, value in asked.items() if value not in ("full", None)), None)
+    if path is not None and spec.precision.reduce != "fp32":
+        message = f"`{path}` is {asked[path]}, whose sums are made in fp32, and `precision.reduce` is bf16"
+        yield Problem("unsupported", message, "precision.reduce", f"type precision.reduce=fp32, or {path}=full")
 
 
-def ramp(spec: RunSpec) -> Iterator[Problem]:
-    """The stages of a ramp follow one another, and no size is smaller than the one before it."""
-    kind = spec.batching.schedule.kind
-    stages = spec.batching.schedule.stages
-    path = f"{SCHEDULE_PATH}.stages"
-    if kind != "ramp" and stages:
-        message = f"`{path}` has {len(stages)} sizes, and `{SCHEDULE_PATH}.kind` is {kind}, which has no stages"
-        yield Problem("unsupported", message, path, f"type {SCHEDULE_PATH}.kind=ramp, or ~{path}")
-    elif kind == "ramp" and not stages:
-        doubled = 2 * spec.batching.global_batch_size
-        hint = f"type {path}='[{{from_tokens: 1e9, global_batch_size: {doubled}}}]'"
-        yield Problem("missing_value", f"`{path}` is empty; a ramp has at least one", path, hint)
-    elif kind == "ramp":
-        first = RampStage(0, spec.batching.global_batch_size)
-        for place, (before, stage) in enumerate(pairwise((first, *stages))):
-            yield from _follows(stage, before, f"{path}.{place}")
-
-
-def _follows(stage: RampStage, before: RampStage, path: str) -> Iterator[Problem]:
-    if stage.from_tokens <= before.from_tokens:
-        message = f"`{path}.from_tokens` is {stage.from_tokens}, and the stage before it begins at {before.from_tokens}"
-        hint = f"put the stages in their order, each with more tokens: {before.from_tokens + 1} or more"
-        yield Problem("out_of_range", message, f"{path}.from_tokens", hint)
-    if stage.global_batch_size < before.global_batch_size:
-        path = f"{path}.global_batch_size"
-        message = f"`{path}` is {stage.global_batch_size}, and the steps before it have {before.global_batch_size}"
-        hint = f"a ramp does not fall: type {before.global_batch_size} or more"
-        yield Problem("out_of_range", message, path, hint)
-
-
-def bounds(spec: RunSpec) -> Iterator[Problem]:
-    """A largest size stands where the schedule has one, and leaves room for the batch to grow."""
-    schedule = spec.batching.schedule
-    start = spec.batching.global_batch_size
-    largest = schedule.max_global_batch_size
-    if schedule.kind not in WITH_LARGEST:
-        if largest is not None:
-            message = (
-                f"`{LARGEST}` is {largest}, and `{SCHEDULE_PATH}.kind` is {schedule.kind}, which has no largest size"
-            )
-            yield Problem("unsupported", message, LARGEST, f"type {LARGEST}=null, or batching=seesaw")
-    elif largest is not None and largest < start:
-        message = f"`{LARGEST}` is {largest}, and the run begins with {start} (`batching.global_batch_size`)"
-        yield Problem("out_of_range", message, LARGEST, f"type {LARGEST}={math.ceil(start * schedule.growth)} or more")
-    elif math.isinf(largest_size(spec)):
-        zero = "the learning rate ends at 0" if schedule.kind == "seesaw" else "the noise scale has no bound"
-        hint = f"type {LARGEST}={8 * start}, or what the data's critical batch size allows"
-        yield Problem("missing_value", f"`{LARGEST}` is null, and {zero}: so would the batch have none", LARGEST, hint)
-    elif _falls(spec) and len(spec.batching.sizes_up_to(largest_size(spec))) == 1:
+def parameter_format(spec: RunSpec) -> Iterator[Problem]:
+    """Four bits hold differences from the weights of the step before, which each rank would have to keep whole."""
+    if spec.comm.parameters == "int4":
         message = (
-            f"a `{SCHEDULE_PATH}.growth` of {schedule.growth:g} leads from {start} to no size up to the largest, "
-            f"{largest_size(spec):g}: the batch would never change"
+            f"`{PARAMETERS}` is int4; whole weights lose too much in 4 bits, and no rank keeps those of a step ago"
         )
-        hint = f"type {SCHEDULE_PATH}.growth=1.1, a larger {LARGEST}, or {SCHEDULE_PATH}.kind=constant"
-        yield Problem("out_of_range", message, f"{SCHEDULE_PATH}.growth", hint)
+        yield Problem("unsupported", message, PARAMETERS, f"type {PARAMETERS}=int8")
 
 
-def _falls(spec: RunSpec) -> bool:
-    return spec.batching.schedule.kind != "seesaw" or spec.optim.schedule.lowest_lr_ratio < 1
+def several_nodes(spec: RunSpec) -> Iterator[Problem]:
+    if spec.comm.across_nodes is not None and spec.cluster.num_nodes == 1 and not spec.cluster.pools:
+        message = f"`{ACROSS}` is {spec.comm.across_nodes}, and `cluster.num_nodes` is 1"
+        yield Problem("unsupported", message, ACROSS, f"type {ACROSS}=null, or {GRADIENTS}={spec.comm.across_nodes}")
 
 
-def seesaw(spec: RunSpec) -> Iterator[Problem]:
-    """Seesaw replaces a falling learning rate, and so needs one, and a rule for the rate."""
-    if spec.batching.schedule.kind != "seesaw":
+def exchanged(spec: RunSpec, layout: Layout, replica_groups: int) -> Iterator[Problem]:
+    """Refuse formats of exchanges that the layout does not have."""
+    comm = spec.comm
+    described = layout.describe()
+    asked = {GRADIENTS: comm.gradients, ACROSS: comm.across_nodes}
+    path = next((path for path, value in asked.items() if value not in LEFT_OPEN), None)
+    if path is not None and layout.shards * layout.dp_replicate * replica_groups == 1:
+        message = f"`{path}` is {asked[path]}, and in this layout ({described}) no ranks sum gradients"
+        hint = f"type {path}=full, or choose a layout with dp_shard or dp_replicate of 2 or more"
+        yield Problem("unsupported", message, path, hint)
+    if comm.parameters != "full" and layout.shards == 1:
+        message = f"`{PARAMETERS}` is {comm.parameters}, and in this layout ({described}) no rank gathers parameters"
+        yield Problem("unsupported", message, PARAMETERS, f"type {PARAMETERS}=full, or layout.dp_shard=2 (or more)")
+
+
+def joined(spec: RunSpec, layout: Layout, device: str) -> Iterator[Problem]:
+    """Refuse a size of buckets where the gradients of several blocks never go together."""
+    size = spec.comm.bucket_bytes
+    why = ""
+    if not size:
         return
-    if not _falls(spec):
-        lr = spec.optim.schedule
-        message = (
-            f"`{SCHEDULE_PATH}.kind` is seesaw, which grows the batch where the learning rate falls, and it does not"
-        )
-        path = "optim.schedule.kind" if lr.kind == "constant" else "optim.schedule.final_lr_ratio"
-        if lr.kind == "wsd" and lr.decay_fraction == 0:
-            path = "optim.schedule.decay_fraction"
-        typed = {"kind": "cosine", "final_lr_ratio": "0.1", "decay_fraction": "0.2"}[path.rpartition(".")[2]]
-        yield Problem("unsupported", message, path, f"type {path}={typed}, or {SCHEDULE_PATH}.kind=constant")
-    if spec.batching.schedule.lr_rule == "none":
-        path = f"{SCHEDULE_PATH}.lr_rule"
-        message = f"`{path}` is none: the learning rate would fall as without seesaw, and the batch grow beside it"
-        yield Problem("unsupported", message, path, f"type {path}=optimizer")
+    if device == "cuda":
+        why = "on GPUs FSDP2 sums the gradients of each block by themselves"
+    elif layout.shards * layout.dp_replicate == 1:
+        why = f"in this layout ({layout.describe()}) no ranks sum gradients"
+    elif spec.comm.gradients not in LEFT_OPEN or spec.comm.across_nodes not in LEFT_OPEN:
+        why = "in fewer bits each block's gradients travel by themselves"
+    if why:
+        yield Problem("unsupported", f"`{BUCKETS}` is {size:,}, and {why}", BUCKETS, f"type {BUCKETS}=null")
 
 
-def noise(spec: RunSpec) -> Iterator[Problem]:
-    """The noise shows between two data-parallel ranks; `measurable_noise` refuses what only the plan can tell."""
-    if spec.batching.schedule.kind == "noise" and data_parallel_ranks(spec) == 1:
-        message = f"`{SCHEDULE_PATH}.kind` is noise, which is measured between data-parallel ranks, and there is 1"
-        hint = f"type cluster.devices_per_node=2 or more with room for data parallelism, or {SCHEDULE_PATH}.kind=seesaw"
-        yield Problem("unsupported", message, f"{SCHEDULE_PATH}.kind", hint)
+COMM_RULES = (fp32_sums, parameter_format, several_nodes)
 
 
-def noise_hindrance(model: ModelSpec, layout: Layout, replica_groups: int, micro_batches: int) -> str:
-    """Return why the noise of the gradients cannot be measured in a layout; empty where it can.
-
-    It shows between the gradients of different samples, before they are summed. `micro_batches` of a rank in a step are
-    so many parts where each is exchanged by itself.
-    """
-    turns = micro_batches if layout.exchanges_every_backward else 1
-    if layout.data_parallel_size * replica_groups < 2:
-        return "it is measured between data-parallel ranks, and there is 1"
-    if model.tied_embeddings and layout.pp > 1 and layout.exchanges_every_backward:
-        return f"ZeRO-{layout.zero_stage} sums a tied embedding's gradient on each of its stages by itself"
-    ranks, left = divmod(layout.ep, layout.cp * layout.tp)
-    if layout.ep > 1 and left:
-        return f"the {layout.ep} ranks of ep hold parts of a sample's gradient"
-    if layout.ep > 1 and layout.data_parallel_size // ranks * replica_groups * turns < 2:
-        return "all data-parallel ranks train the same experts together"
-    return ""
+# Rules for replica groups and injected faults.
 
 
-def measurable_noise(spec: RunSpec, layout: Layout, replica_groups: int, micro_batches: int) -> Iterator[Problem]:
-    """Refuse a batch that is to follow a noise which cannot be measured in the layout."""
-    if spec.batching.schedule.kind != "noise":
+ELASTIC_WITHOUT_NUMBER = 2
+"""Groups where neither `resilience.replica_groups` nor `layout.dp_replicate` says how many."""
+
+
+def wanted_groups(spec: RunSpec) -> int:
+    """Replica groups of a launch."""
+    if spec.resilience.mode != "elastic":
+        return 1
+    if spec.resilience.replica_groups != AUTO:
+        return int(spec.resilience.replica_groups)
+    replicas = spec.layout.dp_replicate
+    return ELASTIC_WITHOUT_NUMBER if replicas in (AUTO, 1) else int(replicas)
+
+
+def fixed_groups(spec: RunSpec) -> int:
+    """Count the groups beside the layout's own axes: `layout.dp_replicate` may count the groups itself."""
+    counted_by_layout = spec.resilience.replica_groups == AUTO and spec.layout.dp_replicate not in (AUTO, 1)
+    return 1 if counted_by_layout else wanted_groups(spec)
+
+
+def groups(spec: RunSpec) -> Iterator[Problem]:
+    """Two groups at least, of equally many processes."""
+    path = "resilience.replica_groups"
+    number = spec.resilience.replica_groups
+    if spec.resilience.mode != "elastic":
+        if number not in (AUTO, 1):
+            message = f"`{path}` is {number}, and `resilience.mode` is {spec.resilience.mode}, which has no groups"
+            yield Problem("unsupported", message, path, "type resilience=elastic")
         return
-    why = noise_hindrance(spec.model, layout, replica_groups, micro_batches)
-    if replica_groups > 1:
-        message = f"`{SCHEDULE_PATH}.kind` is noise, and a replica group that comes back ({replica_groups} of them)"
-        message += " knows none of it"
-        hint = f"type resilience=restart, or {SCHEDULE_PATH}.kind=seesaw"
-        yield Problem("unsupported", message, f"{SCHEDULE_PATH}.kind", hint)
-    elif why:
-        message = f"`{SCHEDULE_PATH}.kind` is noise, and in this layout ({layout.describe()}) nobody measures it: {why}"
-        hint = f"type layout=ddp cluster.devices_per_node=2 (or more), or {SCHEDULE_PATH}.kind=seesaw"
-        yield Problem("unsupported", message, f"{SCHEDULE_PATH}.kind", hint)
+    number = wanted_groups(spec)
+    if number == 1:
+        message = f"`{path}` is 1; one group has no other to heal from"
+        yield Problem("out_of_range", message, path, f"type {path}=2 or more, or resilience=restart")
+    if spec.resilience.min_groups > number:
+        path = "resilience.min_groups"
+        message = f"`{path}` is {spec.resilience.min_groups}, and there are {number} replica groups"
+        yield Problem("out_of_range", message, path, f"type {path}={number} or less")
 
 
-def data_parallel_ranks(spec: RunSpec) -> int | None:
-    """Return the data-parallel ranks of all replica groups; None where a machine or a search decides, or none fit."""
+def group_processes(spec: RunSpec) -> Iterator[Problem]:
     devices = spec.cluster.devices_per_node
-    axes = (spec.layout.pp, spec.layout.cp, spec.layout.tp)
-    if devices == AUTO or AUTO in axes:
-        return None
-    ranks, left = divmod(spec.cluster.num_nodes * int(devices), math.prod(map(int, axes)))
-    return None if left else ranks
+    number = wanted_groups(spec)
+    if devices == AUTO or spec.cluster.num_nodes * devices % number == 0:
+        return
+    processes = spec.cluster.num_nodes * devices
+    message = f"{processes} processes do not divide over {number} replica groups"
+    hint = f"type cluster.devices_per_node={max(1, devices // number) * number}, or another resilience.replica_groups"
+    yield Problem("not_divisible", message, "resilience.replica_groups", hint)
 
 
-BATCHING_RULES = (ramp, bounds, seesaw, noise)
+def whole_hosts(num_nodes: int, number: int) -> Iterator[Problem]:
+    """The loss of a node must not take parts of several replica groups along."""
+    if number == 1 or num_nodes % number == 0 or number % num_nodes == 0:
+        return
+    path = "resilience.replica_groups"
+    message = f"{num_nodes} nodes do not divide over {number} replica groups, nor the groups over the nodes"
+    fitting = [n for n in range(2, 2 * num_nodes + 1) if num_nodes % n == 0 or n % num_nodes == 0]
+    near = sorted(fitting, key=lambda n: abs(n - number))[:3]
+    yield Problem("not_divisible", message, path, f"type {path}={' or '.join(map(str, sorted(near)))}")
+
+
+def faults(spec: RunSpec) -> Iterator[Problem]:
+    try:
+        parsed = parse_faults(spec.fault)
+    except FaultSyntaxError as error:
+        yield Problem("bad_fault", f"`fault`: {error}", "fault", "type fault='kill(group=1,step=40)'")
+        return
+    number = wanted_groups(spec)
+    for fault in parsed:
+        if fault.group >= number:
+            message = f"`fault` is for replica group {fault.group}, and the groups are numbered 0 to {number - 1}"
+            yield Problem("out_of_range", message, "fault", "type fault='kill(group=0,step=40)'")
+        if fault.kind in ("lighthouse", "bitflip") and number == 1:
+            message = f"`fault` {fault.kind} is felt by replica groups alone"
+            yield Problem("unsupported", message, "fault", "type resilience=elastic")
+
+
+ELASTIC_RULES = (groups, group_processes, faults)
+
+
+# Rules for a layout that changes while the run goes on.
+
+
+PATH = "scheduler.changes"
+
+
+def changed_specs(spec: RunSpec) -> list[RunSpec]:
+    """Return the recipe as it would be with each of the layouts that it changes to from the start on."""
+    if spec.layout is UNKNOWN:
+        return []
+    return [replace(spec, layout=change.of(spec.layout)) for change in spec.scheduler.changes]
+
+
+def changed_layouts(spec: RunSpec) -> Iterator[Problem]:
+    """Each layout that the run changes to is legal in itself, and builds on axes that are known before the search."""
+    for place, (changed, change) in enumerate(zip(changed_specs(spec), spec.scheduler.changes, strict=False)):
+        open_axes = [axis for axis in ("cp", "tp", "pp", "ep") if getattr(changed.layout, axis) == AUTO]
+        if open_axes:
+            message = f"the layout from step {change.step} on leaves {', '.join(open_axes)} to the planner"
+            hint = f"name {open_axes[0]} in {PATH}.{place}, or type layout.{open_axes[0]}=1"
+            yield Problem("unsupported", message, f"{PATH}.{place}.{open_axes[0]}", hint)
+        for problem in (found for rule in LAYOUT_RULES for found in rule(changed)):
+            field = problem.path.rpartition(".")[2]
+            path = f"{PATH}.{place}.{field}" if hasattr(change, field) else problem.path
+            message = f"the layout from step {change.step} on: {problem.message}"
+            hint = problem.hint and f"in {PATH}.{place}: {problem.hint.replace('layout.', '')}"
+            yield replace(problem, message=message, path=path, hint=hint)
+
+
+def order_of_changes(spec: RunSpec) -> Iterator[Problem]:
+    """Changes come one after another, before the last step."""
+    changes = spec.scheduler.changes
+    for place, (before, change) in enumerate(pairwise(changes), 1):
+        if change.step <= before.step:
+            message = f"`{PATH}.{place}.step` is {change.step}, and the change before it comes at {before.step}"
+            hint = f"put the changes in their order, each at a later step: {before.step + 1} or more"
+            yield Problem("out_of_range", message, f"{PATH}.{place}.step", hint)
+    late = [place for place, change in enumerate(changes) if change.step >= spec.train.max_steps]
+    if late and spec.batching.schedule.kind == "constant":
+        message = f"`{PATH}.{late[0]}.step` is {changes[late[0]].step}, in a run of {spec.train.max_steps} steps"
+        yield Problem("out_of_range", message, f"{PATH}.{late[0]}.step", f"type {spec.train.max_steps - 1} or less")
+
+
+def one_replica_group(spec: RunSpec) -> Iterator[Problem]:
+    """Replica groups heal from one another part by part, and so keep one layout."""
+    if spec.scheduler.changes and spec.resilience.mode == "elastic":
+        message = "replica groups (`resilience.mode` is elastic) keep their layout: they heal from one another"
+        yield Problem("unsupported", message, PATH, f"type resilience=restart, or ~{PATH}")
+
+
+RELAYOUT_RULES = (changed_layouts, order_of_changes, one_replica_group)

@@ -1,30 +1,35 @@
-"""Rules for checkpoints, evaluations and the name of a run."""
+"""Rules for the run: its files and evaluations, the optimizer, the batch, the user's own code, text, and Slurm."""
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
+from itertools import pairwise
 from typing import Any, get_args
 
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.core.printable import is_printable, on_one_line
 from trainspec_cli.core.reading.files import how_to_copy
-from trainspec_cli.recipe.extensions.kinds import SOURCE, TOKENIZER
-from trainspec_cli.recipe.extensions.source import Extension, problems_of
 from trainspec_cli.recipe.field_types import AUTO, Range, ranges_of
 from trainspec_cli.recipe.keys.kernels import TORCH
-from trainspec_cli.recipe.keys.model import HybridModel, OwnModel, TextModel, has_layer_list
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.model import HybridModel, ModelSpec, OwnModel, TextModel, has_layer_list
 from trainspec_cli.recipe.keys.run import SOURCES, DataSpec, Documents, PartSpec, RunSpec
-from trainspec_cli.recipe.keys.training import BLOCK, ON_DEVICE, OPTIMIZERS, QUANTISED_ROW, QUANTISED_SIZE
+from trainspec_cli.recipe.keys.training import BLOCK, ON_DEVICE, OPTIMIZERS, QUANTISED_ROW, QUANTISED_SIZE, RampStage
+from trainspec_cli.recipe.own_code import BLOCK as OWN_BLOCK
 from trainspec_cli.recipe.own_code import (
-    own_blocks,
-    own_callbacks,
-    own_losses,
-    own_optimizer,
-    own_tokenizers,
-    own_trackers,
+    CALLBACK,
+    LOSS,
+    OPTIMIZER,
+    SOURCE,
+    TOKENIZER,
+    TRACKER,
+    Extension,
+    problems_of,
+    worker_code_of,
 )
 from trainspec_cli.recipe.rules.layout import size_of
 from trainspec_cli.recipe.structure import UNKNOWN
@@ -98,17 +103,17 @@ def muon_models(spec: RunSpec) -> Iterator[Problem]:
     """Muon is for matrices of hidden layers that are trained as a whole."""
     if spec.optim.name != "muon":
         return
+    why = spec.model.record.refuses.get("muon", "")
+    hint = f"type {NAME}=adamw or {NAME}=sgd"
     if spec.model.unit == "samples":
-        message = f"`{NAME}` is muon, which trains matrices, and `model.family` {spec.model.family} has convolutions"
-        yield Problem("unsupported", message, NAME, f"type {NAME}=adamw or {NAME}=sgd")
-    elif reason := spec.model.record.refuses.get("muon"):
-        yield Problem("unsupported", f"`{NAME}` is muon, and {reason}", NAME, f"type {NAME}=adamw or {NAME}=sgd")
-    elif not has_layer_list(spec.model):
-        message = f"`{NAME}` is muon, and the planner does not know the matrices of `model.family` {spec.model.family}"
-        yield Problem("unsupported", message, NAME, f"type {NAME}=adamw or {NAME}=sgd")
-    elif spec.lora.rank:
-        message = f"`{NAME}` is muon, which trains whole matrices, and `lora.rank` is {spec.lora.rank}"
-        yield Problem("unsupported", message, NAME, f"type {NAME}=adamw, or lora.rank=0")
+        why = f"it trains matrices: `model.family` {spec.model.family} has convolutions"
+    elif not why and not has_layer_list(spec.model):
+        why = f"the planner does not know the matrices of `model.family` {spec.model.family}"
+    elif not why and spec.lora.rank:
+        why = f"it trains whole matrices: `lora.rank` is {spec.lora.rank}"
+        hint = f"type {NAME}=adamw, or lora.rank=0"
+    if why:
+        yield Problem("unsupported", f"`{NAME}` is muon, and {why}", NAME, hint)
 
 
 def offloaded_state(spec: RunSpec) -> Iterator[Problem]:
@@ -169,7 +174,7 @@ OPTIM_RULES = (muon_models, offloaded_state, blocks_of_changed_layouts)
 
 # Rules for one's own code: it is there, it can be called as the engine does, and the recipe says what it needs.
 #
-# Nothing of it runs for that: `extensions.source` reads it.
+# Nothing of it runs for that: `own_code.find` reads it.
 
 
 BLOCK_PARAMS = "model.block_params"
@@ -183,7 +188,7 @@ def optimizer(spec: RunSpec) -> Iterator[Problem]:
                 message = f"`{path}` is for an optimizer of one's own, and `optim.name` is {spec.optim.name}"
                 yield Problem("unsupported", message, path, "leave it out, or type optim.name=FILE.py:NAME")
         return
-    problems = list(problems_of(own_optimizer(spec), OPTIMIZERS))
+    problems = list(problems_of(Extension(OPTIMIZER, NAME, spec.optim.name, tuple(spec.optim.options)), OPTIMIZERS))
     yield from problems
     if problems:
         return
@@ -207,7 +212,8 @@ def block(spec: RunSpec) -> Iterator[Problem]:
         message = "`model.block` has no value: a model of the family own is made of blocks of one's own"
         yield Problem("missing_value", message, "model.block", "type model.block=FILE.py:NAME (docs/extending.md)")
         return
-    problems = [problem for extension in own_blocks(model) for problem in problems_of(extension)]
+    (extension,) = OWN_BLOCK.named(model.block, model.options)
+    problems = list(problems_of(extension))
     yield from problems
     if model.block_params is None and not problems:
         path = BLOCK_PARAMS
@@ -216,7 +222,7 @@ def block(spec: RunSpec) -> Iterator[Problem]:
 
 
 def loss(spec: RunSpec) -> Iterator[Problem]:
-    for extension in own_losses(spec):
+    for extension in LOSS.named(spec.train.loss, spec.train.loss_options):
         yield from problems_of(extension)
     backend = spec.kernels.linear_cross_entropy
     if spec.train.loss and spec.model.unit == "samples":
@@ -244,7 +250,7 @@ def own_tokenizer(spec: RunSpec) -> Iterator[Problem]:
             message = f"`data.tokenizer.options` is for a tokenizer of one's own, and `{key}` has no value"
             yield Problem("unsupported", message, "data.tokenizer.options", f"leave it out, or type {key}=FILE.py:NAME")
         return
-    for extension in own_tokenizers(data):
+    for extension in TOKENIZER.named(tokenizer.code, tokenizer.options):
         yield from problems_of(extension)
     parts = () if data.is_own else tuple(data.parts.values())
     for source in {part.source for part in (*parts, *data.validation.values())} - {*TEXT_SOURCES}:
@@ -257,8 +263,9 @@ def own_tokenizer(spec: RunSpec) -> Iterator[Problem]:
 
 
 def watchers(spec: RunSpec) -> Iterator[Problem]:
-    for extension in (*own_callbacks(spec), *own_trackers(spec)):
-        yield from problems_of(extension)
+    for extension in worker_code_of(spec):
+        if extension.kind in (CALLBACK, TRACKER):
+            yield from problems_of(extension)
 
 
 def source(spec: RunSpec) -> Iterator[Problem]:
@@ -557,3 +564,153 @@ def _options(line: str) -> Iterator[tuple[str, str]]:
 
 
 SLURM_RULES = (times, memory, gpus, container, further_options)
+
+
+# Rules for a batch that changes over the run.
+
+
+SCHEDULE_PATH = "batching.schedule"
+LARGEST = f"{SCHEDULE_PATH}.max_global_batch_size"
+WITH_LARGEST = ("seesaw", "noise")
+"""Schedules with a largest size."""
+
+
+def largest_size(spec: RunSpec) -> float:
+    """Return the bound of a batch under `seesaw` or `noise`; infinity where nothing bounds it.
+
+    Seesaw needs no more than what the lowest learning rate asks for.
+    """
+    batching = spec.batching
+    largest = math.inf
+    if batching.schedule.kind == "seesaw" and spec.optim.schedule.lowest_lr_ratio:
+        largest = batching.global_batch_size / spec.optim.schedule.lowest_lr_ratio
+    return min(largest, batching.schedule.max_global_batch_size or math.inf)
+
+
+def ramp(spec: RunSpec) -> Iterator[Problem]:
+    """The stages of a ramp follow one another, and no size is smaller than the one before it."""
+    kind = spec.batching.schedule.kind
+    stages = spec.batching.schedule.stages
+    path = f"{SCHEDULE_PATH}.stages"
+    if kind != "ramp" and stages:
+        message = f"`{path}` has {len(stages)} sizes, and `{SCHEDULE_PATH}.kind` is {kind}, which has no stages"
+        yield Problem("unsupported", message, path, f"type {SCHEDULE_PATH}.kind=ramp, or ~{path}")
+    elif kind == "ramp" and not stages:
+        doubled = 2 * spec.batching.global_batch_size
+        hint = f"type {path}='[{{from_tokens: 1e9, global_batch_size: {doubled}}}]'"
+        yield Problem("missing_value", f"`{path}` is empty; a ramp has at least one", path, hint)
+    elif kind == "ramp":
+        first = RampStage(0, spec.batching.global_batch_size)
+        for place, (before, stage) in enumerate(pairwise((first, *stages))):
+            if stage.from_tokens <= before.from_tokens:
+                begin = f"{path}.{place}.from_tokens"
+                message = f"`{begin}` is {stage.from_tokens}, and the stage before it begins at {before.from_tokens}"
+                hint = f"put the stages in their order, each with more tokens: {before.from_tokens + 1} or more"
+                yield Problem("out_of_range", message, begin, hint)
+            if stage.global_batch_size < before.global_batch_size:
+                size = f"{path}.{place}.global_batch_size"
+                before_it = f"the steps before it have {before.global_batch_size}"
+                message = f"`{size}` is {stage.global_batch_size}, and {before_it}"
+                hint = f"a ramp does not fall: type {before.global_batch_size} or more"
+                yield Problem("out_of_range", message, size, hint)
+
+
+def bounds(spec: RunSpec) -> Iterator[Problem]:
+    """A largest size stands where the schedule has one, and leaves room for the batch to grow."""
+    schedule = spec.batching.schedule
+    start = spec.batching.global_batch_size
+    largest = schedule.max_global_batch_size
+    if schedule.kind not in WITH_LARGEST:
+        if largest is not None:
+            message = (
+                f"`{LARGEST}` is {largest}, and `{SCHEDULE_PATH}.kind` is {schedule.kind}, which has no largest size"
+            )
+            yield Problem("unsupported", message, LARGEST, f"type {LARGEST}=null, or batching=seesaw")
+    elif largest is not None and largest < start:
+        message = f"`{LARGEST}` is {largest}, and the run begins with {start} (`batching.global_batch_size`)"
+        yield Problem("out_of_range", message, LARGEST, f"type {LARGEST}={math.ceil(start * schedule.growth)} or more")
+    elif math.isinf(largest_size(spec)):
+        zero = "the learning rate ends at 0" if schedule.kind == "seesaw" else "the noise scale has no bound"
+        hint = f"type {LARGEST}={8 * start}, or what the data's critical batch size allows"
+        yield Problem("missing_value", f"`{LARGEST}` is null, and {zero}: so would the batch have none", LARGEST, hint)
+    elif _falls(spec) and len(spec.batching.sizes_up_to(largest_size(spec))) == 1:
+        message = (
+            f"a `{SCHEDULE_PATH}.growth` of {schedule.growth:g} leads from {start} to no size up to the largest, "
+            f"{largest_size(spec):g}: the batch would never change"
+        )
+        hint = f"type {SCHEDULE_PATH}.growth=1.1, a larger {LARGEST}, or {SCHEDULE_PATH}.kind=constant"
+        yield Problem("out_of_range", message, f"{SCHEDULE_PATH}.growth", hint)
+
+
+def _falls(spec: RunSpec) -> bool:
+    return spec.batching.schedule.kind != "seesaw" or spec.optim.schedule.lowest_lr_ratio < 1
+
+
+def seesaw(spec: RunSpec) -> Iterator[Problem]:
+    """Seesaw replaces a falling learning rate, and so needs one, and a rule for the rate."""
+    if spec.batching.schedule.kind != "seesaw":
+        return
+    if not _falls(spec):
+        lr = spec.optim.schedule
+        message = (
+            f"`{SCHEDULE_PATH}.kind` is seesaw, which grows the batch where the learning rate falls, and it does not"
+        )
+        path = "optim.schedule.kind" if lr.kind == "constant" else "optim.schedule.final_lr_ratio"
+        if lr.kind == "wsd" and lr.decay_fraction == 0:
+            path = "optim.schedule.decay_fraction"
+        typed = {"kind": "cosine", "final_lr_ratio": "0.1", "decay_fraction": "0.2"}[path.rpartition(".")[2]]
+        yield Problem("unsupported", message, path, f"type {path}={typed}, or {SCHEDULE_PATH}.kind=constant")
+    if spec.batching.schedule.lr_rule == "none":
+        path = f"{SCHEDULE_PATH}.lr_rule"
+        message = f"`{path}` is none: the learning rate would fall as without seesaw, and the batch grow beside it"
+        yield Problem("unsupported", message, path, f"type {path}=optimizer")
+
+
+def noise(spec: RunSpec) -> Iterator[Problem]:
+    """The noise shows between two data-parallel ranks; `measurable_noise` refuses what only the plan can tell."""
+    devices = spec.cluster.devices_per_node
+    axes = (spec.layout.pp, spec.layout.cp, spec.layout.tp)
+    if spec.batching.schedule.kind != "noise" or devices == AUTO or AUTO in axes:
+        return  # a machine or a search decides how many ranks there are
+    if divmod(spec.cluster.num_nodes * int(devices), math.prod(map(int, axes))) == (1, 0):
+        message = f"`{SCHEDULE_PATH}.kind` is noise, which is measured between data-parallel ranks, and there is 1"
+        hint = f"type cluster.devices_per_node=2 or more with room for data parallelism, or {SCHEDULE_PATH}.kind=seesaw"
+        yield Problem("unsupported", message, f"{SCHEDULE_PATH}.kind", hint)
+
+
+def noise_hindrance(model: ModelSpec, layout: Layout, replica_groups: int, micro_batches: int) -> str:
+    """Return why the noise of the gradients cannot be measured in a layout; empty where it can.
+
+    It shows between the gradients of different samples, before they are summed. `micro_batches` of a rank in a step are
+    so many parts where each is exchanged by itself.
+    """
+    turns = micro_batches if layout.exchanges_every_backward else 1
+    if layout.data_parallel_size * replica_groups < 2:
+        return "it is measured between data-parallel ranks, and there is 1"
+    if model.tied_embeddings and layout.pp > 1 and layout.exchanges_every_backward:
+        return f"ZeRO-{layout.zero_stage} sums a tied embedding's gradient on each of its stages by itself"
+    ranks, left = divmod(layout.ep, layout.cp * layout.tp)
+    if layout.ep > 1 and left:
+        return f"the {layout.ep} ranks of ep hold parts of a sample's gradient"
+    if layout.ep > 1 and layout.data_parallel_size // ranks * replica_groups * turns < 2:
+        return "all data-parallel ranks train the same experts together"
+    return ""
+
+
+def measurable_noise(spec: RunSpec, layout: Layout, replica_groups: int, micro_batches: int) -> Iterator[Problem]:
+    """Refuse a batch that is to follow a noise which cannot be measured in the layout."""
+    if spec.batching.schedule.kind != "noise":
+        return
+    why = noise_hindrance(spec.model, layout, replica_groups, micro_batches)
+    if replica_groups > 1:
+        message = f"`{SCHEDULE_PATH}.kind` is noise, and a replica group that comes back ({replica_groups} of them)"
+        message += " knows none of it"
+        hint = f"type resilience=restart, or {SCHEDULE_PATH}.kind=seesaw"
+        yield Problem("unsupported", message, f"{SCHEDULE_PATH}.kind", hint)
+    elif why:
+        message = f"`{SCHEDULE_PATH}.kind` is noise, and in this layout ({layout.describe()}) nobody measures it: {why}"
+        hint = f"type layout=ddp cluster.devices_per_node=2 (or more), or {SCHEDULE_PATH}.kind=seesaw"
+        yield Problem("unsupported", message, f"{SCHEDULE_PATH}.kind", hint)
+
+
+BATCHING_RULES = (ramp, bounds, seesaw, noise)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from trainspec_cli.core.json_value import JsonObject
-from trainspec_cli.recipe.record_schema import events_schema, plan_schema, record_schema
+from trainspec_cli.recipe.json_schema import events_schema, plan_schema, record_schema
 from trainspec_cli.recipe.results.certificate import Certificate
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.event_types.events import Event

@@ -15,10 +15,16 @@ from typing import get_args
 from trainspec_cli.core.environment_names import GENERATION
 from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.core.reading.files import UnreadableFileError, exists, read_bytes, unreadable
-from trainspec_cli.recipe.extensions.kinds import SOURCE
-from trainspec_cli.recipe.extensions.source import MAX_SOURCE_BYTES, find, source_files, source_sha256
 from trainspec_cli.recipe.keys.run import Offload, Recompute, RunSpec
-from trainspec_cli.recipe.own_code import own_code_of, worker_code_of
+from trainspec_cli.recipe.own_code import (
+    MAX_SOURCE_BYTES,
+    SOURCE,
+    find,
+    own_code_of,
+    source_files,
+    source_sha256,
+    worker_code_of,
+)
 from trainspec_cli.recipe.records import Count, Seconds, from_plain, to_plain
 from trainspec_cli.recipe.results.plan import LayoutProposal
 from trainspec_cli.recipe.results.tables import MemorySetting, Relief

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.wire import rendezvous as messages
-from trainspec_cli.core.wire.client import LINE_BYTES, RENDEZVOUS_PURPOSE
 from trainspec_cli.core.wire.handshake import Challenge
+from trainspec_cli.core.wire.rendezvous import LINE_BYTES, RENDEZVOUS_PURPOSE
 from trainspec_cli.recipe.records import read_record
 from trainspec_cli.run.folder.generations import read_secret
 from trainspec_cli.run.job.machine import BACKLOG, allow_connections

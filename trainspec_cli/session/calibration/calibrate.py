@@ -38,8 +38,7 @@ from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tables import Calibrated, ClusterProfile
 from trainspec_cli.recipe.results.tools import MachineProbe
-from trainspec_cli.recipe.rules.check import check
-from trainspec_cli.recipe.rules.engine import check_engine
+from trainspec_cli.recipe.rules.check import check, check_engine
 from trainspec_cli.reporter.collect import Report, collect
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan

@@ -20,8 +20,7 @@ from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.rules.check import check
-from trainspec_cli.recipe.rules.engine import check_engine
+from trainspec_cli.recipe.rules.check import check, check_engine
 from trainspec_cli.recipe.rules.run import describe_other_blocks
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir
@@ -61,7 +60,7 @@ def count_more_steps(old: RunSpec, changes: Sequence[str]) -> list[str]:
 
 def find_fixed(run: RunDir, recipe: str, old: JsonObject, new: JsonObject) -> Iterator[Problem]:
     """Yield a problem for every changed value of `FIXED`."""
-    from trainspec_cli.recipe.compose.render import (
+    from trainspec_cli.recipe.compose.values import (
         render_value,  # loads hydra, which the help of a command does without
     )
 
@@ -107,7 +106,7 @@ def prepare_changed_data(run: RunDir, loaded: Loaded, console: PrintableConsole)
 def describe_changes(before: RunSpec, now: RunSpec, step: int, samples: int) -> Iterator[str]:
     """Yield a line for each value that differs from that of the last start, and what follows for the learning rate and
     the data at `step`, after `samples`."""
-    from trainspec_cli.recipe.compose.render import (
+    from trainspec_cli.recipe.compose.values import (
         render_value,  # loads hydra, which the help of a command does without
     )
 

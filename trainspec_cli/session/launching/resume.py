@@ -14,9 +14,7 @@ from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tables import Relief
-from trainspec_cli.recipe.rules.check import check
-from trainspec_cli.recipe.rules.comm import check_kernels
-from trainspec_cli.recipe.rules.engine import check_engine, close_axes
+from trainspec_cli.recipe.rules.check import check, check_engine, check_kernels, close_axes
 from trainspec_cli.recipe.rules.run import describe_other_blocks
 from trainspec_cli.recipe.structure import build
 from trainspec_cli.run.folder.files import write_text

@@ -24,7 +24,7 @@ from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.own_code import describe_code
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.wings import parts_for
+from trainspec_cli.recipe.rules.check import parts_for
 from trainspec_cli.run.backend import OpenBackend
 from trainspec_cli.run.backend.local import LocalBackend
 from trainspec_cli.run.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job

@@ -13,8 +13,16 @@ from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import exists, expand
 from trainspec_cli.planner.hardware.cluster import describe_fabric
 from trainspec_cli.planner.search.space import one_group
-from trainspec_cli.recipe.compose.folders import COMMAND_LINE, DISTURB, SUFFIX, Folders, Origins, find_folders, locate
-from trainspec_cli.recipe.compose.yaml_file import read_yaml
+from trainspec_cli.recipe.compose.folders import (
+    COMMAND_LINE,
+    DISTURB,
+    SUFFIX,
+    Folders,
+    Origins,
+    find_folders,
+    locate,
+    read_yaml,
+)
 from trainspec_cli.recipe.json_schema import plain_schema
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec

@@ -21,9 +21,7 @@ from trainspec_cli.planner.search.variants import plan_on_what_divides, plan_oth
 from trainspec_cli.recipe.compose.folders import DISTURB
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
-from trainspec_cli.recipe.rules.check import matrix_units
-from trainspec_cli.recipe.rules.engine import check_built
-from trainspec_cli.recipe.wings import parts_for
+from trainspec_cli.recipe.rules.check import check_built, matrix_units, parts_for
 from trainspec_cli.reporter.plan.labels import PlanReport, PlanSection
 from trainspec_cli.session.planning.profile import with_profile
 from trainspec_cli.session.recipe.load import Loaded, load_for_planning, this_machine, with_defaults

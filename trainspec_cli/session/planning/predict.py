@@ -34,8 +34,7 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.plan import LocalPrediction, Plan, PlannedLayout
 from trainspec_cli.recipe.results.tables import MemorySetting
 from trainspec_cli.recipe.results.tools import MachineProbe
-from trainspec_cli.recipe.rules.check import check
-from trainspec_cli.recipe.rules.engine import check_engine
+from trainspec_cli.recipe.rules.check import check, check_engine
 from trainspec_cli.reporter.text import describe_prediction
 from trainspec_cli.run.memory_limits import read_limits
 from trainspec_cli.run.recovery.memory import build_ladder, with_reliefs, with_setting

@@ -18,11 +18,9 @@ from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
 from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec, OwnModel
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.rules.check import apply, check, check_machine
-from trainspec_cli.recipe.rules.engine import check_engine, close_axes
+from trainspec_cli.recipe.rules.check import apply, check, check_engine, check_machine, close_axes, parts_for
 from trainspec_cli.recipe.rules.run import BLOCK_PARAMS
 from trainspec_cli.recipe.structure import UNKNOWN, UnknownTouched, build
-from trainspec_cli.recipe.wings import parts_for
 
 if TYPE_CHECKING:
     from trainspec_cli.recipe.compose.compose import Composed
@@ -44,12 +42,12 @@ class Loaded:
     @property
     def origin(self) -> LaunchOrigin:
         """Return the origin that a run of this recipe records in its folder."""
-        from trainspec_cli.recipe.compose.render import (
+        from trainspec_cli.recipe.compose.values import (
             render_yaml,  # loads hydra, which the help of a command does without
         )
         from trainspec_cli.run.job.folder import LaunchOrigin  # loads what starts processes, which plans do without
 
-        return LaunchOrigin(self.composed.recipe, sys.argv[1:], render_yaml(self.composed))
+        return LaunchOrigin(self.composed.recipe, sys.argv[1:], render_yaml(self.composed.data, self.composed.origins))
 
 
 @dataclass(frozen=True)

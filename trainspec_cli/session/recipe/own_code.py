@@ -1,31 +1,36 @@
-"""One's own code in a recipe: its files are named absolutely, so that every process of the run finds them."""
+"""Files that a recipe names, of the user's own code and of wings, become absolute, so that every process finds them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.core.reading.files import expand
 from trainspec_cli.recipe.compose.compose import Complete, Completion
-from trainspec_cli.recipe.extensions.source import absolute_reference
-from trainspec_cli.recipe.own_code import KINDS
+from trainspec_cli.recipe.own_code import KINDS, absolute_reference
+from trainspec_cli.recipe.rules.check import WING_KEYS
 
 GROUPS = ("mixture", "validation")
 """Sections of the data with several sources by name."""
 
 
 def absolute_code(cwd: Path | None = None) -> list[Complete]:
-    """Return what names the files of one's own code absolutely, for each key that may name one; relative ones are
-    sought in `cwd`, as other paths of a recipe are."""
+    """Return what names files absolutely, for each key that may name one of the user's own code or of a wing; relative
+    ones are sought in `cwd`, as other paths of a recipe are."""
     folder = cwd or Path.cwd()
-    return [*(_of_key(kind.key, folder) for kind in KINDS), *(_of_parts(group, folder) for group in GROUPS)]
+    files = [f"{wing.section}.{name}" for wing in WING_KEYS for name in wing.files]
+    of_keys = [*(_of_key(kind.key, folder) for kind in KINDS), *(_of_key(path, folder, is_file=True) for path in files)]
+    return [*of_keys, *(_of_parts(group, folder) for group in GROUPS)]
 
 
-def _of_key(path: str, cwd: Path) -> Complete:
+def _of_key(path: str, cwd: Path, *, is_file: bool = False) -> Complete:
     def complete(data: JsonObject, _unchosen: frozenset[str]) -> Completion:
         value: JsonValue = data
         for key in path.split("."):
             value = value.get(key) if isinstance(value, dict) else None
         whole = _absolute(value, cwd)
+        if is_file and isinstance(value, str):
+            whole = str(cwd / expand(value))
         return Completion({} if whole == value else _nested(path, whole), path)
 
     return complete

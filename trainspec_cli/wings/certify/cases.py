@@ -36,9 +36,7 @@ from trainspec_cli.recipe.keys.training import (
     WireFormat,
 )
 from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
-from trainspec_cli.recipe.rules.check import apply
-from trainspec_cli.recipe.rules.comm import KERNEL_RULES, lacking
-from trainspec_cli.recipe.rules.engine import check_engine
+from trainspec_cli.recipe.rules.check import KERNEL_RULES, apply, check_engine, lacking
 from trainspec_cli.run.recovery.memory import build_ladder
 from trainspec_cli.wings.certify.families import FAMILIES, LOSSES, SAMPLES, SEQ_LEN
 

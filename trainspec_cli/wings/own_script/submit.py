@@ -11,7 +11,7 @@ from pathlib import Path
 from trainspec_cli.cli.options import CommandOptions
 from trainspec_cli.cli.sbatch import PreparedJob
 from trainspec_cli.core.errors import Problem, RecipeError, closest
-from trainspec_cli.recipe.compose.arguments import Argument, parse_arguments, problem_at
+from trainspec_cli.recipe.compose.arguments import Argument, parse_arguments
 from trainspec_cli.recipe.compose.folders import RECIPE, locate
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, SlurmSpec
@@ -120,7 +120,7 @@ def _refuse_foreign(argument: Argument) -> Problem | None:
         hint = f"type --dir {value}"
     elif key == RECIPE:
         hint = "leave it out, or leave out -- and the command: a job has one of them"
-    return problem_at(argument.number, "unknown_key", f"`{key}` is no key of a command's job", hint, key)
+    return argument.origin.problem("unknown_key", f"`{key}` is no key of a command's job", hint, key)
 
 
 def check_own_command(command: Sequence[str], loaded: Loaded, wanted: Wanted) -> None:

@@ -135,7 +135,7 @@ def plan_sites(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> PlanSe
     )
     if not sites.direct and sites.sites > 2:
         direct_s = format_duration(sites.direct_exchange_s)
-        compared = f"Where every site listens (--site-listen) an exchange takes {direct_s}. {compared}"
+        compared = f"Where every site listens (resilience.sites.listen) an exchange takes {direct_s}. {compared}"
     rows = [_row("the recipe", sites.wanted), *(_row("hidden", one) for one in sites.hidden)]
     return PlanSection(
         "sites",

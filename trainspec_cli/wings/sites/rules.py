@@ -12,8 +12,8 @@ from trainspec_cli.recipe.structure import MAX_ITEMS
 from trainspec_cli.run.folder.generations import read_secret
 
 PATH = "resilience.sites"
+EXAMPLE = f"{PATH}.site=I {PATH}.endpoint=HOST:PORT {PATH}.secret=FILE"
 OTHERWISE = "resilience=restart"
-EXAMPLE = "--site I --sites-endpoint HOST:PORT --sites-secret FILE"
 MAKE_SECRET = "(umask 77; head -c 32 /dev/urandom > FILE)"
 PACKAGES = (("resilience.mode", "sites", "cryptography", "sites"),)
 """It makes the certificates of the servers."""
@@ -53,16 +53,16 @@ def addresses(spec: RunSpec) -> Iterator[Problem]:
     """Where the sites meet, and where this one is reached."""
     sites = spec.resilience.sites
     meanings = {
-        "endpoint": (sites.endpoint, "--sites-endpoint HOST:PORT, as all sites reach site 0"),
-        "listen": (sites.listen, "--site-listen HOST:PORT, as the other sites reach this one"),
+        "endpoint": (sites.endpoint, "as all sites reach site 0"),
+        "listen": (sites.listen, "as the other sites reach this one"),
     }
     for key, (wanted, example) in meanings.items():
         if wanted is not None and not _is_address(wanted):
             message = f"`{PATH}.{key}` is `{wanted}`; HOST:PORT is needed"
-            yield Problem("usage", message, f"{PATH}.{key}", f"type {example}")
+            yield Problem("usage", message, f"{PATH}.{key}", f"type {PATH}.{key}=HOST:PORT, {example}")
     if sites.listen is not None and sites.site == FIRST_SITE:
         message = f"`{PATH}.listen` is `{sites.listen}`, and site {FIRST_SITE} is reached at `{PATH}.endpoint`"
-        yield Problem("usage", message, f"{PATH}.listen", "leave out --site-listen there; the other sites need it")
+        yield Problem("usage", message, f"{PATH}.listen", "leave it out there; the other sites need it")
 
 
 def _is_address(text: str) -> bool:
@@ -93,12 +93,13 @@ def check_start(spec: RunSpec) -> None:
     """Raise RecipeError where the run of one site lacks its number, or where they meet; MachineError where its secret
     cannot be used."""
     sites = spec.resilience.sites
-    given = {"--site": sites.site, "--sites-endpoint": sites.endpoint, "--sites-secret": sites.secret}
-    for option, value in given.items():
+    given = {"site": sites.site, "endpoint": sites.endpoint, "secret": sites.secret}
+    for key, value in given.items():
         if value is None:
-            message = f"{option} is not given, and `resilience.mode` is sites: this command starts one of {sites.count}"
+            path = f"{PATH}.{key}"
+            message = f"`{path}` is null, and `resilience.mode` is sites: this command starts one of {sites.count}"
             hint = f"at each site: {EXAMPLE}; site 0 listens at HOST:PORT, and all have the same FILE: {MAKE_SECRET}"
-            raise RecipeError(Problem("missing_value", message, option, hint))
+            raise RecipeError(Problem("missing_value", message, path, hint))
     try:
         read_secret(Path(str(sites.secret)))
     except MachineError as error:

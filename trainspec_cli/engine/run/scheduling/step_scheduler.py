@@ -58,7 +58,7 @@ from trainspec_cli.planner.partition import LayerTimes
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.rules.layout import noise_hindrance
+from trainspec_cli.recipe.rules.run import noise_hindrance
 from trainspec_cli.run.folder.event_types.events import AchievedEvent, BucketsEvent, BucketTry, DirectiveEvent
 
 # The samples and the learning rate of the steps to come, by the recipe's batch schedule.

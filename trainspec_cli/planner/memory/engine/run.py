@@ -27,7 +27,7 @@ from trainspec_cli.recipe.keys.model import (
 from trainspec_cli.recipe.keys.run import Recompute, RunSpec
 from trainspec_cli.recipe.keys.training import BLOCK, QUANTISED_ROW, QUANTISED_SIZE, STACKED_VALUES, KeptState, LoraSpec
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.wings import parts_for
+from trainspec_cli.recipe.rules.check import parts_for
 
 KEPT_BYTES: Point[float] = Point("kept_bytes")
 """Bytes that a wing keeps on the device for each trained parameter, sharded as the optimizer's state is."""

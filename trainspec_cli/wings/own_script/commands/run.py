@@ -22,9 +22,8 @@ from trainspec_cli.cli.options import (
     JoinTimeout,
     MaxRestarts,
     NodeRank,
-    NotifyCommand,
+    NotifyWhom,
     NumNodes,
-    Webhook,
     WorkFor,
 )
 from trainspec_cli.run.notify import Notify
@@ -52,8 +51,7 @@ def run(
     rdzv_endpoint: Endpoint = None,
     join_timeout_s: JoinTimeout = JOIN_TIMEOUT_S,
     dry_run: DryRun = False,
-    notify: NotifyCommand = "",
-    webhook: Webhook = "",
+    notify: NotifyWhom = "",
     as_json: AsJson = False,
 ) -> int:
     """Run a command that trains, unchanged: `python train.py`, `torchrun ...`, `accelerate launch ...`.
@@ -72,7 +70,7 @@ def run(
             shown = session.show_command(command or [], folder, wanted, nodes, as_json=as_json)
             print(shown, end="\n" if as_json else "")
             return 0
-        return session.run_command(command or [], folder, wanted, nodes, Notify(notify, webhook), as_json=as_json)
+        return session.run_command(command or [], folder, wanted, nodes, Notify(notify), as_json=as_json)
 
 
 def wanted_of(options: CommandOptions) -> Wanted:

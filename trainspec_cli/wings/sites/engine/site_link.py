@@ -259,6 +259,7 @@ class ArrivingRounds:
         return self._rounds.setdefault(number, _Arriving())
 
 
+LISTEN = "resilience.sites.listen"
 THROUGH = "through the meeting point"
 
 
@@ -313,10 +314,13 @@ class DirectSites:
             site: at for site, at in addresses.items() if FIRST_SITE not in (site, self._site) and site != self._site
         }
         if others and not self._listen:
-            self._say("listen", f"this site listens nowhere (--site-listen): what others send comes {THROUGH}")
+            self._say("listen", f"this site listens nowhere ({LISTEN}): what others send comes {THROUGH}")
         for site, address in others.items():
             if not address:
-                self._say(f"{site}", f"site {site} listens nowhere (--site-listen): what this one sends goes {THROUGH}")
+                self._say(
+                    f"{site}",
+                    f"site {site} listens nowhere ({LISTEN}): what this one sends goes {THROUGH}",
+                )
             elif site not in self._others or self._others[site].address != address:
                 self._meet(site, address)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.reading.files import UnreadableFileError
 from trainspec_cli.core.reading.yaml_file import YamlLimitError, compose_yaml
 from trainspec_cli.core.reading.yaml_file import read_yaml as read_plain
-from trainspec_cli.recipe.compose.yaml_file import read_yaml
+from trainspec_cli.recipe.compose.folders import Origin, find_origin, locate, read_yaml, show_path
 
 
 def faults(file: Path) -> list[tuple[str, str, str]]:
@@ -175,7 +175,7 @@ def test_numbers_are_read_as_hydra_reads_them(written: str, read: object, tmp_pa
 
 
 def test_a_shipped_file_that_changes_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainspec_cli.recipe.compose.yaml_file.shipped_data", lambda: tmp_path)
+    monkeypatch.setattr("trainspec_cli.recipe.compose.folders.shipped_data", lambda: tmp_path)
     (tmp_path / "a.yaml").write_text("key: 1\n")
     first = read_yaml(tmp_path / "a.yaml", tmp_path)
     assert read_yaml(tmp_path / "a.yaml", tmp_path) is first
@@ -189,3 +189,35 @@ def test_a_shipped_file_that_changes_is_read_again(tmp_path: Path, monkeypatch: 
 def test_nesting_that_would_fill_a_stack_is_refused() -> None:
     with pytest.raises(YamlLimitError, match="nested more than 32 levels deep"):
         compose_yaml("a: " + "[" * 200_000)
+
+
+ORIGINS = {"optim": Origin("a.yaml", 1, 1), "optim.lr": Origin("a.yaml", 2, 3), "foo.bar": Origin("command line", 3)}
+
+
+def test_the_nearest_place_is_taken() -> None:
+    assert find_origin("optim.lr", ORIGINS) == ORIGINS["optim.lr"]
+    assert find_origin("foo", ORIGINS) == ORIGINS["foo.bar"], "what was written below it"
+    assert find_origin("optim.schedule.kind", ORIGINS) == ORIGINS["optim"], "what surrounds it"
+    assert find_origin("train", ORIGINS) is None
+    assert find_origin("", ORIGINS) is None
+
+
+def test_locate_adds_place_and_text(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("optim:\n  lr: x\n")
+    problems = [Problem("c", "m", "optim.lr"), Problem("c", "m", "foo.bar"), Problem("c", "m", "train")]
+    found = locate(problems, ORIGINS, ("recipe=a", "b=1", "foo.bar=2"), tmp_path)
+    assert [(problem.where(), problem.excerpt) for problem in found] == [
+        ("a.yaml:2:3", "  lr: x"),
+        ("command line:3", "foo.bar=2"),
+        ("", ""),
+    ]
+
+
+def test_a_place_that_is_known_is_kept(tmp_path: Path) -> None:
+    problem = Problem("c", "m", "optim.lr", file="gone.yaml", line=9)
+    assert locate([problem], ORIGINS, (), tmp_path) == [problem]
+
+
+def test_paths_are_shown_from_the_working_directory(tmp_path: Path) -> None:
+    assert show_path(tmp_path / "conf" / "a.yaml", tmp_path) == "conf/a.yaml"
+    assert show_path(Path("/elsewhere/a.yaml"), tmp_path) == "/elsewhere/a.yaml"

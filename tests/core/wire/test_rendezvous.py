@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainspec_cli.core.wire import client
-from trainspec_cli.core.wire.client import RENDEZVOUS_PURPOSE, JsonClient
+from trainspec_cli.core.wire import rendezvous
 from trainspec_cli.core.wire.handshake import HandshakeError
+from trainspec_cli.core.wire.rendezvous import RENDEZVOUS_PURPOSE, JsonClient
 
 SECRET = b"s" * 32
 
@@ -33,7 +33,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(client, "time", clock)
+    monkeypatch.setattr(rendezvous, "time", clock)
     return clock
 
 
@@ -49,7 +49,7 @@ def connect_with(monkeypatch: pytest.MonkeyPatch, clock: Clock, *errors: Excepti
             raise error
         return socket.socketpair()[0]
 
-    monkeypatch.setattr(client, "connect", connect)
+    monkeypatch.setattr(rendezvous, "connect", connect)
     return attempts
 
 
@@ -79,7 +79,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[JsonClient, socket.s
     """A client, and the server's end of its connection."""
     ours, theirs = socket.socketpair()
     theirs.settimeout(20)
-    monkeypatch.setattr(client, "connect", lambda *_: ours)
+    monkeypatch.setattr(rendezvous, "connect", lambda *_: ours)
     made = JsonClient("host:1", SECRET, timeout_s=1.0)
     yield made, theirs
     made.close()
@@ -130,7 +130,7 @@ def test_a_line_that_never_ends_is_refused(
     ends: tuple[JsonClient, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, server = ends
-    monkeypatch.setattr(client, "LINE_BYTES", 10)
+    monkeypatch.setattr(rendezvous, "LINE_BYTES", 10)
     server.sendall(b'{"n": 10}\n')
     assert made.receive(20) == {"n": 10}
     server.sendall(b"12345678901")

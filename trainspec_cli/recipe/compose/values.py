@@ -1,32 +1,96 @@
-"""Resolve `${...}` in a recipe: each value once, and with a bounded result.
+"""A recipe's values as plain dicts: laid over one another, their references `${...}` resolved, and shown as YAML.
 
-OmegaConf resolves a reference again wherever it occurs, so thirty lines that each double the one before would fill the
-memory. `shipped` is the only resolver: a recipe means the same whenever and wherever it is read.
+Each reference is resolved once, and with a bounded result: OmegaConf resolves one again wherever it occurs, so thirty
+lines that each double the one before would fill the memory. `shipped` is the only resolver: a recipe means the same
+whenever and wherever it is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from omegaconf import grammar_parser
-from omegaconf._utils import split_key
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.grammar_visitor import GrammarVisitor
 
+from trainspec_cli.core.errors import Problem, did_you_mean
 from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.core.printable import is_printable, on_one_line
+from trainspec_cli.recipe.compose.folders import Origin, Origins, shipped_data
 
 MISSING = "???"
 """Hydra's marker for a value that is left open."""
+SHIPPED = "shipped"
+"""The resolver in `${shipped:recipes/FILE}`, the path of a file that ships with trainspec."""
 MAX_CHARS = 100_000
 """The longest text, with its references written out."""
 MAX_VALUES = 5_000
 """The most values in a section, with its references written out."""
 MAX_DEPTH = 40
 """The deepest chain of references and sections."""
+SHOWN_CHARS = 200
+"""The longest excerpt of a value that cannot be resolved."""
+WIDEST_ALIGNED = 44
+"""Origins are aligned in one column after lines of up to this length."""
 
 Path = tuple[str | int, ...]
+
+
+def overlaid(below: JsonObject, above: JsonObject) -> JsonObject:
+    """Return `above` laid over `below`, section by section; a value that it leaves open (`???`) is that of `below`.
+
+    What comes from `above` is a copy: aliases in its YAML are one object at several places.
+    """
+    whole = dict(below)
+    for key, value in above.items():
+        known = below.get(key)
+        if isinstance(value, dict):
+            whole[key] = overlaid(known if isinstance(known, dict) else {}, value)
+        elif isinstance(value, list):
+            whole[key] = list(overlaid({}, {str(place): item for place, item in enumerate(value)}).values())
+        elif value != MISSING or key not in below:
+            whole[key] = value
+    return whole
+
+
+def all_paths(data: JsonObject, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted path of each value and section."""
+    for key, value in data.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from all_paths(value, f"{prefix}{key}.")
+
+
+def resolve(written: JsonObject) -> tuple[JsonObject, list[Problem]]:
+    """Return the values with references written out, `???` for those that are open or cannot be resolved, and the
+    problems."""
+    resolver = Resolver(written)
+    problems: list[Problem] = []
+
+    def resolve_section(section: JsonObject, above: Path) -> JsonObject:
+        plain: JsonObject = {}
+        for key, value in section.items():
+            path = (*above, key)
+            if isinstance(value, dict):
+                plain[str(key)] = resolve_section(value, path)
+                continue
+            try:
+                plain[str(key)] = resolver.value(path)
+            except InterpolationError as error:
+                # The other values are still checked, so that all mistakes are reported together.
+                plain[str(key)] = MISSING
+                shown = str(value)
+                hint = did_you_mean(shown.strip("${}"), all_paths(written)) if "not found" in str(error) else ""
+                shown = shown if len(shown) <= SHOWN_CHARS else f"{shown[:SHOWN_CHARS]}..."
+                name = ".".join(map(str, path))
+                problems.append(Problem("bad_interpolation", f"`{name}` is {shown}: {error}", name, hint))
+        return plain
+
+    return resolve_section(written, ()), problems
 
 
 class InterpolationError(ValueError):
@@ -43,9 +107,8 @@ class _Resolved:
 class Resolver:
     """Resolves the references in a recipe's values."""
 
-    def __init__(self, written: JsonObject, resolvers: dict[str, Callable[[str], str]]):
+    def __init__(self, written: JsonObject):
         self._written = written
-        self._resolvers = resolvers
         self._known: dict[Path, _Resolved] = {}
         self._under_way: list[Path] = []
 
@@ -122,19 +185,51 @@ class Resolver:
         return _Resolved(value, sum(counts) if isinstance(value, (dict, list)) else 1)
 
     def _call(self, name: str, args: tuple[object, ...], args_str: tuple[str, ...]) -> str:
-        if name not in self._resolvers:
-            allowed = ", ".join(f"${{{known}:...}}" for known in self._resolvers)
-            raise InterpolationError(f"there is no resolver `{name}` in a recipe, only {allowed} and ${{section.key}}")
+        if name != SHIPPED:
+            allowed = f"${{{SHIPPED}:...}} and ${{section.key}}"
+            raise InterpolationError(f"there is no resolver `{name}` in a recipe, only {allowed}")
         if len(args_str) != 1:
-            raise InterpolationError(f"${{{name}:...}} takes one value, not {len(args_str)}")
-        return self._resolvers[name](args_str[0])
+            raise InterpolationError(f"${{{SHIPPED}:...}} takes one value, not {len(args_str)}")
+        return str(shipped_data() / args_str[0])
 
 
 def _target(key: str, path: Path) -> Path:
     """Return the path of a reference: `optim.lr` is absolute, `.lr` relative to the value at `path`, `..lr` one
     section up."""
     ups = len(key) - len(key.lstrip("."))
-    keys: Path = tuple(split_key(key[ups:])) if key[ups:] else ()
+    keys: Path = tuple(filter(None, re.split(r"[.\[\]]", key)))
     if ups > len(path):
         raise InterpolationError(f"Interpolation key '{key}' not found")
     return (*path[: len(path) - ups], *keys) if ups else keys
+
+
+# Shown as YAML, each value with the file:line it comes from.
+
+
+def render_yaml(data: JsonObject, origins: Origins, paint_origin: Callable[[str], str] = str) -> str:
+    """Return valid YAML with origins as comments, which `paint_origin` may colour."""
+    lines = list(_lines(data, origins, ""))
+    column = max((len(text) for text, _ in lines if len(text) <= WIDEST_ALIGNED), default=0)
+    rendered = [
+        f"{text:<{column}}  {paint_origin(on_one_line(f'# {origin}'))}" if origin else text for text, origin in lines
+    ]
+    return "\n".join(rendered) + "\n"
+
+
+def render_value(value: JsonValue) -> str:
+    """Return a value on one line of YAML; in ASCII if it holds invisible characters."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    if not is_printable(text):
+        text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _lines(data: JsonObject, origins: Origins, prefix: str) -> Iterator[tuple[str, Origin | None]]:
+    indent = "  " * prefix.count(".")
+    for key, value in data.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            yield f"{indent}{render_value(key)}:", None
+            yield from _lines(value, origins, f"{path}.")
+        else:
+            yield f"{indent}{render_value(key)}: {render_value(value)}", origins.get(path)

@@ -10,9 +10,17 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.core.errors import RecipeError, WorkerError
-from trainspec_cli.recipe.extensions.kinds import OPTIMIZER
-from trainspec_cli.recipe.extensions.load import NEIGHBOURS, load, own_errors
-from trainspec_cli.recipe.extensions.source import Extension, absolute_reference, find, problems_of, source_files
+from trainspec_cli.recipe.own_code import (
+    NEIGHBOURS,
+    OPTIMIZER,
+    Extension,
+    absolute_reference,
+    find,
+    load,
+    own_errors,
+    problems_of,
+    source_files,
+)
 
 GOOD = """
 import os
