@@ -378,7 +378,7 @@ def _node_unfit(state: RunState, event: NodeUnfit) -> Decision:
     if state.is_alone:
         return _drop_waiting(state)._replace(exit_code=1), (RecordLosses(),)
     if not any(group.starts for group in state.groups):
-        return state._replace(killed=True), (Refuse("unfit_host", f"{name}: {event.why}"),)
+        return state._replace(killed=True), (Refuse("unfit_host", f"{name}: {event.why}", event.hint),)
     return state, (Inform(f"{name} came back and stays away: {event.why}"),)
 
 

@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainspec_cli.core.errors import EXIT_DONE, Interrupted, Stopped, WorkerError
+from trainspec_cli.core.errors import EXIT_DONE, Interrupted, MachineError, Stopped
 from trainspec_cli.core.printable import without_colours
 from trainspec_cli.run.failure import (
     LOG_TAIL_LINES,
@@ -60,7 +60,7 @@ def explain_own_end(job: Job, exit_code: int | None, failures: list[WorkerFailur
     if code > 0 and job.nodes and not torchrun_logs(job) and job.torchrun_log.is_file():
         headline = f"the agent of the first node ended with exit code {code} before any node had started the command"
         hint = "--rdzv-endpoint is the first node's own address, and a port"
-        return Explanation(headline, tail(job.torchrun_log), hint)
+        return Explanation(headline, tail(job.torchrun_log), hint, exit_code=MachineError.exit_code)
     if not code:
         return explain_end(job, exit_code, failures)
     printed = torchrun_logs(job)
@@ -80,7 +80,8 @@ def conclude_own(job: Job, ending: Ending) -> RunOutcome:
     if ending.exit_code == 0 and not failures:
         return RunOutcome(result_from_events(job.run, "done", ending.exit_code), None, EXIT_DONE)
     result = result_from_events(job.run, "failed", ending.exit_code)
-    return RunOutcome(result, explain_own_end(job, ending.exit_code, failures), WorkerError.exit_code)
+    explanation = explain_own_end(job, ending.exit_code, failures)
+    return RunOutcome(result, explanation, explanation.exit_code)
 
 
 def _cause_of(code: int, raised: RaisedException | None) -> str:
