@@ -104,7 +104,6 @@ def test_the_first_cause_gives_its_exit_code(job: Job) -> None:
     assert (outcome.result.status, outcome.exit_code) == ("failed", 4)
 
 
-@pytest.mark.clause("RUN-7")
 @pytest.mark.parametrize("given_up", ["", "1 of 2 replica groups are left"])
 @pytest.mark.parametrize(
     ("host", "lost", "exit_code"), [("n1", True, 5), ("", True, 4), ("n1", False, 4)], ids=["lost", "missing", "unfit"]
