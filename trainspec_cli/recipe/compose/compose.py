@@ -116,9 +116,8 @@ def _accelerator(name: str, path: str, folders: Folders, cwd: Path, problems: li
     if file is None:
         options = folders.options(GROUP)
         near = closest(name, options)
-        hint = f"did you mean {near}? " if near else ""
-        there_are = f"{'O' if hint else 'o'}ptions: {', '.join(options)}"
-        problems.append(Problem("unknown_option", f"`{path}` has no option `{name}`", path, hint + there_are))
+        hint = _choices(f"did you mean {near}?" if near else "", GROUP, options)
+        problems.append(Problem("unknown_option", f"`{path}` has no option `{name}`", path, hint))
         return {}
     try:
         values: JsonObject = read_yaml(file, cwd).values()
@@ -135,6 +134,8 @@ def _accelerator(name: str, path: str, folders: Folders, cwd: Path, problems: li
 
 
 SELF = "_self_"
+ALL_OF = "`trainspec list {}` shows all"
+"""How the options of a group are listed."""
 COUNTED = (
     re.compile(r"(?P<count>\d+)[x*_]+(?P<chip>.+)", re.IGNORECASE),
     re.compile(r"(?P<chip>.+?)(?:_*[x*]_*(?=\d)|_(?=\d$))(?P<count>\d{1,3})", re.IGNORECASE),
@@ -237,19 +238,20 @@ def _choose_recipe(selection: Selection, argument: Argument | None) -> None:
 
 def _unknown_recipe(selection: Selection, name: str, number: int, given: bool) -> Problem:
     names = selection.folders.recipe_names()
-    there_are = f"there are: {', '.join(names)}"
     if not name:
         first = "quickstart" if "quickstart" in names else names[0]
-        hint = f"type {RECIPE}={first}; {there_are}"
+        hint = f"type {RECIPE}={first}, or another: {ALL_OF.format(RECIPE)}"
         problem = problem_at(number, "missing_value", "no recipe is named", hint, RECIPE)
         return problem if given else replace(problem, file=None, line=None)
     near = closest(name, names)
-    hint = f"did you mean {RECIPE}={near}? {there_are}" if near else f"{there_are}; or name a .yaml file"
+    hint = _choices(f"did you mean {RECIPE}={near}?", RECIPE, names)
+    if not near:
+        hint = f"{_choices('', RECIPE, names)}; or name a .yaml file"
     beside = selection.cwd / f"{name.removesuffix(Path(name).suffix)}.yml"
     if exists(beside) or _has_yml(selection.folders.recipes, name):
         hint = f"its file must end in {SUFFIX}, not .yml: rename it"
     elif Path(name).suffix == SUFFIX:
-        hint = f"no such file is in {selection.cwd}; recipes that have a name: {', '.join(names)}"
+        hint = f"no such file is in {selection.cwd}; recipes that have a name: {ALL_OF.format(RECIPE)}"
     return problem_at(number, "unknown_recipe", f"there is no recipe `{name}`", hint, RECIPE)
 
 
@@ -337,9 +339,8 @@ def _check_entry(selection: Selection, entry: YamlEntry) -> Problem | None:
         return _entry_problem(entry, "unknown_group", message, hint)
     if name not in groups:
         near = closest(name, groups)
-        hint = f"did you mean `override /{near}`? " if near else ""
-        message = f"there is no group `{name}`"
-        return _entry_problem(entry, "unknown_group", message, f"{hint}Groups: {', '.join(groups)}")
+        hint = f"did you mean `override /{near}`?" if near else f"groups: {', '.join(groups)}"
+        return _entry_problem(entry, "unknown_group", f"there is no group `{name}`", hint)
     if keywords != ["override"] or not group.startswith("/"):
         message = f"`{entry.key}: {entry.value}` would add a second {name}, not replace the first"
         return _entry_problem(entry, "bad_defaults", message, f"write - override /{name}: {entry.value}")
@@ -384,7 +385,7 @@ def _unknown_option(folders: Folders, group: str, option: str, origin: Origin) -
     options = folders.options(group)
     near = closest(option, options)
     write = f"{group}={near}" if origin.file == COMMAND_LINE else f"`{near}`"
-    hint = f"did you mean {write}? " if near else ""
+    hint = f"did you mean {write}?" if near else ""
     section = next((path for path in NAMED_SECTIONS if path.startswith(f"{group}.")), "")
     if section and origin.file == COMMAND_LINE and option:
         chips = folders.options(NAMED_SECTIONS[section])
@@ -394,19 +395,25 @@ def _unknown_option(folders: Folders, group: str, option: str, origin: Origin) -
         chip = name if name in chips else closest(name, chips)
         near = name if name in options else None if chip == name else closest(name, options)
         if f"{chip}_x{count}" in options:
-            hint = f"did you mean {group}={chip}_x{count}? "
+            hint = f"did you mean {group}={chip}_x{count}?"
         elif chip and near and near.startswith(f"{chip}_x"):  # boxes of it, of which none was named
-            hint = f"did you mean {section}={chip}? "
+            hint = f"did you mean {section}={chip}?"
         elif near or chip:
             number = f" cluster.devices_per_node={count}" if count else ""
-            hint = f"did you mean {f'{group}={near}' if near else f'{section}={chip}'}{number}? "
+            hint = f"did you mean {f'{group}={near}' if near else f'{section}={chip}'}{number}?"
     if _has_yml([conf / group for conf in folders.conf], option):
-        hint = f"its file must end in {SUFFIX}, not .yml: rename it. "
+        hint = f"its file must end in {SUFFIX}, not .yml: rename it."
     message = f"`{group}` has no option `{option}`" if option else f"`{group}` is given no option"
-    hint = f"{hint}{'O' if hint else 'o'}ptions: {', '.join(options)}"
+    hint = _choices(hint, group, options)
     if group in OWN_FILES:
         hint += f"; or describe your own in a file, and type {group}=./mine{SUFFIX}"
     return Problem("unknown_option", message, group, hint, origin.file, origin.line, origin.column)
+
+
+def _choices(near: str, group: str, options: Sequence[str]) -> str:
+    """Return the hint `near` with what lists the options of its group: all of them would hide the word that was meant.
+    Without it, the options."""
+    return f"{near} {ALL_OF.format(group)}" if near else f"options: {', '.join(options)}"
 
 
 def _read(selection: Selection, file: Path | None) -> YamlFile | None:
@@ -457,10 +464,10 @@ def choose_sections(
 
 def _unknown(argument: Argument, options: Sequence[str]) -> Problem:
     near = closest(str(argument.value), options)
-    hint = f"did you mean {argument.key}={near}? " if near else ""
+    group = NAMED_SECTIONS.get(argument.key, argument.key)
+    hint = _choices(f"did you mean {argument.key}={near}?" if near else "", group, options)
     message = f"`{argument.key}` has no option `{argument.value}`"
-    there_are = f"{'O' if hint else 'o'}ptions: {', '.join(options)}"
-    return problem_at(argument.number, "unknown_option", message, hint + there_are, argument.key)
+    return problem_at(argument.number, "unknown_option", message, hint, argument.key)
 
 
 def _own_file(argument: Argument, cwd: Path) -> Path | None:
@@ -487,7 +494,8 @@ def _read_section(
             continue
         parent = folders.find_config(f"{group}/{entry.value}")
         if parent is None or entry.value in within:
-            hint = f"options: {', '.join(folders.options(group))}"
+            near = closest(entry.value, folders.options(group)) if parent is None else None
+            hint = _choices(f"did you mean `{near}`?" if near else "", group, folders.options(group))
             message = (
                 f"`{group}` has no option `{entry.value}`" if parent is None else f"`{entry.value}` builds on itself"
             )

@@ -20,8 +20,10 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
+from trainspec_cli.core.json_value import flatten
 from trainspec_cli.core.reading.spec_version import KEY
 from trainspec_cli.recipe.compose.folders import RECIPE, ROOT, Folders
+from trainspec_cli.recipe.compose.interpolation import MISSING
 from trainspec_cli.recipe.compose.yaml_file import YamlFile, read_yaml
 
 HYDRA_VERSION_BASE = "1.3"
@@ -70,6 +72,11 @@ def _merge(config: DictConfig, part: GroupChoice, values: DictConfig) -> None:
         config.merge_with(whole)
     except OmegaConfBaseException as error:
         raise ConfigCompositionException(f"In '{part.name}': {error}") from error
+    # OmegaConf keeps what a file before it gave where this one asks for a value by `???`: a recipe that needs
+    # `init.from` would train from scratch.
+    for key, value in flatten(part.read.values()).items():
+        if value == MISSING:
+            OmegaConf.update(config, f"{part.package}.{key}".lstrip("."), MISSING)
 
 
 class _RecipeFiles(ConfigRepository):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,7 +123,7 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
 
     aside = () if to_run else OF_PLANNING
     composed = compose_arguments(
-        arguments, cwd, (*absolute_code(cwd), complete, complete_steps, complete_warmup), aside
+        arguments, cwd, (*absolute_code(cwd), partial(complete, to_run=to_run), complete_steps, complete_warmup), aside
     )
     draft, mistyped = build(RunSpec, composed.data)
     # Rules pass over UNKNOWN: what a recipe or an option would have set
