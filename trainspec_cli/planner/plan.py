@@ -59,6 +59,7 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         kernels=spec.kernels,
         steps=None if spec.batching.schedule.kind == "constant" else count_steps(schedule_batches(spec)),
         params=workload.count_params(spec.model),
+        adapter_params=workload.adapter_params(spec.model, spec.lora),
         flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora),
         peak_flops=peak_flops,
         peak_source=peak_source,

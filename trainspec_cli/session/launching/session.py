@@ -20,7 +20,6 @@ from trainspec_cli.core.printable import format_count
 from trainspec_cli.core.reading.files import read_text
 from trainspec_cli.core.wings import Point, parts_of
 from trainspec_cli.planner.this_machine import is_predictable
-from trainspec_cli.planner.workload.adapters import adapter_params
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.own_code import describe_code
@@ -225,7 +224,7 @@ def _build(session: Session, plan: Plan, root: Path) -> Job:
 
 
 def _describe_adapters(plan: Plan) -> Iterator[str]:
-    if trained := adapter_params(plan.spec.model, plan.spec.lora):
+    if trained := plan.adapter_params:
         of = f"{format_count(trained)} of {format_count(plan.params + trained)} parameters are trained"
         yield f"{of} ({trained / (plan.params + trained):.2%}): adapters of rank {plan.spec.lora.rank}"
 
