@@ -204,6 +204,19 @@ def test_a_failed_run_prints_its_traceback_and_raises_with_how_to_go_on(run: Run
     assert fail(run).problems[0].hint == ""
 
 
+def test_what_a_script_has_printed_itself_is_not_printed_again(run: Run, shown: StringIO) -> None:
+    class Output:
+        def look(self, report: Any) -> None: ...
+
+        def has_shown(self, text: str) -> bool:
+            return text == "Traceback ..."
+
+    report_error(run, traceback="Traceback ...\n\nand more")
+    fail(run, output=Output())
+    assert shown.getvalue() == f"\nand more\n\nlogs: run/logs/{run.job.logs.name}\n\n"
+    assert "Traceback ..." in fail(run, output=Output(), as_json=True).problems[0].message
+
+
 @pytest.fixture
 def on_two_nodes(run: Run) -> Run:
     """A run that was started on two nodes by hand."""

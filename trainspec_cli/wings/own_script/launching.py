@@ -22,7 +22,7 @@ from trainspec_cli.recipe.keys.cluster import Machine, SlurmSpec
 from trainspec_cli.recipe.records import Absent
 from trainspec_cli.run.backend import OpenBackend
 from trainspec_cli.run.backend.nodes.backend import NodesBackend, Reach
-from trainspec_cli.run.failure import find_failed_nodes
+from trainspec_cli.run.failure import end_of, find_failed_nodes
 from trainspec_cli.run.folder.files import write_json, write_text
 from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.known_runs import remember_run
@@ -306,6 +306,11 @@ class Output:
             shown = next((part for part in reversed(line.split("\r")) if part.strip()), "")
             if not _EMPTY_OF_RANK.fullmatch(line):
                 report(shown)
+
+    def has_shown(self, text: str) -> bool:
+        """Return whether the newest start has printed these lines here; torchrun puts a rank's name before them."""
+        printed = without_colours(end_of(self._log)[-SHOWN_BYTES:]).splitlines() if self._log else []
+        return all(any(line.endswith(part) for line in printed) for part in text.splitlines())
 
 
 class CommandRuns:
