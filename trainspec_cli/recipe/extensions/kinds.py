@@ -17,6 +17,8 @@ class ExtensionKind:
     """The arguments that the engine passes by position."""
     keywords: tuple[str, ...] = ()
     """The arguments that the engine passes by name, beside those of the recipe's options."""
+    is_list: bool = False
+    """The key holds a list of them."""
 
     def describe_call(self, options: Sequence[str] = ()) -> str:
         """Return the arguments of the engine's call, such as `(groups, *, lr, alpha)`."""
@@ -33,8 +35,8 @@ class ExtensionKind:
 
 
 OPTIMIZER = ExtensionKind("optim.name", "trainspec.optimizers", ("groups",), ("lr",))
-CALLBACK = ExtensionKind("train.callbacks", "trainspec.callbacks", ("run",))
-TRACKER = ExtensionKind("tracking.trackers", "trainspec.trackers", ("run",))
+CALLBACK = ExtensionKind("train.callbacks", "trainspec.callbacks", ("run",), is_list=True)
+TRACKER = ExtensionKind("tracking.trackers", "trainspec.trackers", ("run",), is_list=True)
 BLOCK = ExtensionKind("model.block", "trainspec.blocks", ("hidden_size", "layer"))
 LOSS = ExtensionKind("train.loss", "trainspec.losses", ("logits", "targets"))
 TOKENIZER = ExtensionKind("data.tokenizer.code", "trainspec.tokenizers")

@@ -43,6 +43,10 @@ class Extension:
     options: tuple[str, ...] = ()
     """The names of the further arguments that the recipe gives."""
 
+    def typed(self, text: str) -> str:
+        """Return `key=text`, as it is typed."""
+        return f"{self.path}=[{text}]" if self.kind.is_list else f"{self.path}={text}"
+
 
 @dataclass(frozen=True)
 class Source:
@@ -90,21 +94,24 @@ def find(extension: Extension, built_in: Iterable[str] = ()) -> Source:
             shown = f"{', '.join(known)}, " if known else ""
             message = f"`{extension.path}` is {extension.text!r}; {shown}{FORM} is needed"
             near = closest(extension.text, known)
-            hint = (
-                f"did you mean {extension.path}={near}?"
-                if near
-                else (f"a package that brings it registers it as {extension.kind.group} (docs/extending.md)")
-            )
+            hint = f"a package that brings it registers it as {extension.kind.group} (docs/extending.md)"
+            if text.endswith(SUFFIX):
+                hint = _hint_of_names(extension, _find_file(extension, text), text)
+            elif near:
+                hint = f"did you mean {extension.typed(near)}?"
             raise _refuse(extension, "wrong_choice", message, hint)
         text = own[text]
     place, _, name = text.rpartition(":")
     if not name.isidentifier():
         got = f"`{extension.path}` is {extension.text}, which ends in no name of a function or class"
-        raise _refuse(extension, "wrong_type", got, f"type {extension.path}={place or 'FILE.py'}:NAME")
+        hint = f"type {extension.typed(f'{place}:NAME' if place else 'FILE.py:NAME')}"
+        if place.endswith(SUFFIX):
+            hint = _hint_of_names(extension, _find_file(extension, place), place)
+        raise _refuse(extension, "wrong_type", got, hint)
     if place.endswith(SUFFIX):
         source = Source("", _find_file(extension, place), name)
     elif _DOTTED.fullmatch(place):
-        source = Source(place, _find_module(extension, place), name)
+        source = Source(place, _find_module(extension, place, name), name)
     else:
         got = f"`{extension.path}` is {extension.text}; {FORM} is needed"
         raise _refuse(extension, "wrong_type", got, f"a file of Python ends in {SUFFIX}")
@@ -194,7 +201,7 @@ def _find_file(extension: Extension, place: str) -> Path:
     file = expand(place).absolute()
     if not exists(file):
         beside = [found.name for found in file.parent.glob(f"*{SUFFIX}")] if file.parent.is_dir() else []
-        hint = did_you_mean(file.name, beside) or f"type {extension.path}=<file>{SUFFIX}:NAME"
+        hint = did_you_mean(file.name, beside) or f"type {extension.typed(f'<file>{SUFFIX}:NAME')}"
         raise _refuse(extension, "missing_file", f"`{extension.path}` names {file}, which does not exist", hint)
     for each in source_files(Source("", file, "")):
         if reason := why_not_trusted(each.stat()):
@@ -203,13 +210,16 @@ def _find_file(extension: Extension, place: str) -> Path:
     return file
 
 
-def _find_module(extension: Extension, module: str) -> Path | None:
+def _find_module(extension: Extension, module: str, name: str) -> Path | None:
     """Return the source of a module; None of one that is compiled. Packages are not imported for that."""
     top, *others = module.split(".")
     spec = _top_level(top)
     if spec is None:
         message = f"`{extension.path}` names the module {module}, and no package {top} is installed"
-        hint = f"type pip install {top}, or {extension.path}=FILE.py:NAME for a file of your own"
+        own = f"{module.replace('.', '/')}{SUFFIX}"
+        hint = f"type pip install {top}, or {extension.typed('FILE.py:NAME')} for a file of your own"
+        if exists(Path(own)):
+            hint = _hint_of_names(extension, Path(own), own, name)
         raise _refuse(extension, "missing_package", message, hint)
     full = top
     for part in others:
@@ -240,15 +250,34 @@ def _check_source(extension: Extension, source: Source, file: Path) -> None:
     if source.name not in names:
         if not is_whole:
             return
-        found = ", ".join(sorted(names)[:SHOWN_NAMES]) or "nothing"
+        own = [name for name, definition in names.items() if definition is not None]
+        found = ", ".join(sorted(own or names)[:SHOWN_NAMES]) or "nothing"
         message = f"`{extension.path}` names {source.name}, which {file} does not define; it has {found}"
-        raise _refuse(extension, "unknown_name", message, did_you_mean(source.name, names))
+        raise _refuse(extension, "unknown_name", message, did_you_mean(source.name, own or names))
     definition = names[source.name]
     signature = None if definition is None else _signature_of(definition)
     if signature is None:
         return
     if reason := extension.kind.why_not_callable(signature, extension.options):
         raise _refuse(extension, "wrong_signature", *describe_mismatch(extension, source.describe(), signature, reason))
+
+
+def _hint_of_names(extension: Extension, file: Path, place: str, name: str = "") -> str:
+    """Return what to type to name something that `file` defines: what is nearest to `name`, or else what the engine
+    could call. `place`: the file, as it is typed."""
+    names, _ = _names_of(_parse(extension, file))
+    callable_names = []
+    for own, definition in names.items():
+        signature = None if definition is None else _signature_of(definition)
+        if definition is not None and not (signature and extension.kind.why_not_callable(signature, extension.options)):
+            callable_names.append(own)
+    near = name if name in names else closest(name, callable_names) if name else None
+    if near is None and len(callable_names) == 1:
+        near = callable_names[0]
+    if near is not None:
+        return f"type {extension.typed(f'{place}:{near}')}"
+    shown = f"; it has {', '.join(callable_names[:SHOWN_NAMES])}" if callable_names else ""
+    return f"type {extension.typed(f'{place}:NAME')}{shown}"
 
 
 def describe_mismatch(extension: Extension, what: str, signature: inspect.Signature, reason: str) -> tuple[str, str]:
