@@ -325,6 +325,19 @@ def test_a_lost_node_is_written_down_and_ends_a_run_of_one_group(run: Run) -> No
     ]
 
 
+@pytest.mark.parametrize("done", [True, False])
+def test_what_has_ended_already_is_not_stopped(run: Run, done: bool) -> None:
+    """The request comes in the same instant; it is heard after what the backend saw."""
+
+    def end() -> None:
+        run.world.end(0, done=done, exit_code=0 if done else 1)
+        run.requests.add()
+
+    run.script = [run.happen(Stepped(0)), end]
+    ending = run()
+    assert (ending.stop_requested, ending.exit_code) == (False, 0 if done else 1)
+
+
 def test_a_start_that_was_fenced_off_writes_down_no_node(run: Run) -> None:
     generations.begin(run.job.run)
     generations.begin(run.job.run)

@@ -121,6 +121,8 @@ def next_action(state: RunState, event: Event) -> Decision:
             return _node_slow(state, event)
         case AgentsFailed():
             return _agents_failed(state, event)
+        case StopRequested() | NodeStopRequested() if state.is_over:  # what has ended already cannot be stopped
+            return state, ()
         case StopRequested(times):
             state = state._replace(stop_requested=True)
             # Workers that have written nothing yet have nothing to save; a second request wants no waiting.
