@@ -14,7 +14,7 @@ from trainspec_cli.__main__ import run
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.run.folder.files import read_json
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.session.slurm.submit import _machine_of_job, plan_runs, write_submission
+from trainspec_cli.session.slurm.submit import machine_of_job, plan_runs, write_submission
 from trainspec_cli.session.slurm.submit import submit as submit_runs
 
 RECIPE = """\
@@ -146,7 +146,7 @@ def test_text_that_would_be_a_line_of_its_own_is_told_with_its_place(
 
 def test_the_nodes_of_a_job_are_those_of_its_recipe() -> None:
     (planned,) = plan_runs(["recipe=tiny", "cluster=h100", "cluster.num_nodes=2"], [])
-    machine = _machine_of_job(planned.loaded)
+    machine = machine_of_job(planned.loaded)
     cluster = planned.loaded.spec.cluster
     assert cluster.accelerator is not None
     assert machine.gpu_names == (cluster.accelerator.name,) * 8

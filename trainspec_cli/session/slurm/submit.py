@@ -122,7 +122,7 @@ def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[Planned
         raise RecipeError(
             Problem("usage", message, RUN_DIR, "give run.dir on the command line: the runs lie in it then")
         )
-    runs = [PlannedRun(one, plan_for(one, _machine_of_job(one))) for one in loaded]
+    runs = [PlannedRun(one, plan_for(one, machine_of_job(one))) for one in loaded]
     # One script asks for one size of job, so that all runs of an array must ask for the same.
     plans = [run.plan for run in runs]
     if len({(one.num_nodes, one.devices_per_node, one.device, one.spec.cluster.slurm) for one in plans}) > 1:
@@ -131,7 +131,7 @@ def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[Planned
     return runs
 
 
-def _machine_of_job(loaded: Loaded) -> Machine:
+def machine_of_job(loaded: Loaded) -> Machine:
     """Return what a node of the job is, which need not be like this one. Raises RecipeError where the recipe leaves
     open what only the job's nodes could show."""
     cluster = loaded.spec.cluster
@@ -153,7 +153,7 @@ def warnings(runs: Sequence[PlannedRun]) -> list[str]:
     found = (
         line
         for run in runs
-        for line in (*short_limit(run.plan, _machine_of_job(run.loaded)), *unseen_image(run.plan.spec.cluster.slurm))
+        for line in (*short_limit(run.plan, machine_of_job(run.loaded)), *unseen_image(run.plan.spec.cluster.slurm))
     )
     return list(dict.fromkeys(found))
 
