@@ -95,3 +95,10 @@ def test_who_types_an_accelerator_does_not_train_on_cpus_without_a_word(
     problems = examine(["recipe=tiny", "cluster.accelerator=rtx_4090", *more], to_run=to_run).problems
     assert [problem.path for problem in problems] == ["cluster.accelerator"] * is_refused
     assert all("cluster=auto" in problem.hint and "cluster.device=cpu" in problem.hint for problem in problems)
+
+
+def test_a_name_in_the_place_of_a_section_is_one_mistake(write) -> None:
+    """The data's tokenizer refers to a key of the model."""
+    write("recipes/mine.yaml", "model: llama_tiny\ntrain: {max_steps: 3}\nbatching: {global_batch_size: 8}\n")
+    (problem,) = examine(["recipe=mine"]).problems
+    assert (problem.code, problem.path) == ("wrong_type", "model") and "- override /model: llama_tiny" in problem.hint

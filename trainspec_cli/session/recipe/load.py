@@ -136,8 +136,9 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     checked += apply([check_weights], draft) if to_run and not composed.problems else []
     checked += apply([partial(_accelerator_is_used, arguments)], draft) if to_run else []
     problems = composed.locate([*mistyped, *checked])
-    # An interpolation leads nowhere where its target misses, which is reported by itself.
+    # An interpolation leads nowhere where its target misses, or its section is none, which is reported by itself.
     missing = [f"${{{problem.path}}}" for problem in mistyped if problem.code == "missing_value"]
+    missing += [f"${{{problem.path}." for problem in mistyped if problem.code == "wrong_type"]
     known = [
         problem
         for problem in composed.problems
