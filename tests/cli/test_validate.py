@@ -40,6 +40,15 @@ def test_a_sound_recipe(capsys) -> None:
     assert errors(capsys, "recipe=quickstart") == (0, [])
 
 
+@pytest.mark.parametrize("command", ["validate", "plan", "launch"])
+def test_every_command_counts_the_parameters_of_a_fine_tune_alike(capsys, command: str) -> None:
+    """The model's and the adapters', and how many of them are trained."""
+    cluster = "cluster=h100" if command == "plan" else "cluster=cpu"
+    more = ["--dry-run"] if command == "launch" else []
+    assert run([command, "recipe=tiny", "lora.rank=64", cluster, *more]) == 0
+    assert "llama_tiny, 295k parameters, 143k of them trained" in capsys.readouterr().out
+
+
 @pytest.mark.clause("LAUNCH-1")
 def test_every_fault_at_once_with_its_place(capsys, write) -> None:
     write("recipes/mine.yaml", EVERYTHING_WRONG)

@@ -56,6 +56,8 @@ def losses(trainspec, tmp_path, base):
 def test_adapters_are_the_same_in_any_layout_and_leave_in_both_forms(losses, trainspec, tmp_path, base):
     found = {name: losses(name, "lora.rank=4", *layout) for name, layout in LAYOUTS.items()}
     assert found["one"][-1] < found["one"][0]
+    reported = json.loads(trainspec("report", "one", "--json").stdout)
+    assert 0 < reported["adapter_params"] < reported["params"]
     for name in LAYOUTS:
         assert found[name] == pytest.approx(found["one"], rel=1e-5), name
     for form in ("hf", "peft"):

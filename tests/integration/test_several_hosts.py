@@ -84,6 +84,15 @@ def test_a_host_that_dies_ends_the_run_within_its_deadline_and_is_named(start_ho
     assert json.loads(run.result_json.read_text())["status"] == "failed"
 
 
+@pytest.mark.slow
+def test_a_host_that_never_comes_ends_the_run_with_what_to_type(start_hosts, tmp_path):
+    (host,) = start_hosts("launch", *SMALL, "run.join_timeout_s=10", "run.preflight=false", nodes=(0,))
+    said = " ".join(host.communicate()[0].split())
+    assert host.returncode == 4, said
+    assert "with --node-rank 1" in said and "--nnodes 2 --node-rank I --rdzv-endpoint 127.0.0.1:" in said
+    assert json.loads(RunDir(tmp_path / "run").result_json.read_text())["exit_code"] == 4
+
+
 def wait_for_change(run: RunDir, change: tuple[str, int], process) -> int:
     """-> the step that it came with."""
     wait_for(lambda: change in changes(run), process)

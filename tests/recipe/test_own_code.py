@@ -49,6 +49,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with a file of code and an installed package that has an entry point."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(GOOD)
+    for place in ("lone.py", "deep/lone.py"):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (tmp_path / place).write_text(
+            "import os\ndef narrow(groups): ...\nclass Lone:\n    def __init__(self, groups, lr): ...\n"
+        )
     (tmp_path / "broken.py").write_text("x = 1\ndef make(groups, lr:\n")
     package, about = tmp_path / "site" / "ownpack" / "deep", tmp_path / "site" / "ownpack-1.dist-info"
     package.mkdir(parents=True)
@@ -87,8 +92,24 @@ def test_code_is_found_by_file_module_and_registered_name_and_not_run(
     [
         ("mne.py:make", (), "missing_file", "mne.py, which does not exist", "did you mean `mine.py`?"),
         ("mine.py:mak", (), "unknown_name", "names mak, which", "did you mean `make`?"),
-        ("mine.py", (), "wrong_choice", "'mine.py'; adamw, sprint, FILE.py:NAME or package.module:NAME", ""),
-        ("mine.py:", (), "wrong_type", "ends in no name of a function or class", "type optim.name=mine.py:NAME"),
+        (
+            "mine.py",
+            (),
+            "wrong_choice",
+            "'mine.py'; adamw, sprint, FILE.py:NAME or package.module:NAME",
+            "type optim.name=mine.py:NAME; it has ",
+        ),
+        ("mne.py", (), "missing_file", "mne.py, which does not exist", "did you mean `mine.py`?"),
+        (
+            "mine.py:",
+            (),
+            "wrong_type",
+            "ends in no name of a function or class",
+            "type optim.name=mine.py:NAME; it has ",
+        ),
+        ("lone.py", (), "wrong_choice", "'lone.py'; adamw, sprint, ", "type optim.name=lone.py:Lone"),
+        ("lone:Alone", (), "missing_package", "names the module lone, and no", "type optim.name=lone.py:Lone"),
+        ("deep.lone:Lone", (), "missing_package", "names the module deep.lone", "type optim.name=deep/lone.py:Lone"),
         ("mine.txt:make", (), "missing_package", "names the module mine.txt, and no package mine", "pip install mine"),
         ("a/b:make", (), "wrong_type", "FILE.py:NAME or package.module:NAME is needed", "ends in .py"),
         ("adamv", (), "wrong_choice", "is 'adamv'; adamw, sprint, ", "did you mean optim.name=adamw?"),

@@ -105,6 +105,10 @@ def test_what_is_accepted(data, path: str, given: Any, taken: Any) -> None:
          "type optim.options=<a section of values by name>"),
         ("layout.tp", "aut", "wrong_type", "`layout.tp` is 'aut'; a whole number or auto is needed",
          "did you mean layout.tp=auto?"),
+        ("train.callbacks", "mine.py:make", "wrong_type", "`train.callbacks` is 'mine.py:make'; a list is needed",
+         "type train.callbacks=[mine.py:make]"),
+        ("train.callbacks", 3, "wrong_type", "`train.callbacks` is 3; a list is needed",
+         "type train.callbacks=<a list>"),
         ("train", "max_steps:3", "wrong_type",
          "`train` is 'max_steps:3'; a section with the keys max_steps, tokens, epochs, "
          "seed, max_skipped_steps, eval_interval_steps, early_stop_evals, sample_interval_steps, log_interval_steps, "
@@ -137,6 +141,8 @@ def test_what_is_refused(data, path: str, value: Any, code: str, message: str, h
         ("batching.warmup_ratio", "did you mean `optim.schedule.warmup_steps`?"),
         ("optim.zzz", "`optim` has: lr, name, beta1, beta2, eps, momentum, weight_decay, grad_clip_norm, schedule, "
          "options, state_bytes"),
+        ("model.block", "type model=own too"),
+        ("model.num_classes", "the family conv has it: `trainspec list model` shows the family of each option"),
         ("zzz", f"a recipe has: {', '.join(field.name for field in dataclasses.fields(RunSpec))}"),
     ],
 )  # fmt: skip

@@ -107,6 +107,10 @@ EVAL = EvalEvent(step=4, heldout_loss=1.5, heldout_bits_per_byte=2.0)
     ("event", "shown"),
     [
         (START, "2.5M parameters on 1 process, a chip\nMFU is against 2 TFLOP/s a process (maker)"),
+        (
+            replace(START, adapter_params=500_000),
+            "3M parameters, 500k of them trained on 1 process, a chip\nMFU is against 2 TFLOP/s a process (maker)",
+        ),
         (EVAL, "step 4: held out 2.000 bits per byte, loss 1.5000"),
         (
             replace(EVAL, sets={"web": SetFigures(loss=1.0, bits_per_byte=0.5)}),

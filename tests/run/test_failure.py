@@ -85,6 +85,16 @@ def test_a_lost_node_goes_before_the_words_of_the_workers(job: Job) -> None:
     assert (first.whole_node, second.whole_node, second.who) == (True, False, "rank 0")
 
 
+def test_nodes_that_never_came_are_named_as_nodes(job: Job) -> None:
+    for node in (1, 2):
+        write_error(job.run.node_error(node), NodeErrorRecord(node=node, host="", message="did not come", lost=True))
+    explanation = explain(find_failures(job))
+    assert (explanation.headline, explanation.detail) == (
+        "node 1 (hostname unknown) did not come",
+        "node 2 likewise.",
+    )
+
+
 def test_who_torchrun_had_to_end_is_not_the_cause(job: Job) -> None:
     say(job, 0, "out of luck", time=10.0)
     note_exits(job, {0: 1, 1: -9, 2: -15}, before="Unable to shutdown process 101 via SIGTERM, forcefully exiting\n")
@@ -181,6 +191,7 @@ def test_a_torchrun_that_was_killed_is_the_cause_of_what_its_workers_only_follow
 
 def test_an_end_without_a_failure_is_explained_by_its_exit_code(job: Job) -> None:
     assert explain_end(job, 3, []).headline == "torchrun ended with exit code 3"
-    of_nodes = replace(job, nodes=(0, 1), command=("srun", "agent"))
-    assert explain_end(of_nodes, 3, []).headline == "srun ended with exit code 3 before any node had started a worker"
+    of_nodes = explain_end(replace(job, nodes=(0, 1), command=("srun", "agent")), 3, [])
+    assert of_nodes.headline == "srun ended with exit code 3 before any node had started a worker"
+    assert of_nodes.exit_code == 4
     assert explain_end(job, 0, []).headline == "the workers ended without leaving a result"

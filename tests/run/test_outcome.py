@@ -104,6 +104,25 @@ def test_the_first_cause_gives_its_exit_code(job: Job) -> None:
     assert (outcome.result.status, outcome.exit_code) == ("failed", 4)
 
 
+@pytest.mark.parametrize("given_up", ["", "1 of 2 replica groups are left"])
+@pytest.mark.parametrize(
+    ("host", "lost", "exit_code"), [("n1", True, 5), ("", True, 4), ("n1", False, 4)], ids=["lost", "missing", "unfit"]
+)
+def test_a_node_that_never_came_or_lacks_something_is_no_failed_worker(
+    job: Job, host: str, lost: bool, exit_code: int, given_up: str
+) -> None:
+    error = NodeErrorRecord(node=1, host=host, message="no GPU", lost=lost, hint="install the driver")
+    write_error(job.run.node_error(1), error)
+    outcome = conclude(job, ending(job, None, given_up=given_up))
+    assert outcome.explanation is not None and outcome.explanation.node is not None
+    assert outcome.explanation.node.never_came is (not host)
+    if given_up and not lost:  # a group whose node is unfit has failed before, or the run is refused
+        exit_code = 5
+    assert (outcome.exit_code, read_result(job.run)) == (exit_code, outcome.result)
+    assert outcome.result.exit_code == exit_code
+    assert outcome.explanation.hint == ("" if given_up else "install the driver")
+
+
 def test_a_lost_node_does_not_undo_a_run_that_was_done(job: Job) -> None:
     write_result(job.run, DONE)
     write_error(job.run.node_error(1), NodeErrorRecord(node=1, host="n1", message="was lost", lost=True))

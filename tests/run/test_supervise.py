@@ -315,13 +315,27 @@ def test_a_generation_that_cannot_be_begun_ends_the_run_with_its_reason(
 
 def test_a_lost_node_is_written_down_and_ends_a_run_of_one_group(run: Run) -> None:
     generations.begin(run.job.run)
-    run.script = [run.happen(NodeLost(1, "b", "is off", (0,)), NodeUnfit(0, "a", "no GPU"))]
+    run.script = [run.happen(NodeLost(1, "b", "is off", (0,)), NodeUnfit(0, "a", "no GPU", "install the driver"))]
     run()
     errors = [json.loads(run.job.run.node_error(node).read_text()) for node in (0, 1)]
-    assert [(error["node"], error["host"], error["lost"], error["message"]) for error in errors] == [
-        (0, "a", False, "no GPU"),
-        (1, "b", True, "is off"),
+    keys = ("node", "host", "lost", "message", "hint")
+    assert [tuple(error[key] for key in keys) for error in errors] == [
+        (0, "a", False, "no GPU", "install the driver"),
+        (1, "b", True, "is off", ""),
     ]
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_what_has_ended_already_is_not_stopped(run: Run, done: bool) -> None:
+    """The request comes in the same instant; it is heard after what the backend saw."""
+
+    def end() -> None:
+        run.world.end(0, done=done, exit_code=0 if done else 1)
+        run.requests.add()
+
+    run.script = [run.happen(Stepped(0)), end]
+    ending = run()
+    assert (ending.stop_requested, ending.exit_code) == (False, 0 if done else 1)
 
 
 def test_a_start_that_was_fenced_off_writes_down_no_node(run: Run) -> None:
@@ -369,12 +383,12 @@ def test_a_run_that_cannot_begin_is_refused(tmp_path: Path, make_plan) -> None:
 
     def open_unfit(job: Job, plan: Plan | None):
         backend = open_backend(job, plan)
-        backend.queue.append(NodeUnfit(1, "b", "no GPU"))
+        backend.queue.append(NodeUnfit(1, "b", "no GPU", "install the driver"))
         return backend
 
     with pytest.raises(MachineError, match=r"node 1 \(b\): no GPU") as caught:
         supervise(run.job, run.plan, open_unfit)
-    assert caught.value.problems[0].code == "unfit_host"
+    assert (caught.value.problems[0].code, caught.value.problems[0].hint) == ("unfit_host", "install the driver")
     assert run.world.backend.closed == 1
 
 

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from trainspec_cli.balance.decisions.links import LinkPaces, LinkPaceTracker
 from trainspec_cli.balance.decisions.other_layout import LayoutScheduler
+from trainspec_cli.balance.decisions.ski_rental import patience_s
 from trainspec_cli.balance.decisions.speeds import PaceTracker
 from trainspec_cli.core.printable import format_duration
 from trainspec_cli.recipe.keys.layout import Layout
@@ -66,7 +67,7 @@ class LayoutAdvisor:
         """The plan whose layout is gone back to."""
         self._layouts: dict[Layout, Layouts] = {}
         """Finders of other layouts, by the layout that is gone back to."""
-        self._timing = LayoutScheduler()
+        self._timing = LayoutScheduler(patience_s(plan.spec.scheduler.mode))
         self._is_over = False
         self._begin()
 

@@ -26,4 +26,6 @@ def stop(run: RunArgument, now: Now = False, as_json: AsJson = False) -> None:
         return
     print(f"{status}; its newest checkpoint is of step {found.newest_step}" if found.newest_step else status)
     if status != "done" and found.newest_step:
-        print(f"resume      trainspec resume {run}")
+        from trainspec_cli.session.launching.kinds import kind_of  # half a second, which the help does without
+
+        print(f"resume      {kind_of(found).start_again(found)}")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
-from trainspec_cli.core.printable import format_count
+from trainspec_cli.core.printable import format_count, format_params
 from trainspec_cli.recipe.keys.model import OwnModel
 from trainspec_cli.recipe.own_code import describe_code
 from trainspec_cli.recipe.results.plan import Plan
@@ -59,8 +59,9 @@ def _summary(recipe: str, plan: Plan) -> str:
     is_counted = not isinstance(spec.model, OwnModel) or spec.model.block_params
     counted = "" if is_counted else " and those of its blocks, which a plan counts"
     first = "" if spec.batching.schedule.kind == "constant" else " at first"
+    params = format_params(plan.params, plan.adapter_params)
     return (
-        f"{recipe} is valid: {spec.model.name or spec.model.family}, {format_count(plan.params)} parameters{counted}, "
+        f"{recipe} is valid: {spec.model.name or spec.model.family}, {params}{counted}, "
         f"{plan.total_steps} steps of {spec.batching.global_batch_size}{length}{first} "
         f"({units} in all), {plan.world_size} x {plan.device} in {plan.compute}"
     )

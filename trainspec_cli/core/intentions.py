@@ -213,7 +213,8 @@ _KEYS = {name: key for key, names in NAMES_BY_KEY.items() for name in names.spli
 
 def closest(got: str, allowed: Iterable[str]) -> str | None:
     """Return the nearest of `allowed` to a word that is not one of them, or None if none is near: one with another
-    spelling, one that means the same, or the only one that contains it."""
+    spelling, one that means the same, the only one of the same letters (tyni for tiny), or the only one that contains
+    it."""
     from difflib import get_close_matches
 
     by_shape = {_shape(word): word for word in allowed}
@@ -221,8 +222,9 @@ def closest(got: str, allowed: Iterable[str]) -> str | None:
     same = [word for word in OTHER_WORDS.get(shape, "").split() if word in by_shape]
     near = same or get_close_matches(shape, by_shape, n=1, cutoff=0.7)
     if not near and len(shape) >= CONTAINED_CHARS:
+        swapped = [word for word in by_shape if sorted(word) == sorted(shape)]
         holding = [word for word in by_shape if shape in word.split("_")]
-        near = holding if len(holding) == 1 else []
+        near = next((found for found in (swapped, holding) if len(found) == 1), [])
     return by_shape[near[0]] if near else None
 
 

@@ -164,6 +164,12 @@ def format_count(value: float) -> str:
     return f"{value:.4g}"
 
 
+def format_params(params: int, adapters: int = 0) -> str:
+    """Format a model's size: `8.03B parameters`; with LoRA adapters `8.07B parameters, 42M of them trained`."""
+    trained = f", {format_count(adapters)} of them trained" if adapters else ""
+    return f"{format_count(params + adapters)} parameters{trained}"
+
+
 def format_bytes(value: float) -> str:
     """Format with a binary prefix: `2**31` -> `2.00 GiB`."""
     for scale, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):

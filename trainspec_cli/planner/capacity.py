@@ -70,6 +70,7 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
     refused = search.refused + Counter({SLOWER: search.considered - search.refused[TOO_LARGE] - len(candidates)})
     return CapacityPlan(
         params=workload.count_params(spec.model),
+        adapter_params=workload.adapter_params(spec.model, spec.lora),
         active_params=workload.count_active_params(spec.model),
         flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora),
         world_size=fabric.num_devices,

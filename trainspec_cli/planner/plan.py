@@ -67,6 +67,7 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         kernels=spec.kernels,
         steps=None if spec.batching.schedule.kind == "constant" else count_steps(schedule_batches(spec)),
         params=workload.count_params(spec.model),
+        adapter_params=workload.adapter_params(spec.model, spec.lora),
         flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora),
         peak_flops=peak_flops,
         peak_source=peak_source,
@@ -165,8 +166,8 @@ def resolve_devices_per_node(spec: RunSpec, device: str, machine: Machine) -> in
         return spec.cluster.devices_per_node
     if device == "cuda":
         return len(machine.gpu_names)
-    # On CPUs one process with every core makes more tokens than several that share the cores (1.4 times those of two, in
-    # the quickstart on two cores), so there are only as many as the layout and the replica groups ask for.
+    # On CPUs one process with every core makes more tokens than several that share the cores (1.4 times those of two
+    # in the quickstart on two cores), so there are only as many as the layout and the replica groups ask for.
     asked = {axis: size_of(spec.layout, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")}
     data_parallel = max(asked["dp_replicate"] * asked["dp_shard"], asked["ep"])
     processes = data_parallel * asked["cp"] * asked["tp"] * asked["pp"] * fixed_groups(spec)

@@ -52,6 +52,8 @@ class ExtensionKind:
     """The arguments that the engine passes by position."""
     keywords: tuple[str, ...] = ()
     """The arguments that the engine passes by name, beside those of the recipe's options."""
+    is_list: bool = False
+    """The key holds a list of them."""
 
     def named(self, text: str, options: Collection[str] = ()) -> list[Extension]:
         """Return the code that the key names; nothing where it is empty."""
@@ -59,8 +61,8 @@ class ExtensionKind:
 
 
 OPTIMIZER = ExtensionKind("optim.name", "trainspec.optimizers", ("groups",), ("lr",))
-CALLBACK = ExtensionKind("train.callbacks", "trainspec.callbacks", ("run",))
-TRACKER = ExtensionKind("tracking.trackers", "trainspec.trackers", ("run",))
+CALLBACK = ExtensionKind("train.callbacks", "trainspec.callbacks", ("run",), is_list=True)
+TRACKER = ExtensionKind("tracking.trackers", "trainspec.trackers", ("run",), is_list=True)
 BLOCK = ExtensionKind("model.block", "trainspec.blocks", ("hidden_size", "layer"))
 LOSS = ExtensionKind("train.loss", "trainspec.losses", ("logits", "targets"))
 TOKENIZER = ExtensionKind("data.tokenizer.code", "trainspec.tokenizers")
@@ -78,6 +80,10 @@ class Extension:
     """The value as the recipe has it."""
     options: tuple[str, ...] = ()
     """The names of the further arguments that the recipe gives."""
+
+    def typed(self, text: str) -> str:
+        """Return `key=text`, as it is typed."""
+        return f"{self.path}=[{text}]" if self.kind.is_list else f"{self.path}={text}"
 
 
 KINDS = (SOURCE, TOKENIZER, BLOCK, LOSS, OPTIMIZER, CALLBACK, TRACKER)
@@ -156,17 +162,23 @@ def find(extension: Extension, built_in: Iterable[str] = ()) -> Source:
             message = f"`{extension.path}` is {extension.text!r}; {shown}{FORM} is needed"
             near = closest(extension.text, known)
             hint = f"a package that brings it registers it as {extension.kind.group} (docs/extending.md)"
-            hint = f"did you mean {extension.path}={near}?" if near else hint
+            if text.endswith(SUFFIX):
+                hint = _hint_of_names(extension, _find_file(extension, text), text)
+            elif near:
+                hint = f"did you mean {extension.typed(near)}?"
             raise _refuse(extension, "wrong_choice", message, hint)
         text = own[text]
     place, _, name = text.rpartition(":")
     if not name.isidentifier():
         got = f"`{extension.path}` is {extension.text}, which ends in no name of a function or class"
-        raise _refuse(extension, "wrong_type", got, f"type {extension.path}={place or 'FILE.py'}:NAME")
+        hint = f"type {extension.typed(f'{place}:NAME' if place else 'FILE.py:NAME')}"
+        if place.endswith(SUFFIX):
+            hint = _hint_of_names(extension, _find_file(extension, place), place)
+        raise _refuse(extension, "wrong_type", got, hint)
     if place.endswith(SUFFIX):
         source = Source("", _find_file(extension, place), name)
     elif _DOTTED.fullmatch(place):
-        source = Source(place, _find_module(extension, place), name)
+        source = Source(place, _find_module(extension, place, name), name)
     else:
         got = f"`{extension.path}` is {extension.text}; {FORM} is needed"
         raise _refuse(extension, "wrong_type", got, f"a file of Python ends in {SUFFIX}")
@@ -253,7 +265,7 @@ def _find_file(extension: Extension, place: str) -> Path:
     file = expand(place).absolute()
     if not exists(file):
         beside = [found.name for found in file.parent.glob(f"*{SUFFIX}")] if file.parent.is_dir() else []
-        hint = did_you_mean(file.name, beside) or f"type {extension.path}=<file>{SUFFIX}:NAME"
+        hint = did_you_mean(file.name, beside) or f"type {extension.typed(f'<file>{SUFFIX}:NAME')}"
         raise _refuse(extension, "missing_file", f"`{extension.path}` names {file}, which does not exist", hint)
     for each in source_files(Source("", file, "")):
         if reason := why_not_trusted(each.stat()):
@@ -262,7 +274,7 @@ def _find_file(extension: Extension, place: str) -> Path:
     return file
 
 
-def _find_module(extension: Extension, module: str) -> Path | None:
+def _find_module(extension: Extension, module: str, name: str) -> Path | None:
     """Return the source of a module; None of one that is compiled. Packages are not imported for that."""
     top, *others = module.split(".")
     spec = None
@@ -270,7 +282,10 @@ def _find_module(extension: Extension, module: str) -> Path | None:
         spec = importlib.util.find_spec(top)
     if spec is None:
         message = f"`{extension.path}` names the module {module}, and no package {top} is installed"
-        hint = f"type pip install {top}, or {extension.path}=FILE.py:NAME for a file of your own"
+        own = f"{module.replace('.', '/')}{SUFFIX}"
+        hint = f"type pip install {top}, or {extension.typed('FILE.py:NAME')} for a file of your own"
+        if exists(Path(own)):
+            hint = _hint_of_names(extension, Path(own), own, name)
         raise _refuse(extension, "missing_package", message, hint)
     full = top
     for part in others:
@@ -285,39 +300,72 @@ def _find_module(extension: Extension, module: str) -> Path | None:
     return Path(spec.origin) if spec.origin and spec.origin.endswith(SUFFIX) else None
 
 
-def _check_source(extension: Extension, source: Source, file: Path) -> None:
-    """Raise RecipeError where the source does not define what is named, or defines it with another signature."""
+def _parse(extension: Extension, file: Path) -> ast.Module:
+    """Raises RecipeError where the file is not Python."""
     try:
-        tree = ast.parse(read_bytes(file, MAX_SOURCE_BYTES), str(file))
+        return ast.parse(read_bytes(file, MAX_SOURCE_BYTES), str(file))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
         reason = getattr(error, "msg", None) or str(error) or "nested too deeply"
         message = f"{file}, which `{extension.path}` names, is not Python: {reason}"
         problem = Problem("syntax_error", message, extension.path, f"look at line {line}", str(file), line)
         raise RecipeError(problem) from error
-    names, is_whole = _names_of(tree)
+
+
+def _check_source(extension: Extension, source: Source, file: Path) -> None:
+    """Raise RecipeError where the source does not define what is named, or defines it with another signature."""
+    names, is_whole = _names_of(_parse(extension, file))
     if source.name not in names:
         if not is_whole:
             return
-        found = ", ".join(sorted(names)[:SHOWN_NAMES]) or "nothing"
+        own = [name for name, definition in names.items() if definition is not None]
+        found = ", ".join(sorted(own or names)[:SHOWN_NAMES]) or "nothing"
         message = f"`{extension.path}` names {source.name}, which {file} does not define; it has {found}"
-        raise _refuse(extension, "unknown_name", message, did_you_mean(source.name, names))
+        raise _refuse(extension, "unknown_name", message, did_you_mean(source.name, own or names))
     definition = names[source.name]
     if definition is not None and (signature := _signature_of(definition)):
         _check_signature(extension, source, signature)
 
 
-def _check_signature(extension: Extension, source: Source, signature: inspect.Signature) -> None:
-    """Raise RecipeError where the engine's call does not fit."""
+def _hint_of_names(extension: Extension, file: Path, place: str, name: str = "") -> str:
+    """Return what to type to name something that `file` defines: what is nearest to `name`, or else what the engine
+    could call. `place`: the file, as it is typed."""
+    names, _ = _names_of(_parse(extension, file))
+    callable_names = []
+    for own, definition in names.items():
+        signature = None if definition is None else _signature_of(definition)
+        if definition is not None and not (signature and _why_not_callable(extension, signature)):
+            callable_names.append(own)
+    near = name if name in names else closest(name, callable_names) if name else None
+    if near is None and len(callable_names) == 1:
+        near = callable_names[0]
+    if near is not None:
+        return f"type {extension.typed(f'{place}:{near}')}"
+    shown = f"; it has {', '.join(callable_names[:SHOWN_NAMES])}" if callable_names else ""
+    return f"type {extension.typed(f'{place}:NAME')}{shown}"
+
+
+def _why_not_callable(extension: Extension, signature: inspect.Signature) -> TypeError | None:
+    """Return the error of the engine's call; None where it fits."""
     kind = extension.kind
     try:
         signature.bind(*kind.positional, **dict.fromkeys((*kind.keywords, *extension.options)))
     except TypeError as error:
-        named = (*kind.keywords, *extension.options)
-        call = f"({', '.join((*kind.positional, *(('*',) if named else ()), *named))})"  # `(groups, *, lr, alpha)`
-        message = f"`{extension.path}`: {source.describe()} takes {signature}, and is called with {call}: {error}"
-        hint = f"define it as {extension.text.rpartition(':')[2]}{call}"
-        raise _refuse(extension, "wrong_signature", message, hint) from error
+        return error
+    return None
+
+
+def _check_signature(extension: Extension, source: Source, signature: inspect.Signature) -> None:
+    """Raise RecipeError where the engine's call does not fit."""
+    error = _why_not_callable(extension, signature)
+    if error is None:
+        return
+    kind = extension.kind
+    named = (*kind.keywords, *extension.options)
+    call = f"({', '.join((*kind.positional, *(('*',) if named else ()), *named))})"  # `(groups, *, lr, alpha)`
+    message = f"`{extension.path}`: {source.describe()} takes {signature}, and is called with {call}: {error}"
+    hint = f"define it as {extension.text.rpartition(':')[2]}{call}"
+    raise _refuse(extension, "wrong_signature", message, hint) from error
 
 
 Definition = ast.FunctionDef | ast.ClassDef

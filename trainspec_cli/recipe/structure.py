@@ -6,8 +6,10 @@ YAML or the command line parsed as text was meant as text, or is a mistake.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -65,6 +67,8 @@ OPTION_SECTIONS = frozenset({
 """Sections of a recipe that an option of a folder of conf/ fills."""
 
 T = TypeVar("T")
+_PLAIN = re.compile(r"[\w./:+-]+")
+"""Text that needs no quotation marks on the command line."""
 
 
 class WrongValueError(ValueError):
@@ -237,6 +241,14 @@ def _unknown_key(cls: type, key: str, path: str, value: object, former: Former |
     if former is not None:
         message = f"`{path}{key}` is no longer a setting: {former.why}"
         return Problem("unknown_key", message, f"{path}{key}", former.hint)
+    # A model of another family may have it: that says more than a key of this one with a like name.
+    kinds = sections_of(hints_of(RunSpec).get(path[:-1]))
+    having = [kind for kind in kinds if key in map(key_of, dataclasses.fields(kind))]
+    if families := [str(family) for kind in having for family in choices_of(hints_of(kind).get("family"))]:
+        hint = f"the family {_join_or(families)} has it: `trainspec list {path[:-1]}` shows the family of each option"
+        if families == ["own"]:
+            hint = f"type {path[:-1]}=own too"
+        return Problem("unknown_key", f"unknown key `{path}{key}`", f"{path}{key}", hint)
     # The dotted path of the one value in nested sections; "" for a plain value, and where there are several.
     names: list[str] = []
     while isinstance(value, Mapping) and len(value) == 1:
@@ -324,6 +336,11 @@ def _hint(wanted: Any, value: Any, path: str) -> str:
         return f"its keys are set one by one, such as {path}.{key_of(dataclasses.fields(sections[0])[0])}"
     if typing.get_origin(wanted) is tuple and choices_of(wanted):
         return f"type {path}=[{', '.join(map(str, choices_of(wanted)))}], or some of them"
+    listed = next((member for member in members_of(wanted) if typing.get_origin(member) is tuple), None)
+    if listed is not None and isinstance(value, (str, int, float)) and _PLAIN.fullmatch(str(value)):
+        with contextlib.suppress(WrongValueError):  # one item, without the brackets
+            convert(typing.get_args(listed)[0], value)
+            return f"type {path}=[{value}]"
     if isinstance(value, str) and choices_of(wanted):
         meant = closest(value, [str(choice) for choice in choices_of(wanted)])
         if meant:

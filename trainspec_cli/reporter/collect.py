@@ -60,6 +60,8 @@ class Report:
     world_size: int | None
     device_name: str
     params: int | None
+    """The model's own; a fine-tune with LoRA trains `adapter_params` beside them."""
+    adapter_params: int
     final_loss: float | None
     peak_memory_bytes: int | None
     weights_sha256: str | None
@@ -187,6 +189,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         world_size=world_size,
         device_name=begin.device_name if begin else "",
         params=begin.params if begin else None,
+        adapter_params=begin.adapter_params if begin else 0,
         final_loss=loss[-1][1] if loss else None,
         peak_memory_bytes=result.peak_memory_bytes if result else None,
         weights_sha256=result.weights_sha256 if result else None,

@@ -6,7 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
-from trainspec_cli.core.printable import cut_middle, format_bytes, format_count, format_duration, format_si
+from trainspec_cli.core.printable import (
+    cut_middle,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_params,
+    format_si,
+)
 from trainspec_cli.recipe.records import ABSENT, Absent
 from trainspec_cli.recipe.results.plan import LocalPrediction, Plan
 from trainspec_cli.reporter.changes import (
@@ -181,7 +188,7 @@ def describe_plan(plan: Plan) -> str:
     micro = f"{plan.micro_batch_size} a process at a time, {plan.grad_accum_steps} times a step"
     groups = f"{plan.replica_groups} of {plan.group_size} each, which exchange over {plan.group_backend}"
     facts = {
-        "model": f"{spec.model.name or spec.model.family}, {format_count(plan.params)} parameters",
+        "model": f"{spec.model.name or spec.model.family}, {format_params(plan.params, plan.adapter_params)}",
         "devices": f"{plan.world_size} x {plan.device}, {plan.compute}",
         "layout": plan.layout.describe(),
         **({"stages": f"{cut} layers"} if (cut := stages_label(plan.layout.stage_layers)) else {}),
@@ -220,7 +227,7 @@ def describe_start(begin: StartEvent) -> str:
     if begin.unit == STEPS:
         return f"steps are counted of {processes}, {begin.device_name}{resumed}"
     return (
-        f"{format_count(begin.params)} parameters on {processes}, {begin.device_name}{resumed}\n"
+        f"{format_params(begin.params, begin.adapter_params)} on {processes}, {begin.device_name}{resumed}\n"
         f"MFU is against {format_si(begin.peak_flops, 'FLOP/s')} a process ({begin.peak_source})"
     )
 
@@ -289,7 +296,7 @@ def facts_of(report: Report) -> Iterator[tuple[str, str]]:
     if len(report.start_steps) > 1:
         yield "resumed", f"from step {', '.join(map(str, report.start_steps[1:]))}"
     if report.params:
-        yield "model", f"{format_count(report.params)} parameters"
+        yield "model", format_params(report.params, report.adapter_params)
     if report.world_size is not None:
         yield "devices", f"{report.world_size} x {report.device_name}"
     if report.peak_memory_bytes is not None:

@@ -8,15 +8,16 @@ import re
 import signal
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainspec_cli.core.errors import WorkerError
+from trainspec_cli.core.errors import MachineError, WorkerError
 from trainspec_cli.core.printable import without_colours
 from trainspec_cli.core.reading.files import open_regular
 from trainspec_cli.recipe.results.tables import Shortage
 from trainspec_cli.run.folder.event_types.events import EndEvent
 from trainspec_cli.run.folder.events import tail_events
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import NodeErrorRecord, WorkerErrorRecord, read_error
 from trainspec_cli.run.job.job import LOOPBACK, Job
 
@@ -70,6 +71,11 @@ class WorkerFailure:
     def who(self) -> str:
         return f"{'node' if self.whole_node else 'rank'} {self.rank}"
 
+    @property
+    def never_came(self) -> bool:
+        """A node that the others have waited for in vain: the name of one that has come is known."""
+        return self.whole_node and not self.self_reported and not self.host
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -80,6 +86,10 @@ class Explanation:
     hint: str = ""
     cause: str = ""
     """As of a WorkerFailure."""
+    exit_code: int = WorkerError.exit_code
+    """Likewise."""
+    node: WorkerFailure | None = None
+    """The node that it began with: what to do about that depends on how the nodes were started."""
 
 
 DescribeExit = Callable[[int, Path | None, Path], Explanation]
@@ -95,7 +105,7 @@ def find_failures(job: Job, describe: DescribeExit = describe_worker_exit) -> li
     """Return all workers that failed, the one that began it first; those that only lost their peers last."""
     reported = {failure.rank: failure for failure in _reported(job)}
     silent = [failure for failure in find_listed(job, describe) if failure.rank not in reported]
-    return first_causes([*_nodes(job), *reported.values(), *silent])
+    return first_causes([*find_failed_nodes(job.run), *reported.values(), *silent])
 
 
 def find_listed(job: Job, describe: DescribeExit = describe_worker_exit) -> list[WorkerFailure]:
@@ -134,19 +144,26 @@ def _reported(job: Job) -> Iterator[WorkerFailure]:
         )
 
 
-def _nodes(job: Job) -> Iterator[WorkerFailure]:
-    """Yield the nodes that were lost or could not start: a failure of their workers began with them."""
-    for path in sorted(job.run.errors_folder.glob("node*.json")):
+def find_failed_nodes(run: RunDir) -> list[WorkerFailure]:
+    """Return the nodes that were lost, did not come or could not start: a failure of their workers began with them."""
+    failures = []
+    for path in sorted(run.errors_folder.glob("node*.json")):
         error = read_error(path, NodeErrorRecord)
-        yield WorkerFailure(
+        failure = WorkerFailure(
             rank=error.node,
             host=error.host,
             summary=error.message,
+            hint=error.hint,
             time=0.0,
             self_reported=not error.lost,
             foreseen=True,
             whole_node=True,
         )
+        # No worker has failed there: the node was not there, or lacks something.
+        if failure.never_came or failure.self_reported:
+            failure = replace(failure, exit_code=MachineError.exit_code)
+        failures.append(failure)
+    return failures
 
 
 def torchrun_logs(job: Job) -> list[Path]:
@@ -220,7 +237,14 @@ def explain(failures: list[WorkerFailure]) -> Explanation:
     at = f", step {first.step}" if first.step is not None else ""
     who = f"{first.who} ({first.host or 'hostname unknown'}{at})"
     detail = [first.detail, *_explain_others(first, others)]
-    return Explanation(_sentence(who, first), "\n\n".join(filter(None, detail)), first.hint, first.cause)
+    return Explanation(
+        _sentence(who, first),
+        "\n\n".join(filter(None, detail)),
+        first.hint,
+        first.cause,
+        first.exit_code,
+        first if first.whole_node else None,
+    )
 
 
 def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) -> Explanation:
@@ -234,7 +258,8 @@ def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) 
         logs = "\n\n".join(tail(log) for log in torchrun_logs(job))
         if job.nodes and not any(job.logs.glob("node*/torchrun.log")):  # what is there is the starter's own output
             headline = f"{Path(job.command[0]).name} ended with exit code {code} before any node had started a worker"
-            return Explanation(headline, logs, "look at its own messages; a container's image must be on every node")
+            hint = "look at its own messages; a container's image must be on every node"
+            return Explanation(headline, logs, hint, exit_code=MachineError.exit_code)
         return Explanation(f"torchrun ended with exit code {code}", logs)
     if any(isinstance(event, EndEvent) for event in list(tail_events(job.run.events(0)))[-1:]):
         return Explanation("the workers got a signal to end, but nobody had asked the run to stop")
@@ -242,12 +267,12 @@ def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) 
 
 
 def _explain_others(first: WorkerFailure, others: list[WorkerFailure]) -> Iterator[str]:
-    alike = [other for other in others if other.summary == first.summary]
+    alike = [other for other in others if (other.summary, other.whole_node) == (first.summary, first.whole_node)]
     lost = [other for other in others if other.consequence and other not in alike]
     if alike:
-        yield f"{_ranks(alike)} ended in the same way."
+        yield f"{_names(alike)} {'likewise' if first.never_came else 'ended in the same way'}."
     if lost:
-        yield f"{_ranks(lost)} lost the connection to {first.who}, or ended with it."
+        yield f"{_names(lost)} lost the connection to {first.who}, or ended with it."
     for other in others:
         if other not in alike and other not in lost:
             yield _sentence(f"also {other.who}", other)
@@ -257,7 +282,9 @@ def _sentence(who: str, failure: WorkerFailure) -> str:
     return f"{who}: {failure.summary}" if failure.self_reported else f"{who} {failure.summary}"
 
 
-def _ranks(failures: list[WorkerFailure]) -> str:
+def _names(failures: list[WorkerFailure]) -> str:
+    """Return `node 1`, `ranks 0, 2`: of nodes alone, or of ranks alone."""
     numbers = ", ".join(str(failure.rank) for failure in failures[:8])
     more = f" and {len(failures) - 8} more" if len(failures) > 8 else ""
-    return f"rank{'s' if len(failures) > 1 else ''} {numbers}{more}"
+    kind = "node" if failures[0].whole_node else "rank"
+    return f"{kind}{'s' if len(failures) > 1 else ''} {numbers}{more}"

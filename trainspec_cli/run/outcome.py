@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from trainspec_cli.core.errors import ERRORS_OF_RUNS, Interrupted, Stopped, WorkerError
+from trainspec_cli.core.errors import ERRORS_OF_RUNS, Interrupted, MachineError, Stopped, WorkerError
 from trainspec_cli.recipe.records import ABSENT, Absent
 from trainspec_cli.run.failure import Explanation, explain_end, find_failures
 from trainspec_cli.run.folder.accounting import account_run, read_recoveries
@@ -41,10 +41,14 @@ def conclude_recipe(job: Job, ending: Ending) -> RunOutcome:
     nothing, unless it reported an error of its own; one that fails while the others stop because torchrun asked them to
     is a failure, and no stop on request.
     """
-    if ending.given_up:
-        result = result_from_events(job.run, "failed", WorkerError.exit_code)
-        return RunOutcome(result, Explanation(ending.given_up))
     failures = find_failures(job)
+    if ending.given_up:
+        nodes = [failure for failure in failures if failure.whole_node]
+        # One that was lost had workers; where all that are missing never came, no worker has failed.
+        had_workers = not nodes or any(not node.never_came for node in nodes)
+        code = WorkerError.exit_code if had_workers else MachineError.exit_code
+        result = result_from_events(job.run, "failed", code)
+        return RunOutcome(result, Explanation(ending.given_up, exit_code=code, node=next(iter(nodes), None)))
     # Ranks that lost their connection to the failed one end too: their exit codes say nothing of the cause.
     causes = [failure for failure in failures if not failure.consequence]
     explanation = explain_end(job, ending.exit_code, failures) if failures or ending.exit_code else None
@@ -56,9 +60,9 @@ def conclude_recipe(job: Job, ending: Ending) -> RunOutcome:
     elif ending.stop_requested and not causes:
         exit_code = Stopped.exit_code if job.run.newest_step else Interrupted.exit_code
         return RunOutcome(result_from_events(job.run, "stopped", exit_code))
-    code = causes[0].exit_code if causes else WorkerError.exit_code
-    result = result_from_events(job.run, "failed", code if code in ERRORS_OF_RUNS else WorkerError.exit_code)
-    return RunOutcome(result, explanation or explain_end(job, ending.exit_code, failures))
+    explanation = explanation or explain_end(job, ending.exit_code, failures)
+    code = explanation.exit_code if explanation.exit_code in ERRORS_OF_RUNS else WorkerError.exit_code
+    return RunOutcome(result_from_events(job.run, "failed", code), explanation)
 
 
 Decide = Callable[[Job, Ending], RunOutcome]

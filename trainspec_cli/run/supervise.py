@@ -471,8 +471,9 @@ class Supervisor:
                 self._record_losses()
             case run_state.Expect(groups):
                 write_json(run.groups_json, {"expected": groups})
-            case run_state.Refuse(code, message):
-                hint = f"look at {self._job.torchrun_log}" if code == "agents_failed" else ""
+            case run_state.Refuse(code, message, hint):
+                if code == "agents_failed":
+                    hint = f"look at {self._job.torchrun_log}"
                 raise MachineError(Problem(code, message, hint=hint, environment=True))
 
     def _begin_generation(self) -> None:
@@ -538,5 +539,12 @@ class Supervisor:
             if run.node_error(node).exists() or Fence(run, self._generation).is_closed():
                 continue
             lost = isinstance(event, run_state.NodeLost)
-            record = NodeErrorRecord(node=node, host=event.hostname, message=event.why, lost=lost, time=time.time())
+            record = NodeErrorRecord(
+                node=node,
+                host=event.hostname,
+                message=event.why,
+                lost=lost,
+                time=time.time(),
+                hint="" if isinstance(event, run_state.NodeLost) else event.hint,
+            )
             write_error(run.node_error(node), record)

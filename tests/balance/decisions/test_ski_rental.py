@@ -31,3 +31,11 @@ def test_a_loss_may_be_counted_anew_and_what_was_decided_stays() -> None:
     assert [rental.note_steps("a", 1.0, 3.0, 1) for _ in range(3)] == [False, False, True]
     rental.count_anew()
     assert not rental.note_steps("a", 1.0, 3.0, 9)
+
+
+def test_what_is_wanted_for_a_moment_is_not_decided_by_a_patient_one() -> None:
+    rental = SkiRental[str](patience_s=30.0)
+    assert not any(rental.note_steps("a", 1.0, 3.0, 1, step_s=1.0) for _ in range(29))
+    rental.forget()
+    found = [rental.note_steps("a", 1.0, 3.0, 1, step_s=1.0) for _ in range(60)]
+    assert found.index(True) == 29 and found.count(True) == 1

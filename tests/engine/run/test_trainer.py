@@ -555,7 +555,8 @@ def test_an_event_has_the_tokens_of_its_step_and_a_start_what_it_counts_with(con
     (start,) = events(context, "start")
     plan = context.plan
     assert (start["step"], start["world_size"], start["unit"]) == (0, 1, "tokens")
-    assert (start["params"], start["flops_per_token"]) == (plan.params, plan.flops_per_token)
+    assert (start["params"], start["adapter_params"]) == (plan.params, plan.adapter_params)
+    assert start["flops_per_token"] == plan.flops_per_token
     assert (start["peak_flops"], start["pid"], start["host"]) == (1e9, os.getpid(), socket.gethostname())
     assert all(sum(event["time_s"].values()) == pytest.approx(event["step_time_s"]) for event in steps)
 

@@ -54,6 +54,7 @@ START = StartEvent(
     world_size=2,
     device_name="a chip",
     params=10,
+    adapter_params=3,
     peak_flops=1e9,
     peak_source="measured",
     flops_per_token=60.0,
@@ -273,6 +274,7 @@ EVENTS: list[Event] = [
 NAMES = [event.type for event in EVENTS]
 OPTIONAL = {
     "start.unit": "tokens",
+    "start.adapter_params": 0,
     "start.restored_from": None,
     "cadence.mtbf_s": None,
     "eval.seconds": 0.0,

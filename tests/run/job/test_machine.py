@@ -35,7 +35,9 @@ def test_a_run_on_the_cpu_asks_the_cpu_for_bf16(monkeypatch: pytest.MonkeyPatch)
     assert (found.gpu_names, found.bf16, found.gpu_problem) == ((), cpu_has_bf16(), None)
 
 
-@pytest.mark.parametrize(("flags", "native"), [("fpu avx512_bf16 amx_bf16", True), ("fpu avx512_bf16 sse", False), ("fpu avx2", False)])
+@pytest.mark.parametrize(
+    ("flags", "native"), [("fpu avx512_bf16 amx_bf16", True), ("fpu avx512_bf16 sse", False), ("fpu avx2", False)]
+)
 def test_bf16_is_read_from_the_flags(tmp_path: Path, flags: str, native: bool) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"model name\t: amx_bf16 by name alone\nflags\t\t: {flags}\n")

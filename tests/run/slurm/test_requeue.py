@@ -48,6 +48,15 @@ def test_a_lost_host_is_avoided(run: RunDir) -> None:
     assert (again.reason, list(again.avoid)) == ("node 1 (node7) was lost", ["node7"])
 
 
+@pytest.mark.parametrize(("host", "goes_back"), [("", True), ("node7", False)])
+def test_a_host_that_never_joined_is_tried_again_and_nothing_else_that_this_machine_lacks(
+    run: RunDir, host: str, goes_back: bool
+) -> None:
+    write_error(run.node_error(1), NodeErrorRecord(node=1, host=host, message="did not come", lost=True))
+    again = decide(run, 4, warned=False, preempted=False, num_nodes=2)
+    assert (again is not None) is goes_back
+
+
 def test_a_host_that_could_not_start_is_not_lost(run: RunDir) -> None:
     write_error(run.node_error(1), NodeErrorRecord(node=1, host="node7", message="no disk", lost=False))
     assert decide(run, 5, warned=False, preempted=False, num_nodes=2) is None

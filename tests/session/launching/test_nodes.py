@@ -151,11 +151,12 @@ def test_an_earlier_start_that_nobody_answers_for_is_passed_over(
 
 
 def test_a_first_node_that_leaves_no_result_has_failed(
-    run: RunDir, console: RunConsole, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, console: RunConsole, shown: StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nodes, "run_agent", lambda *_: None)
     generations.begin(run)
     assert nodes.join(str(run.root), 1, console, wait_s=0.2) == WorkerError.exit_code
+    assert f"trainspec resume {run.root}" in shown.getvalue()
 
 
 def test_no_run_in_which_others_can_write_is_taken_part_in(

@@ -11,16 +11,20 @@ import pytest
 
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.core.reading.files import UnreadableFileError
+from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.tables import MemorySetting, Relief
+from trainspec_cli.run.backend.nodes.backend import Reach
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 from trainspec_cli.run.job.folder import write_fewer_nodes
+from trainspec_cli.run.notify import NOBODY
 from trainspec_cli.run.recovery.memory import with_reliefs
+from trainspec_cli.run.slurm.queue import note_job
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching.nodes import NodeOptions
-from trainspec_cli.session.launching.resume import prepare_resume, prepare_unchanged
+from trainspec_cli.session.launching.resume import prepare_resume, prepare_unchanged, resume_recipe
 from trainspec_cli.session.launching.session import Session
 
 MakeRun = Callable[..., RunDir]
@@ -288,7 +292,67 @@ def test_a_run_made_for_slurm_is_submitted_again(make_run: MakeRun, prepare: Pre
     with pytest.raises(RecipeError, match="was made for Slurm, on 2 nodes") as refused:
         prepare(run)
     assert refused.value.problems[0].hint == f"type sbatch {run.job_sbatch}"
+    with pytest.raises(RecipeError) as refused:
+        prepare(run, "optim.lr=1e-3")
+    hint = f"type trainspec resume {run.root} optim.lr=1e-3, which writes that down, and then sbatch {run.job_sbatch}"
+    assert refused.value.problems[0].hint == hint
     assert prepare(run, nodes=FIRST_OF_TWO).reach is not None, "unless it is said how its nodes are reached"
+
+
+@pytest.fixture
+def of_slurm(make_run: MakeRun) -> RunDir:
+    run = make_run("cluster.num_nodes=2", "cluster.devices_per_node=1")
+    run.job_sbatch.write_text("#!/bin/bash\n")
+    return run
+
+
+def resume_here(run: RunDir, *changes: str) -> int:
+    return resume_recipe(run, changes, ALONE, NOBODY, force=False, as_json=False, detach=False)
+
+
+def test_changes_of_a_run_that_slurm_starts_are_written_down_for_its_next_job(
+    of_slurm: RunDir, console: RunConsole, here: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = read_plan(of_slurm)
+    assert resume_here(of_slurm, "train.max_steps=+100", "optim.lr=0.5") == 0
+    plan = read_plan(of_slurm)
+    assert (plan.spec.train.max_steps, plan.spec.optim.lr) == (before.spec.train.max_steps + 100, 0.5)
+    assert (plan.layout, plan.num_nodes) == (before.layout, 2)
+    assert read_json(of_slurm.run_json)["resumes"][-1]["from_step"] == 10
+    shown = capsys.readouterr().out
+    assert "optim.lr is 0.5, and was 0.003" in shown and f"sbatch {of_slurm.job_sbatch}" in shown
+    # What the job's script then does: it goes on just as the run is written down.
+    reach = Reach("head", ("srun", "agent"))
+    assert prepare_unchanged(of_slurm, reach, console).plan == plan
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        (["optim.name=sgd"], "fixed_value"),
+        (["cluster.slurm.time=1:00:00"], "fixed_value"),
+        (["train.max_steps=5"], "nothing_left"),
+        (["optim.lrr=1"], "unknown_key"),
+    ],
+)
+def test_what_the_next_job_could_not_go_on_with_is_refused_and_the_run_stays(
+    of_slurm: RunDir, here: Machine, changes: list[str], code: str
+) -> None:
+    before = of_slurm.plan_json.read_bytes()
+    with pytest.raises(RecipeError) as refused:
+        resume_here(of_slurm, *changes)
+    assert [problem.code for problem in refused.value.problems] == [code]
+    assert of_slurm.plan_json.read_bytes() == before
+
+
+def test_a_run_whose_job_waits_is_not_changed(of_slurm: RunDir, here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainspec_cli.session.launching.resume.status_of_run", lambda run: "queued")
+    note_job(of_slurm, "41")
+    with pytest.raises(RecipeError) as refused:
+        resume_here(of_slurm, "optim.lr=0.5")
+    assert (refused.value.problems[0].code, refused.value.problems[0].hint) == (
+        "still_running", "end its job first: scancel 41"
+    )  # fmt: skip
 
 
 def test_an_agents_session_ends_where_nothing_is_left(make_run: MakeRun, console: RunConsole) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from trainspec_cli.core.environment_names import RENDEZVOUS
 from trainspec_cli.core.errors import MachineError, RecipeError, TrainspecError, WorkerError
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.records import to_plain
@@ -23,8 +24,16 @@ from trainspec_cli.run.folder.accounting import Recovery, WallTime
 from trainspec_cli.run.folder.event_types.events import FirstTextEvent, RecoveryEvent, TextPart
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.record import RunResult, read_plan, read_result, write_result
+from trainspec_cli.run.folder.record import (
+    NodeErrorRecord,
+    RunResult,
+    read_plan,
+    read_result,
+    write_error,
+    write_result,
+)
 from trainspec_cli.run.job.job import Job, build_job
 from trainspec_cli.run.notify import Notify
 from trainspec_cli.run.outcome import conclude
@@ -193,6 +202,64 @@ def test_a_failed_run_prints_its_traceback_and_raises_with_how_to_go_on(run: Run
     assert shown.getvalue() == f"\nTraceback ...\n\nlogs: run/logs/{run.job.logs.name}\n\n"
     run.dir.checkpoint(10).rmdir()
     assert fail(run).problems[0].hint == ""
+
+
+def test_what_a_script_has_printed_itself_is_not_printed_again(run: Run, shown: StringIO) -> None:
+    class Output:
+        def look(self, report: Any) -> None: ...
+
+        def has_shown(self, text: str) -> bool:
+            return text == "Traceback ..."
+
+    report_error(run, traceback="Traceback ...\n\nand more")
+    fail(run, output=Output())
+    assert shown.getvalue() == f"\nand more\n\nlogs: run/logs/{run.job.logs.name}\n\n"
+    assert "Traceback ..." in fail(run, output=Output(), as_json=True).problems[0].message
+
+
+@pytest.fixture
+def on_two_nodes(run: Run) -> Run:
+    """A run that was started on two nodes by hand."""
+    run.job = replace(run.job, nodes=(0, 1))
+    run.ending = replace(run.ending, job=run.job, exit_code=None)
+    number = generations.begin(run.dir)
+    own = {RENDEZVOUS: "node0:29500"}
+    record = GenerationRecord(number, 0.0, "a", "node0", 1, own, 2, "id", str(run.job.logs), (), (), nodes=(0, 1))
+    generations.describe(run.dir, record)
+    return run
+
+
+AGAIN = "trainspec resume run --nnodes 1 --node-rank I --rdzv-endpoint node0:29500"
+
+
+@pytest.mark.parametrize(
+    ("node", "host", "kind", "first"),
+    [
+        (1, "", MachineError, "--node-rank 1; go on from step 10: "),
+        (1, "b", WorkerError, "see what node 1 printed; go on from step 10: "),
+        (0, "a", WorkerError, "torchrun.log; go on from step 10: "),
+    ],
+)
+def test_a_node_that_is_missing_is_followed_by_what_to_type_on_each(
+    on_two_nodes: Run, node: int, host: str, kind: type[TrainspecError], first: str
+) -> None:
+    run = on_two_nodes
+    write_error(run.dir.node_error(node), NodeErrorRecord(node=node, host=host, message="is gone", lost=True))
+    found = fail(run)
+    assert type(found) is kind
+    assert f"{first}{AGAIN}" in found.problems[0].hint
+    run.dir.checkpoint(10).rmdir()
+    assert f"start it again from the beginning: {AGAIN}" in fail(run).problems[0].hint
+    run.dir.job_sbatch.touch()
+    hint = fail(run).problems[0].hint
+    assert hint.startswith("see run/logs/") and hint.endswith("from the beginning: sbatch run/job.sbatch")
+
+
+def test_a_run_on_several_nodes_that_stopped_says_how_each_goes_on(on_two_nodes: Run, shown: StringIO) -> None:
+    write_result(on_two_nodes.dir, STOPPED)
+    on_two_nodes.ending = replace(on_two_nodes.ending, stop_requested=True, exit_code=0)
+    assert on_two_nodes() == 6
+    assert f"resume      {AGAIN}" in shown.getvalue()
 
 
 @pytest.mark.clause("LAUNCH-2")

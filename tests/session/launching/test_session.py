@@ -16,6 +16,7 @@ from trainspec_cli.core.printable import format_count
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.results.plan import LocalPrediction, Plan
 from trainspec_cli.recipe.results.tables import Relief
+from trainspec_cli.recipe.results.tools import MachineProbe
 from trainspec_cli.run.backend.local import LocalBackend
 from trainspec_cli.run.backend.nodes.backend import NodesBackend, Reach
 from trainspec_cli.run.folder.event_types.events import StartEvent
@@ -30,6 +31,7 @@ from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import session as session_module
 from trainspec_cli.session.launching.changes import plan_on_fewer
 from trainspec_cli.session.launching.session import CHECK_NODES, Session, rehearse, start
+from trainspec_cli.session.planning.predict import describe_load
 from trainspec_cli.session.recipe.load import load, plan_on
 
 MakeRun = Callable[..., RunDir]
@@ -289,6 +291,19 @@ def test_what_another_machine_changes_is_shown(
         "micro_batch_size is 2 on this machine, and was 4",
         "grad_accum_steps is 2 on this machine, and was 1",
     ]
+
+
+def test_a_rehearsal_says_that_predictions_are_for_a_load(
+    new: Callable[..., Session],
+    steps: Steps,
+    shown: StringIO,
+    monkeypatch: pytest.MonkeyPatch,
+    made_up_probe: MachineProbe,
+) -> None:
+    probe = replace(made_up_probe, displaced=0.4)
+    monkeypatch.setattr(session_module, "known_probe", lambda *_: probe)
+    rehearse(new())
+    assert shown.getvalue().splitlines() == list(describe_load(probe))
 
 
 def test_a_rehearsal_starts_measures_and_makes_nothing(

@@ -39,10 +39,10 @@ def test_a_name_of_the_own_folder_comes_before_a_shipped_one(tmp_path: Path) -> 
     assert named is not None and named.disturbance.steps == 7
 
 
-def test_a_misspelt_name_lists_what_there_is(tmp_path: Path) -> None:
+def test_a_misspelt_name_leads_to_the_one_that_was_meant(tmp_path: Path) -> None:
     problem = problem_of(["recipe=tiny", "disturb=slow_devise"], tmp_path)
     assert problem.where() == "command line:2" and "disturb=slow_device?" in problem.hint
-    assert "two_at_once" in problem.hint
+    assert "two_at_once" not in problem.hint and "trainspec list disturb" in problem.hint
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from trainspec_cli.session.planning.predict import (
     _check_changes,
     _largest_micro_batch,
     _predictor,
+    describe_load,
     predict,
     probe_after_run,
     with_known_limits,
@@ -335,14 +336,15 @@ def test_a_machine_is_measured_after_a_run_that_a_probe_predicts(
     tmp_path: Path,
     made_up_probe: MachineProbe,
 ) -> None:
-    """Once: what a run after it is predicted by is that probe."""
+    """Once: what a run after it is predicted by is that probe. That other programs disturbed it is said then alone."""
     monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path))
     monkeypatch.setenv("TRAINSPEC_PROBE", choice)
     began: list[int] = []
+    disturbed = replace(made_up_probe, displaced=0.4)
 
     def probe(*_: Any) -> MachineProbe:
         began.append(1)
-        return made_up_probe
+        return disturbed
 
     monkeypatch.setattr("trainspec_cli.run.tools.torchrun", lambda *_: None)
     monkeypatch.setattr("trainspec_cli.run.tools.run_tool", probe)
@@ -352,6 +354,7 @@ def test_a_machine_is_measured_after_a_run_that_a_probe_predicts(
         probe_after_run(own, MACHINE, shown)
     assert (len(began), shown.notes.count(PROBING)) == (probes, probes)
     assert (predict(own, MACHINE, shown, force=True).prediction is not None) == bool(probes)
+    assert [shown.notes.count(line) for line in describe_load(disturbed)] == [probes]
 
 
 def test_each_process_may_take_its_part_of_this_machines_memory(

@@ -77,9 +77,30 @@ def test_a_recipe_that_contradicts_the_checkpoint_is_told_the_key(folder: Path) 
 
 
 def test_a_model_that_nobody_names() -> None:
-    assert told("recipe=tiny", "model=auto") == [
-        ("model", "no model is named: `model` is auto, and `init.from` is null")
-    ]
+    (problem,) = examine(["recipe=tiny", "model=auto"]).problems
+    assert (problem.path, problem.code) == ("model", "missing_value")
+    assert problem.hint.startswith("type init.from=hf:FOLDER"), "weights come with their model"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "to_run", "missing"),
+    [
+        ((), True, ["init.from"]),
+        ((), False, ["init.from"]),
+        (("model=llama_tiny",), True, ["init.from"]),
+        (("model=llama_tiny",), False, []),
+        (("model=llama_tiny", "init.from=null"), True, []),
+    ],
+)
+def test_a_recipe_that_asks_for_weights_names_them_first(
+    arguments: tuple[str, ...], to_run: bool, missing: list[str]
+) -> None:
+    """It writes `???`, and does not train another model from scratch; a plan of a model that is named does without."""
+    examined = examine(["recipe=finetune_chat", *arguments], to_run=to_run)
+    problems = [one for one in examined.problems if not one.path.startswith("data.")]
+    assert [(one.path, one.code) for one in problems] == [(path, "missing_value") for path in missing]
+    assert all(one.hint.startswith("type init.from=hf:FOLDER") for one in problems)
+    assert missing or examined.draft.init.from_ is None
 
 
 def test_folders_that_hold_nothing(tmp_path: Path) -> None:

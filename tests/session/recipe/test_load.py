@@ -82,3 +82,23 @@ def test_a_plan_needs_no_data_and_a_run_does() -> None:
 def test_a_draft_that_does_not_say_its_device_has_no_machine() -> None:
     assert machine_of_draft(load(["recipe=tiny"]).spec) is not None
     assert machine_of_draft(examine(["recipe=tiny", "cluster=nothing"]).draft) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "to_run", "is_refused"),
+    [((), True, True), ((), False, False), (("cluster.device=cpu",), True, False), (("cluster=auto",), True, False)],
+)
+def test_who_types_an_accelerator_does_not_train_on_cpus_without_a_word(
+    more: tuple[str, ...], to_run: bool, is_refused: bool
+) -> None:
+    """The recipe itself is for CPUs."""
+    problems = examine(["recipe=tiny", "cluster.accelerator=rtx_4090", *more], to_run=to_run).problems
+    assert [problem.path for problem in problems] == ["cluster.accelerator"] * is_refused
+    assert all("cluster=auto" in problem.hint and "cluster.device=cpu" in problem.hint for problem in problems)
+
+
+def test_a_name_in_the_place_of_a_section_is_one_mistake(write) -> None:
+    """The data's tokenizer refers to a key of the model."""
+    write("recipes/mine.yaml", "model: llama_tiny\ntrain: {max_steps: 3}\nbatching: {global_batch_size: 8}\n")
+    (problem,) = examine(["recipe=mine"]).problems
+    assert (problem.code, problem.path) == ("wrong_type", "model") and "- override /model: llama_tiny" in problem.hint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from trainspec_cli.__main__ import run
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.run.folder.files import read_json
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.session.slurm.submit import _machine_of_job, plan_runs, write_submission
+from trainspec_cli.session.slurm.submit import machine_of_job, plan_runs, write_submission
 from trainspec_cli.session.slurm.submit import submit as submit_runs
 
 RECIPE = """\
@@ -145,7 +146,7 @@ def test_text_that_would_be_a_line_of_its_own_is_told_with_its_place(
 
 def test_the_nodes_of_a_job_are_those_of_its_recipe() -> None:
     (planned,) = plan_runs(["recipe=tiny", "cluster=h100", "cluster.num_nodes=2"], [])
-    machine = _machine_of_job(planned.loaded)
+    machine = machine_of_job(planned.loaded)
     cluster = planned.loaded.spec.cluster
     assert cluster.accelerator is not None
     assert machine.gpu_names == (cluster.accelerator.name,) * 8
@@ -169,6 +170,37 @@ def test_a_sweep_plans_every_combination_and_each_value_once() -> None:
     assert [(spec.optim.lr, spec.train.seed) for spec in specs] == [(0.1, 1), (0.1, 2), (0.2, 1), (0.2, 2)]
     with pytest.raises(RecipeError, match="ask for different nodes or options of Slurm"):
         plan_runs(arguments, [("cluster.devices_per_node", ["1", "2"])])
+
+
+@pytest.mark.parametrize("of_command", [False, True])
+@pytest.mark.parametrize(("answer", "code"), [("exit 1", "slurm_refused"), ("exec sleep 9", "slurm_silent")])
+def test_a_refused_submission_leaves_nothing_and_one_that_may_be_queued_stays(
+    submit: Submit,
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    of_command: bool,
+    answer: str,
+    code: str,
+) -> None:
+    monkeypatch.setattr("trainspec_cli.run.slurm.commands.TIMEOUT_S", 0.5)
+    given = ["recipe=mine", "run.dir=mine", "--json"]
+    if of_command:
+        (tmp_path / "train.py").touch()
+        given = ["cluster.device=cpu", "--dir", "mine", "--json", "--", sys.executable, "train.py"]
+    program = tmp_path / "programs" / "sbatch"
+    works = program.read_text()
+    program.write_text(f"#!/bin/sh\n{answer}\n")
+    assert run(["sbatch", "--submit", *given]) == 4
+    assert json.loads(capsys.readouterr().out)["errors"][0]["code"] == code
+    assert (tmp_path / "mine").exists() is (code == "slurm_silent")
+    # What was only shown before stays, whatever becomes of its submission.
+    assert run(["sbatch", *given]) == 0
+    assert run(["sbatch", "--submit", *given]) == 4
+    assert RunDir(tmp_path / "mine").job_sbatch.is_file()
+    program.write_text(works)
+    assert run(["sbatch", "--submit", *given]) == 0
 
 
 def test_an_array_has_a_script_for_each_run_and_one_for_all(

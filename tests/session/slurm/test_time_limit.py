@@ -9,7 +9,7 @@ import pytest
 from trainspec_cli.core.printable import format_duration
 from trainspec_cli.planner.this_machine import predict_device
 from trainspec_cli.recipe.keys.cluster import SlurmSpec
-from trainspec_cli.session.slurm.submit import _machine_of_job, plan_runs, short_limit, warnings
+from trainspec_cli.session.slurm.submit import machine_of_job, plan_runs, short_limit, warnings
 
 H100 = (
     "recipe=tiny",
@@ -23,7 +23,7 @@ H100 = (
 @pytest.fixture(scope="module")
 def trains_s() -> float:
     (run,) = plan_runs(H100, [])
-    return predict_device(run.plan.as_one_group, _machine_of_job(run.loaded)).step_time_s * 1_000_000
+    return predict_device(run.plan.as_one_group, machine_of_job(run.loaded)).step_time_s * 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_limit_shorter_than_the_run_is_said_with_both_figures(
 def test_without_a_prediction_or_a_limit_nothing_is_said(here) -> None:
     """The tests' own cache holds no probe of this machine."""
     (run,) = plan_runs(H100, [])
-    machine = _machine_of_job(run.loaded)
+    machine = machine_of_job(run.loaded)
     assert list(short_limit(run.plan, machine)) == []
     short = replace(run.plan.spec.cluster, slurm=SlurmSpec(time="3"))
     unknown = replace(machine, gpu_names=("of our own make",) * 8)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from trainspec_cli.core.errors import MachineError, WorkerError
+from trainspec_cli.run.folder.record import NodeErrorRecord, RunRecord, write_error, write_run_record
 from trainspec_cli.run.job.job import Job
-from trainspec_cli.wings.own_script.failure import explain_own_end, find_exception
-from trainspec_cli.wings.own_script.job import OUTPUT_LOG
+from trainspec_cli.run.outcome import conclude
+from trainspec_cli.run.supervise import Ending
+from trainspec_cli.wings.own_script.failure import conclude_own, explain_own_end, find_exception
+from trainspec_cli.wings.own_script.job import OUTPUT_LOG, OwnJob, Wanted, write_own_job
+from trainspec_cli.wings.own_script.launching import RUNS_OF_COMMANDS, exit_code_of
 
 LOST = "[pair.cc:537] Read error [127.0.0.1]:63156: Connection reset by peer"
 
@@ -73,3 +79,23 @@ def test_memory_of_host_and_device_are_kept_apart(job: Job, exception: str, word
     assert explanation.detail.startswith('  File "/home/me/train.py", line 20') and len(explanation.detail) < 300
     assert explanation.hint.startswith(f"the {word}'s memory ran out" if word else "")
     assert bool(explanation.hint) is bool(word) and bool(explanation.cause) is has_cause
+
+
+@pytest.mark.parametrize(("host", "exit_code"), [("b", WorkerError.exit_code), ("", MachineError.exit_code)])
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [(["run", "--nnodes=2", "--node-rank", "0"], "with --node-rank 1; "), (["run"], "node 1 printed; ")],
+)
+def test_all_nodes_of_a_command_end_with_the_same_code_where_one_is_lost_or_never_came(
+    job: Job, host: str, exit_code: int, argv: list[str], hint: str
+) -> None:
+    job = replace(job, nodes=(0, 1))
+    write_run_record(job.run, RunRecord(recipe="train.py", created_at=1.0, argv=tuple(argv), command=("train.py",)))
+    write_own_job(job.run, OwnJob(2, Wanted(3, 60.0, None, None, 300.0), 0, None))
+    write_error(job.run.node_error(1), NodeErrorRecord(node=1, host=host, message="is gone", lost=True))
+    outcome = conclude(job, Ending(job, None, stop_requested=False), conclude_own)
+    assert (outcome.exit_code, outcome.result.exit_code) == (exit_code, None)
+    assert exit_code_of(job.run, outcome.result) == exit_code
+    assert (hint if not host else "see what node 1 printed; ") in RUNS_OF_COMMANDS.hint(job, outcome)
+    job.run.job_sbatch.touch()
+    assert RUNS_OF_COMMANDS.hint(job, outcome).endswith("/job.sbatch")

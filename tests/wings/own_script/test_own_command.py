@@ -124,3 +124,25 @@ def test_a_bar_is_one_line_and_colours_and_empty_lines_of_ranks_are_left_out(
     output.look(shown.append)
     output.look(shown.append)
     assert shown == ["100%|###|", "green", "[default0]:step 3", "", "last"]
+
+
+@pytest.mark.parametrize(
+    ("printed", "is_shown"),
+    [
+        ("Traceback\n  File a\nValueError: boo\n", True),
+        ("[default1]:Traceback\n[default0]:step 3\n[default1]:  File a\n[default1]:ValueError: boo\n", True),
+        ("\x1b[31m  File a\x1b[0m\nValueError: boo\n", True),
+        ("ValueError: boo\n", False),
+        ("", False),
+    ],
+)
+def test_an_excerpt_of_what_was_printed_is_known(
+    started: list[Job], tmp_path: Path, printed: str, is_shown: bool
+) -> None:
+    run_command(COMMAND, "mine", WANTED, as_json=False)
+    started[0].logs.mkdir(parents=True)
+    (started[0].logs / "output.log").write_text(printed)
+    output = Output(started[0])
+    assert not output.has_shown("  File a\nValueError: boo"), "nothing is shown yet"
+    output.look(lambda _: None)
+    assert output.has_shown("  File a\nValueError: boo") is is_shown

@@ -407,9 +407,11 @@ class LayerScheduler:
         even: Division,
         largest_micro_batch: int,
         change: float,
+        patience_s: float = 0.0,
     ):
         """`times` are planned ones, in any unit. `most_layers`: that a pipeline rank may hold. `change`: ranks whose
-        speed differs from the median by no more than this fraction are equally fast."""
+        speed differs from the median by no more than this fraction are equally fast. `patience_s`: as of a
+        SkiRental."""
         self._layout = layout
         self._times = times
         self._change = change
@@ -420,7 +422,7 @@ class LayerScheduler:
         self._counts = layout.stage_layers or cut_evenly(len(times.layers_s), layout.num_stages)
         self._known: tuple[object, ...] | None = None
         self._wanted: LayerChange | None = None
-        self._rental = SkiRental[Counts]()
+        self._rental = SkiRental[Counts](patience_s)
 
     def note_step(
         self,
@@ -449,7 +451,9 @@ class LayerScheduler:
             return None
         saved_s = wanted.before_s - wanted.after_s
         cost_s = expected_pause_s(wanted.before_s) if pause_s is None else pause_s
-        pays = self._rental.note_steps(wanted.stage_layers, saved_s, cost_s, steps, remaining_steps)
+        pays = self._rental.note_steps(
+            wanted.stage_layers, saved_s, cost_s, steps, remaining_steps, step_s=wanted.before_s
+        )
         return wanted if pays else None
 
     def _consider(self, samples: int, division: Division, speeds: Sequence[Sequence[Speed]]) -> LayerChange | None:

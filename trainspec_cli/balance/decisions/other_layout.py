@@ -16,10 +16,11 @@ from trainspec_cli.recipe.results.plan import LayoutProposal
 class LayoutScheduler:
     """Follows the layout that is expected to be fastest, from one change of the speeds to the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = 0.0) -> None:
+        """`patience_s`: as of a SkiRental."""
         self._wanted: LayoutProposal | None = None
         self._refused: set[Layout] = set()
-        self._rental = SkiRental[Layout]()
+        self._rental = SkiRental[Layout](patience_s)
 
     def want(self, proposal: LayoutProposal | None) -> None:
         """Take in which layout is worth a change as the speeds are now; None: none is."""
@@ -49,5 +50,5 @@ class LayoutScheduler:
         expected_s = step_s * wanted.expected_s / wanted.before_s
         saved_s = step_s - expected_s
         cost_s = expected_pause_s(step_s) if pause_s is None else pause_s
-        pays = self._rental.note_steps(wanted.layout, saved_s, cost_s, steps, remaining_steps)
+        pays = self._rental.note_steps(wanted.layout, saved_s, cost_s, steps, remaining_steps, step_s=step_s)
         return replace(wanted, before_s=step_s, expected_s=expected_s) if pays else None

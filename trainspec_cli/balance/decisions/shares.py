@@ -74,10 +74,19 @@ def cost_s(step_s: float, change_s: float) -> float:
 class ShareScheduler:
     """Follows the speeds of the data-parallel ranks, step by step."""
 
-    def __init__(self, even: Division, largest_micro_batch: int, change: float, *, keeps_micro_batches: bool = False):
+    def __init__(
+        self,
+        even: Division,
+        largest_micro_batch: int,
+        change: float,
+        *,
+        keeps_micro_batches: bool = False,
+        patience_s: float = 0.0,
+    ):
         """`change`: ranks whose times differ from the median by no more than this fraction are equally fast.
 
         `keeps_micro_batches`: what a step computes depends on which samples share a micro-batch (batch norm).
+        `patience_s`: as of a SkiRental.
         """
         self.division = even
         """The division in force."""
@@ -89,7 +98,7 @@ class ShareScheduler:
         self._counted: set[Speed] = set()
         """The speeds whose confirming steps have been counted."""
         self._wanted: ShareChange | None = None
-        self._rental = SkiRental[Division]()
+        self._rental = SkiRental[Division](patience_s)
 
     def follow(self, division: Division) -> None:
         """Put a division in force that was decided before."""
@@ -127,7 +136,7 @@ class ShareScheduler:
             self._rental.forget()
             return None
         paid_s = cost_s(wanted.after_s, change_s)
-        if not self._rental.note_steps(wanted.division, wanted.saved_s, paid_s, steps):
+        if not self._rental.note_steps(wanted.division, wanted.saved_s, paid_s, steps, step_s=wanted.before_s):
             return None
         self.follow(wanted.division)
         return wanted

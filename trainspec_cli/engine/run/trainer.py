@@ -130,6 +130,7 @@ class Trainer:
                 peak_flops=self.tally.peak.flops,
                 peak_source=self.tally.peak.source,
                 params=self.plan.params,
+                adapter_params=self.plan.adapter_params,
                 flops_per_token=self.plan.flops_per_token,
                 unit=self.spec.data.unit,
                 restored_from=self.restored_from,

@@ -36,6 +36,7 @@ def plan_pools(spec: RunSpec, shown: int = SHOWN) -> CapacityPlan:
     length = 1 if spec.model.unit == "samples" else spec.data.seq_len
     return CapacityPlan(
         params=workload.count_params(spec.model),
+        adapter_params=workload.adapter_params(spec.model, spec.lora),
         active_params=workload.count_active_params(spec.model),
         flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora),
         world_size=sum(pool.devices for pool in pools),

@@ -53,6 +53,7 @@ def as_plan(spec: RunSpec, candidate: Candidate, capacity: CapacityPlan, compute
         offload=candidate.offload,
         comm=spec.comm.fixed,
         params=capacity.params,
+        adapter_params=capacity.adapter_params,
         flops_per_token=capacity.flops_per_token,
     )
 

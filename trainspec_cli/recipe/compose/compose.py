@@ -80,6 +80,8 @@ def _keep_last(data: JsonObject, origins: Origins, files: Sequence[str]) -> None
 
 
 SELF = "_self_"
+ALL_OF = "`trainspec list {}` shows all"
+"""How the options of a group are listed."""
 _ELSEWHERE = re.compile(r"/?(?P<group>[\w/]+)@(?P<key>[\w.]+)")
 """An option of another group in a file of a group, and the key below which it stands: `/accelerator@accelerator`."""
 COUNTED = (
@@ -176,20 +178,21 @@ class Selection:
 
     def _unknown_recipe(self, name: str, origin: Origin | None) -> Problem:
         names = self.folders.recipe_names()
-        there_are = f"there are: {', '.join(names)}"
         if not name or origin is None:
             first = "quickstart" if "quickstart" in names else names[0]
-            hint = f"type {RECIPE}={first}; {there_are}"
+            hint = f"type {RECIPE}={first}, or another: {ALL_OF.format(RECIPE)}"
             if origin is None:
                 return Problem("missing_value", "no recipe is named", RECIPE, hint)
             return origin.problem("missing_value", "no recipe is named", hint, RECIPE)
         near = closest(name, names)
-        hint = f"did you mean {RECIPE}={near}? {there_are}" if near else f"{there_are}; or name a .yaml file"
+        hint = choices(f"did you mean {RECIPE}={near}?", RECIPE, names)
+        if not near:
+            hint = f"{choices('', RECIPE, names)}; or name a .yaml file"
         beside = self.cwd / f"{name.removesuffix(Path(name).suffix)}.yml"
         if exists(beside) or _has_yml(self.folders.recipes, name):
             hint = f"its file must end in {SUFFIX}, not .yml: rename it"
         elif Path(name).suffix == SUFFIX:
-            hint = f"no such file is in {self.cwd}; recipes that have a name: {', '.join(names)}"
+            hint = f"no such file is in {self.cwd}; recipes that have a name: {ALL_OF.format(RECIPE)}"
         return origin.problem("unknown_recipe", f"there is no recipe `{name}`", hint, RECIPE)
 
     def _add_recipe(self, name: str, within: tuple[str, ...]) -> bool:
@@ -253,8 +256,7 @@ class Selection:
             return entry.origin.problem("unknown_group", message, hint, "defaults")
         if name not in self.options:
             near = closest(name, self.options)
-            hint = f"did you mean `override /{near}`? " if near else ""
-            hint += f"Groups: {', '.join(sorted(self.options))}"
+            hint = f"did you mean `override /{near}`?" if near else f"groups: {', '.join(sorted(self.options))}"
             return entry.origin.problem("unknown_group", f"there is no group `{name}`", hint, "defaults")
         if keywords != ["override"] or not group.startswith("/"):
             message = f"`{entry.key}: {entry.value}` would add a second {name}, not replace the first"
@@ -337,8 +339,7 @@ class Selection:
         name = entry.key.split()[-1].removeprefix("/").partition("@")[0]
         if name not in self.folders.groups:
             near = closest(name, self.folders.groups)
-            hint = f"did you mean `/{near}@KEY`? " if near else ""
-            hint += f"Groups: {', '.join(self.folders.groups)}"
+            hint = f"did you mean `/{near}@KEY`?" if near else f"groups: {', '.join(self.folders.groups)}"
             return entry.origin.problem("unknown_group", f"there is no group `{name}`", hint, "defaults")
         message = f"`{entry.key}: {entry.value}` does not say below which key the option stands"
         return entry.origin.problem("bad_defaults", message, f"write - /{name}@KEY: {entry.value}", "defaults")
@@ -362,7 +363,7 @@ class Selection:
         options = self.folders.options(group)
         near = closest(option, options)
         is_typed = origin is not None and origin.file == COMMAND_LINE
-        hint = f"did you mean {f'{key}={near}' if is_typed else f'`{near}`'}? " if near else ""
+        hint = f"did you mean {f'{key}={near}' if is_typed else f'`{near}`'}?" if near else ""
         section = next((path for path in NAMED_SECTIONS if path.startswith(f"{group}.")), "")
         if section and is_typed and option:
             chips = self.folders.options(NAMED_SECTIONS[section])
@@ -372,15 +373,15 @@ class Selection:
             chip = name if name in chips else closest(name, chips)
             near = name if name in options else None if chip == name else closest(name, options)
             if f"{chip}_x{count}" in options:
-                hint = f"did you mean {group}={chip}_x{count}? "
+                hint = f"did you mean {group}={chip}_x{count}?"
             elif chip and near and near.startswith(f"{chip}_x"):  # boxes of it, of which none was named
-                hint = f"did you mean {section}={chip}? "
+                hint = f"did you mean {section}={chip}?"
             elif near or chip:
                 number = f" cluster.devices_per_node={count}" if count else ""
-                hint = f"did you mean {f'{group}={near}' if near else f'{section}={chip}'}{number}? "
+                hint = f"did you mean {f'{group}={near}' if near else f'{section}={chip}'}{number}?"
         if _has_yml([conf / group for conf in self.folders.conf], option):
-            hint = f"its file must end in {SUFFIX}, not .yml: rename it. "
-        hint = f"{hint}{'O' if hint else 'o'}ptions: {', '.join(options)}"
+            hint = f"its file must end in {SUFFIX}, not .yml: rename it."
+        hint = choices(hint, group, options)
         own = f"; or describe your own in a file, and type {group}=./mine{SUFFIX}"
         return hint + (own if group in OWN_FILES else "")
 
@@ -398,6 +399,12 @@ class Selection:
 
 def _has_yml(folders: Sequence[Path], name: str) -> bool:
     return any(exists(folder / f"{name}.yml") for folder in folders)
+
+
+def choices(near: str, group: str, options: Sequence[str]) -> str:
+    """Return the hint `near` with the command that lists the options of its group: all of them would hide the word that
+    was meant. Without `near`, the options themselves."""
+    return f"{near} {ALL_OF.format(group)}" if near else f"options: {', '.join(options)}"
 
 
 # The values: those of the files, those of the command line, and what follows from them.

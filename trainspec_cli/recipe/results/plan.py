@@ -158,6 +158,7 @@ class CapacityPlan:
     """The search result for a cluster: the layouts that fit, best first, and why the others do not."""
 
     params: int
+    """The model's own; `adapter_params` are beside them."""
     active_params: int
     flops_per_token: float
     """Model FLOPs of forward and backward a token (a sample, for a model of images)."""
@@ -177,6 +178,8 @@ class CapacityPlan:
     """Changes that would make the run fit, if no layout does."""
     assumptions: tuple[str, ...] = ()
     considered: int = 0
+    adapter_params: int = 0
+    """Those that a fine-tune with LoRA trains."""
 
     @property
     def best(self) -> Candidate | None:
@@ -290,6 +293,9 @@ class Plan:
     peak_flops: float | None = None
     """FLOP/s of one device that MFU is taken of; None: the workers measure their best matmul."""
     peak_source: str = ""
+
+    adapter_params: int = 0
+    """Those that a fine-tune with LoRA trains, beside the model's own `params`."""
 
     replica_groups: int = 1
     """Groups of processes, each with the whole model in `layout`; above 1 they survive one another."""

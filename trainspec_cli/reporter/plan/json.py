@@ -65,6 +65,7 @@ def _model(plan: PlanReport) -> JsonObject:
         "name": plan.spec.model.name,
         "family": plan.spec.model.family,
         "params": plan.capacity.params,
+        "adapter_params": plan.capacity.adapter_params,
         "active_params": plan.capacity.active_params,
         "flops_per_token": plan.capacity.flops_per_token,
     }

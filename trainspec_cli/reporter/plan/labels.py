@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from trainspec_cli.core.json_value import JsonObject
-from trainspec_cli.core.printable import GIB, format_count, format_duration, format_si
+from trainspec_cli.core.printable import GIB, format_count, format_duration, format_params, format_si
 from trainspec_cli.recipe.keys.cluster import PoolSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
@@ -257,7 +257,7 @@ def model_label(plan: PlanReport) -> str:
     params = plan.capacity.params
     active_params = plan.capacity.active_params
     active = f", {format_count(active_params)} active" if active_params < params else ""
-    return f"{model.name or model.family}, {format_count(params)} parameters{active}"
+    return f"{model.name or model.family}, {format_params(params, plan.capacity.adapter_params)}{active}"
 
 
 def defaults_label(plan: PlanReport) -> str:

@@ -272,6 +272,7 @@ class NodeErrorRecord:
     message: str
     lost: bool
     time: UnixSeconds | None = None
+    hint: str = ""
 
 
 def write_error(path: Path, error: WorkerErrorRecord | NodeErrorRecord) -> None:

@@ -24,8 +24,8 @@ from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.gpus import FoundGpus, find_gpus
 
-# avx512_bf16 alone is no reason to compute in bf16: conversions eat what its products gain. The quickstart takes 1.5 times
-# the processor time that fp32 takes (a processor with AMX, with oneDNN held to AVX512_CORE_BF16).
+# avx512_bf16 alone is no reason to compute in bf16: conversions eat what its products gain. The quickstart takes
+# 1.5 times the processor time of fp32 (a processor with AMX, with oneDNN held to AVX512_CORE_BF16).
 BF16_CPU_FLAG = "amx_bf16"
 
 _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)

@@ -121,6 +121,8 @@ def next_action(state: RunState, event: Event) -> Decision:
             return _node_slow(state, event)
         case AgentsFailed():
             return _agents_failed(state, event)
+        case StopRequested() | NodeStopRequested() if state.is_over:  # what has ended already cannot be stopped
+            return state, ()
         case StopRequested(times):
             state = state._replace(stop_requested=True)
             # Workers that have written nothing yet have nothing to save; a second request wants no waiting.
@@ -378,7 +380,7 @@ def _node_unfit(state: RunState, event: NodeUnfit) -> Decision:
     if state.is_alone:
         return _drop_waiting(state)._replace(exit_code=1), (RecordLosses(),)
     if not any(group.starts for group in state.groups):
-        return state._replace(killed=True), (Refuse("unfit_host", f"{name}: {event.why}"),)
+        return state._replace(killed=True), (Refuse("unfit_host", f"{name}: {event.why}", event.hint),)
     return state, (Inform(f"{name} came back and stays away: {event.why}"),)
 
 

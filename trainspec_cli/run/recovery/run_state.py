@@ -204,6 +204,7 @@ class NodeUnfit:
     node: int
     hostname: str
     why: str
+    hint: str = ""
 
 
 @dataclass(frozen=True)
@@ -339,6 +340,7 @@ class Refuse:
 
     code: str
     message: str
+    hint: str = ""
 
 
 Action = (

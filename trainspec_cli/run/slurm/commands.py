@@ -13,6 +13,8 @@ from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 
 TIMEOUT_S = 30.0
 NONE = "(null)"
+SILENT = "slurm_silent"
+"""The code of the error where a command of Slurm's has not answered: what it was to do may be done."""
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
 
@@ -112,7 +114,7 @@ def _run(command: Sequence[str], hint: str) -> str:
         hint = "go to a login node of the cluster, or print the script here without --submit"
         raise _failed("no_slurm", f"there is no {name} on this node", hint) from error
     except subprocess.TimeoutExpired as error:
-        raise _failed("slurm_silent", f"{name} has not answered for {TIMEOUT_S:g} s", "scontrol ping") from error
+        raise _failed(SILENT, f"{name} has not answered for {TIMEOUT_S:g} s", "scontrol ping") from error
     if done.returncode != 0:
         answer = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
         raise _failed("slurm_refused", f"{name} refused: {answer}", hint)

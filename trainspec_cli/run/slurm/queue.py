@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainspec_cli.core.errors import EXIT_DONE, Interrupted, Stopped, WorkerError
+from trainspec_cli.core.errors import EXIT_DONE, Interrupted, MachineError, Stopped, WorkerError
 from trainspec_cli.core.reading.files import read_field
 from trainspec_cli.run.folder.files import read_versioned, write_versioned
 from trainspec_cli.run.folder.paths import RunDir
@@ -83,10 +83,11 @@ def decide(
         return Requeue("it was preempted")
     if warned and exit_code in (Stopped.exit_code, Interrupted.exit_code):
         return Requeue("it was warned of its time limit")
-    if exit_code != WorkerError.exit_code:
+    if exit_code not in (WorkerError.exit_code, MachineError.exit_code):
         return None
     nodes = (read_error(path, NodeErrorRecord) for path in sorted(run.errors_folder.glob("node*.json")))
-    lost = [node for node in nodes if node.lost]
+    # A run that a node never joined ends with MachineError's code, and so does much that a restart does not fix.
+    lost = [node for node in nodes if node.lost and (exit_code == WorkerError.exit_code or not node.host)]
     if lost:
         names = ", ".join(f"node {node.node} ({node.host or 'never joined'})" for node in lost)
         all_at_once = len(lost) == num_nodes  # no single node is at fault

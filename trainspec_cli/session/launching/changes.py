@@ -64,7 +64,7 @@ def find_fixed(run: RunDir, recipe: str, old: JsonObject, new: JsonObject) -> It
         render_value,  # loads hydra, which the help of a command does without
     )
 
-    for path, (before, after) in _differences(old, new).items():
+    for path, (before, after) in differences(old, new).items():
         for key, (reason, instead) in FIXED.items():
             if path != key and not path.startswith(f"{key}."):
                 continue
@@ -74,7 +74,7 @@ def find_fixed(run: RunDir, recipe: str, old: JsonObject, new: JsonObject) -> It
             yield Problem("fixed_value", message, path, f"leave it out, or {hint}")
 
 
-def _differences(old: JsonObject, new: JsonObject) -> dict[str, tuple[JsonValue, JsonValue]]:
+def differences(old: JsonObject, new: JsonObject) -> dict[str, tuple[JsonValue, JsonValue]]:
     """Return path -> (value before, value now) of each value that differs; None stands for one that is not there."""
     before = flatten(old)
     after = flatten(new)
@@ -110,7 +110,7 @@ def describe_changes(before: RunSpec, now: RunSpec, step: int, samples: int) -> 
         render_value,  # loads hydra, which the help of a command does without
     )
 
-    for path, (old, new) in _differences(to_plain(before), to_plain(now)).items():
+    for path, (old, new) in differences(to_plain(before), to_plain(now)).items():
         yield f"{path} is {render_value(new)}, and was {render_value(old)}"
     if not step:
         return

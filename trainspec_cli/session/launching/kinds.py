@@ -8,16 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from trainspec_cli.core.environment_names import RENDEZVOUS
 from trainspec_cli.core.errors import EXIT_DONE, Stopped
 from trainspec_cli.core.wings import Point, part_named
 from trainspec_cli.recipe.compose.folders import show_path
+from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
-from trainspec_cli.run.folder.record import kind_of_run, read_plan
+from trainspec_cli.run.folder.record import kind_of_run, read_plan, read_plan_of_all_nodes
 from trainspec_cli.run.outcome import RunOutcome, conclude_recipe
 from trainspec_cli.session.launching.in_slurm import Limits
 
 if TYPE_CHECKING:
     from trainspec_cli.run.backend.nodes.backend import Reach
+    from trainspec_cli.run.failure import WorkerFailure
     from trainspec_cli.run.job.job import Job
     from trainspec_cli.run.notify import Notify
     from trainspec_cli.run.signals import StopRequests
@@ -59,6 +62,9 @@ class RunKind(Protocol):
     def last_lines(self, job: Job, outcome: RunOutcome) -> str:
         """Return what is shown last of a run that has not failed."""
 
+    def start_again(self, run: RunDir) -> str:
+        """Return what continues a run that has ended, as it is typed."""
+
 
 class RecipeRuns:
     name = RECIPE
@@ -93,7 +99,16 @@ class RecipeRuns:
 
     def hint(self, job: Job, outcome: RunOutcome) -> str:
         step = job.run.newest_step
-        return f"go on from step {step}: {command_to_resume(job.run)}" if step else ""
+        node = outcome.explanation.node if outcome.explanation else None
+        begin = f"go on from step {step}" if step else "start it again from the beginning"
+        if node is not None:
+            begin = f"{about_node(job, node, by_hand=not job.run.job_sbatch.is_file())}; {begin}"
+        elif not step:
+            return ""
+        return f"{begin}: {command_to_resume(job.run)}"
+
+    def start_again(self, run: RunDir) -> str:
+        return command_to_resume(run)
 
     def last_lines(self, job: Job, outcome: RunOutcome) -> str:
         run = job.run
@@ -107,10 +122,27 @@ class RecipeRuns:
         return f"interrupted before there was a checkpoint\n{folder}"
 
 
+def about_node(job: Job, node: WorkerFailure, *, by_hand: bool) -> str:
+    """Return what to do about a node of several that was lost or did not come. `by_hand`: the command was typed on each
+    node, so that Slurm did not start it there."""
+    if node.rank == 0 or job.run.job_sbatch.is_file():  # started by this process, whose log has what they printed
+        return f"see {shown(job.torchrun_log)}"
+    if by_hand and node.never_came:
+        return f"start node {node.rank} too: the same command there, with --node-rank {node.rank}"
+    return f"see what node {node.rank} printed"
+
+
 def command_to_resume(run: RunDir) -> str:
+    """Return what continues the run: the same for all of its nodes, but for their numbers."""
     if run.job_sbatch.is_file():
         return f"sbatch {shlex.quote(shown(run.job_sbatch))}"
-    return f"trainspec resume {quoted(run)}"
+    command = f"trainspec resume {quoted(run)}"
+    start = generations.read(run, generations.newest(run))
+    if start is None or start.own or len(start.nodes) < 2:
+        return command
+    nodes = f"--nnodes {read_plan_of_all_nodes(run).num_nodes} --node-rank I"
+    endpoint = start.rendezvous.get(RENDEZVOUS, "HOST:PORT")
+    return f"{command} {nodes} --rdzv-endpoint {endpoint} (on each node; I is its number)"
 
 
 def quoted(run: RunDir) -> str:

@@ -14,6 +14,7 @@ from trainspec_cli.core.printable import format_duration
 from trainspec_cli.core.trust import check_tree
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.run import RunSection, RunSpec
+from trainspec_cli.recipe.records import Absent
 from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.run.backend.nodes.agent import run_agent
 from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, Reach, reach_from_here
@@ -22,6 +23,7 @@ from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
 from trainspec_cli.run.folder.record import RunResult, read_plan, read_result
 from trainspec_cli.session.console import RunConsole
+from trainspec_cli.session.launching.kinds import kind_of
 
 RETRY_S = 0.5
 WATCH_S = 1.0
@@ -79,7 +81,7 @@ class NodeOptions:
         return reach_from_here(endpoint, join_timeout_s)
 
 
-def exit_code_of(result: RunResult | None) -> int:
+def exit_code_of(run: RunDir, result: RunResult | None) -> int:
     return WorkerError.exit_code if result is None or result.exit_code is None else result.exit_code
 
 
@@ -96,8 +98,8 @@ class Joined:
 
     check: Callable[[RunDir, GenerationRecord], None] = check_recipe
     """Raises RecipeError for a run that is not what this node was to take part in."""
-    exit_code: Callable[[RunResult | None], int] = exit_code_of
-    """Takes the result, where the first node has left one."""
+    exit_code: Callable[[RunDir, RunResult | None], int] = exit_code_of
+    """Takes the run, and its result where the first node has left one."""
     folder: str = "run.dir"
     """What names the run's folder, as it is typed."""
     join_key: str = JOIN_KEY
@@ -152,8 +154,13 @@ def join(
     if not served:
         raise refusal
     result = read_result(run)
-    console.report(f"node {node}: {f'the run is {result.status}' if result else 'the first node has left no result'}")
-    return joined.exit_code(result)
+    if result is None:
+        console.report(f"node {node}: the first node has left no result within {RESULT_TIMEOUT_S:g} s; it was lost")
+        console.report(f"start the run again: {kind_of(run).start_again(run)}")
+    else:
+        reason = "" if isinstance(result.reason, Absent) else f": {result.reason}"
+        console.report(f"node {node}: the run is {result.status}{reason}")
+    return joined.exit_code(run, result)
 
 
 @contextmanager

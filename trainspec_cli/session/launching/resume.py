@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from trainspec_cli.core.errors import EXIT_DONE, Problem, RecipeError
 from trainspec_cli.recipe.keys.cluster import Machine
@@ -17,30 +19,37 @@ from trainspec_cli.recipe.results.tables import Relief
 from trainspec_cli.recipe.rules.check import check, check_engine, check_kernels, close_axes
 from trainspec_cli.recipe.rules.run import describe_other_blocks
 from trainspec_cli.recipe.structure import build
+from trainspec_cli.reporter.runs import ALIVE
+from trainspec_cli.run.backend.nodes.backend import Reach, build_nodes_job
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.memory import newest_copy
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir, read_plan, read_plan_of_all_nodes, read_run_record
-from trainspec_cli.run.job.folder import storage
+from trainspec_cli.run.job.folder import claim, storage, write_resume
 from trainspec_cli.run.job.machine import detect
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.recovery.memory import rank_setting, with_reliefs
 from trainspec_cli.run.signals import StopRequests
 from trainspec_cli.run.slurm import commands as slurm
 from trainspec_cli.run.slurm.commands import HOSTFILE, arrange, has_switches
+from trainspec_cli.run.slurm.queue import job_of
 from trainspec_cli.run.slurm.script import places_nodes
 from trainspec_cli.session.console import PrintableConsole, RunConsole, make_console
-from trainspec_cli.session.launching.changes import count_more_steps, find_fixed, prepare_changed_data, trained_samples
-from trainspec_cli.session.launching.kinds import kind_of
+from trainspec_cli.session.launching.changes import (
+    count_more_steps,
+    describe_changes,
+    differences,
+    find_fixed,
+    prepare_changed_data,
+    trained_samples,
+)
+from trainspec_cli.session.launching.kinds import command_to_resume, kind_of, quoted
 from trainspec_cli.session.launching.launch import check_detachable, describe_detached, resume_detached
 from trainspec_cli.session.launching.nodes import NodeOptions, join
 from trainspec_cli.session.launching.session import Session, start
 from trainspec_cli.session.recipe.data import check_data_of
-from trainspec_cli.session.recipe.load import Loaded, follows, plan_on, require, this_machine
-from trainspec_cli.session.runs.find import find_own_run
-
-if TYPE_CHECKING:
-    from trainspec_cli.run.backend.nodes.backend import Reach
+from trainspec_cli.session.recipe.load import Loaded, follows, plan_for, plan_on, require, this_machine
+from trainspec_cli.session.runs.find import find_own_run, status_of_run
 
 OF_MEMORY = ("batching", "recompute", "offload")
 """Sections in which a recipe sets what a step takes of memory."""
@@ -73,6 +82,9 @@ def resume_recipe(
     detach: bool,
 ) -> int:
     console = make_console(as_json=as_json)
+    if changes and _is_of_slurm_alone(run, nodes) and not detach and notify == NOBODY:
+        change_submitted(run, changes, console)
+        return EXIT_DONE
     session = replace(prepare_resume(run, changes, nodes, console, force=force, as_json=as_json), notify=notify)
     if not nodes.is_first and session.reach:
         wait_s = session.plan.spec.run.join_timeout_s
@@ -97,20 +109,45 @@ def prepare_resume(
     """Return the session of the run's next start. Raises RecipeError for what cannot be changed, and where nothing is
     left to do, MachineError for what this node lacks."""
     old = read_plan_of_all_nodes(run)
-    loaded = _change(run, old, count_more_steps(old.spec, changes))
-    data_folder = None
-    check_unfinished(run, loaded.spec)
-    if loaded.spec.data == old.spec.data:
-        check_data_of(run, loaded.spec.data)
-    else:
-        loaded, data_folder = prepare_changed_data(run, loaded, console)
+    loaded, data_folder = _change_values_and_data(run, old, changes, console)
     reach = _reach(run, loaded.spec, changes, nodes)
     if reach:
         return prepare_unchanged(run, reach, console, force=force, as_json=as_json)
     machine = this_machine(loaded.spec)
-    plan = _keep_memory(_keep_kernels(plan_on(loaded, machine), old, machine), old)
-    require(loaded.composed.locate(_find_other_blocks(run, old, plan)))
+    plan = _keep_choices(run, plan_on(loaded, machine), old, loaded, machine)
     return Session(plan, machine, run, console, data_folder=data_folder, force=force, as_json=as_json)
+
+
+def change_submitted(run: RunDir, changes: Sequence[str], console: RunConsole) -> None:
+    """Write changes down in a run of several nodes that Slurm starts: its next job, which is submitted by hand, goes on
+    with them. Raises RecipeError for what cannot be changed, and for a run that lives or waits in the queue."""
+    from trainspec_cli.session.slurm.submit import machine_of_job  # loads what writes scripts
+
+    if (status := status_of_run(run)) in ALIVE:
+        message = f"the run in {run.root} is {status}, and goes on with the values that it has"
+        raise RecipeError(Problem("still_running", message, hint=f"end its job first: scancel {job_of(run) or 'JOB'}"))
+    old = read_plan_of_all_nodes(run)
+    loaded, data_folder = _change_values_and_data(run, old, changes, console)
+    problems = []
+    for path in differences(to_plain(old.spec), to_plain(loaded.spec)):
+        if path.startswith("cluster."):
+            message = f"`{path}` is what the job's script asks Slurm for, which a resume leaves as it is"
+            problems.append(Problem("fixed_value", message, path, f"change it in {run.job_sbatch}, if Slurm knows it"))
+    require(loaded.composed.locate(problems))
+    machine = machine_of_job(loaded)
+    plan = _keep_choices(run, plan_for(loaded, machine), old, loaded, machine)
+    job = build_nodes_job(plan, run.root, Reach("", ("sbatch", str(run.job_sbatch))))
+    step = run.newest_step
+    with storage(str(run.root)), claim(run, job.launch_id):
+        write_resume(job, plan, sys.argv[1:], step, data_folder=data_folder)
+    console.report(*describe_changes(old.spec, plan.spec, step, trained_samples(run, plan.spec, step)))
+    console.report(f"the next job of the run goes on with that: {command_to_resume(run)}")
+
+
+def _is_of_slurm_alone(run: RunDir, nodes: NodeOptions) -> bool:
+    """Return whether the run has several nodes, which a Slurm job starts."""
+    several = read_plan_of_all_nodes(run).spec.cluster.num_nodes > 1
+    return several and run.job_sbatch.is_file() and nodes.endpoint is None
 
 
 def prepare_unchanged(
@@ -146,9 +183,12 @@ def place_nodes(run: RunDir, plan: Plan, console: PrintableConsole) -> None:
 
 def _reach(run: RunDir, spec: RunSpec, changes: Sequence[str], nodes: NodeOptions) -> Reach | None:
     """Return how the nodes of the run are reached, None where it has one. Raises RecipeError."""
-    if spec.cluster.num_nodes > 1 and run.job_sbatch.is_file() and nodes.endpoint is None:
+    if _is_of_slurm_alone(run, nodes):
         message = f"the run in {run.root} was made for Slurm, on {spec.cluster.num_nodes} nodes"
-        raise RecipeError(Problem("several_hosts", message, hint=f"type sbatch {run.job_sbatch}"))
+        again = command_to_resume(run)
+        if changes:  # with options that a job does not have
+            again = f"trainspec resume {quoted(run)} {shlex.join(changes)}, which writes that down, and then {again}"
+        raise RecipeError(Problem("several_hosts", message, hint=f"type {again}"))
     reach = nodes.reach(spec, str(run.root))
     if reach and changes:
         message = f"a run on several nodes goes on as it was: `{changes[0]}` cannot be changed"
@@ -175,6 +215,26 @@ def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
     problems = [*mistyped, *broken, *find_fixed(run, recipe, values, composed.data)]
     require([*composed.problems, *composed.locate(problems)])
     return Loaded(draft, composed)
+
+
+def _change_values_and_data(
+    run: RunDir, old: Plan, changes: Sequence[str], console: RunConsole
+) -> tuple[Loaded, Path | None]:
+    """Return what the run is to go on with, and the folder of its data where that changes. Raises RecipeError."""
+    loaded = _change(run, old, count_more_steps(old.spec, changes))
+    check_unfinished(run, loaded.spec)
+    if loaded.spec.data != old.spec.data:
+        return prepare_changed_data(run, loaded, console)
+    check_data_of(run, loaded.spec.data)
+    return loaded, None
+
+
+def _keep_choices(run: RunDir, plan: Plan, old: Plan, loaded: Loaded, machine: Machine) -> Plan:
+    """Return the plan with what was chosen when the run began. Raises RecipeError where its state cannot be read in
+    the plan's layout."""
+    plan = _keep_memory(_keep_kernels(plan, old, machine), old)
+    require(loaded.composed.locate(_find_other_blocks(run, old, plan)))
+    return plan
 
 
 def _find_other_blocks(run: RunDir, old: Plan, plan: Plan) -> Iterator[Problem]:

@@ -45,6 +45,13 @@ class Watch(Protocol):
     def look(self, report: Callable[[str], None]) -> None: ...
 
 
+class ShownOutput(Watch, Protocol):
+    """Shows what the processes of a run print."""
+
+    def has_shown(self, text: str) -> bool:
+        """Return whether the newest start has printed these lines, so that they stand on the screen."""
+
+
 def run(
     job: Job,
     plan: Plan | None,
@@ -57,7 +64,7 @@ def run(
     requests: StopRequests | None = None,
     replan: Replan | None = None,
     notifies: Notify = NOBODY,
-    output: Watch | None = None,
+    output: ShownOutput | None = None,
     passed: PassedThrough | None = None,
     run_kind: RunKind = RECIPE_RUNS,
 ) -> int:
@@ -85,7 +92,9 @@ def run(
             console.report(*failed)
         if outcome.result.status == "failed":
             kind = ERRORS_OF_RUNS[outcome.exit_code]
-            raise kind(_failure(job, outcome.explanation, console, run_kind.hint(job, outcome), as_json=as_json))
+            assert outcome.explanation is not None, "a failed run has an explanation"
+            hint = outcome.explanation.hint or run_kind.hint(job, outcome)
+            raise kind(_failure(job, outcome.explanation, console, output, hint, as_json=as_json))
         if console.reader_left:
             raise BrokenPipeError
         if as_json:
@@ -137,16 +146,20 @@ def _supervise(
                 passed.close()
 
 
-def _failure(job: Job, explanation: Explanation | None, console: RunConsole, hint: str, *, as_json: bool) -> Problem:
-    """Print the traceback ahead of the error, where it does not push it off the screen; in JSON it belongs to it."""
-    assert explanation is not None, "a failed run has an explanation"
-    detail = "\n\n".join(filter(None, (explanation.detail, f"logs: {shown(job.logs)}")))
+def _failure(
+    job: Job, explanation: Explanation, console: RunConsole, output: ShownOutput | None, hint: str, *, as_json: bool
+) -> Problem:
+    """Print the traceback ahead of the error, where it does not push it off the screen, unless a script of the user's
+    own has printed it there; in JSON it belongs to the error."""
     message = explanation.headline
+    logs = f"logs: {shown(job.logs)}"
     if as_json:
-        message = f"{message}\n\n{detail}"
+        message = "\n\n".join(filter(None, (message, explanation.detail, logs)))
     else:
-        console.report(f"\n{detail}\n")
-    return Problem("worker_failed", message, hint=explanation.hint or hint)
+        paragraphs = explanation.detail.split("\n\n")
+        new = [text for text in paragraphs if text and not (output and output.has_shown(text))]
+        console.report("\n" + "\n\n".join((*new, logs)) + "\n")
+    return Problem("worker_failed", message, hint=hint)
 
 
 def _first_text(run: RunDir) -> JsonObject:

@@ -19,7 +19,7 @@ from trainspec_cli.core.errors import EXIT_DONE, TrainspecError
 from trainspec_cli.core.printable import format_count
 from trainspec_cli.core.reading.files import read_text
 from trainspec_cli.core.wings import Point, parts_of
-from trainspec_cli.planner.workload.adapters import adapter_params
+from trainspec_cli.planner.this_machine import is_predictable
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.own_code import describe_code
@@ -42,11 +42,12 @@ from trainspec_cli.run.job.job import Job, build_job
 from trainspec_cli.run.memory_limits import LimitsWatch
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.signals import StopRequests
+from trainspec_cli.run.tools import known_probe
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching.changes import describe_changes, plan_on_fewer, trained_samples
 from trainspec_cli.session.launching.run import describe_tracking, run
 from trainspec_cli.session.launching.select_kernels import select_kernels
-from trainspec_cli.session.planning.predict import predict, probe_after_run, with_known_limits
+from trainspec_cli.session.planning.predict import describe_load, predict, probe_after_run, with_known_limits
 from trainspec_cli.session.recipe.data import prepare_data
 from trainspec_cli.session.recipe.load import Loaded, check_start
 
@@ -201,6 +202,8 @@ def rehearse(session: Session) -> tuple[Job, Plan]:
     machine = session.machine
     check_start(session.plan.spec)
     plan = predict(_within_limits(session), machine, console, force=session.force)
+    if is_predictable(plan.as_one_group):
+        console.report_each(describe_load(known_probe(plan.as_one_group, machine)))
     plan, _ = select_kernels(plan, machine, console, may_measure=False)
     root = session.folder
     if isinstance(session.begins, Loaded) and plan.spec.run.dir == AUTO:
@@ -221,7 +224,7 @@ def _build(session: Session, plan: Plan, root: Path) -> Job:
 
 
 def _describe_adapters(plan: Plan) -> Iterator[str]:
-    if trained := adapter_params(plan.spec.model, plan.spec.lora):
+    if trained := plan.adapter_params:
         of = f"{format_count(trained)} of {format_count(plan.params + trained)} parameters are trained"
         yield f"{of} ({trained / (plan.params + trained):.2%}): adapters of rank {plan.spec.lora.rank}"
 

@@ -96,8 +96,9 @@ def _find(name: str, cwd: Path) -> Path | None:
 def _unknown(name: str, folders: Folders, number: int) -> Problem:
     names = folders.options(DISTURB)
     near = closest(name, names)
-    there_are = f"there are: {', '.join(names)}; or name a {SUFFIX} file"
-    hint = f"did you mean {DISTURB}={near}? {there_are}" if near else there_are
+    hint = f"there are: {', '.join(names)}; or name a {SUFFIX} file"
+    if near:
+        hint = f"did you mean {DISTURB}={near}? `trainspec list {DISTURB}` shows all"
     message = f"there is no disturbance `{name}`" if name else "no disturbance is named"
     return Problem("unknown_option", message, DISTURB, hint, COMMAND_LINE, number)
 

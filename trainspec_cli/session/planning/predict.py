@@ -250,7 +250,6 @@ def _predictor(plan: Plan, machine: Machine, console: PrintableConsole) -> Predi
     probe = known_probe(plan, machine)
     if probe is None:
         return Predictor(least_memory, limit_bytes, limit_text, is_predictable, is_measured=False)
-    _report_disturbed(probe, console)
     profile, _ = find_profile(plan.spec, machine)
     factors = profile.factors if profile else {}
     if profile:
@@ -283,19 +282,21 @@ def probe_after_run(plan: Plan, machine: Machine, console: PrintableConsole) -> 
     except (MachineError, Interrupted) as error:
         console.report(f"{error}\n\nso later launches have no prediction until a run has measured this machine")
         return
-    if measured:
-        _report_disturbed(probe, console)
+    for line in describe_load(probe) if measured else ():
+        console.report(line)
 
 
 def _may_not_probe() -> bool:
     return os.environ.get(environment_names.PROBE) == "off"
 
 
-def _report_disturbed(probe: MachineProbe, console: PrintableConsole) -> None:
-    if probe.is_disturbed:
+def describe_load(probe: MachineProbe | None) -> Iterator[str]:
+    """Yield what a probe that other programs disturbed means for predictions. It is said where the machine is measured,
+    and where somebody asks what a launch would do; at every launch it would be noise."""
+    if probe is not None and probe.is_disturbed:
         taken = f"other programs kept the probe from running for {probe.displaced:.0%} of its time"
         later = f"a run that ends {DISTURBED_HOLDS_S / 3600:.0f} hours after it measures again"
-        console.report(f"{taken}: predictions are for such a load, and {later}")
+        yield f"{taken}: predictions are for such a load, and {later}"
 
 
 def _does_not_fit(plan: Plan, prediction: LocalPrediction, predictor: Predictor) -> Problem:

@@ -7,17 +7,30 @@ from collections.abc import Iterable
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.recipe.compose.compose import Completion
+from trainspec_cli.recipe.compose.interpolation import MISSING
 from trainspec_cli.recipe.keys.model import AUTO_FAMILY
 from trainspec_cli.recipe.keys.run import RunSpec
 
+INIT_FROM = "init.from"
 
-def complete(data: JsonObject, unchosen: frozenset[str]) -> Completion:
+
+def complete(data: JsonObject, unchosen: frozenset[str], *, to_run: bool = True) -> Completion:
     """The values that a composed recipe leaves to the checkpoint that it begins with.
 
-    The model is left to it by `model=auto`, to which some keys may be added, and where no model is chosen at all.
+    The model is left to it by `model=auto`, to which some keys may be added, and where no model is chosen at all. A
+    plan (not `to_run`) of a model that is named needs no checkpoint.
     """
     asked = {} if "model" in unchosen else section_of(data, "model")
     begins_with = section_of(data, "init").get("from")
+    if begins_with == MISSING:
+        is_named = asked.get("family", AUTO_FAMILY) != AUTO_FAMILY
+        if is_named and not to_run:
+            return Completion({"init": {"from": None}}, INIT_FROM)
+        message = f"`{INIT_FROM}` has no value: the recipe trains a model that you have"
+        hint = f"type {INIT_FROM}=hf:FOLDER, the folder of a Hugging Face model; or "
+        hint += f"{INIT_FROM}=null to train one from the beginning" if to_run else "model=NAME to plan for another"
+        problem = Problem("missing_value", message, INIT_FROM, hint)
+        return Completion({}, "", problems=(problem,)) if is_named else failed([problem])
     if isinstance(begins_with, str):
         from trainspec_cli.session.recipe.initial_checkpoint import complete_from  # loads the formats of weights
 
@@ -27,7 +40,8 @@ def complete(data: JsonObject, unchosen: frozenset[str]) -> Completion:
     if len(asked) > 1:  # a model that is written out key by key needs no group
         return Completion({"model": {"family": "decoder"}}, "")
     message = "no model is named: `model` is auto, and `init.from` is null"
-    hint = "type model=llama_6m, or another of conf/model; or init.from=hf:<a checkpoint's folder>"
+    hint = f"type {INIT_FROM}=hf:FOLDER, the folder of a Hugging Face model; or model=llama_6m, or another: "
+    hint += "`trainspec list model` shows all"
     return failed([Problem("missing_value", message, "model", hint)])
 
 

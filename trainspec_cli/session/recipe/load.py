@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 DATA_PATHS = ("data.path", "data.tokenizer.path")
 CHECK_START: Point[Callable[[RunSpec], None]] = Point("check_start")
 """Raises TrainspecError where the run of a recipe that uses the wing lacks what a start of it needs."""
+ACCELERATOR = "cluster.accelerator"
 OF_PLANNING = (DISTURB,)
 """Keys of the command line that `trainspec plan` reads itself."""
 
@@ -120,7 +122,7 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
 
     aside = () if to_run else OF_PLANNING
     composed = compose_arguments(
-        arguments, cwd, (*absolute_code(cwd), complete, complete_steps, complete_warmup), aside
+        arguments, cwd, (*absolute_code(cwd), partial(complete, to_run=to_run), complete_steps, complete_warmup), aside
     )
     draft, mistyped = build(RunSpec, composed.data)
     # Rules pass over UNKNOWN: what a recipe or an option would have set
@@ -130,9 +132,11 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     draft = RunSpec(**{name: UNKNOWN if name in unknown else getattr(draft, name) for name in names})
     checked = [*check(close_axes(draft)), *check_engine(draft)] if to_run else check(draft)
     checked += apply([check_weights], draft) if to_run and not composed.problems else []
+    checked += apply([partial(_accelerator_is_used, arguments)], draft) if to_run else []
     problems = composed.locate([*mistyped, *checked])
-    # An interpolation leads nowhere where its target misses, which is reported by itself.
+    # An interpolation leads nowhere where its target misses, or its section is none, which is reported by itself.
     missing = [f"${{{problem.path}}}" for problem in mistyped if problem.code == "missing_value"]
+    missing += [f"${{{problem.path}." for problem in mistyped if problem.code == "wrong_type"]
     known = [
         problem
         for problem in composed.problems
@@ -140,6 +144,18 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     ]
     new = [problem for problem in problems if not follows(problem, composed)]
     return Examined(draft, composed, sorted([*known, *new], key=_place))
+
+
+def _accelerator_is_used(arguments: Sequence[str], spec: RunSpec) -> Iterator[Problem]:
+    """A rule: who types an accelerator does not train on CPUs since the recipe is for those."""
+    chip = spec.cluster.accelerator
+    typed = {key.strip(): value for key, _, value in (argument.partition("=") for argument in arguments)}
+    if chip is None or chip.vendor == "cpu" or spec.cluster.device != "cpu":
+        return
+    if ACCELERATOR in typed and "cluster.device" not in typed:
+        message = f"`{ACCELERATOR}` is {chip.name}, and the recipe trains on CPUs (`cluster.device` is cpu)"
+        hint = f"type cluster=auto {ACCELERATOR}={typed[ACCELERATOR]} for GPUs, or cluster.device=cpu for CPUs"
+        yield Problem("contradiction", message, ACCELERATOR, hint)
 
 
 def plan_on(loaded: Loaded, machine: Machine) -> Plan:

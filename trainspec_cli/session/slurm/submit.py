@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 
-from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.core.printable import format_duration
 from trainspec_cli.core.reading.files import read_text
 from trainspec_cli.core.trust import private_files, why_not_trusted
@@ -34,6 +35,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir, read_run_record
 from trainspec_cli.run.job.folder import RUNS, check_free, make_folder, storage, write_launch
 from trainspec_cli.run.job.machine import detect
+from trainspec_cli.run.slurm.commands import SILENT
 from trainspec_cli.run.slurm.commands import submit as submit_to_slurm
 from trainspec_cli.run.slurm.queue import job_of, note_job
 from trainspec_cli.run.slurm.script import array_log, check_folder, log_of, render_script
@@ -120,7 +122,7 @@ def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[Planned
         raise RecipeError(
             Problem("usage", message, RUN_DIR, "give run.dir on the command line: the runs lie in it then")
         )
-    runs = [PlannedRun(one, plan_for(one, _machine_of_job(one))) for one in loaded]
+    runs = [PlannedRun(one, plan_for(one, machine_of_job(one))) for one in loaded]
     # One script asks for one size of job, so that all runs of an array must ask for the same.
     plans = [run.plan for run in runs]
     if len({(one.num_nodes, one.devices_per_node, one.device, one.spec.cluster.slurm) for one in plans}) > 1:
@@ -129,7 +131,7 @@ def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[Planned
     return runs
 
 
-def _machine_of_job(loaded: Loaded) -> Machine:
+def machine_of_job(loaded: Loaded) -> Machine:
     """Return what a node of the job is, which need not be like this one. Raises RecipeError where the recipe leaves
     open what only the job's nodes could show."""
     cluster = loaded.spec.cluster
@@ -151,7 +153,7 @@ def warnings(runs: Sequence[PlannedRun]) -> list[str]:
     found = (
         line
         for run in runs
-        for line in (*short_limit(run.plan, _machine_of_job(run.loaded)), *unseen_image(run.plan.spec.cluster.slurm))
+        for line in (*short_limit(run.plan, machine_of_job(run.loaded)), *unseen_image(run.plan.spec.cluster.slurm))
     )
     return list(dict.fromkeys(found))
 
@@ -215,6 +217,8 @@ class Submission:
     roots: Sequence[Path]
     script: Path
     text: str
+    is_new: bool = False
+    """The runs were made just now."""
 
 
 def is_previewed(run: RunDir, text: str) -> bool:
@@ -263,19 +267,27 @@ def write_submission(runs: Sequence[PlannedRun], *, force: bool = False, dry_run
             text = render_script(first.plan, [root], recipe, argv, cwd, needed, force=force)
             write_text(RunDir(root).job_sbatch, text)
         if len(roots) == 1:
-            return Submission(roots, RunDir(roots[0]).job_sbatch, text)
+            return Submission(roots, RunDir(roots[0]).job_sbatch, text, is_new=True)
         needed = [folder for _, folders in made for folder in folders]
         text = render_script(first.plan, roots, recipe, argv, cwd, needed, force=force)
         script = array_log(roots).parent / f"{roots[0].name}.sbatch"
         write_text(script, text)
-        return Submission(roots, script, text)
+        return Submission(roots, script, text, is_new=True)
 
 
 def submit(submission: Submission) -> str:
-    """Give the script to Slurm; return the job's number, which the runs keep. Raises MachineError."""
+    """Give the script to Slurm; return the job's number, which the runs keep. Raises MachineError where Slurm refuses
+    it; then runs that were made for it are removed, so that the corrected command finds their folders free."""
     roots = submission.roots
     with private_files():  # Slurm gives the umask of this process to the job, and so to its log
-        job_id = submit_to_slurm(submission.script)
+        try:
+            job_id = submit_to_slurm(submission.script)
+        except MachineError as error:
+            if submission.is_new and error.problems[0].code != SILENT:
+                submission.script.unlink()
+                for root in roots:
+                    shutil.rmtree(root)
+            raise
         for task, root in enumerate(roots):
             note_job(RunDir(root), f"{job_id}_{task}" if len(roots) > 1 else job_id)
     return job_id

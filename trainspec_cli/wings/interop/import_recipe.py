@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.errors import Problem, RecipeError, closest
 from trainspec_cli.core.reading.spec_version import VERSION_LINE
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.wings.interop import READERS, TARGETS, Heard, Target, guess_engine, listen, nest, read_source
@@ -42,7 +42,8 @@ def import_file(file: Path, engine: str = "") -> Imported:
     """Read a file of an engine. Raises RecipeError where it cannot be read, or where nothing of it is known."""
     engine = engine or guess_engine(file)
     if engine not in READERS:
-        hint = f"there are: {', '.join(READERS)}"
+        near = closest(engine, READERS)
+        hint = f"type --from {near}" if near else f"there are: {', '.join(READERS)}"
         raise RecipeError(Problem("usage", f"files of `{engine}` are not read", "--from", hint))
     target = TARGETS[engine]
     heard = listen(target, read_source(file, engine))

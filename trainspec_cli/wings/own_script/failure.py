@@ -7,6 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.printable import without_colours
 from trainspec_cli.run.failure import (
     LOG_TAIL_LINES,
@@ -56,7 +57,7 @@ def explain_own_end(job: Job, exit_code: int | None, failures: list[WorkerFailur
     if code > 0 and job.nodes and not torchrun_logs(job) and job.torchrun_log.is_file():
         headline = f"the agent of the first node ended with exit code {code} before any node had started the command"
         hint = "--rdzv-endpoint is the first node's own address, and a port"
-        return Explanation(headline, tail(job.torchrun_log), hint)
+        return Explanation(headline, tail(job.torchrun_log), hint, exit_code=MachineError.exit_code)
     if not code:
         return explain_end(job, exit_code, failures)
     printed = torchrun_logs(job)

@@ -37,6 +37,7 @@ from trainspec_cli.recipe.keys.cluster import Machine, SlurmSpec
 from trainspec_cli.recipe.records import Absent
 from trainspec_cli.run.backend import OpenBackend
 from trainspec_cli.run.backend.nodes.backend import NodesBackend, Reach, agent_command
+from trainspec_cli.run.failure import end_of, find_failed_nodes
 from trainspec_cli.run.folder.files import write_json, write_text
 from trainspec_cli.run.folder.generations import FENCED, GenerationRecord
 from trainspec_cli.run.folder.known_runs import remember_run
@@ -53,7 +54,7 @@ from trainspec_cli.run.slurm.queue import job_of, note_job, own_job
 from trainspec_cli.run.supervise import Ending
 from trainspec_cli.session.console import PrintableConsole, RunConsole, make_console
 from trainspec_cli.session.launching.in_slurm import Limits, TimeWarning, requeue_if_of_use, restarts
-from trainspec_cli.session.launching.kinds import RunKind, command_to_resume, quoted, shown
+from trainspec_cli.session.launching.kinds import RunKind, about_node, command_to_resume, quoted, shown
 from trainspec_cli.session.launching.nodes import Joined, NodeOptions, join
 from trainspec_cli.session.launching.run import run
 from trainspec_cli.wings.own_script.failure import explain_own_end, find_own_failures
@@ -112,7 +113,13 @@ def run_command(
     if reach and not nodes.is_first:
         # Slurm warns every process of a step; the first node heeds it for all.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        joined = Joined(partial(_check_same, command), _exit_code_of, FOLDER, JOIN_OPTION, of_slurm=nodes.of_slurm)
+        joined = Joined(
+            check=partial(_check_same, command),
+            exit_code=exit_code_of,
+            folder=FOLDER,
+            join_key=JOIN_OPTION,
+            of_slurm=nodes.of_slurm,
+        )
         return join(run_dir, nodes.node_rank, console, wait_s=wanted.join_timeout_s, joined=joined)
     if not again:
         check_free(run_dir, FOLDER)
@@ -138,10 +145,13 @@ def _check_same(command: Sequence[str], run: RunDir, record: GenerationRecord) -
     raise RecipeError(Problem("usage", message, "COMMAND", "give the same command on each node"))
 
 
-def _exit_code_of(result: RunResult | None) -> int:
-    """Return that of this command, which is not the user's own command's."""
+def exit_code_of(run: RunDir, result: RunResult | None) -> int:
+    """Return that of this command, which is not the user's own command's: the same as on the first node."""
     codes = {"done": EXIT_DONE, "stopped": Stopped.exit_code}
-    return codes.get(result.status, WorkerError.exit_code) if result else WorkerError.exit_code
+    if result and result.status in codes:
+        return codes[result.status]
+    failed = find_failed_nodes(run) if result else []
+    return failed[0].exit_code if failed else WorkerError.exit_code
 
 
 def _run(
@@ -391,6 +401,11 @@ class Output:
             if not _EMPTY_OF_RANK.fullmatch(line):
                 report(shown)
 
+    def has_shown(self, text: str) -> bool:
+        """Return whether the newest start has printed these lines here; torchrun puts a rank's name before them."""
+        printed = without_colours(end_of(self._log)[-SHOWN_BYTES:]).splitlines() if self._log else []
+        return all(any(line.endswith(part) for line in printed) for part in text.splitlines())
+
 
 class CommandRuns:
     """How the runs of commands continue and end."""
@@ -470,14 +485,28 @@ class CommandRuns:
         if ending.exit_code == 0 and not failures:
             return RunOutcome(result_from_events(job.run, "done", ending.exit_code), None, EXIT_DONE)
         result = result_from_events(job.run, "failed", ending.exit_code)
-        return RunOutcome(result, explain_own_end(job, ending.exit_code, failures), WorkerError.exit_code)
+        explanation = explain_own_end(job, ending.exit_code, failures)
+        return RunOutcome(result, explanation, explanation.exit_code)
 
     def hint(self, job: Job, outcome: RunOutcome) -> str:
-        if job.nodes or not newest_step(job.run):
+        explanation = outcome.explanation
+        first = ""
+        if explanation and explanation.node:
+            argv = read_run_record(job.run).argv
+            by_hand = not isinstance(argv, Absent) and any(word.startswith("--nnodes") for word in argv)
+            first = f"{about_node(job, explanation.node, by_hand=by_hand)}; "
+        elif not newest_step(job.run):
             return ""
-        # With a cause it is an exception of the script's own, which another start would meet again.
-        first = "correct that, and " if outcome.explanation and outcome.explanation.cause else ""
-        return f"{first}start it again, from its own checkpoint if it wrote one: {command_to_resume(job.run)}"
+        elif (
+            explanation and explanation.cause
+        ):  # an exception of the script's own, which another start would meet again
+            first = "correct that, and "
+        return f"{first}start it again, from its own checkpoint if it wrote one: {self.start_again(job.run)}"
+
+    def start_again(self, run: RunDir) -> str:
+        if run.job_sbatch.is_file() or read_own_job(run).num_nodes == 1:
+            return command_to_resume(run)
+        return "the same command on each node, in another folder (--dir)"
 
     def last_lines(self, job: Job, outcome: RunOutcome) -> str:
         steps = outcome.result.steps
@@ -487,8 +516,8 @@ class CommandRuns:
         folder = f"run folder  {shown(job.root)}"
         logs = f"output      {shown(job.logs)}"
         lines = [made, folder, logs, f"report      trainspec report {quoted(job.run)}"]
-        if outcome.exit_code == Stopped.exit_code and not job.nodes:
-            lines.append(f"resume      {command_to_resume(job.run)}")
+        if outcome.exit_code == Stopped.exit_code:
+            lines.append(f"resume      {self.start_again(job.run)}")
         return "\n".join(lines)
 
 

@@ -171,4 +171,4 @@ def write_own_submission(
         write_text(run.job_sbatch, text)
         job = build_own_nodes_job(command, run.root, (SBATCH, str(run.job_sbatch)), cluster.num_nodes, wanted)
         write_own_launch(job, command)
-    return Submission([run.root], run.job_sbatch, text)
+    return Submission([run.root], run.job_sbatch, text, is_new=True)

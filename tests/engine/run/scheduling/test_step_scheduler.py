@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from trainspec_cli.balance.batch.division import Division, even_division
+from trainspec_cli.balance.decisions import ski_rental
 from trainspec_cli.balance.decisions.speeds import Speed, slowest
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.engine.run.scheduling import directives as written
@@ -214,6 +215,20 @@ def test_advice_changes_nothing_and_is_given_once(tmp_path: Path) -> None:
     assert set(run.steps(40, 80)) == {EVEN}
     _, back = run.written
     assert (back["number"], back["applied"], tuple(back["counts"])) == (2, False, EVEN)
+
+
+def test_advice_waits_until_it_is_no_passing_load(tmp_path: Path) -> None:
+    """Other programs slow one rank for some seconds, and then another: two equal runs would be advised differently."""
+    seconds = 0.01
+    usual = [seconds * own_s for own_s in USUAL]
+    slow = [seconds * own_s for own_s in ONE_SLOW]
+    run = Run(tmp_path, mode="advise")
+    for first, sample_s in ((0, slow), (150, usual), (300, slow[::-1]), (450, usual)):
+        run.steps(first, first + 150, *sample_s)
+    assert not run.folder.directives.exists()
+    run.steps(600, 850, *slow)
+    (advice,) = run.written
+    assert advice["step"] - 600 == pytest.approx(ski_rental.ADVICE_S / advice["before_s"], abs=4)
 
 
 @pytest.mark.parametrize(

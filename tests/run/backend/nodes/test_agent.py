@@ -177,14 +177,14 @@ def test_a_node_that_lacks_something_refuses_and_leaves(
     record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",), ())
 
     def lack(self: Agent) -> int:
-        raise MachineError("no GPU\nhere")
+        raise MachineError("no GPU\nhere", hint="install\nthe driver")
 
     monkeypatch.setattr(agent, "call_hub", lambda address, secret: wire)
     monkeypatch.setattr(agent, "read_secret", lambda path: b"")
     monkeypatch.setattr(Agent, "work", lack)
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     assert agent._serve(RunDir(tmp_path), make_plan(), record, 1, PatientRequests()) == agent.UNFIT
-    assert hub.receive() == [Hello(1, "node7"), NodeRefuses("no GPU here"), Goodbye()]
+    assert hub.receive() == [Hello(1, "node7"), NodeRefuses("no GPU here", "install the driver"), Goodbye()]
     hub.close()
 
 

@@ -304,10 +304,12 @@ def test_a_node_that_leaves_takes_its_group_along(lab: Lab) -> None:
     agents = lab.call(0, 1, 2, 3)
     lab.wait_for(PresenceChanged(0, "there"), PresenceChanged(1, "there"))
     lab.backend.start(1, 2)
-    agents[3].send(NodeRefuses("no way"))
+    agents[3].send(NodeRefuses("no way", "hint"))
     agents[3].send(Goodbye())
     lab.wait_until(lambda: any(isinstance(event, NodeLost) for event in lab.events))
-    lab.wait_for(NodeUnfit(3, "host3", "no way"), NodeLost(3, "host3", "no way", (1,)), PresenceChanged(1, "away"))
+    lab.wait_for(
+        NodeUnfit(3, "host3", "no way", "hint"), NodeLost(3, "host3", "no way", (1,)), PresenceChanged(1, "away")
+    )
     agents[2].send(GroupExited(1, 2, None))
     lab.wait_until(lambda: lab.events)
     (ended,) = lab.events

@@ -37,6 +37,7 @@ from trainspec_cli.balance.decisions.shares import (
     reporting_interval,
     samples_per_s,
 )
+from trainspec_cli.balance.decisions.ski_rental import patience_s
 from trainspec_cli.balance.decisions.speeds import (
     SETTLING_S,
     SKIPPED_STEPS,
@@ -249,7 +250,11 @@ class StepScheduler:
         keeps_micro_batches = plan.spec.model.unit == "samples"
         self._even = even_division_of(plan)
         self._largest = largest_micro_batch(plan)
-        self._shares = ShareScheduler(self._even, self._largest, spec.change, keeps_micro_batches=keeps_micro_batches)
+        self._shares = ShareScheduler(
+            *(self._even, self._largest, spec.change),
+            keeps_micro_batches=keeps_micro_batches,
+            patience_s=patience_s(spec.mode),
+        )
         self._may_change = spec.may_change
         self._layers = layer_scheduler(plan, self._even, self._largest) if "layers" in spec.may_change else None
         self._total_steps = plan.total_steps
@@ -435,7 +440,9 @@ def layer_scheduler(plan: Plan, even: Division, largest_micro_batch: int) -> Lay
     if most is None:
         return None
     times = LayerTimes(plan.layer_flops, 0.0, plan.head_flops)
-    return LayerScheduler(plan.layout, times, most, even, largest_micro_batch, plan.spec.scheduler.change)
+    scheduler = plan.spec.scheduler
+    patience = patience_s(scheduler.mode)
+    return LayerScheduler(plan.layout, times, most, even, largest_micro_batch, scheduler.change, patience)
 
 
 def ranks_of_pipelines(state: TrainState) -> list[list[list[int]]]:

@@ -104,7 +104,8 @@ def _serve(run: RunDir, plan: Plan | None, record: GenerationRecord, place: int,
         agent = Agent(wire, run, plan, record, place, requests)
         return agent.work() if place < record.num_nodes else agent.stand_by()
     except MachineError as error:
-        wire.send(messages.NodeRefuses(" ".join(str(error).split())))
+        hint = next((problem.hint for problem in error.problems if problem.hint), "")
+        wire.send(messages.NodeRefuses(" ".join(str(error).split()), " ".join(hint.split())))
         wire.send(messages.Goodbye())
         return UNFIT
     finally:

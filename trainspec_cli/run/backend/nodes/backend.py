@@ -274,7 +274,7 @@ class NodesBackend:
         if isinstance(message, messages.NodeRefuses):
             node.refusal = message.why
             lost = [self._lose(node, message.why)] if self._starts_on(node) else []
-            return [*lost, run_state.NodeUnfit(self._number(node), node.hostname, message.why)]
+            return [*lost, run_state.NodeUnfit(self._number(node), node.hostname, message.why, message.hint)]
         if isinstance(message, messages.StopAsked):
             return [run_state.NodeStopRequested(self._number(node))]
         if isinstance(message, messages.ProcessMessage):
@@ -325,7 +325,7 @@ class NodesBackend:
     def _refuse(self, node: RemoteNode, error: MachineError) -> run_state.Event:
         node.refusal = str(error)
         node.send(messages.EndAgent())
-        return run_state.NodeUnfit(self._number(node), node.hostname, node.refusal)
+        return run_state.NodeUnfit(self._number(node), node.hostname, node.refusal, error.problems[0].hint)
 
     def _find_failed_starter(self) -> list[run_state.Event]:
         if self._agents_failed or any(node.wire for node in self._hub.nodes) or not self._starter.poll():

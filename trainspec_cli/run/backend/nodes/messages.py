@@ -37,6 +37,8 @@ class NodeRefuses:
     """The node cannot take part."""
 
     why: str
+    hint: str = ""
+    """What to do about it."""
 
 
 @dataclass(frozen=True)

@@ -468,6 +468,9 @@ class StartEvent(Event):
     world_size: WorldSize
     device_name: str
     params: Count
+    """The model's own."""
+    adapter_params: Count = 0
+    """Those that a fine-tune with LoRA trains beside them."""
     peak_flops: Rate
     """Peak of one device; `peak_source` says how it is known."""
     peak_source: str
