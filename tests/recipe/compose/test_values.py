@@ -131,7 +131,7 @@ def test_references_that_omegaconf_2_4_has_parsed_are_resolved(monkeypatch: pyte
         ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
         ({"a": 1}, {"a": {"b": 2}}, {"a": {"b": 2}}),
         ({"a": {"b": 2}}, {"a": None}, {"a": None}),
-        ({"a": None}, {"a": MISSING, "b": MISSING}, {"a": None, "b": MISSING}),
+        ({"a": None}, {"a": MISSING, "b": MISSING}, {"a": MISSING, "b": MISSING}),
     ],
 )
 def test_what_lies_above_counts_section_by_section(below: dict, above: dict, whole: dict) -> None:

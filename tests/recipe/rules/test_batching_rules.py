@@ -177,7 +177,7 @@ def test_noise_that_nobody_can_measure_is_refused_with_the_reason(
     assert (
         problem.message == f"`{PATH}.kind` is noise, and in this layout ({layout.describe()}) nobody measures it: {why}"
     )
-    assert problem.hint == f"type layout=ddp or layout=fsdp with two processes or more, or {PATH}.kind=seesaw"
+    assert problem.hint == f"type layout=ddp cluster.devices_per_node=2 (or more), or {PATH}.kind=seesaw"
 
 
 def test_replica_groups_measure_the_noise_and_follow_none(make_spec) -> None:

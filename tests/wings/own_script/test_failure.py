@@ -12,7 +12,7 @@ from trainspec_cli.run.folder.record import NodeErrorRecord, RunRecord, write_er
 from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.outcome import conclude
 from trainspec_cli.run.supervise import Ending
-from trainspec_cli.wings.own_script.failure import conclude_own, explain_own_end, find_exception
+from trainspec_cli.wings.own_script.failure import explain_own_end, find_exception
 from trainspec_cli.wings.own_script.job import OUTPUT_LOG, OwnJob, Wanted, write_own_job
 from trainspec_cli.wings.own_script.launching import RUNS_OF_COMMANDS, exit_code_of
 
@@ -93,7 +93,7 @@ def test_all_nodes_of_a_command_end_with_the_same_code_where_one_is_lost_or_neve
     write_run_record(job.run, RunRecord(recipe="train.py", created_at=1.0, argv=tuple(argv), command=("train.py",)))
     write_own_job(job.run, OwnJob(2, Wanted(3, 60.0, None, None, 300.0), 0, None))
     write_error(job.run.node_error(1), NodeErrorRecord(node=1, host=host, message="is gone", lost=True))
-    outcome = conclude(job, Ending(job, None, stop_requested=False), conclude_own)
+    outcome = conclude(job, Ending(job, None, stop_requested=False), RUNS_OF_COMMANDS.decide)
     assert (outcome.exit_code, outcome.result.exit_code) == (exit_code, None)
     assert exit_code_of(job.run, outcome.result) == exit_code
     assert (hint if not host else "see what node 1 printed; ") in RUNS_OF_COMMANDS.hint(job, outcome)

@@ -10,7 +10,8 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-from trainspec_cli.planner.workload.adapters import adapted_decoder, adapter_params, quantised_params
+from trainspec_cli.planner.workload.adapters import adapted_decoder, quantised_params
+from trainspec_cli.planner.workload.adapters import adapter_params as adapter_params
 from trainspec_cli.planner.workload.work import Gemm, Kinds, Layers, Work
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import ModelSpec

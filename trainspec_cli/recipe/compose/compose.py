@@ -603,8 +603,7 @@ def _apply_arguments(data: JsonObject, arguments: Iterable[Argument]) -> Iterato
                 hint = f"type {key}.<key>=<value>, or name one option where it has names"
                 yield origin.problem("wrong_type", f"`{key}` is a section of keys, and a list is given", hint, key)
             else:
-                is_open = argument.value == MISSING
-                section[name] = MISSING if is_open else overlaid(section, {name: argument.value})[name]
+                section[name] = overlaid(section, {name: argument.value})[name]
 
 
 def _delete(data: JsonObject, path: str) -> bool:

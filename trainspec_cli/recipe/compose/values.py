@@ -41,7 +41,8 @@ Path = tuple[str | int, ...]
 
 
 def overlaid(below: JsonObject, above: JsonObject) -> JsonObject:
-    """Return `above` laid over `below`, section by section; a value that it leaves open (`???`) is that of `below`.
+    """Return `above` laid over `below`, section by section. A value that it asks for by `???` is open again: a recipe
+    that needs `init.from` would otherwise train from scratch.
 
     What comes from `above` is a copy: aliases in its YAML are one object at several places.
     """
@@ -52,7 +53,7 @@ def overlaid(below: JsonObject, above: JsonObject) -> JsonObject:
             whole[key] = overlaid(known if isinstance(known, dict) else {}, value)
         elif isinstance(value, list):
             whole[key] = list(overlaid({}, {str(place): item for place, item in enumerate(value)}).values())
-        elif value != MISSING or key not in below:
+        else:
             whole[key] = value
     return whole
 

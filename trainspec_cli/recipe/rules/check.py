@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from trainspec_cli.core.errors import Problem, closest
 from trainspec_cli.core.reading.files import expand, how_to_copy
@@ -558,9 +558,12 @@ def close_axes(spec: RunSpec) -> RunSpec:
     """Return `spec` with the axes beside data parallelism set to 1 where they are `auto`, as a launch has them."""
     if spec.layout is UNKNOWN:
         return spec
-    sizes = {axis: getattr(spec.layout, axis) for axis in ("cp", "tp", "pp", "ep", "etp")}
-    closed: dict[str, Any] = {axis: 1 for axis, size in sizes.items() if size is not UNKNOWN and size == AUTO}
-    return replace(spec, layout=replace(spec.layout, **closed))
+    layout = spec.layout
+    for axis in ("cp", "tp", "pp", "ep", "etp"):
+        size = getattr(layout, axis)
+        if size is not UNKNOWN and size == AUTO:
+            layout = replace(layout, **{axis: 1})  # type: ignore[arg-type]  # mypy cannot tell which field it is
+    return replace(spec, layout=layout)
 
 
 def own_framework(spec: RunSpec) -> Iterator[Problem]:

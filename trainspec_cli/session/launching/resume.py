@@ -48,7 +48,15 @@ from trainspec_cli.session.launching.launch import check_detachable, describe_de
 from trainspec_cli.session.launching.nodes import NodeOptions, join
 from trainspec_cli.session.launching.session import Session, start
 from trainspec_cli.session.recipe.data import check_data_of
-from trainspec_cli.session.recipe.load import Loaded, follows, plan_for, plan_on, require, this_machine
+from trainspec_cli.session.recipe.load import (
+    Loaded,
+    follows,
+    machine_of_job,
+    plan_for,
+    plan_on,
+    require,
+    this_machine,
+)
 from trainspec_cli.session.runs.find import find_own_run, status_of_run
 
 OF_MEMORY = ("batching", "recompute", "offload")
@@ -121,8 +129,6 @@ def prepare_resume(
 def change_submitted(run: RunDir, changes: Sequence[str], console: RunConsole) -> None:
     """Write changes down in a run of several nodes that Slurm starts: its next job, which is submitted by hand, goes on
     with them. Raises RecipeError for what cannot be changed, and for a run that lives or waits in the queue."""
-    from trainspec_cli.session.slurm.submit import machine_of_job  # loads what writes scripts
-
     if (status := status_of_run(run)) in ALIVE:
         message = f"the run in {run.root} is {status}, and goes on with the values that it has"
         raise RecipeError(Problem("still_running", message, hint=f"end its job first: scancel {job_of(run) or 'JOB'}"))

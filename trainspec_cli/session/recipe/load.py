@@ -164,6 +164,23 @@ def plan_on(loaded: Loaded, machine: Machine) -> Plan:
     return plan_for(loaded, machine)
 
 
+def machine_of_job(loaded: Loaded) -> Machine:
+    """Return what a node of the job is, which need not be like this one. Raises RecipeError where the recipe leaves
+    open what only the job's nodes could show."""
+    cluster = loaded.spec.cluster
+    open_keys = [key for key in ("device", "devices_per_node") if getattr(cluster, key) == AUTO]
+    if open_keys:
+        why = "is auto, and the job's nodes cannot be examined before Slurm has given them"
+        hint = "choose a cluster, such as cluster=h100, or type cluster.device=cuda cluster.devices_per_node=8"
+        problems = [Problem("left_open", f"`cluster.{key}` {why}", f"cluster.{key}", hint) for key in open_keys]
+        raise RecipeError(loaded.composed.locate(problems))
+    if cluster.device == "cpu":
+        return this_machine(loaded.spec)
+    machine = machine_of_cluster(cluster)
+    assert machine is not None, "its device is cuda, and the devices of a node are counted"
+    return machine
+
+
 def plan_for(loaded: Loaded, machine: Machine) -> Plan:
     """Resolve every `auto` for a machine that is not this one. Raises as `plan_on`, but for what the node lacks."""
     try:

@@ -34,7 +34,6 @@ from trainspec_cli.run.folder.generations import newest as newest_generation
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir, read_run_record
 from trainspec_cli.run.job.folder import RUNS, check_free, make_folder, storage, write_launch
-from trainspec_cli.run.job.machine import detect
 from trainspec_cli.run.slurm.commands import SILENT
 from trainspec_cli.run.slurm.commands import submit as submit_to_slurm
 from trainspec_cli.run.slurm.queue import job_of, note_job
@@ -43,7 +42,7 @@ from trainspec_cli.run.tools import known_probe
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching.sweep import Sweep, load_points
 from trainspec_cli.session.recipe.data import prepare_data
-from trainspec_cli.session.recipe.load import Loaded, check_start, machine_of_cluster, plan_for
+from trainspec_cli.session.recipe.load import Loaded, check_start, machine_of_job, plan_for
 from trainspec_cli.session.recipe.load import load as load_recipe
 from trainspec_cli.session.slurm.container import check_container, folders_read, unseen_image
 
@@ -129,23 +128,6 @@ def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[Planned
         message = "the runs of the sweep ask for different nodes or options of Slurm, and an array has one of each"
         raise RecipeError(Problem("usage", message, hint="sweep them one by one"))
     return runs
-
-
-def machine_of_job(loaded: Loaded) -> Machine:
-    """Return what a node of the job is, which need not be like this one. Raises RecipeError where the recipe leaves
-    open what only the job's nodes could show."""
-    cluster = loaded.spec.cluster
-    open_keys = [key for key in ("device", "devices_per_node") if getattr(cluster, key) == AUTO]
-    if open_keys:
-        why = "is auto, and the job's nodes cannot be examined before Slurm has given them"
-        hint = "choose a cluster, such as cluster=h100, or type cluster.device=cuda cluster.devices_per_node=8"
-        problems = [Problem("left_open", f"`cluster.{key}` {why}", f"cluster.{key}", hint) for key in open_keys]
-        raise RecipeError(loaded.composed.locate(problems))
-    if cluster.device == "cpu":
-        return detect(look_for_gpus=False)
-    machine = machine_of_cluster(cluster)
-    assert machine is not None, "its device is cuda, and the devices of a node are counted"
-    return machine
 
 
 def warnings(runs: Sequence[PlannedRun]) -> list[str]:
