@@ -397,9 +397,7 @@ def test_a_recipe_cannot_override_an_accelerator_by_its_defaults(tmp_path: Path,
         ("cluster.accelerator=4090", "cluster.accelerator=rtx_4090"),
     ],
 )
-def test_a_number_of_chips_is_no_cluster_by_name_and_a_chips_number_no_name(
-    typed: str, meant: str, tmp_path: Path
-) -> None:
+def test_a_number_of_chips_and_the_number_of_a_chip_lead_to_names(typed: str, meant: str, tmp_path: Path) -> None:
     (problem,) = compose("llama3_8b", [typed], tmp_path).problems
     assert problem.hint.startswith(f"did you mean {meant}? Options: ")
 
