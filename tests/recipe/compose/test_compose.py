@@ -56,17 +56,6 @@ def test_the_users_own_come_first(tmp_path: Path, write) -> None:
     assert str(composed.origins["train.max_steps"]) == "recipes/tiny.yaml:4"
 
 
-@pytest.mark.parametrize("folder", ["a,b=c", "it's ${x}", 'q"[1]', "naïve ~"])
-def test_a_folder_may_have_any_name(tmp_path: Path, folder: str) -> None:
-    project = tmp_path / folder
-    (project / "recipes").mkdir(parents=True)
-    (project / "recipes" / "mine.yaml").write_text(RECIPE)
-    (project / "conf" / "model").mkdir(parents=True)
-    (project / "conf" / "model" / "own.yaml").write_text("name: own\nvocab_size: 300\n")
-    composed = compose("mine", ["model=own"], project)
-    assert (composed.problems, composed.data["model"]["name"]) == ((), "own")
-
-
 def test_another_hydra_program_in_the_folder_does_no_harm(tmp_path: Path, write) -> None:
     write("conf/config.yaml", "defaults: [nothing]\nfoo: 1\n")
     write("conf/hydra/default.yaml", "nonsense: 1\n")
@@ -271,27 +260,6 @@ def test_faults_inside_a_users_own_groups(tmp_path: Path, write) -> None:
     assert fault("round") == ("bad_defaults", "conf/model/about.yaml:1:12", "`round` builds on itself")
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("a: [" + "[" * 100 + "]" * 100 + "]\n", "it is nested more than 32 levels deep"),
-        ("a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
-         + "".join(f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in ("ab", "bc", "cd", "de")),
-         "it expands to more than 20,000 values"),
-        (f"a: {'x' * 600_000}\n", "is larger than the 512.00 KiB"),
-    ],
-    ids=["deep", "billion laughs", "large"],
-)  # fmt: skip
-def test_a_group_file_that_only_another_one_names_is_read_within_limits(tmp_path: Path, write, content, reason) -> None:
-    write("conf/model/outer.yaml", "defaults:\n  - /optim@x: inner\nname: x\n")
-    write("conf/optim/inner.yaml", content)
-    composed = compose("tiny", ["model=outer"], tmp_path)
-    assert any(
-        "inner.yaml" in f"{problem.file} {problem.message}" and reason in problem.message
-        for problem in composed.problems
-    )
-
-
 def test_recipes_that_build_on_one_another_in_a_circle(tmp_path: Path, write) -> None:
     write("recipes/one.yaml", f"defaults: [two]\n{RECIPE}")
     write("recipes/two.yaml", "defaults:\n  - one\n  - override /optim: sgd\n")
@@ -411,29 +379,25 @@ def test_a_recipe_cannot_override_an_accelerator_by_its_defaults(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("cluster", "meant"),
+    ("typed", "meant"),
     [
-        ("16xl4", "cluster.accelerator=l4 cluster.devices_per_node=16"),
-        ("h100x8", "cluster=h100 cluster.devices_per_node=8"),
-        ("8xh100", "cluster=h100 cluster.devices_per_node=8"),
-        ("l4", "cluster.accelerator=l4"),
-        ("4x4090", "cluster=rtx_4090_x4"),
-        ("4xrtx_4090", "cluster=rtx_4090_x4"),
-        ("rtx4090x2", "cluster=rtx_4090_x2"),
-        ("rtx_4090", "cluster.accelerator=rtx_4090"),
-        ("rtx4090", "cluster.accelerator=rtx_4090"),
-        ("rtx_4090_x3", "cluster.accelerator=rtx_4090 cluster.devices_per_node=3"),
-        ("a100_40", "cluster=a100_40gb"),
+        ("cluster=16xl4", "cluster.accelerator=l4 cluster.devices_per_node=16"),
+        ("cluster=h100x8", "cluster=h100 cluster.devices_per_node=8"),
+        ("cluster=8xh100", "cluster=h100 cluster.devices_per_node=8"),
+        ("cluster=l4", "cluster.accelerator=l4"),
+        ("cluster=4x4090", "cluster=rtx_4090_x4"),
+        ("cluster=4xrtx_4090", "cluster=rtx_4090_x4"),
+        ("cluster=rtx4090x2", "cluster=rtx_4090_x2"),
+        ("cluster=rtx_4090", "cluster.accelerator=rtx_4090"),
+        ("cluster=rtx4090", "cluster.accelerator=rtx_4090"),
+        ("cluster=rtx_4090_x3", "cluster.accelerator=rtx_4090 cluster.devices_per_node=3"),
+        ("cluster=a100_40", "cluster=a100_40gb"),
+        ("cluster.accelerator=4090", "cluster.accelerator=rtx_4090"),
     ],
 )
-def test_a_number_of_chips_is_no_cluster_by_name(cluster: str, meant: str, tmp_path: Path) -> None:
-    (problem,) = compose("llama3_8b", [f"cluster={cluster}"], tmp_path).problems
-    assert problem.hint == f"did you mean {meant}? `trainspec list cluster` shows all"
-
-
-def test_an_accelerator_may_be_named_by_its_number(tmp_path: Path) -> None:
-    (problem,) = compose("llama3_8b", ["cluster.accelerator=4090"], tmp_path).problems
-    assert problem.hint == "did you mean cluster.accelerator=rtx_4090? `trainspec list accelerator` shows all"
+def test_a_number_of_chips_and_the_number_of_a_chip_lead_to_names(typed: str, meant: str, tmp_path: Path) -> None:
+    (problem,) = compose("llama3_8b", [typed], tmp_path).problems
+    assert problem.hint.startswith(f"did you mean {meant}? `trainspec list ")
 
 
 def test_a_broken_file_of_a_named_section_is_told(tmp_path: Path, write) -> None:

@@ -27,15 +27,11 @@ from trainspec_cli.recipe.compose.values import (
 
 
 def test_a_reference_may_start_at_the_section_above_its_own() -> None:
-    resolver = Resolver({"train": {"steps": 7, "seed": "${.steps}", "more": "${..name}"}, "name": "tiny"})
-    assert resolver.value(("train", "seed")) == 7
-    assert resolver.value(("train", "more")) == "tiny"
-
-
-def test_a_reference_above_the_recipe_leads_nowhere() -> None:
-    resolver = Resolver({"train": {"seed": "${...name}"}, "name": "tiny"})
+    train = {"steps": 7, "seed": "${.steps}", "more": "${..name}", "above": "${...name}"}
+    resolver = Resolver({"train": train, "name": "tiny"})
+    assert (resolver.value(("train", "seed")), resolver.value(("train", "more"))) == (7, "tiny")
     with pytest.raises(InterpolationError, match="not found"):
-        resolver.value(("train", "seed"))
+        resolver.value(("train", "above"))
 
 
 def test_the_values_behind_a_reference_to_a_section_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,7 @@ def check(spec: RunSpec) -> list[Problem]:
     rules += [half_precision, largest_micro_batch, keys_of_wings]
     rules += [*RUN_RULES, *BATCHING_RULES, *COMM_RULES, *ELASTIC_RULES, *FABRIC_RULES, *KERNEL_RULES]
     rules += [*OPTIM_RULES, *POOL_RULES, *RELAYOUT_RULES, *SLURM_RULES, *TEXT_RULES, *OWN_CODE_RULES]
+    # Whether a wing is used is not known where the key that says so is wrong.
     with contextlib.suppress(UnknownTouched):
         rules += [rule for of_wing in parts_for(RULES, spec) for rule in of_wing]
     known, problems = forget_out_of_range(spec)
@@ -199,6 +200,7 @@ def world_size(spec: RunSpec) -> Iterator[Problem]:
     processes = spec.cluster.num_nodes * devices
     every = {axis: getattr(spec.layout, axis) for axis in MESH_AXES}
     sizes = {axis: size for axis, size in every.items() if size != AUTO}
+    # Each replica group has a mesh of its own; a number of groups that does not divide has a rule of its own too.
     groups = fixed_groups(spec)
     if processes % groups == 0:
         processes //= groups
@@ -240,6 +242,7 @@ def vocabulary(spec: RunSpec) -> Iterator[Problem]:
     """Every token has a row in the embedding."""
     if spec.model.unit == "samples":
         return
+    # Only of a tokenizer that is still to be trained is the size known here; the others are read with the data.
     wanted = spec.data.tokenizer.vocab_size
     rows = spec.model.vocab_size
     if spec.data.source not in OF_IDS and spec.data.tokenizer.is_trained and wanted > rows:
@@ -281,6 +284,7 @@ def _source_path(source: str, path: str | None, where: str) -> Iterator[Problem]
         yield Problem(code="missing_value", path=f"{where}.path", message=message, hint=hint)
     else:
         place = expand(path)
+        # One match is enough: a glob may stand for a million files.
         exists = place.is_dir() if source in OF_FOLDERS else place.exists()
         if not exists and (source in OF_FOLDERS or not any(glob.iglob(str(place), recursive=True))):  # noqa: PTH207
             yield _missing_file(f"{where}.path", path, kind)
@@ -400,6 +404,7 @@ def packages(spec: RunSpec) -> Iterator[Problem]:
     scaled = [("precision.matmul", "fp8", "torchao", "float8")] if spec.precision.matmul == "fp8" else []
     of_wings = [needed for of_wing in parts_for(PACKAGES, spec) for needed in of_wing]
     for path, value, package, extra in (*tracked, *tables, *scaled, *of_wings):
+        # Found and not imported: some of them take seconds to load.
         if importlib.util.find_spec(package) is None:
             message = f"`{path}` is {value}, and the package {package} is not installed"
             yield _lacking("missing_package", path, message, f"type pip install 'trainspec[{extra}]'")
@@ -456,6 +461,7 @@ def backend_is_used(spec: RunSpec, op: str) -> bool:
         return model.experts is not None
     if op == "rope":
         return model.rotates
+    # Ring attention has a kernel of its own, which passes keys and values on while it computes.
     ring = size_of(spec.layout, "cp") > 1 and spec.layout.context_method == "ring"
     return op != "attention" or not ring
 

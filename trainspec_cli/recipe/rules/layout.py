@@ -46,10 +46,12 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
     if spec.train.loss:
         yield _spread_alone("tp", f"it cuts the vocabulary, of which {spec.train.loss} (`train.loss`) sees all logits")
     for field in ("num_heads", "num_kv_heads", "ffn_size", "vocab_size", "mamba_heads", "mamba_groups"):
+        # A family without such a size has nothing there to cut.
         size = getattr(spec.model, field, 0)
         if size % tp:
             yield _indivisible("tp", tp, f"model.{field}", size)
     if spec.layout.sequence_parallel:
+        # Ranks of cp have each a part of the sequence, and those of tp divide that part once more.
         yield from _sequence(spec, size_of(spec.layout, "cp") * tp, "cp x tp")
         if spec.model.learned_positions:
             message = "a table of positions is added to whole sequences, which sequence parallelism cuts"
@@ -207,6 +209,7 @@ def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
         return
     if experts.num_experts % ep:
         yield _indivisible("ep", ep, "model.experts.num_experts", experts.num_experts)
+    # Experts are spread over the ranks of one replica and stage; how many these are is known where no axis is open.
     axes = ("dp_shard", "cp", "tp")
     sizes = [getattr(spec.layout, axis) for axis in axes]
     if AUTO not in sizes and (sizes[0] * sizes[1] * sizes[2]) % ep:
@@ -278,6 +281,7 @@ def expert_groups(spec: RunSpec) -> Iterator[Problem]:
             f"{experts.top_groups} of {groups} groups (`model.experts.top_groups`) are to hold a token's "
             f"{experts.top_k} experts; a group has {number // groups}"
         )
+        # Rounded up: these groups have to hold a token's experts at least.
         fewest = min(groups, -(-experts.top_k * groups // number))
         allowed = f"{groups} or less" if experts.top_groups > groups else f"{fewest} or more"
         hint = f"type model.experts.top_groups={allowed}"
@@ -372,6 +376,7 @@ def fitting_input(spec: RunSpec) -> Iterator[Problem]:
     if dims not in ((2, 3) if model.segments else (2,)):
         allowed = "a unet takes 2 or 3" if model.segments else f"a {model.architecture} takes 2"
         yield Problem("out_of_range", f"`model.input_size` has {dims} dimensions; {allowed}", "model.input_size")
+    # Each level halves every extent, and what comes back up has to fit what went down.
     shrinks_by = 2 ** len(model.widths)
     if model.segments and any(extent % shrinks_by for extent in model.input_size):
         message = f"`model.input_size` is {list(model.input_size)}; {len(model.widths)} levels halve every extent"
@@ -404,6 +409,7 @@ def not_divisible(path: str, message: str, total: int, part: int) -> Problem:
 
 def divisors(number: int, most: int = 8) -> list[Any]:
     """Return all divisors of a number, or of a large one the smallest few."""
+    # Sizes may be as large as 1e9, and nobody spreads over more ranks than these.
     found: list[Any] = [n for n in range(1, min(number, 4096) + 1) if number % n == 0]
     return found if len(found) <= most else [*found[:most], "..."]
 
@@ -435,6 +441,7 @@ def tiers(spec: RunSpec) -> Iterator[Problem]:
 def _sizes(described: tuple[TierSpec, ...], spec: RunSpec) -> Iterator[Problem]:
     per_node = spec.cluster.devices_per_node
     known = [(place, tier.name, tier.devices) for place, tier in enumerate(described) if tier.devices is not None]
+    # The first tier is the scale-up domain: the cluster's own keys give its size where the tier does not.
     domain = spec.cluster.scaleup_devices or (None if per_node == AUTO else per_node)
     if described and described[0].devices is None and domain is not None:
         known.insert(0, (0, described[0].name, domain))
@@ -483,6 +490,7 @@ def planes(spec: RunSpec) -> Iterator[Problem]:
         )
         yield Problem("not_divisible", message, path, "choose planes, nic_gbit_per_s and switch_tbit_per_s that divide")
         return
+    # Half of a switch's ports go up, but for the last tier: radix^2 / 2 NICs in two tiers, radix^3 / 4 in three.
     most = round(radix) ** found.switch_tiers // (2 if found.switch_tiers == 2 else 4)
     nics = None if per_node == AUTO else spec.cluster.num_nodes * per_node
     if nics is not None and nics > most:
@@ -516,6 +524,7 @@ def instead_of_nodes(spec: RunSpec) -> Iterator[Problem]:
         message = f"`{POOLS}` names the accelerators, and `cluster.accelerator` is {cluster.accelerator.name} besides"
         yield Problem("unsupported", message, POOLS, "type cluster=auto, and say in each pool what it has")
         return
+    # A key that has its usual value was not written, as far as a rule can know.
     set_besides = {
         "num_nodes": (cluster.num_nodes, 1),
         "devices_per_node": (cluster.devices_per_node, AUTO),
@@ -705,6 +714,7 @@ def whole_hosts(num_nodes: int, number: int) -> Iterator[Problem]:
     path = "resilience.replica_groups"
     message = f"{num_nodes} nodes do not divide over {number} replica groups, nor the groups over the nodes"
     fitting = [n for n in range(2, 2 * num_nodes + 1) if num_nodes % n == 0 or n % num_nodes == 0]
+    # The nearest to what was asked for, shown in their order.
     near = sorted(fitting, key=lambda n: abs(n - number))[:3]
     yield Problem("not_divisible", message, path, f"type {path}={' or '.join(map(str, sorted(near)))}")
 
@@ -744,6 +754,7 @@ def changed_specs(spec: RunSpec) -> list[RunSpec]:
 def changed_layouts(spec: RunSpec) -> Iterator[Problem]:
     """Each layout that the run changes to is legal in itself, and builds on axes that are known before the search."""
     for place, (changed, change) in enumerate(zip(changed_specs(spec), spec.scheduler.changes, strict=False)):
+        # The planner searches before the run begins, for one layout: a change has to name what it builds on.
         open_axes = [axis for axis in ("cp", "tp", "pp", "ep") if getattr(changed.layout, axis) == AUTO]
         if open_axes:
             message = f"the layout from step {change.step} on leaves {', '.join(open_axes)} to the planner"
@@ -765,6 +776,7 @@ def order_of_changes(spec: RunSpec) -> Iterator[Problem]:
             message = f"`{PATH}.{place}.step` is {change.step}, and the change before it comes at {before.step}"
             hint = f"put the changes in their order, each at a later step: {before.step + 1} or more"
             yield Problem("out_of_range", message, f"{PATH}.{place}.step", hint)
+    # A batch that changes makes another number of steps, and the last one is not known.
     late = [place for place, change in enumerate(changes) if change.step >= spec.train.max_steps]
     if late and spec.batching.schedule.kind == "constant":
         message = f"`{PATH}.{late[0]}.step` is {changes[late[0]].step}, in a run of {spec.train.max_steps} steps"

@@ -78,6 +78,7 @@ def framework_has(spec: RunSpec) -> Iterator[Problem]:
     """A layout that is pinned names what the framework has."""
     facts = spec.framework
     layout = spec.layout
+    # Of one rank, and of an axis that is still open, a ZeRO stage or a schedule says nothing yet.
     pinned = {
         "zero_stage": (layout.zero_stage, facts.zero_stages, layout.dp_shard not in (AUTO, 1)),
         "pipeline_schedule": (layout.pipeline_schedule, facts.schedules, layout.pp not in (AUTO, 1)),
@@ -150,6 +151,7 @@ def describe_other_blocks(spec: RunSpec, tp: int, other_tp: int) -> str:
 
 def _rows_cut_by_tp(model: TextModel, lora_rank: int) -> dict[str, int]:
     """Return the lengths of the rows that tp cuts and whose moments are kept in 8 bits, by the keys that say them."""
+    # tp cuts the rows of matrices that lead back to the hidden size; the others it cuts between their rows.
     mixers = {mixer for layer in model.layer_list for mixer in layer.mixers}
     decoder = model.as_decoder
     experts = model.experts
@@ -318,6 +320,7 @@ def forget_out_of_range(section: Any, prefix: str = "") -> tuple[Any, list[Probl
         elif value is not UNKNOWN and value is not None and value != AUTO and field.name in ranges:
             numbers = value if isinstance(value, tuple) else (value,)
             if not all(map(ranges[field.name].holds, numbers)):
+                # Rules that meet it end there: none divides by a zero, or loops over 1e18 layers.
                 changes[field.name] = UNKNOWN
                 problems.append(_out_of_range(path, value, ranges[field.name]))
     return replace(section, **changes) if problems else section, problems
@@ -436,11 +439,13 @@ def time_limit_s(text: str) -> float | None:
     if found is None:
         return None
     if plain := found["plain"]:
+        # Slurm reads one number as minutes, two as minutes and seconds, three as hours, minutes and seconds.
         numbers = [int(part) for part in plain.split(":")]
         hours, minutes, seconds = [0, *numbers, 0] if len(numbers) == 1 else [0] * (3 - len(numbers)) + numbers
         days = 0
     else:
         days, hours, minutes, seconds = (int(found[part] or 0) for part in ("days", "hours", "minutes", "seconds"))
+    # 0 asks for no limit.
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds or float("inf")
 
 
@@ -496,6 +501,7 @@ def gpus(spec: RunSpec) -> Iterator[Problem]:
         message = f"`{path}` is `{text}`, and `{PREFIX}.gpu_request` is none, which asks for no GPUs"
         yield Problem("unsupported", message, path, f"leave out one of them, or type {PREFIX}.gpu_request=gres")
     elif spec.cluster.device == "cuda" and isinstance(devices, int):
+        # A type alone asks for as many as the run uses.
         asked = int(found["typed"] or found["number"] or devices)
         if asked < devices:
             message = f"`{path}` asks for {asked} GPUs of a node, and `cluster.devices_per_node` uses {devices}"
@@ -532,6 +538,7 @@ def further_options(spec: RunSpec) -> Iterator[Problem]:
     """sbatch takes the last of two options of one name without a word."""
     slurm = spec.cluster.slurm
     path = f"{PREFIX}.sbatch_lines"
+    # An option whose key is not set stands in no line of the script, and contradicts nothing.
     set_keys = {option: f"{PREFIX}.{key}" for option, key in KEYS.items() if getattr(slurm, key) not in (None, False)}
     owners = {**OF_SCRIPT, **set_keys}
     if slurm.gpu_request != "none" and (spec.cluster.device == "cuda" or slurm.gpus_per_node is not None):
