@@ -592,6 +592,12 @@ def compose_arguments(
     # error.
     config, parts, unforeseen = _compose_files(selection)
     values, of_named, misnamed = choose_sections(config, values, selection.folders, cwd)
+    misplaced = [problem for problem in problems if (problem.code, problem.path) == ("bad_override", RECIPE)]
+    if misplaced:  # that no recipe is named follows from it
+        names = selection.folders.recipe_names()
+        words = {problem.line: arguments[(problem.line or 1) - 1] for problem in misplaced}
+        problems = [_with_nearest_recipe(one, words[one.line], names) if one in misplaced else one for one in problems]
+        selection.problems = [one for one in selection.problems if (one.code, one.path) != ("missing_value", RECIPE)]
     problems += selection.problems + unforeseen + misnamed + apply_arguments(config, values)
     problems += write_out_pools(config, selection.folders, cwd)
     files = {show_path(part.file, cwd): _origins_of(part) for part in parts}
@@ -610,6 +616,12 @@ def compose_arguments(
         problems=tuple(locate([*problems, *more], origins, arguments, cwd)),
         failed=frozenset(selection.failed | incomplete | ({RECIPE} if unforeseen else set())),
     )
+
+
+def _with_nearest_recipe(problem: Problem, word: str, names: Sequence[str]) -> Problem:
+    """Return the problem of a word alone, `trainspec launch tiyn`, with the recipe that was meant by it."""
+    near = None if word in names else closest(word, names)
+    return replace(problem, hint=f"to choose a recipe, type {RECIPE}={near}") if near else problem
 
 
 def _not_here(argument: Argument) -> Problem:
