@@ -137,6 +137,13 @@ def test_no_recipe(tmp_path: Path) -> None:
     assert told(compose("", [], tmp_path)) == [("missing_value", "command line:1", "no recipe is named", hint)]
 
 
+@pytest.mark.parametrize(("word", "meant"), [("tiny", "tiny"), ("tniy", "tiny"), ("zzzz", "zzzz")])
+def test_a_word_alone_is_one_mistake(tmp_path: Path, word: str, meant: str) -> None:
+    ((code, where, _, hint),) = told(compose_arguments([word], tmp_path))
+    assert (code, where) == ("bad_override", "command line:1")
+    assert hint == f"to choose a recipe, type recipe={meant}"
+
+
 def test_unknown_option_on_the_command_line_and_in_a_recipe(tmp_path: Path, write) -> None:
     write("recipes/mine.yaml", f"defaults:\n  - override /optim: adam\n{RECIPE}")
     composed = compose("mine", ["model=llama6m"], tmp_path)

@@ -84,7 +84,7 @@ def _parse(number: int, text: str) -> Argument | Problem:
             return at.problem("bad_override", message, f"type {key}={value.strip()}", key)
         if "." in text and _KEY.fullmatch(text):
             return at.problem("bad_override", message, f"type {text}=<value>, without spaces", text)
-        return at.problem("bad_override", message, f"to choose a recipe, type recipe={text}")
+        return at.problem("bad_override", message, f"to choose a recipe, type recipe={text}", RECIPE)
     name = key.strip().lstrip("+~")
     if name in TEXTS:
         value = value.strip()

@@ -504,6 +504,12 @@ def compose_arguments(
         parts += [replace(found[0], replaces=True), *found[1:]] if found else []
     values = [argument for argument in values if argument not in named]
     data, origins = _merge(parts)
+    misplaced = [problem for problem in problems if (problem.code, problem.path) == ("bad_override", RECIPE)]
+    if misplaced:  # a word alone, as in `trainspec launch tiyn`; that no recipe is named follows from it
+        names = selection.folders.recipe_names()
+        words = {problem.line: arguments[(problem.line or 1) - 1] for problem in misplaced}
+        problems = [_with_nearest_recipe(one, words[one.line], names) if one in misplaced else one for one in problems]
+        selection.problems = [one for one in selection.problems if (one.code, one.path) != ("missing_value", RECIPE)]
     problems += [*selection.problems, *_apply_arguments(data, values)]
     problems += _write_out_pools(data, selection)
     origins = _with_arguments(origins, values)
@@ -527,6 +533,12 @@ def compose_arguments(
         problems=tuple(locate([*problems, *more], origins, arguments, cwd)),
         failed=frozenset(selection.failed | incomplete),
     )
+
+
+def _with_nearest_recipe(problem: Problem, word: str, names: Sequence[str]) -> Problem:
+    """Return the problem of a word alone with the recipe that was meant by it."""
+    near = None if word in names else closest(word, names)
+    return replace(problem, hint=f"to choose a recipe, type {RECIPE}={near}") if near else problem
 
 
 def amend(recipe: str, values: JsonObject, arguments: Sequence[str], completions: Iterable[Complete]) -> Composed:
