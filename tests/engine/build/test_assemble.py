@@ -170,7 +170,7 @@ def test_norms_of_images_are_taken_over_all_data_ranks() -> None:
     with built(plan_of("resnet", Layout(dp_replicate=2, dp_shard=2)), 2) as state:
         norms = state.parts[0].norm_modules()
         assert norms
-        assert all(ranks_of(norm.ranks.group) == [0, 1, 2, 3] for norm in norms)
+        assert all(ranks_of(norm.sum_over_ranks.__self__.group) == [0, 1, 2, 3] for norm in norms)
 
 
 @pytest.mark.parametrize("precision", [("bf16", torch.bfloat16), ("fp32", torch.float32)])

@@ -9,9 +9,10 @@ import torch
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.data.huggingface.config import write_config
 from trainspec_cli.data.huggingface.config_reading import read_model
+from trainspec_cli.data.huggingface.folder import open_weights
 from trainspec_cli.data.huggingface.safetensors import parameters
 from trainspec_cli.engine.build.assemble import build_model
-from trainspec_cli.engine.build.initial import load_folder
+from trainspec_cli.engine.build.initial import load_tensors
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.engine.tools.export import export
 from trainspec_cli.recipe.keys.model import DecoderModel
@@ -28,6 +29,10 @@ def model_of(folder) -> DecoderModel:
     model, problems = build(DecoderModel, read_model(json.loads((folder / "config.json").read_text()), "config.json"))
     assert problems == []
     return model
+
+
+def load_folder(folder, model, shares):
+    load_tensors(folder, open_weights(folder, model), model, shares)
 
 
 def loaded(folder, model):
@@ -182,7 +187,8 @@ def sources(monkeypatch):
     read: list = []
     manifest = SimpleNamespace(files=["a", "b", "c", "d", "e"])
     monkeypatch.setattr(initial, "errors_together", nullcontext)
-    monkeypatch.setattr(initial, "load_folder", lambda *given: read.append(("folder", *given)))
+    monkeypatch.setattr(initial, "open_weights", lambda folder, model: ("weights of", folder))
+    monkeypatch.setattr(initial, "load_tensors", lambda *given: read.append(given))
     monkeypatch.setattr(initial, "load_weights", lambda *given: read.append(("weights", *given)))
     monkeypatch.setattr(initial, "read_manifest", lambda folder: manifest)
     monkeypatch.setattr(initial, "verify_files", lambda *given: read.append(("verified", *given)))
@@ -204,7 +210,9 @@ def test_weights_come_from_a_folder_or_a_runs_newest_checkpoint_or_the_seed(sour
 
     load, model = sources
     assert load(SimpleNamespace(hugging_face=None, other=None, run=None)) == []
-    assert load(SimpleNamespace(hugging_face=tmp_path, other=None, run=None)) == [("folder", tmp_path, model, "shares")]
+    assert load(SimpleNamespace(hugging_face=tmp_path, other=None, run=None)) == [
+        (tmp_path, ("weights of", tmp_path), model, "shares")
+    ]
     load, _ = sources
     run = RunDir(tmp_path)
     for step in (5, 12):

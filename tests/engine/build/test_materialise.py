@@ -3,7 +3,7 @@ import hashlib
 import pytest
 import torch
 
-from trainspec_cli.engine.build.assemble import allocate, materialise, parameter_generator
+from trainspec_cli.engine.build.assemble import allocate, materialise
 from trainspec_cli.engine.models.decoder import Decoder
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.recipe.keys.model import DecoderModel
@@ -42,8 +42,9 @@ def test_matrices_differ_and_have_their_standard_deviation():
 def test_a_parameters_generator_is_seeded_by_the_runs_seed_and_its_name():
     """By the first eight bytes of SHA-256: checkpoints of the same seed begin alike, now and later."""
     digest = hashlib.sha256(b"17/blocks.0.ffn.up.weight").digest()
-    generator = parameter_generator(17, "blocks.0.ffn.up.weight", CPU)
-    assert generator.initial_seed() == int.from_bytes(digest[:8], "big") // 2
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") // 2)
+    expected = torch.empty(96, 64).normal_(0.0, 0.02, generator=generator)
+    assert torch.equal(made(17)["blocks.0.ffn.up.weight"], expected)
 
 
 def test_a_rank_with_a_part_has_that_part_of_the_whole():

@@ -130,11 +130,11 @@ def test_an_attention_backend_is_the_kernel_of_its_name(
     torch.testing.assert_close(found, TRIED["attention"].reference(q, k, v, None, 0.3))
 
 
-@pytest.mark.parametrize("loop", [adamw.foreach, adamw.for_loop])
-def test_a_guard_holds_for_one_update_alone(loop: Any) -> None:
+@pytest.mark.parametrize("foreach", [0, 1])
+def test_a_guard_holds_for_one_update_alone(foreach: int) -> None:
     """What one step was told of scale and infinity is not the next one's."""
     parameter = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
-    optimizer = loop([{"params": [parameter], "weight_decay": 0.0}], 0.1, (0.0, 0.0), 1e-8)
+    optimizer: Any = adamw.looped([{"params": [parameter], "weight_decay": 0.0}], 0.1, (0.0, 0.0), 1e-8, foreach)
     for found_inf, scale, moved in ((1.0, 4.0, 0.0), (0.0, 4.0, -0.1), (None, None, -0.2)):
         parameter.grad = torch.full((2,), 8.0)
         if found_inf is not None:

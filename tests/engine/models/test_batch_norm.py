@@ -85,16 +85,9 @@ def test_statistics_that_are_not_finite_are_not_kept():
     assert norm.running_mean.isfinite().all() and norm.running_mean[0] == 0 and norm.running_mean[1] != 0
 
 
-class World:
-    """All processes, as the module wants them."""
-
-    @property
-    def size(self) -> int:
-        return dist.get_world_size()
-
-    def sum_(self, x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x)
-        return x
+def sum_over_all(x: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(x)
+    return x
 
 
 SPLITS = ((4, 4), (6, 2), (7, 1), (8, 0), (0, 8))
@@ -107,10 +100,10 @@ def part(rank: int, folder: str) -> None:
     for split in SPLITS:
         x, gradient = (whole.split(split)[rank] for whole in draw())
         norm = make_norm()
-        norm.ranks = World()
+        norm.sum_over_ranks = sum_over_all
         found.append([*pass_through(norm, x, gradient), norm.running_mean, norm.running_variance])
     norm = make_norm()
-    norm.ranks = World()
+    norm.sum_over_ranks = sum_over_all
     empty = pass_through(norm, *draw(0))
     found.append([*empty, norm.running_mean, norm.running_variance])
     torch.save(found, f"{folder}/{rank}.pt")

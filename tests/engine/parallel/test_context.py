@@ -112,13 +112,3 @@ def test_a_ring_sends_to_the_next_rank_and_receives_from_the_one_before(monkeypa
 )
 def test_positions_stand_in_the_order_of_the_sequence(method: Any, rank: int, held: list[int]) -> None:
     assert held_positions(12, method, rank, 3).tolist() == held
-
-
-@pytest.mark.parametrize(("method", "kind"), [("ring", RingCore), ("ulysses", UlyssesCore)])
-def test_every_attentions_core_is_replaced(method: Any, kind: type) -> None:
-    modules = [SimpleNamespace(core=CausalCore(scale=scale)) for scale in (0.5, 0.25)]
-    peers = FakePeers(Ranks(2), 0)
-    context.apply_context_parallel(SimpleNamespace(attention_modules=lambda: modules), peers, method)  # type: ignore[arg-type]
-    assert [type(module.core) for module in modules] == [kind, kind]
-    if method == "ring":
-        assert [module.core.scale for module in modules] == [0.5, 0.25]

@@ -21,7 +21,8 @@ class _FrugalRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
         wide = _widen(x)
-        inverse_rms = _inverse_rms(wide, eps)
+        eps = torch.finfo(wide.dtype).eps if eps is None else eps
+        inverse_rms = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
         ctx.save_for_backward(x, weight_D, inverse_rms)
         return (wide * inverse_rms).mul_(weight_D).to(x.dtype)
 
@@ -40,11 +41,6 @@ class _FrugalRmsNorm(torch.autograd.Function):
 def _widen(x: Tensor) -> Tensor:
     """Convert to fp32, or keep fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _inverse_rms(wide: Tensor, eps: float | None) -> Tensor:
-    eps = torch.finfo(wide.dtype).eps if eps is None else eps
-    return (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
 def rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:

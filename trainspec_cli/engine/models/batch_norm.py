@@ -6,22 +6,13 @@ in fp32. Shapes: B samples, C channels, then the extents of space; N positions o
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainspec_cli.engine.models.norm import precise
-
-
-class Ranks(Protocol):
-    """Ranks that hold parts of a micro-batch, of any sizes."""
-
-    @property
-    def size(self) -> int: ...
-
-    def sum_(self, x: Tensor) -> Tensor:
-        """Sum over all of them, in place."""
 
 
 class BatchNorm(nn.Module):
@@ -34,8 +25,8 @@ class BatchNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.momentum = momentum
-        self.ranks: Ranks | None = None
-        """Set from outside; None: this process alone."""
+        self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x
+        """Sums over all ranks that hold parts of a micro-batch, of any sizes, in place; set from outside."""
         self.weight = nn.Parameter(torch.empty(channels))
         self.bias = nn.Parameter(torch.empty(channels))
         self.register_buffer("running_mean", torch.empty(channels))
@@ -46,16 +37,6 @@ class BatchNorm(nn.Module):
             return _normalise(x, self.weight, self.bias, self)
         scale = precise(self.weight) * (self.running_variance + self.eps).rsqrt()
         return _scale(x, scale, precise(self.bias) - self.running_mean * scale)
-
-    def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
-        return x if self.ranks is None or self.ranks.size == 1 else self.ranks.sum_(x)
-
-    def remember(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Add a batch's statistics to the running ones, the variance unbiased; skip those that are not finite."""
-        unbiased = variance * (count / (count - 1).clamp(min=1))
-        for running, new in ((self.running_mean, mean), (self.running_variance, unbiased)):
-            running.lerp_(torch.where(new.isfinite(), new.to(running.dtype), running), self.momentum)
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -86,7 +67,10 @@ class _BatchNorm(torch.autograd.Function):
         both = norm.sum_over_ranks(torch.stack([to_bias, to_weight])) / count
         to_x = gradient - _along(both[0], x) - normal.mul_(_along(both[1], x))
         to_x *= _along(precise(weight) * inverse_std, x)
-        norm.remember(mean, variance, count)
+        # The running variance is the unbiased one; statistics that are not finite would stay for good.
+        unbiased = variance * (count / (count - 1).clamp(min=1))
+        for running, new in ((norm.running_mean, mean), (norm.running_variance, unbiased)):
+            running.lerp_(torch.where(new.isfinite(), new.to(running.dtype), running), norm.momentum)
         return to_x.to(x.dtype), to_weight.to(weight.dtype), to_bias.to(weight.dtype), None
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.feed_forward import ACTIVATIONS, clamped_glu, swiglu
+from trainspec_cli.engine.models.feed_forward import GatedActivation
 from trainspec_cli.recipe.keys.model import DecoderModel
 
 
@@ -30,7 +30,7 @@ class SortedTokens(NamedTuple):
     def combine(self, y_MD: Tensor, weights_TK: Tensor) -> Tensor:
         """Return (T, D): the weighted sum of each token's copies."""
         tokens, chosen = weights_TK.shape
-        y_TKD = take(y_MD, self.place_M, self.source_M).view(tokens, chosen, y_MD.shape[1])
+        y_TKD = _Take.apply(y_MD, self.place_M, self.source_M).view(tokens, chosen, y_MD.shape[1])
         return torch.bmm(weights_TK.to(y_TKD.dtype)[:, None], y_TKD)[:, 0]
 
 
@@ -40,7 +40,7 @@ def sort_by_expert(x_TD: Tensor, indices_TK: Tensor, num_experts: int) -> Sorted
     source_M = expert_M.argsort(stable=True)
     place_M = torch.empty_like(source_M).scatter_(0, source_M, torch.arange(len(source_M), device=source_M.device))
     counts_E = count_experts(indices_TK, num_experts)
-    return SortedTokens(take(x_TD, source_M // indices_TK.shape[1], place_M), counts_E, source_M, place_M)
+    return SortedTokens(_Take.apply(x_TD, source_M // indices_TK.shape[1], place_M), counts_E, source_M, place_M)
 
 
 def count_experts(indices: Tensor, num_experts: int) -> Tensor:
@@ -50,8 +50,8 @@ def count_experts(indices: Tensor, num_experts: int) -> Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """x[rows]; `copies` are the positions of each row's copies, which make the backward a gather instead of a
-    scatter."""
+    """x[rows] (M, D). The copies of row t are at copies_M[t * M/T : (t + 1) * M/T], which makes the backward a gather
+    instead of a scatter."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, rows_M: Tensor, copies_M: Tensor) -> Tensor:
@@ -65,66 +65,67 @@ class _Take(torch.autograd.Function):
         return dy_MD[copies_M].view(ctx.tokens, ctx.copies, dy_MD.shape[1]).sum(1), None, None
 
 
-def take(x_TD: Tensor, rows_M: Tensor, copies_M: Tensor) -> Tensor:
-    """Return (M, D): rows of x; the copies of row t are at copies_M[t * M/T : (t + 1) * M/T]."""
-    return _Take.apply(x_TD, rows_M, copies_M)
-
-
 def grouped_matmul(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
     """Return (M, F): each expert's rows times its matrix; rows beyond the counts are undefined."""
+    if x_MD.dtype == torch.float64:  # the grouped kernels take 32 bits at most
+        return matmul_in_turn(x_MD, weight_EDF, counts_E)
     if x_MD.device.type == "cpu" or x_MD.dtype != torch.bfloat16:
-        return _grouped_eagerly(x_MD, weight_EDF, counts_E)
+        return _grouped_mm_eagerly(x_MD, weight_EDF, counts_E)
+    return _grouped_mm(x_MD, weight_EDF, counts_E)
+
+
+def _grouped_mm(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
     return F.grouped_mm(x_MD, weight_EDF, offs=counts_E.cumsum(0).to(torch.int32))
+
+
+# The compiler supports the grouped kernel only for bf16 on GPUs.
+_grouped_mm_eagerly = torch.compiler.disable(_grouped_mm)
 
 
 @torch.compiler.disable
-def _grouped_eagerly(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
-    """Multiply outside of the compiler, which supports the grouped kernel only for bf16 on GPUs."""
-    if x_MD.dtype == torch.float64:  # the grouped kernels take 32 bits at most
-        parts = x_MD.split([*counts_E.tolist(), len(x_MD) - int(counts_E.sum())])
-        return torch.cat([part @ weight for part, weight in zip(parts, [*weight_EDF, weight_EDF[0]], strict=True)])
-    return F.grouped_mm(x_MD, weight_EDF, offs=counts_E.cumsum(0).to(torch.int32))
+def matmul_in_turn(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
+    """Compute the same, one product after another; the host waits for the counts."""
+    counts = counts_E.tolist()
+    parts = x_MD.split([*counts, len(x_MD) - sum(counts)])
+    return torch.cat([part @ weight for part, weight in zip(parts, [*weight_EDF, weight_EDF[0]], strict=True)])
 
 
-class Experts(nn.Module):
+class Experts(GatedActivation):
     """The routed experts' feed-forwards on sorted rows; rows beyond the counts become zeros.
 
     `up` holds the gate's columns and then the linear half's; without a gate, only the latter.
     """
 
     grouped_matmul = staticmethod(grouped_matmul)
-    swiglu = staticmethod(swiglu)
 
     def __init__(self, model: DecoderModel):
-        super().__init__()
+        super().__init__(model.activation, model.gate_limit)
         assert model.experts is not None
         experts = model.experts
         hidden = model.hidden_size
-        width = model.experts.expert_ffn_size
+        width = experts.expert_ffn_size
         halves = 2 if model.gated_mlp else 1
         self.up = nn.Parameter(torch.empty(experts.num_experts, hidden, halves * width))
         self.down = nn.Parameter(torch.empty(experts.num_experts, width, hidden))
         self.up_bias = nn.Parameter(torch.empty(experts.num_experts, halves * width)) if experts.bias else None
         self.down_bias = nn.Parameter(torch.empty(experts.num_experts, hidden)) if experts.bias else None
         self.gated = model.gated_mlp
-        self.gate_limit = model.gate_limit
-        self.activation = ACTIVATIONS[model.activation]
         self.drops = experts.capacity_factor is not None
 
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        expert_M = self._expert_of_row(len(x_MD), counts_E) if self.up_bias is not None else None
+        expert_M = None
+        if self.up_bias is not None:
+            row_M = torch.arange(len(x_MD), device=counts_E.device)
+            expert_M = torch.searchsorted(counts_E.cumsum(0), row_M, right=True).clamp(max=len(counts_E) - 1)
         x_MD = self._without_dropped(x_MD, counts_E)
-        inner_MF = self._activate(_add_bias(self.grouped_matmul(x_MD, self.up, counts_E), self.up_bias, expert_M))
+        inner_MF = self._inner(_add_bias(self.grouped_matmul(x_MD, self.up, counts_E), self.up_bias, expert_M))
         y_MD = _add_bias(self.grouped_matmul(inner_MF, self.down, counts_E), self.down_bias, expert_M)
         return self._without_dropped(y_MD, counts_E)
 
-    def _activate(self, x_MF: Tensor) -> Tensor:
-        if not self.gated:
-            return self.activation(x_MF)
-        gate, up = x_MF.chunk(2, dim=-1)
-        if self.gate_limit is not None:
-            return clamped_glu(gate, up, self.gate_limit)
-        return self.swiglu(gate, up) if self.activation is F.silu else self.activation(gate) * up
+    def _inner(self, x_MF: Tensor) -> Tensor:
+        """Both halves are freed on return, before the second product, unless the backward needs them."""
+        gate_MF, up_MF = x_MF.chunk(2, dim=-1) if self.gated else (None, x_MF)
+        return self.activate(gate_MF, up_MF)
 
     def _without_dropped(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         """Set rows without an expert to zero, forward and backward: grouped kernels leave them undefined."""
@@ -132,11 +133,6 @@ class Experts(nn.Module):
             return x_MD
         taken_M1 = torch.arange(len(x_MD), device=x_MD.device)[:, None] < counts_E.sum()
         return torch.where(taken_M1, x_MD, 0)
-
-    @staticmethod
-    def _expert_of_row(rows: int, counts_E: Tensor) -> Tensor:
-        row_M = torch.arange(rows, device=counts_E.device)
-        return torch.searchsorted(counts_E.cumsum(0), row_M, right=True).clamp(max=len(counts_E) - 1)
 
 
 def _add_bias(y_MF: Tensor, bias_EF: Tensor | None, expert_M: Tensor | None) -> Tensor:

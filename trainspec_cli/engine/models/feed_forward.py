@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from trainspec_cli.recipe.keys.model import Activation
 
-
-def squared_relu(x: Tensor) -> Tensor:
-    """arXiv:2109.08668."""
-    return F.relu(x).square()
-
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu2": squared_relu}
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "relu2": lambda x: F.relu(x).square(),  # arXiv:2109.08668
+}
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -24,28 +22,37 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def clamped_glu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """Compute gpt_oss's variant of SwiGLU: both halves are clamped, and 1 is added to the linear one."""
-    gate = gate.clamp(max=limit)
-    up = up.clamp(-limit, limit)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-
-
-class FeedForward(nn.Module):
-    """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x)))."""
+class GatedActivation(nn.Module):
+    """activation(gate) * up, or without a gate activation(up): the middle of a feed-forward."""
 
     swiglu = staticmethod(swiglu)
 
-    def __init__(self, hidden_size: int, ffn_size: int, *, gated: bool, activation: Activation):
+    def __init__(self, activation: Activation, gate_limit: float | None = None):
         super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        self.gate_limit = gate_limit
+
+    def activate(self, gate: Tensor | None, up: Tensor) -> Tensor:
+        if gate is None:
+            return self.activation(up)
+        if self.gate_limit is not None:
+            # gpt_oss's variant of SwiGLU: both halves are clamped, and 1 is added to the linear one.
+            gate = gate.clamp(max=self.gate_limit)
+            up = up.clamp(-self.gate_limit, self.gate_limit)
+            return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        return self.swiglu(gate, up) if self.activation is F.silu else self.activation(gate) * up
+
+
+class FeedForward(GatedActivation):
+    """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x)))."""
+
+    def __init__(self, hidden_size: int, ffn_size: int, *, gated: bool, activation: Activation):
+        super().__init__(activation)
         self.gate = nn.Linear(hidden_size, ffn_size, bias=False) if gated else None
         self.up = nn.Linear(hidden_size, ffn_size, bias=False)
         self.down = nn.Linear(ffn_size, hidden_size, bias=False)
-        self.activation = ACTIVATIONS[activation]
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.down(self.activation(self.up(x_BSD)))
-        gate = self.gate(x_BSD)
+        gate = None if self.gate is None else self.gate(x_BSD)
         up = self.up(x_BSD)
-        return self.down(self.swiglu(gate, up) if self.activation is F.silu else self.activation(gate) * up)
+        return self.down(self.activate(gate, up))

@@ -37,15 +37,14 @@ class HybridBlock(nn.Module):
         return x_BSD + self.get_submodule(self.kind)(self.norm(x_BSD))
 
 
-def build(model: HybridModel, _seq_len: int, layers: range | None) -> Hybrid:
-    return Hybrid(model, layers)
-
-
 class Hybrid(LanguageModel):
     """A hybrid model. State-space layers need no positions, and nor do the layers between them."""
 
     writes_per_layer: ClassVar[int] = 1
 
-    def __init__(self, model: HybridModel, layers: range | None = None):
+    def __init__(self, model: HybridModel, _seq_len: int, layers: range | None):
         super().__init__(model, layers, lambda layer: HybridBlock(model, model.layers[layer]))
         self.model = model
+
+
+build = Hybrid

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.engine.models.language_model import LanguageModel
-from trainspec_cli.engine.own_code import is_no_fault
+from trainspec_cli.engine.own_code import is_no_fault, refused
 from trainspec_cli.recipe.extensions.load import arguments, came_through_own_code, load, own_errors
 from trainspec_cli.recipe.keys.model import OwnModel
 from trainspec_cli.recipe.own_code import own_blocks
@@ -23,16 +23,12 @@ from trainspec_cli.recipe.own_code import own_blocks
 PREFIX = "blocks."
 
 
-def build(model: OwnModel, _seq_len: int, layers: range | None) -> OwnLanguageModel:
-    return OwnLanguageModel(model, layers)
-
-
 class OwnLanguageModel(LanguageModel):
     """A language model whose blocks are the user's own."""
 
     writes_per_layer: ClassVar[int] = 1
 
-    def __init__(self, model: OwnModel, layers: range | None):
+    def __init__(self, model: OwnModel, _seq_len: int, layers: range | None):
         maker = BlockMaker(model)
         super().__init__(model, layers, maker.make)
         self.maker = maker
@@ -42,7 +38,10 @@ class OwnLanguageModel(LanguageModel):
     def forward(
         self, tokens_or_x: Tensor, targets_BS: Tensor | None = None, documents_BS: Tensor | None = None
     ) -> Tensor:
-        with own_errors(self.maker.extension, "in a step", passes=_is_no_fault_of_blocks):
+        def is_no_fault_of_blocks(error: Exception) -> bool:
+            return is_no_fault(error) or not came_through_own_code(error)
+
+        with own_errors(self.maker.extension, "in a step", passes=is_no_fault_of_blocks):
             return super().forward(tokens_or_x, targets_BS, documents_BS)
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
@@ -80,10 +79,16 @@ class BlockMaker:
         with own_errors(self.extension, f"when the block of layer {layer} was made", RecipeError):
             block = self._call(self.model.hidden_size, layer, **arguments(self.model.options))
         if not isinstance(block, nn.Module):
-            raise self.refuse(f"returned {type(block).__name__}; a torch.nn.Module is needed", code="wrong_type")
+            what = f"returned {type(block).__name__}; a torch.nn.Module is needed"
+            raise refused(self.extension, what, code="wrong_type")
         for message, hint in _faults(block):
-            raise self.refuse(f"made a block whose {message}", hint)
-        self._check_count(layer, sum(parameter.numel() for parameter in block.parameters()))
+            raise refused(self.extension, f"made a block whose {message}", hint)
+        found = sum(parameter.numel() for parameter in block.parameters())
+        if self.model.block_params not in (None, found):  # None: it is made to be counted
+            path = "model.block_params"
+            message = f"`{path}` is {self.model.block_params}, and {self.extension.text} makes layer {layer} with"
+            message += f" {found} parameters"
+            raise RecipeError(Problem("contradiction", message, path, f"type {path}={found}; every layer has as many"))
         return block
 
     def make_with_values(self, layer: int, seed: int) -> nn.Module:
@@ -92,21 +97,6 @@ class BlockMaker:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
             return self.make(layer)
-
-    def _check_count(self, layer: int, found: int) -> None:
-        if self.model.block_params not in (None, found):  # None: it is made to be counted
-            path = "model.block_params"
-            message = f"`{path}` is {self.model.block_params}, and {self.extension.text} makes layer {layer} with"
-            message += f" {found} parameters"
-            raise RecipeError(Problem("contradiction", message, path, f"type {path}={found}; every layer has as many"))
-
-    def refuse(self, what: str, hint: str = "", code: str = "own_code") -> RecipeError:
-        message = f"`{self.extension.path}`: {self.extension.text} {what}"
-        return RecipeError(Problem(code, message, self.extension.path, hint))
-
-
-def _is_no_fault_of_blocks(error: Exception) -> bool:
-    return is_no_fault(error) or not came_through_own_code(error)
 
 
 def _faults(block: nn.Module) -> Iterator[tuple[str, str]]:
@@ -129,3 +119,6 @@ def _faults(block: nn.Module) -> Iterator[tuple[str, str]]:
                     f"attribute `{path}` is a tensor of no parameter or buffer",
                     f"self.register_buffer({name!r}, ...)",
                 )
+
+
+build = OwnLanguageModel

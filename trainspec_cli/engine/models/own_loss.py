@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.engine.digest import IGNORED_TARGET
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
-from trainspec_cli.engine.own_code import has_values, is_no_fault
+from trainspec_cli.engine.models.norm import precise
+from trainspec_cli.engine.own_code import has_values, is_no_fault, refused
 from trainspec_cli.recipe.extensions.load import arguments, load, own_errors
 from trainspec_cli.recipe.extensions.source import Extension
 from trainspec_cli.recipe.keys.model import loss_chunk_tokens
@@ -30,26 +31,12 @@ AGREEMENT = 1e-5
 LossOfTokens = Callable[[Tensor, Tensor], Tensor]
 
 
-class OwnChunk(nn.Module):
-    """The summed loss of one chunk of tokens; those without a target count nothing."""
-
-    def __init__(self, loss: LossOfTokens):
-        super().__init__()
-        self.loss = loss
-
-    def forward(self, x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor) -> Tensor:
-        logits_CV = F.linear(x_CD, weight_VD)
-        wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-        loss_C = self.loss(wide_CV, targets_C.clamp_min(0))
-        return torch.where(targets_C != IGNORED_TARGET, loss_C, 0.0).sum()
-
-
 class OwnLinearLoss(LinearCrossEntropy):
     """Returns the summed loss of one's own where gradients are computed; an evaluation has cross-entropy."""
 
     def __init__(self, loss: LossOfTokens):
         super().__init__()
-        self.own = OwnChunk(loss)
+        self.own = loss
 
     def forward(self, x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor | None) -> Tensor:
         if targets_BS is None or not torch.is_grad_enabled():
@@ -62,8 +49,13 @@ class OwnLinearLoss(LinearCrossEntropy):
         total = x_TD.new_zeros((), dtype=torch.float32)
         for start in range(0, len(targets_T), step):
             chunk = x_TD[start : start + step], weight_VD, targets_T[start : start + step]
-            total = total + checkpoint(self.own, *chunk, use_reentrant=False, preserve_rng_state=False)
+            total = total + checkpoint(self._sum_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
         return total
+
+    def _sum_chunk(self, x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor) -> Tensor:
+        """Sum one chunk's losses; tokens without a target count nothing."""
+        loss_C = self.own(precise(F.linear(x_CD, weight_VD)), targets_C.clamp_min(0))
+        return torch.where(targets_C != IGNORED_TARGET, loss_C, 0.0).sum()
 
 
 def load_loss(
@@ -89,26 +81,19 @@ def _try_out(extension: Extension, loss: LossOfTokens, vocab_size: int, device: 
     logits_TV = torch.randn((TRIAL_TOKENS, vocab_size), generator=generator).to(device).requires_grad_()
     targets_T = torch.randint(vocab_size, (TRIAL_TOKENS,), generator=generator).to(device)
     with own_errors(extension, "on random logits before the run", RecipeError):
-        whole_T = loss(logits_TV, targets_T)
-        _check_form(extension, whole_T)
+        whole_T: object = loss(logits_TV, targets_T)
+        got = type(whole_T).__name__
+        if isinstance(whole_T, Tensor):
+            has_form = whole_T.shape == (TRIAL_TOKENS,)
+            got = "a tensor without a gradient" if has_form else f"a tensor of shape {tuple(whole_T.shape)}"
+        if not isinstance(whole_T, Tensor) or not has_form or not whole_T.requires_grad:
+            what = f"returned {got} for {TRIAL_TOKENS} tokens; their losses are needed, of shape ({TRIAL_TOKENS},)"
+            hint = "return each token's loss (reduction='none'); the engine takes the mean"
+            raise refused(extension, what, hint)
         parts_T = torch.cat([loss(logits_TV[part], targets_T[part]) for part in (slice(1), slice(1, None))])
         (gradient_TV,) = torch.autograd.grad(whole_T.sum(), logits_TV)
     if not torch.allclose(whole_T, parts_T, rtol=AGREEMENT, atol=AGREEMENT):
         what = "gives a token another loss beside other tokens than alone"
-        raise _refuse(extension, what, "take logits[i] and targets[i] alone into loss i; the engine takes the mean")
+        raise refused(extension, what, "take logits[i] and targets[i] alone into loss i; the engine takes the mean")
     if not gradient_TV.isfinite().all():
-        raise _refuse(extension, "has a gradient that is not finite", "see how it treats small probabilities")
-
-
-def _check_form(extension: Extension, loss_T: object) -> None:
-    if isinstance(loss_T, Tensor) and loss_T.shape == (TRIAL_TOKENS,) and loss_T.requires_grad:
-        return
-    got = f"a tensor of shape {tuple(loss_T.shape)}" if isinstance(loss_T, Tensor) else type(loss_T).__name__
-    if isinstance(loss_T, Tensor) and loss_T.shape == (TRIAL_TOKENS,):
-        got = "a tensor without a gradient"
-    what = f"returned {got} for {TRIAL_TOKENS} tokens; their losses are needed, of shape ({TRIAL_TOKENS},)"
-    raise _refuse(extension, what, "return each token's loss (reduction='none'); the engine takes the mean")
-
-
-def _refuse(extension: Extension, what: str, hint: str) -> RecipeError:
-    return RecipeError(Problem("own_code", f"`{extension.path}`: {extension.text} {what}", extension.path, hint))
+        raise refused(extension, "has a gradient that is not finite", "see how it treats small probabilities")

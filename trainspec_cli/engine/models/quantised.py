@@ -5,7 +5,6 @@ Shapes: D a matrix's inputs, F its outputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,23 +37,22 @@ class QuantisedLinear(nn.Module):
         self.nf4_pairs.copy_(pair_table(self.nf4_pairs.device))
         self.nf4_levels.copy_(magnitude_table(self.nf4_levels.device))
 
-    def place(self, cut: Cut | None) -> None:
+    def place(self, cut: Cut) -> None:
         """Note how the magnitudes, and the weights with them, are cut over ranks."""
-        if cut is None:
-            return
         columns = cut.full_size if cut.dim == 1 else self.nf4_magnitudes.shape[1]
         row, column = (cut.start, 0) if cut.dim == 0 else (0, cut.start)
         self._place = Place(row, column, columns)
 
+    @property
+    def _held(self) -> tuple[Tensor, ...]:
+        return self.nf4_codes, self.nf4_magnitudes, self.nf4_scales, self.nf4_pairs, self.nf4_levels
+
     def weight(self, dtype: torch.dtype) -> Tensor:
         """Return this rank's part of W (F, D), dequantised."""
-        held = self.nf4_codes, self.nf4_magnitudes, self.nf4_scales, self.nf4_pairs, self.nf4_levels
-        return _weight(held, self._place, dtype)
+        return _weight(self._held, self._place, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        tables = self.nf4_pairs, self.nf4_levels
-        held = self.nf4_codes, self.nf4_magnitudes, self.nf4_scales
-        product: Tensor = _FrozenProduct.apply(x, self.bias, self._place, *held, *tables)
+        product: Tensor = _FrozenProduct.apply(x, self.bias, self._place, *self._held)
         return product
 
 
@@ -77,18 +75,3 @@ class _FrozenProduct(torch.autograd.Function):
 def _weight(held: tuple[Tensor, ...], place: Place, dtype: torch.dtype) -> Tensor:
     codes, magnitudes, scales, pairs, levels = held
     return dequantise(Nf4(codes, magnitudes, scales), place, pairs, levels, dtype)
-
-
-def quantise_blocks(part: nn.Module) -> None:
-    """Replace every linear layer of the blocks (on meta, in place)."""
-    for name, module in list(part.named_modules()):
-        owner, _, leaf = name.rpartition(".")
-        if isinstance(module, nn.Linear) and name.startswith("blocks."):
-            setattr(part.get_submodule(owner), leaf, QuantisedLinear(module))
-
-
-def place_quantised(part: nn.Module, cuts: Mapping[str, Cut]) -> None:
-    """Tell the quantised layers of `part` which part of each matrix they hold."""
-    for name, module in part.named_modules():
-        if isinstance(module, QuantisedLinear):
-            module.place(cuts.get(f"{name}.nf4_magnitudes"))

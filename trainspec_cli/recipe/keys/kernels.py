@@ -88,7 +88,7 @@ KERNELS: dict[str, dict[str, Backend]] = {
         "full": Backend("kernels.cross_entropy:full", more_memory=True, whole_vocabulary=True),
         "liger": _liger("linear_cross_entropy", whole_vocabulary=True),
     },
-    "grouped_matmul": {TORCH: Backend("models.experts:grouped_matmul"), "loop": Backend("kernels.grouped_matmul:loop")},
+    "grouped_matmul": {TORCH: Backend("models.experts:grouped_matmul"), "loop": Backend("models.experts:matmul_in_turn")},
     "ssd_scan": {
         TORCH: Backend("models.mamba2:selective_scan"),
         "block_32": Backend("models.mamba2:selective_scan", options={"block": 32}),
@@ -99,8 +99,8 @@ KERNELS: dict[str, dict[str, Backend]] = {
     },
     "adamw": {
         TORCH: Backend("optim.optimizer:fused"),
-        "foreach": Backend("kernels.adamw:foreach", more_memory=True),
-        "for_loop": Backend("kernels.adamw:for_loop"),
+        "foreach": Backend("kernels.adamw:looped", options={"foreach": 1}, more_memory=True),
+        "for_loop": Backend("kernels.adamw:looped", options={"foreach": 0}),
         "torchao": Backend("kernels.adamw:torchao", package="torchao", extra="float8", compiles=True),
     },
 }
