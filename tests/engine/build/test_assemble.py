@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from trainspec_cli.engine.build.assemble import build_train_state, load_kernel
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.models.quantised import QuantisedLinear
+from trainspec_cli.engine.models.lora import QuantisedLinear
 from trainspec_cli.engine.parallel.context import RingCore
 from trainspec_cli.engine.tools.trace import fake_world
 from trainspec_cli.recipe.keys.kernels import KernelSpec

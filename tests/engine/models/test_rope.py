@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from trainspec_cli.engine.models.rope import apply_rope, rope_angles
+from trainspec_cli.engine.models.rope import apply_rope, rope_angles, score_factor
 from trainspec_cli.recipe.keys.model import RopeScaling
 
 HEAD = 64
@@ -62,6 +64,11 @@ def test_scaled_frequencies_are_those_of_transformers(name: str) -> None:
 def test_plain_angles_are_positions_times_powers_of_theta() -> None:
     expected = torch.tensor([[0.0, 0.0], [1.0, 0.1], [2.0, 0.2]])
     torch.testing.assert_close(rope_angles(3, 4, 100.0), expected)
+
+
+def test_yarn_softens_scores() -> None:
+    assert score_factor(RopeScaling("yarn", 40.0, 4096)) == pytest.approx((0.1 * math.log(40) + 1) ** 2)
+    assert score_factor(LLAMA3) == score_factor(None) == 1.0
 
 
 def test_the_first_half_turns_against_the_second() -> None:

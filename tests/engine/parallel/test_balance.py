@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainspec_cli.engine.models.moe import Router
+from trainspec_cli.engine.models.experts import Router
 from trainspec_cli.engine.parallel.pipeline import (
     forget_visits,
     routers_of,

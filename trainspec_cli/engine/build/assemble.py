@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from trainspec_cli.engine.build.exchanges import Exchanges, build_exchanges
-from trainspec_cli.engine.build.own_code import try_own_block
+from trainspec_cli.engine.build.own_code import load_loss, try_own_block
 from trainspec_cli.engine.build.train_state import DTYPES, Allowance, LateSum, Stages, Throttle, TrainState
 from trainspec_cli.engine.comm.codec import PARAMETER_CODECS, WireMeter
 from trainspec_cli.engine.comm.exchange import Peers
 from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.models.experts import sort_by_expert
 from trainspec_cli.engine.models.lora import apply_lora
-from trainspec_cli.engine.models.own_loss import OwnLinearLoss, load_loss
+from trainspec_cli.engine.models.own import OwnLinearLoss
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.optim.optimizer import build_optimizer, without_memory
 from trainspec_cli.engine.optim.own import build_own_optimizer

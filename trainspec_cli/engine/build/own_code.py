@@ -1,23 +1,26 @@
-"""A user-defined block in a run: tried on small inputs before the first step, not believed.
+"""User-defined blocks and losses in a run: tried on small inputs before the first step, not believed.
 
 The engine shards, recomputes and resumes blocks, and spreads samples over ranks; so a block has to be a function of its
-input alone, sample by sample, and causal.
+input alone, sample by sample, and causal. A loss has to be one of each token alone.
 
-Shapes: B samples, S tokens per sample, D hidden size.
+Shapes: B samples, S tokens per sample, D hidden size, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.engine.models.own import BlockMaker
-from trainspec_cli.engine.own_code import has_values, refused
+from trainspec_cli.engine.models.own import BlockMaker, LossOfTokens
+from trainspec_cli.engine.own_code import has_values, is_no_fault, refused
 from trainspec_cli.engine.parallel.expert import apply_recompute
-from trainspec_cli.recipe.extensions.load import own_errors
+from trainspec_cli.recipe.extensions.load import arguments, load, own_errors
+from trainspec_cli.recipe.extensions.source import Extension
 from trainspec_cli.recipe.keys.model import OwnModel
 from trainspec_cli.recipe.results.plan import Plan
 
@@ -25,6 +28,9 @@ TRIAL_TOKENS = 32
 AGREEMENT = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """The difference, relative to the largest value, to which outputs that have to be equal agree."""
 AGREEMENT_ELSE = 1e-4
+LOSS_TRIAL_TOKENS = 6
+LOSS_AGREEMENT = 1e-5
+"""The relative difference to which tokens' losses agree with those of some of the tokens alone."""
 
 
 def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.device) -> None:
@@ -104,3 +110,40 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
     if not all(agree(plain[name], again[name]) for name in plain):  # type: ignore[arg-type]
         hint = "change no result of a matrix product in place, or type recompute=full"
         raise refused(maker.extension, f"has another gradient with recompute={plan.recompute}", hint)
+
+
+def load_loss(
+    extension: Extension, options: Mapping[str, object], vocab_size: int, device: torch.device
+) -> LossOfTokens:
+    """Import a loss, and try it on a few tokens. Raises RecipeError for code that is wrong, or whose tokens depend on
+    one another."""
+    call = partial(load(extension), **arguments(options))
+
+    def loss(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+        with own_errors(extension, "in a step", passes=is_no_fault):
+            return call(logits_TV, targets_T)  # type: ignore[no-any-return]
+
+    if not has_values():
+        return loss
+    generator = torch.Generator().manual_seed(0)
+    tokens = LOSS_TRIAL_TOKENS
+    logits_TV = torch.randn((tokens, vocab_size), generator=generator).to(device).requires_grad_()
+    targets_T = torch.randint(vocab_size, (tokens,), generator=generator).to(device)
+    with own_errors(extension, "on random logits before the run", RecipeError):
+        whole_T = call(logits_TV, targets_T)
+        got = type(whole_T).__name__
+        has_form = isinstance(whole_T, Tensor) and whole_T.shape == (tokens,)
+        if isinstance(whole_T, Tensor):
+            got = "a tensor without a gradient" if has_form else f"a tensor of shape {tuple(whole_T.shape)}"
+        if not has_form or not whole_T.requires_grad:
+            what = f"returned {got} for {tokens} tokens; their losses are needed, of shape ({tokens},)"
+            hint = "return each token's loss (reduction='none'); the engine takes the mean"
+            raise refused(extension, what, hint)
+        parts_T = torch.cat([call(logits_TV[part], targets_T[part]) for part in (slice(1), slice(1, None))])
+        (gradient_TV,) = torch.autograd.grad(whole_T.sum(), logits_TV)
+    if not torch.allclose(whole_T, parts_T, rtol=LOSS_AGREEMENT, atol=LOSS_AGREEMENT):
+        what = "gives a token another loss beside other tokens than alone"
+        raise refused(extension, what, "take logits[i] and targets[i] alone into loss i; the engine takes the mean")
+    if not gradient_TV.isfinite().all():
+        raise refused(extension, "has a gradient that is not finite", "see how it treats small probabilities")
+    return loss

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
-    """Normalise by RMS (arXiv:1910.07467), and save x and one number per row; see `models.norm.rms_norm`."""
+    """Normalise by RMS (arXiv:1910.07467), and save x and one number per row; see `models.layers.rms_norm`."""
     return _FrugalRmsNorm.apply(x, weight_D, eps)
 
 
@@ -75,7 +75,8 @@ def _turn(x: Tensor, cos_SE: Tensor, sin_SE: Tensor, sign: int) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up (arXiv:2002.05202), and save only the two inputs; see `models.feed_forward.swiglu`."""
+    """Return silu(gate) * up (arXiv:2002.05202), and save only the two inputs; see
+    `models.layers.swiglu`."""
     return _FrugalSwiglu.apply(gate, up)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.norm import RMSNorm
+from trainspec_cli.engine.models.layers import RMSNorm
 from trainspec_cli.engine.models.rope import apply_rope, score_factor
 from trainspec_cli.recipe.keys.model import SINK_DIMS, DecoderModel
 

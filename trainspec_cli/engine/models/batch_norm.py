@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.norm import precise
+from trainspec_cli.engine.models.layers import precise
 
 
 class BatchNorm(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.models.batch_norm import BatchNorm
 from trainspec_cli.engine.models.language_model import PublishedModel
-from trainspec_cli.engine.models.norm import precise
+from trainspec_cli.engine.models.layers import precise
 from trainspec_cli.recipe.keys.model import STEM_CHANNELS, ConvModel
 
 HEAD_STD = 0.01

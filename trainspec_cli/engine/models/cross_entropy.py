@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.digest import IGNORED_TARGET
-from trainspec_cli.engine.models.norm import precise
+from trainspec_cli.engine.models.layers import precise
 from trainspec_cli.recipe.keys.model import LOSS_CHUNK_BYTES, loss_chunk_tokens
 
 

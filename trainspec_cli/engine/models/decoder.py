@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from trainspec_cli.engine.models.attention import Attention, MultiHeadLatentAttention
-from trainspec_cli.engine.models.feed_forward import FeedForward
+from trainspec_cli.engine.models.experts import MixtureOfExperts
 from trainspec_cli.engine.models.language_model import LanguageModel
-from trainspec_cli.engine.models.moe import MixtureOfExperts
-from trainspec_cli.engine.models.norm import RMSNorm
+from trainspec_cli.engine.models.layers import FeedForward, RMSNorm
 from trainspec_cli.engine.models.rope import rope_angles
 from trainspec_cli.recipe.keys.model import DecoderModel
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.models.attention import Attention
 from trainspec_cli.engine.models.decoder import dense_feed_forward
+from trainspec_cli.engine.models.experts import MixtureOfExperts
 from trainspec_cli.engine.models.language_model import LanguageModel
+from trainspec_cli.engine.models.layers import RMSNorm
 from trainspec_cli.engine.models.mamba2 import Mamba2
-from trainspec_cli.engine.models.moe import MixtureOfExperts
-from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.recipe.keys.model import HybridModel
 
 MIXERS: dict[str, tuple[str, Callable[[HybridModel], nn.Module]]] = {

@@ -1,17 +1,82 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685), trained beside frozen matrices, which may be quantised (QLoRA,
-arXiv:2305.14314).
+"""Low-rank adapters (LoRA, arXiv:2106.09685), trained beside frozen matrices, which may be kept in 4 bits (QLoRA,
+arXiv:2305.14314) and are then dequantised wherever they are multiplied by.
 
-Shapes: A (R, D) and B (F, R), of a matrix (F, D).
+Shapes: W (F, D); of its adapter A (R, D) and B (F, R).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.quantised import QuantisedLinear
+from trainspec_cli.engine.nf4 import Nf4, Place, dequantise, magnitude_table, pair_table, shapes_of
+from trainspec_cli.engine.shares import TENSORS, Cut
 from trainspec_cli.recipe.keys.training import LoraSpec
+
+
+class QuantisedLinear(nn.Module):
+    """Computes W x + b with W kept in NF4. Its tensors are buffers: FSDP2 neither shards nor casts them."""
+
+    nf4_codes: Tensor
+    nf4_magnitudes: Tensor
+    nf4_scales: Tensor
+    nf4_pairs: Tensor
+    nf4_levels: Tensor
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        held = shapes_of(linear.out_features, linear.in_features)
+        self.bias = linear.bias
+        tables = (torch.empty(256, 2, device="meta"), torch.empty(256, device="meta"))
+        for name, tensor in zip((*TENSORS, "nf4_pairs", "nf4_levels"), (*held, *tables), strict=True):
+            self.register_buffer(name, tensor, persistent=False)
+        self._place = Place()
+
+    def init_buffers(self) -> None:
+        self.nf4_pairs.copy_(pair_table(self.nf4_pairs.device))
+        self.nf4_levels.copy_(magnitude_table(self.nf4_levels.device))
+
+    def place(self, cut: Cut) -> None:
+        """Note how the magnitudes, and the weights with them, are cut over ranks."""
+        columns = cut.full_size if cut.dim == 1 else self.nf4_magnitudes.shape[1]
+        row, column = (cut.start, 0) if cut.dim == 0 else (0, cut.start)
+        self._place = Place(row, column, columns)
+
+    @property
+    def _held(self) -> tuple[Tensor, ...]:
+        return self.nf4_codes, self.nf4_magnitudes, self.nf4_scales, self.nf4_pairs, self.nf4_levels
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """Return this rank's part of W (F, D), dequantised."""
+        return _weight(self._held, self._place, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = _FrozenProduct.apply(x, self.bias, self._place, *self._held)
+        return product
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """Keeps the 4 bits alone for the backward, which dequantises them again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, place: Place, *held: Tensor) -> Tensor:
+        ctx.save_for_backward(*held)
+        ctx.place = place
+        ctx.dtype = x.dtype
+        return F.linear(x, _weight(held, place, x.dtype), bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return dout @ _weight(ctx.saved_tensors, ctx.place, ctx.dtype), *(None,) * 7
+
+
+def _weight(held: tuple[Tensor, ...], place: Place, dtype: torch.dtype) -> Tensor:
+    codes, magnitudes, scales, pairs, levels = held
+    return dequantise(Nf4(codes, magnitudes, scales), place, pairs, levels, dtype)
 
 
 class _Adapted(nn.Module):

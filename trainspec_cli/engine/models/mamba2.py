@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.norm import precise
+from trainspec_cli.engine.models.layers import precise
 from trainspec_cli.recipe.keys.model import CONV_TAPS, SCAN_BLOCK, HybridModel
 
 STEP_RANGE = (1e-3, 0.1)

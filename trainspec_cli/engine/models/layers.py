@@ -1,4 +1,4 @@
-"""Feed-forward layers: with a gate or without."""
+"""Layers that all families share: root-mean-square normalisation, and feed-forwards with a gate or without."""
 
 from __future__ import annotations
 
@@ -9,6 +9,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.recipe.keys.model import Activation
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
+    """Return weight * x / sqrt(mean(x^2) + eps), along the last dim of x (..., D) (arXiv:1910.07467)."""
+    return F.rms_norm(x, weight_D.shape, weight_D, eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    rms_norm = staticmethod(rms_norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rms_norm(x, self.weight, self.eps)
+
+
+def precise(x: Tensor) -> Tensor:
+    """Convert to fp32, or keep fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

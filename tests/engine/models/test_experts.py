@@ -8,8 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainspec_cli.engine.models.experts import Experts, count_experts, grouped_matmul, sort_by_expert
-from trainspec_cli.engine.models.moe import MixtureOfExperts, Router
+from trainspec_cli.engine.models.experts import (
+    Experts,
+    MixtureOfExperts,
+    Router,
+    count_experts,
+    grouped_matmul,
+    sort_by_expert,
+)
 from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
 
 SPEC = ExpertSpec(num_experts=6, top_k=2, expert_ffn_size=24, shared_experts=1, shared_gate=True)

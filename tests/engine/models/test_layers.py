@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainspec_cli.engine.models.feed_forward import FeedForward, GatedActivation
+from trainspec_cli.engine.models.layers import FeedForward, GatedActivation
 from trainspec_cli.recipe.keys.model import Activation
 
 FORMULAS: dict[Activation, Callable[[Tensor], Tensor]] = {
