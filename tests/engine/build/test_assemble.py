@@ -130,7 +130,10 @@ def dequantised(state: TrainState) -> dict[str, torch.Tensor]:
     layers = {
         name: one for part in state.parts for name, one in part.named_modules() if isinstance(one, QuantisedLinear)
     }
-    return {name: layer.weight(torch.float32) for name, layer in layers.items()}
+    return {
+        name: QuantisedLinear.forward(layer, torch.eye(2 * layer.nf4_codes.shape[1])).T
+        for name, layer in layers.items()
+    }
 
 
 def test_stages_of_a_v_stand_on_both_ends() -> None:

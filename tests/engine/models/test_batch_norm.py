@@ -8,7 +8,7 @@ from engine.parallel.ranks import FakePeers, Ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainspec_cli.engine.models.batch_norm import BatchNorm
+from trainspec_cli.engine.models.layers import BatchNorm
 
 CHANNELS = 5
 

@@ -1,6 +1,7 @@
 """The decoders and hybrids against the public implementations of the models that they stand for, on tiny sizes in fp64.
 
-`pip install transformers` runs them; the project itself does not need it.
+`tests/engine/build/test_initial.py` compares the other decoders, whose checkpoints can be loaded. `pip install
+transformers` runs them; the project itself does not need it.
 """
 
 from __future__ import annotations
@@ -147,30 +148,9 @@ def halves(rows: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat((rows.index_select(dim, index[::2]), rows.index_select(dim, index[1::2])), dim=dim)
 
 
-ROPE = {"rope_type": "default", "rope_theta": 100.0}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0}
 YARN |= {"original_max_position_embeddings": 16}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": 16}
 DECODERS: dict[str, tuple[dict[str, Any], dict[str, Any], Translate]] = {
-    "Llama": ({"rope_parameters": LLAMA3}, {"rope_scaling": RopeScaling("llama3", 8.0, 16)}, dense),
-    "Qwen3": ({"rope_parameters": ROPE}, {"qk_norm": True}, dense),
-    "Mixtral": (
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "rope_parameters": ROPE},
-        {"experts": ExpertSpec(num_experts=4, top_k=2, expert_ffn_size=48)},
-        with_experts,
-    ),
-    "Qwen3Moe": (
-        {
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 12,
-            "norm_topk_prob": True,
-            "rope_parameters": ROPE,
-        },
-        {"qk_norm": True, "experts": ExpertSpec(num_experts=8, top_k=3, expert_ffn_size=12)},
-        with_experts,
-    ),
     "GptOss": (
         {
             "intermediate_size": 12,

@@ -122,18 +122,6 @@ def test_hooks_sum_over_shards_then_over_replicas_and_look_before_the_first_sum(
     assert done == ["look", *["scatter" + bits] * (shards > 1), *["reduce" + bits] * (replicas > 1)]
 
 
-def test_a_backward_that_exchanges_nothing_is_not_the_last() -> None:
-    module = Module()
-    for exchange in (True, False):
-        data_parallel.exchange_in_backward(module, exchange)  # type: ignore[arg-type]
-    assert module.told == [
-        ("set_requires_gradient_sync", True),
-        ("set_is_last_backward", True),
-        ("set_requires_gradient_sync", False),
-        ("set_is_last_backward", False),
-    ]
-
-
 class Stage(nn.Sequential):
     def block_modules(self) -> list[nn.Module]:
         return [self[1]]

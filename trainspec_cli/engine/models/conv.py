@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.batch_norm import BatchNorm
 from trainspec_cli.engine.models.language_model import PublishedModel
-from trainspec_cli.engine.models.layers import precise
+from trainspec_cli.engine.models.layers import BatchNorm, precise
 from trainspec_cli.recipe.keys.model import STEM_CHANNELS, ConvModel
 
 HEAD_STD = 0.01

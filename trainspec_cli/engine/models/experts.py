@@ -143,12 +143,10 @@ def _add_bias(y_MF: Tensor, bias_EF: Tensor | None, expert_M: Tensor | None) -> 
     return y_MF if bias_EF is None or expert_M is None else y_MF + bias_EF[expert_M]
 
 
-class LocalDispatch(nn.Module):
-    """Dispatches tokens to experts that are all on this rank."""
-
-    def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, experts: nn.Module) -> Tensor:
-        copies = sort_by_expert(x_TD, indices_TK, experts.up.shape[0])  # type: ignore[union-attr, index, arg-type]
-        return copies.combine(experts(copies.x_MD, copies.counts_E), weights_TK)
+def dispatch_here(x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
+    """Send tokens to experts that are all on this rank."""
+    copies = sort_by_expert(x_TD, indices_TK, experts.up.shape[0])
+    return copies.combine(experts(copies.x_MD, copies.counts_E), weights_TK)
 
 
 # Routing
@@ -281,7 +279,7 @@ class MixtureOfExperts(nn.Module):
         spec = model.experts
         self.router = Router(model.hidden_size, spec)
         self.experts = Experts(model)
-        self.dispatch: nn.Module = LocalDispatch()
+        self.dispatch: Callable[..., Tensor] = dispatch_here
         self.shared: FeedForward | None = None
         if spec.shared_experts:
             width = spec.shared_experts * (spec.shared_expert_ffn_size or spec.expert_ffn_size)

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from trainspec_cli.engine.models.attention import Attention, MultiHeadLatentAttention
-from trainspec_cli.engine.models.batch_norm import BatchNorm
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
 from trainspec_cli.engine.models.experts import MixtureOfExperts, Router
-from trainspec_cli.engine.models.layers import FeedForward, RMSNorm
+from trainspec_cli.engine.models.layers import BatchNorm, FeedForward, RMSNorm
 from trainspec_cli.engine.models.lora import QuantisedLinear
 from trainspec_cli.engine.models.mamba2 import Mamba2, init_scan
 from trainspec_cli.recipe.keys.model import OwnModel, TextModel

@@ -45,16 +45,9 @@ class QuantisedLinear(nn.Module):
         row, column = (cut.start, 0) if cut.dim == 0 else (0, cut.start)
         self._place = Place(row, column, columns)
 
-    @property
-    def _held(self) -> tuple[Tensor, ...]:
-        return self.nf4_codes, self.nf4_magnitudes, self.nf4_scales, self.nf4_pairs, self.nf4_levels
-
-    def weight(self, dtype: torch.dtype) -> Tensor:
-        """Return this rank's part of W (F, D), dequantised."""
-        return _weight(self._held, self._place, dtype)
-
     def forward(self, x: Tensor) -> Tensor:
-        product: Tensor = _FrozenProduct.apply(x, self.bias, self._place, *self._held)
+        held = self.nf4_codes, self.nf4_magnitudes, self.nf4_scales, self.nf4_pairs, self.nf4_levels
+        product: Tensor = _FrozenProduct.apply(x, self.bias, self._place, *held)
         return product
 
 
