@@ -40,12 +40,11 @@ PARTS: dict[str, str] = {
     "torch.distributed.Backend._plugins": "engine/elastic/cross_group.py",
     "torch.distributed.device_mesh.DeviceMesh._flatten": "engine/mesh.py",
     "torch.distributed.distributed_c10d._DistributedBackendOptions": "engine/elastic/cross_group.py",
-    f"{FSDP_PARAM}._orig_size": "engine/parallel/noise.py",
-    f"{FSDP_PARAM}._param_fqn": "engine/parallel/noise.py",
+    f"{FSDP_PARAM}._orig_size": "engine/parallel/data_parallel.py",
+    f"{FSDP_PARAM}._param_fqn": "engine/parallel/data_parallel.py",
     f"{FSDP_PARAM}._unsharded_param": "engine/parallel/data_parallel.py",
-    f"{FSDP_STATE}._fsdp_param_group": "engine/parallel/data_parallel.py engine/parallel/noise.py",
+    f"{FSDP_STATE}._fsdp_param_group": "engine/parallel/data_parallel.py",
     f"{FSDP_STATE}._root_post_backward_final_callback": "engine/parallel/data_parallel.py",
-    f"{FSDP_STATE}._state_ctx": "engine/parallel/data_parallel.py",
     "torch.nn.Module._parameters": "engine/parallel/pipeline.py",
     f"{ATEN}._grouped_mm": "engine/parallel/expert.py",
     f"{ATEN}._to_copy": "engine/tools/ledger.py",
@@ -68,7 +67,7 @@ PARTS: dict[str, str] = {
 }
 """The name -> the files that use it."""
 MAY_LACK = {
-    "_fsdp_param_groups": "engine/parallel/data_parallel.py engine/parallel/noise.py",  # torch 2.11 has one group
+    "_fsdp_param_groups": "engine/parallel/data_parallel.py",  # torch 2.11 has one group
     "_unsharded_param": "engine/parallel/data_parallel.py",
 }
 """Attributes that are asked for with a default, and their absence is handled."""

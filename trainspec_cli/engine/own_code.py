@@ -1,9 +1,17 @@
-"""Trials of code of one's own: whether they can be made, and which of its errors are no fault of it."""
+"""Trials of user-defined code: whether they can be made, which of its errors are no fault of it, and its refusal."""
 
 from __future__ import annotations
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.recipe.own_code import Extension
+
+
+def refused(extension: Extension, what: str, hint: str = "", code: str = "own_code") -> RecipeError:
+    """Return the error of code that cannot be trained with; `what` follows the code's name in a sentence."""
+    return RecipeError(Problem(code, f"`{extension.path}`: {extension.text} {what}", extension.path, hint))
 
 
 def is_no_fault(error: Exception) -> bool:

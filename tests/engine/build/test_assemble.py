@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from trainspec_cli.engine.build.assemble import build_train_state, load_kernel
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.models.quantised import QuantisedLinear
-from trainspec_cli.engine.parallel.context import RingCore
+from trainspec_cli.engine.models.lora import QuantisedLinear
+from trainspec_cli.engine.parallel.context import RingCore, UlyssesCore
 from trainspec_cli.engine.tools.trace import fake_world
 from trainspec_cli.recipe.keys.kernels import KernelSpec
-from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.layout import ContextMethod, Layout
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.wings.certify.cases import Case, build_plan
@@ -130,7 +130,10 @@ def dequantised(state: TrainState) -> dict[str, torch.Tensor]:
     layers = {
         name: one for part in state.parts for name, one in part.named_modules() if isinstance(one, QuantisedLinear)
     }
-    return {name: layer.weight(torch.float32) for name, layer in layers.items()}
+    return {
+        name: QuantisedLinear.forward(layer, torch.eye(2 * layer.nf4_codes.shape[1])).T
+        for name, layer in layers.items()
+    }
 
 
 def test_stages_of_a_v_stand_on_both_ends() -> None:
@@ -143,12 +146,17 @@ def test_stages_of_a_v_stand_on_both_ends() -> None:
         assert state.stages.lines.up is not state.stages.lines.down
 
 
+@pytest.mark.parametrize(("method", "core"), [("ring", RingCore), ("ulysses", UlyssesCore)])
+def test_the_core_of_every_attention_is_replaced(method: ContextMethod, core: type) -> None:
+    with built(plan_of("dense", Layout(cp=2, context_method=method)), 0) as state:
+        assert [type(module.core) for module in state.parts[0].attention_modules()] == [core] * 4
+
+
 def test_a_part_of_each_sequence_is_held_with_its_own_positions() -> None:
     with built(plan_of("dense", Layout(dp_shard=2, cp=4)), 2) as state:
         expected = [*range(16, 24), *range(40, 48)]
         assert state.positions_S is not None
         assert state.positions_S.tolist() == state.parts[0].positions_S.tolist() == expected
-        assert all(isinstance(module.core, RingCore) for module in state.parts[0].attention_modules())
         assert not state.late_sums, "parameters are sharded over cp as well"
         q = next(share for share in state.shares if share.name == "blocks.0.attention.q.weight")
         assert isinstance(q.parameter, DTensor)
@@ -170,7 +178,7 @@ def test_norms_of_images_are_taken_over_all_data_ranks() -> None:
     with built(plan_of("resnet", Layout(dp_replicate=2, dp_shard=2)), 2) as state:
         norms = state.parts[0].norm_modules()
         assert norms
-        assert all(ranks_of(norm.ranks.group) == [0, 1, 2, 3] for norm in norms)
+        assert all(ranks_of(norm.sum_over_ranks.__self__.group) == [0, 1, 2, 3] for norm in norms)
 
 
 @pytest.mark.parametrize("precision", [("bf16", torch.bfloat16), ("fp32", torch.float32)])

@@ -15,9 +15,11 @@ from lab import own_model
 import trainspec_cli as trainspec
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.engine.build.assemble import build_train_state
+from trainspec_cli.engine.build.initial import load_initial
 from trainspec_cli.engine.checkpoint.files import Held
 from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.saver import Saver
+from trainspec_cli.recipe.keys.run import InitSpec
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.looks import keep_code
@@ -86,6 +88,12 @@ def test_a_decoder_is_read_too_and_adapters_are_not_taken_for_weights(make: Make
         torch.testing.assert_close(trainspec.load_model(str(run.root))(TOKENS), logits)
     plan_json = run.plan_json.read_bytes()
     plan = build_plan(Case("dense"), "cpu")
+    # A run that begins with the newest checkpoint of this one.
+    plan = replace(plan, spec=replace(plan.spec, init=InitSpec(str(run.root)), train=replace(plan.spec.train, seed=9)))
+    state = build_train_state(plan, CPU)
+    load_initial(plan, state)
+    with torch.no_grad():
+        assert torch.equal(state.parts[0](TOKENS), logits)
     write_plan(run, replace(plan, spec=replace(plan.spec, lora=LoraSpec(rank=2))))
     with pytest.raises(RecipeError) as refused:
         trainspec.load_model(str(run.root))
@@ -98,4 +106,6 @@ def test_a_decoder_is_read_too_and_adapters_are_not_taken_for_weights(make: Make
     os.utime(file)
     with pytest.raises(MachineError) as damaged:
         trainspec.read_weights(str(run.root))
+    with pytest.raises(MachineError):
+        load_initial(plan, state)
     assert damaged.value.problems[0].code == "bad_checkpoint"

@@ -1,7 +1,7 @@
 """Weights from Hugging Face folders: the models that transformers itself makes and reads are the judge."""
 
 import json
-from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,17 +9,19 @@ import torch
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.data.huggingface.config import write_config
 from trainspec_cli.data.huggingface.config_reading import read_model
+from trainspec_cli.data.huggingface.folder import open_weights
 from trainspec_cli.data.huggingface.safetensors import parameters
 from trainspec_cli.engine.build.assemble import build_model
-from trainspec_cli.engine.build.initial import load_folder
+from trainspec_cli.engine.build.initial import load_initial, load_tensors
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.engine.tools.export import export
 from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.run import InitSpec
 from trainspec_cli.recipe.results.tools import ExportRequest
 from trainspec_cli.recipe.structure import build
-from trainspec_cli.run.folder.paths import RunDir
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_process")
 
 FAMILIES = ["llama", "llama_biased", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 
@@ -30,10 +32,16 @@ def model_of(folder) -> DecoderModel:
     return model
 
 
+def load_folder(folder, model, shares):
+    load_tensors(folder, open_weights(folder, model), model, shares)
+
+
 def loaded(folder, model):
+    """As a run begins with it."""
     ours = build_model(model, 24)
     ours.init_buffers()
-    load_folder(folder, model, [Share(name, parameter) for name, parameter in ours.named_parameters()])
+    state = SimpleNamespace(shares=[Share(name, parameter) for name, parameter in ours.named_parameters()])
+    load_initial(SimpleNamespace(spec=SimpleNamespace(init=InitSpec(f"hf:{folder}"), model=model)), state)
     return ours
 
 
@@ -170,46 +178,3 @@ def test_what_no_weight_can_hold_is_not_finite_either(hf_folder):
     plant(folder, "model.norm.weight", 1e300)
     with pytest.raises(MachineError, match=r"1 of 32 in model\.norm\.weight"):
         loaded(folder, model_of(folder))
-
-
-@pytest.fixture
-def sources(monkeypatch):
-    """load(InitSpec) -> what was read for it, by the second of three ranks."""
-    from types import SimpleNamespace
-
-    from trainspec_cli.engine.build import initial
-
-    read: list = []
-    manifest = SimpleNamespace(files=["a", "b", "c", "d", "e"])
-    monkeypatch.setattr(initial, "errors_together", nullcontext)
-    monkeypatch.setattr(initial, "load_folder", lambda *given: read.append(("folder", *given)))
-    monkeypatch.setattr(initial, "load_weights", lambda *given: read.append(("weights", *given)))
-    monkeypatch.setattr(initial, "read_manifest", lambda folder: manifest)
-    monkeypatch.setattr(initial, "verify_files", lambda *given: read.append(("verified", *given)))
-    monkeypatch.setattr(initial.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(initial.dist, "get_world_size", lambda: 3)
-    model = DecoderModel(1, 8, 1, 1, 8, 8, 8)
-    state = SimpleNamespace(shares="shares", held="held")
-
-    def load(init):
-        initial.load_initial(SimpleNamespace(spec=SimpleNamespace(init=init, model=model)), state)
-        return read
-
-    return load, model
-
-
-def test_weights_come_from_a_folder_or_a_runs_newest_checkpoint_or_the_seed(sources, tmp_path):
-    """Each rank verifies its own part of the files."""
-    from types import SimpleNamespace
-
-    load, model = sources
-    assert load(SimpleNamespace(hugging_face=None, other=None, run=None)) == []
-    assert load(SimpleNamespace(hugging_face=tmp_path, other=None, run=None)) == [("folder", tmp_path, model, "shares")]
-    load, _ = sources
-    run = RunDir(tmp_path)
-    for step in (5, 12):
-        run.checkpoint(step).mkdir(parents=True)
-    found = load(SimpleNamespace(hugging_face=None, other=None, run=tmp_path))[1:]
-    steps = run.checkpoint_steps()
-    newest = run.checkpoint(steps[-1]) if steps else None
-    assert found == [("verified", newest, ["b", "e"]), ("weights", newest, "held")]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+import trainspec_cli.engine
 from trainspec_cli.engine.build.assemble import apply_kernels, build_model, load_kernel, modules_with
 from trainspec_cli.engine.parallel.expert import apply_recompute
 from trainspec_cli.planner.hardware.rates import models
@@ -43,17 +46,20 @@ def loss_and_gradients(model):
     return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))
 
 
+def assert_same(plain, other) -> None:
+    (loss, gradients), (found, found_gradients) = loss_and_gradients(plain), loss_and_gradients(other)
+    torch.testing.assert_close(found, loss, rtol=1e-5, atol=0)
+    for gradient, found_gradient in zip(gradients, found_gradients, strict=True):
+        assert float((found_gradient - gradient).norm()) < 1e-5 * (float(gradient.norm()) or 1.0)
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["llama_tiny", "qwen3_tiny", "moe_tiny", "mamba2_tiny", "hybrid_tiny"])
 def test_models_compute_the_same(name: str, recompute) -> None:
     plain, other = made(name), made(name)
     apply_kernels(other, OTHERS)
     apply_recompute(other.block_modules(), recompute)
-    (loss, gradients), (found, found_gradients) = loss_and_gradients(plain), loss_and_gradients(other)
-    torch.testing.assert_close(found, loss, rtol=1e-5, atol=0)
-    for gradient, found_gradient in zip(gradients, found_gradients, strict=True):
-        scale = float(gradient.norm()) or 1.0
-        assert float((found_gradient - gradient).norm()) < 1e-5 * scale
+    assert_same(plain, other)
 
 
 @pytest.mark.slow
@@ -62,24 +68,18 @@ def test_compiled_kernels_in_eager_blocks(recompute) -> None:
     plain, other = made("llama_tiny"), made("llama_tiny")
     apply_kernels(other, FUSED)
     apply_recompute(other.block_modules(), recompute)
-    (loss, gradients), (found, found_gradients) = loss_and_gradients(plain), loss_and_gradients(other)
-    torch.testing.assert_close(found, loss, rtol=1e-5, atol=0)
-    for gradient, found_gradient in zip(gradients, found_gradients, strict=True):
-        assert float((found_gradient - gradient).norm()) < 1e-5 * float(gradient.norm())
+    assert_same(plain, other)
 
 
 @pytest.mark.slow
 @pytest.mark.clause("NUM-5")
-@pytest.mark.parametrize("kernels", [OTHERS, pytest.param(FUSED, marks=pytest.mark.slow)], ids=["others", "fused"])
+@pytest.mark.parametrize("kernels", [OTHERS, FUSED], ids=["others", "fused"])
 def test_other_kernels_in_compiled_blocks(kernels: KernelSpec) -> None:
     plain, other = made("llama_tiny"), made("llama_tiny")
     apply_kernels(other, kernels)
     for module in other.compile_modules():
         module.compile()
-    (loss, gradients), (found, found_gradients) = loss_and_gradients(plain), loss_and_gradients(other)
-    torch.testing.assert_close(found, loss, rtol=1e-5, atol=0)
-    for gradient, found_gradient in zip(gradients, found_gradients, strict=True):
-        assert float((found_gradient - gradient).norm()) < 1e-5 * float(gradient.norm())
+    assert_same(plain, other)
 
 
 def test_nothing_is_compiled_for_shapes_of_evaluation() -> None:
@@ -100,12 +100,11 @@ def test_the_default_leaves_every_module_alone() -> None:
 
 
 def test_no_kernel_is_imported_before_it_is_used() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, trainspec_cli.engine.build.train_state; print(*(m for m in sys.modules if '.kernels.' in m))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert loaded == []
+    """Some import a compiler or a library; the table names them as text."""
+    engine = Path(trainspec_cli.engine.__file__).parent
+    importing = re.compile(r"^(?:from|import) trainspec_cli\.engine\.kernels\b", re.MULTILINE)
+    files = {file.relative_to(engine).parts[0] for file in engine.rglob("*.py") if importing.search(file.read_text())}
+    assert files == {"tools"}
 
 
 @pytest.mark.parametrize("op", [op for op in KERNELS if op != "adamw"])

@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend
 from trainspec_cli.engine.build.assemble import load_kernel
 from trainspec_cli.engine.kernels import adamw, attention
 from trainspec_cli.engine.kernels.inputs import OPERATIONS as TRIED
-from trainspec_cli.engine.kernels.inputs import make_inputs
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
 from trainspec_cli.engine.tools.kernel_trial import SUM_ERROR, call_error, update_error
 from trainspec_cli.recipe.keys.kernels import KERNELS, TORCH
@@ -33,8 +32,7 @@ OPERATIONS = [(op, name) for op in CALLS for name in KERNELS[op]]
 
 def marked(op: str, name: str, dtype: torch.dtype):
     """The scan's loops take the compiler a minute, and each other operation ten seconds for each format."""
-    slow = name == "compiled" and (op, dtype) != ("swiglu", torch.float32)
-    marks = [pytest.mark.slow] if slow else []
+    marks = [pytest.mark.slow] if name == "compiled" else []
     return pytest.param(op, name, dtype, marks=marks, id=f"{op}-{name}-{FORMATS[dtype]}")
 
 
@@ -89,26 +87,6 @@ def test_the_default_in_fp64_is_the_reference(op: str) -> None:
         assert call_error(op, load_kernel(op, TORCH), call, torch.float64, torch.device("cpu")) < 1e-12
 
 
-def test_what_is_checked_is_two_samples_of_not_too_many_tokens() -> None:
-    heads = ((8, 4, 4096, 64), (8, 2, 4096, 64), (8, 2, 4096, 64))
-    two = ((2, 4, 1024, 64), (2, 2, 1024, 64), (2, 2, 1024, 64))
-    assert TRIED["attention"].reduce((*heads, None, 0.125)) == (*two, None, 0.125)
-    assert TRIED["attention"].reduce((*heads, (8, 1, 4096, 4096), 0.125)) == (*two, (2, 1, 1024, 1024), 0.125)
-    assert TRIED["rms_norm"].reduce(((8, 4096, 64), (64,), 1e-5)) == ((2, 1024, 64), (64,), 1e-5)
-    logits = ((32768, 64), (512, 64), (32768,), None)
-    assert TRIED["linear_cross_entropy"].reduce(logits) == ((1024, 64), (512, 64), (1024,), None)
-
-
-@pytest.mark.parametrize("op", CALLS)
-def test_inputs_are_the_same_each_time_and_finite(op: str) -> None:
-    for call in CALLS[op]:
-        first, second = (make_inputs(op, call, torch.float32, torch.device("cpu")) for _ in range(2))
-        for one, other in zip(first.arguments, second.arguments, strict=True):
-            if isinstance(one, torch.Tensor):
-                assert torch.equal(one, other)
-        assert TRIED[op].reference(*first.to(torch.float64).arguments).isfinite().all()
-
-
 @pytest.mark.parametrize(
     ("name", "kernel"),
     [
@@ -130,11 +108,11 @@ def test_an_attention_backend_is_the_kernel_of_its_name(
     torch.testing.assert_close(found, TRIED["attention"].reference(q, k, v, None, 0.3))
 
 
-@pytest.mark.parametrize("loop", [adamw.foreach, adamw.for_loop])
-def test_a_guard_holds_for_one_update_alone(loop: Any) -> None:
+@pytest.mark.parametrize("foreach", [0, 1])
+def test_a_guard_holds_for_one_update_alone(foreach: int) -> None:
     """What one step was told of scale and infinity is not the next one's."""
     parameter = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
-    optimizer = loop([{"params": [parameter], "weight_decay": 0.0}], 0.1, (0.0, 0.0), 1e-8)
+    optimizer: Any = adamw.looped([{"params": [parameter], "weight_decay": 0.0}], 0.1, (0.0, 0.0), 1e-8, foreach)
     for found_inf, scale, moved in ((1.0, 4.0, 0.0), (0.0, 4.0, -0.1), (None, None, -0.2)):
         parameter.grad = torch.full((2,), 8.0)
         if found_inf is not None:

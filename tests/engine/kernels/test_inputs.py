@@ -35,12 +35,15 @@ def test_arguments_have_the_calls_shapes_and_the_asked_format(op: str) -> None:
             else:
                 assert argument == ("the chunk" if op == "linear_cross_entropy" else wanted)
         assert made.arguments[0].dtype == torch.bfloat16
-        wide = make_inputs(op, call, torch.bfloat16, CPU).with_gradients().to(torch.float64)  # type: ignore[arg-type]
-        for narrow, argument in zip(made.arguments, wide.arguments, strict=True):
+        again = make_inputs(op, call, torch.bfloat16, CPU).with_gradients()  # type: ignore[arg-type]
+        wide = again.to(torch.float64)
+        for narrow, same, argument in zip(made.arguments, again.arguments, wide.arguments, strict=True):
             if isinstance(argument, torch.Tensor):
+                assert torch.equal(narrow, same), "the same each time"
                 assert argument.dtype == (torch.float64 if narrow.is_floating_point() else narrow.dtype)
                 assert torch.equal(argument, narrow.detach().to(argument.dtype))
                 assert not argument.requires_grad
+        assert OPERATIONS[op].reference(*wide.arguments).isfinite().all()
 
 
 def arguments(op: str, call: Any) -> Any:
@@ -86,6 +89,17 @@ def test_a_call_is_described_by_its_shapes() -> None:
     [
         ("attention", ((3, 4, 2000, 8),) * 3 + ((2000, 2000), 0.5), ((2, 4, 1024, 8),) * 3 + ((1024, 1024), 0.5)),
         ("attention", ((1, 4, 10, 8),) * 3 + (None, None), ((1, 4, 10, 8),) * 3 + (None, None)),
+        (
+            "attention",
+            ((8, 4, 2000, 8),) * 3 + ((8, 1, 2000, 2000), 0.1),
+            ((2, 4, 1024, 8),) * 3 + ((2, 1, 1024, 1024), 0.1),
+        ),
+        ("rms_norm", ((8, 4096, 64), (64,), 1e-5), ((2, 1024, 64), (64,), 1e-5)),
+        (
+            "linear_cross_entropy",
+            ((32768, 64), (512, 64), (32768,), None),
+            ((1024, 64), (512, 64), (1024,), None),
+        ),
         ("swiglu", ((9, 3000, 2000), (9, 3000, 2000)), ((2, 1024, 2000), (2, 1024, 2000))),
         ("swiglu", ((3000, 2000), (3000, 2000)), ((3000, 2000), (3000, 2000))),
         ("rope", ((9, 3000, 4, 64), (3000, 64), (3000, 64)), ((2, 1024, 4, 64), (3000, 64), (3000, 64))),

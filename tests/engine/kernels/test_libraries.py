@@ -13,7 +13,7 @@ from engine.kernels.shapes import CALLS
 from torch import Tensor
 
 from trainspec_cli.engine.digest import IGNORED_TARGET
-from trainspec_cli.engine.kernels import attention, fla, liger
+from trainspec_cli.engine.kernels import attention, libraries
 from trainspec_cli.engine.kernels.inputs import OPERATIONS, make_inputs
 
 CPU = torch.device("cpu")
@@ -68,11 +68,11 @@ class Gate:
 
 def test_ligers_operations_are_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "liger_kernel.ops.rms_norm", LigerRMSNormFunction=Norm)
-    assert_reference("rms_norm", liger.rms_norm)
+    assert_reference("rms_norm", libraries.rms_norm)
     stand_in(monkeypatch, "liger_kernel.ops.swiglu", LigerSiLUMulFunction=Gate)
-    assert_reference("swiglu", liger.swiglu)
+    assert_reference("swiglu", libraries.swiglu)
     stand_in(monkeypatch, "liger_kernel.ops.rope", LigerRopeFunction=Turn)
-    assert_reference("rope", liger.rope)
+    assert_reference("rope", libraries.rope)
 
 
 def test_ligers_loss_is_summed_without_ignored_targets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_ligers_loss_is_summed_without_ignored_targets(monkeypatch: pytest.Monke
     stand_in(monkeypatch, "liger_kernel.transformers.functional", liger_fused_linear_cross_entropy=loss)
     x, weight, targets, _ = inputs_of("linear_cross_entropy", 0)
     assert (targets == IGNORED_TARGET).sum() == 6
-    found = liger.linear_cross_entropy(x, weight, targets)
+    found = libraries.linear_cross_entropy(x, weight, targets)
     assert found.dtype == torch.float32
     torch.testing.assert_close(
         found.double(), OPERATIONS["linear_cross_entropy"].reference(x, weight, targets, None), rtol=1e-6, atol=0
@@ -102,7 +102,7 @@ def gated_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float) ->
 
 def test_flas_scan_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "fla.ops.simple_gla", chunk_simple_gla=gated_attention)
-    assert_reference("ssd_scan", fla.ssd_scan)
+    assert_reference("ssd_scan", libraries.ssd_scan)
 
 
 def test_flex_attentions_masks_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

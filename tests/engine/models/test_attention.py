@@ -62,17 +62,3 @@ def test_latent_scores_are_of_whole_heads_the_rotated_part_included(scaling) -> 
     assert (q.shape, k.shape, v.shape) == ((2, 7, 2, 12), (2, 7, 2, 12), (2, 7, 2, 6))
     mixed = written_out(q * score_factor(scaling), k, v, None, None)
     torch.testing.assert_close(module(x, cos, sin), module.out(mixed.flatten(2)))
-
-
-def test_llama3_scaling_keeps_short_waves_and_slows_long_ones() -> None:
-    plain, scaled = (rope_angles(2, 128, 5e5, scaling=s)[1] for s in (None, RopeScaling("llama3", 8.0, 8192)))
-    wavelength = 2 * math.pi / plain
-    assert torch.equal(scaled[wavelength < 8192 / 4], plain[wavelength < 8192 / 4])
-    torch.testing.assert_close(scaled[wavelength > 8192], plain[wavelength > 8192] / 8)
-    between = (wavelength > 8192 / 4) & (wavelength < 8192)
-    assert ((scaled < plain) & (scaled > plain / 8))[between].all() and between.any()
-
-
-def test_yarn_softens_scores() -> None:
-    assert score_factor(RopeScaling("yarn", 40.0, 4096)) == pytest.approx((0.1 * math.log(40) + 1) ** 2)
-    assert score_factor(RopeScaling("llama3", 8.0, 8192)) == score_factor(None) == 1.0

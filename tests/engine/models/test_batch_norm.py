@@ -1,15 +1,14 @@
-"""Batch norm against torch's own in one process, and over two real processes against one."""
+"""Batch norm against torch's own in one process, and over ranks (threads here) against one."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from engine.parallel.ranks import FakePeers, Ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainspec_cli.engine.models.batch_norm import BatchNorm
+from trainspec_cli.engine.models.layers import BatchNorm
 
 CHANNELS = 5
 
@@ -85,65 +84,31 @@ def test_statistics_that_are_not_finite_are_not_kept():
     assert norm.running_mean.isfinite().all() and norm.running_mean[0] == 0 and norm.running_mean[1] != 0
 
 
-class World:
-    """All processes, as the module wants them."""
+@pytest.mark.parametrize("split", [(4, 4), (7, 1), (8, 0), (0, 8), (3, 0, 5)], ids=str)
+def test_ranks_are_one_however_their_samples_are_divided(split: tuple[int, ...]) -> None:
+    ranks = Ranks(len(split))
 
-    @property
-    def size(self) -> int:
-        return dist.get_world_size()
-
-    def sum_(self, x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x)
-        return x
-
-
-SPLITS = ((4, 4), (6, 2), (7, 1), (8, 0), (0, 8))
-
-
-def part(rank: int, folder: str) -> None:
-    """Pass each of `SPLITS` through, and last two batches of which the first is empty everywhere."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    found = []
-    for split in SPLITS:
-        x, gradient = (whole.split(split)[rank] for whole in draw())
+    def of_rank(rank: int) -> list[torch.Tensor]:
         norm = make_norm()
-        norm.ranks = World()
-        found.append([*pass_through(norm, x, gradient), norm.running_mean, norm.running_variance])
+        norm.sum_over_ranks = FakePeers(ranks, rank).sum_
+        x, gradient = (whole.split(split)[rank] for whole in draw())
+        return [*pass_through(norm, x, gradient), norm.running_mean, norm.running_variance]
+
     norm = make_norm()
-    norm.ranks = World()
-    empty = pass_through(norm, *draw(0))
-    found.append([*empty, norm.running_mean, norm.running_variance])
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    wanted = pass_through(norm, *draw())
+    outs, dxs, dweights, dbiases, means, variances = zip(*ranks.run(of_rank), strict=True)
+    found = (torch.cat(outs), torch.cat(dxs), sum(dweights), sum(dbiases))
+    for got, expected in zip(found, wanted, strict=True):
+        assert torch.allclose(got, expected, rtol=1e-5, atol=1e-5)
+    for mean, variance in zip(means, variances, strict=True):
+        assert torch.allclose(mean, norm.running_mean, rtol=1e-6)
+        assert torch.allclose(variance, norm.running_variance, rtol=1e-6)
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory) -> list[list[list[torch.Tensor]]]:
-    folder = tmp_path_factory.mktemp("norm")
-    mp.start_processes(part, (str(folder),), nprocs=2, start_method="forkserver")
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
-
-
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_two_processes_are_one_however_their_samples_are_divided(two_processes, split):
-    first, second = (found[SPLITS.index(split)] for found in two_processes)
+def test_a_micro_batch_that_is_empty_on_every_rank_changes_nothing() -> None:
     norm = make_norm()
-    out, to_x, to_weight, to_bias = pass_through(norm, *draw())
-    pairs = [
-        (torch.cat((first[0], second[0])), out),
-        (torch.cat((first[1], second[1])), to_x),
-        (first[2] + second[2], to_weight),
-        (first[3] + second[3], to_bias),
-    ]
-    for got, wanted in pairs:
-        assert torch.allclose(got, wanted, rtol=1e-5, atol=1e-5)
-    for rank in (first, second):
-        assert torch.allclose(rank[4], norm.running_mean, rtol=1e-6)
-        assert torch.allclose(rank[5], norm.running_variance, rtol=1e-6)
-
-
-def test_a_micro_batch_that_is_empty_on_every_rank_changes_nothing(two_processes):
-    for *_, (out, to_x, to_weight, to_bias, mean, variance) in two_processes:
-        assert tuple(out.shape) == tuple(to_x.shape) == (0, CHANNELS, 4, 6)
-        assert not to_weight.any() and not to_bias.any()
-        assert torch.equal(mean, make_norm().running_mean) and torch.equal(variance, make_norm().running_variance)
+    out, to_x, to_weight, to_bias = pass_through(norm, *draw(0))
+    assert tuple(out.shape) == tuple(to_x.shape) == (0, CHANNELS, 4, 6)
+    assert not to_weight.any() and not to_bias.any()
+    assert torch.equal(norm.running_mean, make_norm().running_mean)
+    assert torch.equal(norm.running_variance, make_norm().running_variance)

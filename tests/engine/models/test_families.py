@@ -7,12 +7,15 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from trainspec_cli.engine.build.assemble import build_model
 from trainspec_cli.engine.models.lora import apply_lora
 from trainspec_cli.engine.parallel.expert import apply_recompute
 from trainspec_cli.planner.hardware.rates import models
-from trainspec_cli.planner.workload import count_params
+from trainspec_cli.planner.workload import count_params, flops_per_token
 from trainspec_cli.planner.workload.adapters import adapter_params
 from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, LatentAttentionSpec, TextModel
 from trainspec_cli.recipe.keys.training import LoraSpec
@@ -89,17 +92,32 @@ def tokens(model, batch: int = 2, seq_len: int = 32) -> torch.Tensor:
     return torch.randint(0, model.vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("name", TEXT)
+@pytest.mark.parametrize("name", TEXT | TINY)
 def test_engine_planner_and_publication_count_the_same_parameters(name) -> None:
-    model = without_prediction(TEXT[name])
+    model = without_prediction((TEXT | TINY)[name])
     with torch.device("meta"):
         counted = sum(parameter.numel() for parameter in build_model(model, 16).parameters())
     assert counted == count_params(model) == PUBLISHED.get(name, counted)
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_planner_counts_the_tiny_ones(name) -> None:
-    assert sum(parameter.numel() for parameter in made(TINY[name]).parameters()) == count_params(TINY[name])
+def test_the_loss_is_the_summed_cross_entropy_of_the_logits(name) -> None:
+    module, ids = made(TINY[name]), tokens(TINY[name])
+    with torch.no_grad():
+        expected = F.cross_entropy(module(ids).flatten(0, 1), ids.roll(-1, 1).flatten(), reduction="sum")
+        torch.testing.assert_close(module(ids, ids.roll(-1, 1)), expected)
+
+
+@pytest.mark.parametrize("name", ["llama_tiny", "qwen3_tiny"])
+def test_flops_per_token_equal_those_that_torch_counts(name) -> None:
+    """Forward and backward; attention is counted over the causal half, torch's counter over the full square."""
+    model = TINY[name]
+    ids = tokens(model)
+    counter = FlopCounterMode(display=False)
+    with sdpa_kernel(SDPBackend.MATH), counter:
+        made(model)(ids).sum().backward()
+    other_half = 6.0 * model.num_layers * model.num_heads * model.head_dim * ids.shape[1]
+    assert counter.get_total_flops() == (flops_per_token(model, ids.shape[1]) + other_half) * ids.numel()
 
 
 @pytest.mark.parametrize("name", [name for name, model in TEXT.items() if isinstance(model, DecoderModel)])

@@ -1,6 +1,7 @@
 """The decoders and hybrids against the public implementations of the models that they stand for, on tiny sizes in fp64.
 
-`pip install transformers` runs them; the project itself does not need it.
+`tests/engine/build/test_initial.py` compares the other decoders, whose checkpoints can be loaded. `pip install
+transformers` runs them; the project itself does not need it.
 """
 
 from __future__ import annotations
@@ -86,28 +87,6 @@ def dense(name: str, weights: Weights) -> torch.Tensor:
     return weights[f"{prefix}.{NAMES[parts[2]]}.weight"]
 
 
-def test_llama_with_scaled_rotation() -> None:
-    scaling = {
-        "rope_type": "llama3",
-        "rope_theta": 100.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    }
-    config = transformers.LlamaConfig(**PUBLIC, num_hidden_layers=2, rope_parameters=scaling)
-    model = DecoderModel(**SIZES, num_layers=2, rope_theta=100.0, rope_scaling=RopeScaling("llama3", 8.0, 16))
-    assert_same(transformers.LlamaForCausalLM(config), model, dense)
-
-
-def test_qwen3() -> None:
-    config = transformers.Qwen3Config(
-        **PUBLIC, num_hidden_layers=2, rope_parameters={"rope_type": "default", "rope_theta": 100.0}
-    )
-    model = DecoderModel(**SIZES, num_layers=2, rope_theta=100.0, qk_norm=True)
-    assert_same(transformers.Qwen3ForCausalLM(config), model, dense)
-
-
 def with_experts(name: str, weights: Weights) -> torch.Tensor:
     """Hugging Face holds experts' matrices as (out, in)."""
     parts = name.split(".")
@@ -122,35 +101,6 @@ def with_experts(name: str, weights: Weights) -> torch.Tensor:
         return weights[f"{prefix}.{parts[3]}_proj.weight"]
     matrix = {"up": "gate_up_proj", "down": "down_proj"}[parts[4]]
     return weights[f"{prefix}.experts.{matrix}"].transpose(1, 2)
-
-
-def test_mixtral() -> None:
-    config = transformers.MixtralConfig(
-        **PUBLIC,
-        num_hidden_layers=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=None,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-    )
-    experts = ExpertSpec(num_experts=4, top_k=2, expert_ffn_size=48)
-    model = DecoderModel(**SIZES, num_layers=2, rope_theta=100.0, experts=experts)
-    assert_same(transformers.MixtralForCausalLM(config), model, with_experts)
-
-
-def test_qwen3_moe() -> None:
-    config = transformers.Qwen3MoeConfig(
-        **PUBLIC,
-        num_hidden_layers=2,
-        num_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=12,
-        norm_topk_prob=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-    )
-    experts = ExpertSpec(num_experts=8, top_k=3, expert_ffn_size=12)
-    model = DecoderModel(**SIZES, num_layers=2, rope_theta=100.0, qk_norm=True, experts=experts)
-    assert_same(transformers.Qwen3MoeForCausalLM(config), model, with_experts)
 
 
 def gpt_oss(name: str, weights: Weights) -> torch.Tensor:
@@ -173,40 +123,6 @@ def gpt_oss(name: str, weights: Weights) -> torch.Tensor:
     }[parts[4]]
     found = weights[f"{prefix}.mlp.experts.{public}"]
     return torch.cat((found[..., ::2], found[..., 1::2]), dim=-1) if parts[4].startswith("up") else found
-
-
-def test_gpt_oss() -> None:
-    scaling = {
-        "rope_type": "yarn",
-        "rope_theta": 100.0,
-        "factor": 4.0,
-        "beta_fast": 4.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 16,
-    }
-    config = transformers.GptOssConfig(
-        **{**PUBLIC, "intermediate_size": 12},
-        num_hidden_layers=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=6,
-        layer_types=["sliding_attention", "full_attention"],
-        rope_parameters=scaling,
-    )
-    model = DecoderModel(
-        **SIZES,
-        num_layers=2,
-        rope_theta=100.0,
-        rope_scaling=RopeScaling("yarn", 4.0, 16, beta_fast=4.0, whole_bounds=False),
-        sliding_window=6,
-        global_attention_every=2,
-        attention_bias="all",
-        attention_sinks=True,
-        gate_limit=7.0,
-        experts=ExpertSpec(num_experts=4, top_k=2, expert_ffn_size=12, bias=True),
-    )
-    assert_same(transformers.GptOssForCausalLM(config), model, gpt_oss)
 
 
 LATENT = {"q_down": "q_a_proj", "q_norm": "q_a_layernorm", "q": "q_b_proj", "kv_norm": "kv_a_layernorm"}
@@ -232,54 +148,76 @@ def halves(rows: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat((rows.index_select(dim, index[::2]), rows.index_select(dim, index[1::2])), dim=dim)
 
 
-def test_deepseek_v3() -> None:
-    scaling = {
-        "rope_type": "yarn",
-        "rope_theta": 100.0,
-        "factor": 4.0,
-        "beta_fast": 4.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 16,
-    }
-    config = transformers.DeepseekV3Config(
-        **{**PUBLIC, "num_key_value_heads": 4, "head_dim": 4},
-        num_hidden_layers=2,
-        first_k_dense_replace=1,
-        n_routed_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=12,
-        n_shared_experts=1,
-        n_group=4,
-        topk_group=2,
-        routed_scaling_factor=2.5,
-        q_lora_rank=20,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=6,
-        rope_parameters=scaling,
-    )
-    model = DecoderModel(
-        **{**SIZES, "num_kv_heads": 4},
-        num_layers=2,
-        rope_theta=100.0,
-        rope_scaling=RopeScaling("yarn", 4.0, 16, beta_fast=4.0),
-        mla=LatentAttentionSpec(16, 20, 8, 4, 6),
-        experts=ExpertSpec(
-            num_experts=8,
-            top_k=3,
-            expert_ffn_size=12,
-            shared_experts=1,
-            first_dense_layers=1,
-            score="sigmoid",
-            weight_scale=2.5,
-            num_groups=4,
-            top_groups=2,
-        ),
-    )
-    assert_same(transformers.DeepseekV3ForCausalLM(config), model, deepseek)
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0}
+YARN |= {"original_max_position_embeddings": 16}
+DECODERS: dict[str, tuple[dict[str, Any], dict[str, Any], Translate]] = {
+    "GptOss": (
+        {
+            "intermediate_size": 12,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": YARN | {"truncate": False},
+        },
+        {
+            "rope_scaling": RopeScaling("yarn", 4.0, 16, beta_fast=4.0, whole_bounds=False),
+            "sliding_window": 6,
+            "global_attention_every": 2,
+            "gate_limit": 7.0,
+            "attention_bias": "all",
+            "attention_sinks": True,
+            "experts": ExpertSpec(num_experts=4, top_k=2, expert_ffn_size=12, bias=True),
+        },
+        gpt_oss,
+    ),
+    "DeepseekV3": (
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 4,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "q_lora_rank": 20,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        {
+            "num_kv_heads": 4,
+            "rope_scaling": RopeScaling("yarn", 4.0, 16, beta_fast=4.0),
+            "mla": LatentAttentionSpec(16, 20, 8, 4, 6),
+            "experts": ExpertSpec(
+                num_experts=8,
+                top_k=3,
+                expert_ffn_size=12,
+                shared_experts=1,
+                first_dense_layers=1,
+                score="sigmoid",
+                weight_scale=2.5,
+                num_groups=4,
+                top_groups=2,
+            ),
+        },
+        deepseek,
+    ),
+}
+"""The public class -> (its configuration, our model's, how our parameters are named there)."""
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders(name: str) -> None:
+    theirs, ours, translate = DECODERS[name]
+    config = getattr(transformers, f"{name}Config")(**PUBLIC | {"num_hidden_layers": 2} | theirs)
+    model = DecoderModel(**SIZES | {"num_layers": 2, "rope_theta": 100.0} | ours)
+    assert_same(getattr(transformers, f"{name}ForCausalLM")(config), model, translate)
 
 
 def mamba(prefix: str, inner: int, states: int) -> Translate:

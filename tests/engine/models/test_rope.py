@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from trainspec_cli.engine.models.rope import apply_rope, rope_angles
+from trainspec_cli.engine.models.rope import rope_angles, score_factor
 from trainspec_cli.recipe.keys.model import RopeScaling
 
 HEAD = 64
@@ -59,16 +61,6 @@ def test_scaled_frequencies_are_those_of_transformers(name: str) -> None:
     assert not angles[0].any()
 
 
-def test_plain_angles_are_positions_times_powers_of_theta() -> None:
-    expected = torch.tensor([[0.0, 0.0], [1.0, 0.1], [2.0, 0.2]])
-    torch.testing.assert_close(rope_angles(3, 4, 100.0), expected)
-
-
-def test_the_first_half_turns_against_the_second() -> None:
-    """By a quarter of a turn at position 1: (a, b) becomes (-b, a), in every head of every sample."""
-    x_BSHE = torch.arange(16.0).view(1, 2, 2, 4)
-    cos_SE = torch.tensor([[1.0] * 4, [0.0] * 4, [9.0] * 4])
-    sin_SE = torch.tensor([[0.0] * 4, [1.0] * 4, [9.0] * 4])
-    found = apply_rope(x_BSHE, cos_SE, sin_SE)
-    assert found[0, 0].tolist() == x_BSHE[0, 0].tolist()
-    assert found[0, 1].tolist() == [[-10.0, -11.0, 8.0, 9.0], [-14.0, -15.0, 12.0, 13.0]]
+def test_yarn_softens_scores() -> None:
+    assert score_factor(RopeScaling("yarn", 40.0, 4096)) == pytest.approx((0.1 * math.log(40) + 1) ** 2)
+    assert score_factor(LLAMA3) == score_factor(None) == 1.0

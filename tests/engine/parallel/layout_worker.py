@@ -298,8 +298,7 @@ def main() -> None:
         if name in NOISY:
             found[name]["noise"] = noise_share
             found[name]["noise_alone"] = noise.get(name)
-    every_name = [name for name, run in every.items() if run.case.layout.world_size == ranks]
-    print(json.dumps({"every": every_name, "found": found}))
+    print(json.dumps(found))
     leave_processes()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,12 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from trainspec_cli.engine.parallel import data_parallel
+from trainspec_cli.engine.parallel import data_parallel, gradient_sums
 from trainspec_cli.engine.parallel.data_parallel import (
     DataParallel,
     _NothingToReduce,
-    _shardable_dim,
-    _sum_over_replicas,
+    _sum_in_hooks,
     _TimedCollective,
     apply_data_parallel,
     exchange_in_backward,
@@ -31,27 +31,14 @@ CPU = torch.device("cpu")
 
 
 ALONE: Any = SimpleNamespace(size=1)
-COMPRESSED: Any = SimpleNamespace()
 
 
-def how(replicas: int = 1, *, offload: bool = False) -> DataParallel:
-    group = SimpleNamespace(size=lambda: replicas)
-    peers: Any = SimpleNamespace(size=replicas, group=group)
+def how(*, offload: bool = False) -> DataParallel:
+    peers: Any = SimpleNamespace(size=1, group=SimpleNamespace(size=lambda: 1))
     probe = NoiseProbe(CPU, ALONE, ALONE, ALONE)
     return DataParallel(
-        torch.float32, torch.float32, True, offload, peers, lambda *_: nullcontext, probe, lambda name: "own"
+        torch.float32, torch.float32, True, offload, peers, lambda *_: nullcontext, probe, defaultdict(lambda: "own")
     )
-
-
-def test_gradients_are_looked_at_before_replicas_sum_them() -> None:
-    gradient, seen = torch.tensor([3.0]), list[float]()
-    replicas: Any = SimpleNamespace(size=2, sum_=lambda x: x.mul_(2))
-    _sum_over_replicas(replicas, lambda x: seen.append(x.item()), None, gradient)
-    assert (gradient.item(), seen) == (6.0, [3.0])
-    _sum_over_replicas(ALONE, lambda x: seen.append(x.item()), None, gradient)
-    assert (gradient.item(), seen) == (6.0, [3.0, 6.0]), "one replica alone sums nothing"
-    _sum_over_replicas(replicas, None, None, gradient)
-    assert gradient.item() == 12.0
 
 
 def test_an_exchange_over_shards_is_timed_and_its_input_looked_at() -> None:
@@ -88,15 +75,6 @@ def test_over_one_rank_input_and_output_are_one_buffer() -> None:
         nothing()
 
 
-@pytest.mark.parametrize(("ranks", "dim"), [(1, 0), (2, 0), (4, 1), (3, 0)])
-def test_experts_are_sharded_whole_where_they_divide_and_by_rows_elsewhere(ranks: int, dim: int) -> None:
-    experts = nn.ParameterDict({"up": torch.zeros(6, 8, 4), "down": torch.zeros(6, 4, 8)})
-    mesh: Any = SimpleNamespace(size=lambda: ranks)
-    assert _shardable_dim(experts, mesh) == dim
-    experts["odd"] = torch.zeros(5, 2, 2)
-    assert _shardable_dim(experts, mesh) == (0 if ranks == 1 else 1), "all of a mixture's parameters alike"
-
-
 class Module:
     """Notes what FSDP2 is told."""
 
@@ -107,35 +85,41 @@ class Module:
         return lambda value: self.told.append((name, value))
 
 
-@pytest.mark.parametrize(("shards", "replicas", "probed"), [(1, 1, True), (2, 1, None), (1, 2, True), (2, 2, False)])
-def test_gradients_are_sums_and_are_looked_at_once(shards: int, replicas: int, probed: bool | None) -> None:
-    """Where shards are summed first, their exchange does."""
-    module, given = Module(), how(replicas)
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize(("shards", "replicas"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_hooks_sum_over_shards_then_over_replicas_and_look_before_the_first_sum(
+    monkeypatch: pytest.MonkeyPatch, shards: int, replicas: int, compressed: bool
+) -> None:
+    done: list[str] = []
 
-    def look(gradients: torch.Tensor) -> None:
-        raise AssertionError("nothing is reduced here")
+    def sum_up(name: str, factor: int) -> Any:
+        def act(output: torch.Tensor, source: torch.Tensor | None = None, *_: Any, **__: Any) -> torch.Tensor:
+            done.append(name)
+            return output.copy_((output if source is None else source)[: len(output)] * factor)
 
-    data_parallel._sum_gradients(module, SimpleNamespace(size=lambda: shards), given, look, COMPRESSED)  # type: ignore[arg-type]
+        return act
+
+    monkeypatch.setattr(data_parallel, "reduce_scatter", sum_up("scatter", shards))
+    monkeypatch.setattr(gradient_sums, "all_reduce_", sum_up("reduce", replicas))
+    over: Any = SimpleNamespace(
+        reduce_scatter=lambda rows, wire: sum_up("scatter fewer bits", shards)(rows[0]),
+        all_reduce_=lambda x, wire: sum_up("reduce fewer bits", replicas)(x),
+    )
+    peers: Any = SimpleNamespace(size=replicas, group=None, tiers=None, time=lambda *_: nullcontext())
+    module: Any = Module()
+    given = (over, over) if compressed else (None, None)
+    _sum_in_hooks(module, shards, lambda *_: nullcontext(), peers, lambda x: done.append("look"), *given)  # type: ignore[arg-type, return-value]
     told = dict(module.told)
-    sums = {"set_gradient_divide_factor": 1.0, "set_force_sum_reduction_for_comms": True}
-    assert {name: value for name, value in told.items() if name in sums} == (sums if shards > 1 else {})
-    hook = told.get("set_all_reduce_hook")
-    assert (hook is None) == (probed is None)
-    if hook is not None:
-        assert hook.func is _sum_over_replicas
-        assert hook.args == (given.replicas, look if probed else None, COMPRESSED)
-
-
-def test_a_backward_that_exchanges_nothing_is_not_the_last() -> None:
-    module = Module()
-    for exchange in (True, False):
-        data_parallel.exchange_in_backward(module, exchange)  # type: ignore[arg-type]
-    assert module.told == [
-        ("set_requires_gradient_sync", True),
-        ("set_is_last_backward", True),
-        ("set_requires_gradient_sync", False),
-        ("set_is_last_backward", False),
-    ]
+    gradients, own = torch.ones(4 * shards), torch.ones(4)
+    if shards > 1:
+        told["set_custom_reduce_scatter"](own, gradients, SimpleNamespace(size=lambda: shards))
+    else:
+        assert isinstance(told["set_custom_reduce_scatter"], _NothingToReduce)
+    if hook := told.get("set_all_reduce_hook"):
+        hook(own)
+    assert own.tolist() == [shards * replicas] * 4
+    bits = " fewer bits" if compressed else ""
+    assert done == ["look", *["scatter" + bits] * (shards > 1), *["reduce" + bits] * (replicas > 1)]
 
 
 class Stage(nn.Sequential):
@@ -172,8 +156,31 @@ def test_gradients_that_come_after_their_backward_are_exchanged_with_the_others(
     torch.testing.assert_close(split, plain, rtol=torch.finfo(torch.bfloat16).eps, atol=0)
 
 
-@pytest.mark.parametrize(("device", "pinned"), [("cpu", False), ("cuda", True), ("xpu", True)])
-def test_offloaded_shards_are_pinned_for_a_gpu(device: str, pinned: bool) -> None:
-    policy = how(offload=True).offload_policy(device)
-    assert isinstance(policy, CPUOffloadPolicy) and policy.pin_memory is pinned
-    assert type(how().offload_policy(device)) is OffloadPolicy
+class ShardedError(Exception):
+    """FSDP2 is not asked for more."""
+
+
+@pytest.mark.parametrize(
+    ("device", "offload", "policy"),
+    [("cpu", True, CPUOffloadPolicy(False)), ("cuda", True, CPUOffloadPolicy(True)), ("xpu", False, OffloadPolicy())],
+)
+@pytest.mark.parametrize(("ranks", "dim"), [(1, None), (2, None), (4, 1)])
+def test_experts_are_sharded_whole_where_they_divide_and_pinned_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, offload: bool, policy: OffloadPolicy, ranks: int, dim: int | None
+) -> None:
+    """Elsewhere by rows, all of a mixture's parameters alike."""
+    asked: dict[str, Any] = {}
+
+    def fully_shard(module: nn.Module, **options: Any) -> None:
+        asked.update(options)
+        raise ShardedError
+
+    monkeypatch.setattr(data_parallel, "fully_shard", fully_shard)
+    mesh: Any = SimpleNamespace(size=lambda: ranks, get_group=lambda: None, device_type=device)
+    experts = nn.ParameterDict({"up": torch.zeros(6, 8, 4), "down": torch.zeros(6, 4, 8)})
+    with pytest.raises(ShardedError):
+        apply_data_parallel(None, [experts], mesh, mesh, how(offload=offload))
+    placement = asked["shard_placement_fn"]
+    assert (placement and placement(None).dim) == dim
+    assert asked["offload_policy"] == policy
+    assert asked["reshard_after_forward"] == (ranks > 1)

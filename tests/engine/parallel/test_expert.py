@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine.parallel.ranks import FakePeers, Ranks, all_to_all
 
-from trainspec_cli.engine.models.experts import Experts, LocalDispatch, sort_by_expert
+from trainspec_cli.engine.models.experts import Experts, dispatch_here, sort_by_expert
 from trainspec_cli.engine.parallel import expert
 from trainspec_cli.engine.parallel.expert import SpreadDispatch, apply_expert_parallel, even_splits, read_splits
 from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
@@ -44,13 +44,13 @@ def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 @pytest.mark.parametrize("size", [2, 3])
 def test_spread_experts_give_what_they_give_on_one_rank(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(expert.dist, "all_to_all_single", all_to_all)
-    whole, local, ranks = experts_of(0, EXPERTS), LocalDispatch(), Ranks(size)
+    whole, ranks = experts_of(0, EXPERTS), Ranks(size)
     wanted, wanted_dx, wanted_weights = [], [], []
     for rank in range(size):
         x, indices, weights, dy = batch(rank)
         x.requires_grad_()
         weights.requires_grad_()
-        out = local(x, indices, weights, whole)
+        out = dispatch_here(x, indices, weights, whole)
         out.backward(dy)
         wanted.append(out.detach())
         wanted_dx.append(x.grad)
@@ -81,7 +81,7 @@ class Mixture(torch.nn.Module):
         with torch.device("meta"):
             self.experts = Experts(MODEL)
         self.experts.down.requires_grad_(False)
-        self.dispatch: torch.nn.Module = LocalDispatch()
+        self.dispatch: Any = dispatch_here
 
 
 def test_a_rank_keeps_its_own_experts_and_knows_where_they_lie() -> None:

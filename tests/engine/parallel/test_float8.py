@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainspec_cli.engine.models.feed_forward import FeedForward
+from trainspec_cli.engine.models.layers import FeedForward
 from trainspec_cli.engine.parallel.expert import apply_float8
 
 E4M3_HALF_STEP = 2.0**-4

@@ -67,7 +67,8 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
 
 @pytest.fixture
 def sums() -> Iterator[GradientSums]:
-    sums = GradientSums(StepClock(CPU))
+    clock = StepClock(CPU)
+    sums = GradientSums(clock.collective, clock.note_beside)
     sums.begin()
     yield sums
     sums.close()
@@ -193,7 +194,7 @@ def test_the_gradients_of_several_backwards_are_added_up(
     parameter, looked = nn.Parameter(torch.zeros(2)), list[list[float]]()
     route = network.route(shards=shards, replicas=not shards)
     trained, look = (lambda: [parameter]), (lambda x: looked.append(x.flatten().tolist()))
-    module = sums.of_module(route, trained, look, None, None)
+    module = ModuleSums(sums, route, trained, look, None, None)
     for step in range(2):
         network.gate.clear()
         sums.begin()
@@ -210,7 +211,8 @@ def test_the_gradients_of_several_backwards_are_added_up(
 
 def test_gradients_that_were_not_cleared_are_no_earlier_sum_of_the_step(network: Network, sums: GradientSums) -> None:
     parameter = nn.Parameter(torch.zeros(2))
-    module = sums.of_module(network.route(shards=False, replicas=True), lambda: [parameter], lambda x: None, None, None)
+    route = network.route(shards=False, replicas=True)
+    module = ModuleSums(sums, route, lambda: [parameter], lambda x: None, None, None)
     backward(module, parameter, torch.ones(2), torch.float32)
     sums.finish()
     with pytest.raises(AssertionError, match="cleared"):

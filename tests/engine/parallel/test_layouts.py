@@ -9,26 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine.parallel import layout_worker as worker
 from lab.ranks import outputs
 
-WORKER = Path(__file__).with_name("layout_worker.py")
+WORKER = Path(worker.__file__)
 FP32 = 5e-6
 """Of the Euclidean norm: sums in other orders, and the sharded gradients' exchange in fp32."""
 UNEVEN_FP32 = 1e-6
 """Of decoders and hybrids, for each parameter. In convolutions the sums of some, such as the bias of the stem's norm,
 cancel: one process in fp32 is there as far from fp64, by 3e-6 and more, as two are, with even shares and uneven ones.
 All parameters together keep within it in every family."""
-NAMES = (
-    *("ring", "ulysses", "zero 2", "zero 1", "plain tensor", "tensor of a hybrid"),
-    *("tensor of latent attention", "tensor of sinks and biases", "interleaved", "gpipe", "zero bubble", "experts"),
-    *("tied pipeline", "tied split", "own split", "compiled zbv", "compiled zero bubble"),
-    *("adapters, zero 2", "adapters, interleaved", "adapters, plain tensor"),
-)
-UNEVEN = (
-    *("uneven zero 3", "uneven zero 1", "uneven replicas", "uneven experts", "uneven replicas of experts"),
-    *("uneven own zero 3", "empty zero 3", "empty experts", "even resnet", "uneven resnet", "even unet", "uneven unet"),
-)
-COMPRESSED = {
+BOUNDS = {
     "bf16 experts": 2**-8,
     "int8 zero 3": 0.02,
     "int4 zero 1": 0.25,
@@ -38,42 +29,12 @@ COMPRESSED = {
     "int8 parameters": 0.05,
 }
 """The most that all gradients together may be wrong by, of their norm; what the formats state is in `comm/codec.py`."""
-NOISY = (
-    *("zero 2", "zero 1", "uneven zero 3", "uneven replicas", "empty zero 3"),
-    *("ring", "ulysses", "plain tensor", "tensor of a hybrid", "tensor of latent attention", "interleaved"),
-    *("zero bubble", "tied pipeline", "tied split", "adapters, plain tensor"),
-    *("experts", "uneven experts", "empty experts", "uneven replicas of experts"),
-)
-
-
-OVERLAPPED = (
-    *("zero 2", "zero 1", "uneven zero 3", "uneven replicas", "empty zero 3", "uneven experts"),
-    *("uneven replicas of experts", "adapters, zero 2", "int8 zero 3", "int4 zero 1", "int4 replicas", "even resnet"),
-)
-OF_FOUR = (
-    *("shares of tensors", "replicas of tensors", "shares of sequences", "shares of tied pipelines"),
-    *(
-        "shares of split pipelines",
-        "shares of pipelines",
-        "groups of experts",
-        "experts of tensors",
-        "replicas of experts",
-    ),
-    "replicas on two nodes",
-)
-
-
-OF_TWO = (*NAMES, *UNEVEN, *COMPRESSED)
+RUNS = worker.runs()
+OF_TWO = [name for name, run in RUNS.items() if run.case.layout.world_size == 2]
+OF_FOUR = [name for name, run in RUNS.items() if run.case.layout.world_size == 4]
 USUAL = {
-    *("ring", "zero 2", "zero 1", "plain tensor", "interleaved", "tied split", "experts", "adapters, plain tensor"),
-    *(
-        "uneven zero 3",
-        "uneven replicas of experts",
-        "empty experts",
-        "uneven resnet",
-        "int4 zero 1",
-        "int8 parameters",
-    ),
+    *("ring", "zero 1", "plain tensor", "interleaved", "tied split", "adapters, plain tensor", "uneven zero 3"),
+    *("uneven replicas of experts", "empty experts", "uneven resnet", "int4 zero 1", "int8 parameters"),
 }
 """One of each kind; others show more of the same (`pytest -m slow`)."""
 
@@ -87,22 +48,20 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ranks
     @cache
     def computed(*, usual: bool) -> Ranks:
         names = [name for name in OF_TWO if (name in USUAL) == usual]
-        return computed_by(2, tmp_path_factory.mktemp("layouts") / "meeting", names, OF_TWO)
+        return computed_by(2, tmp_path_factory.mktemp("layouts") / "meeting", names)
 
     return lambda name: [rank[name] for rank in computed(usual=name in USUAL)]
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return computed_by(4, tmp_path_factory.mktemp("layouts") / "meeting", OF_FOUR, OF_FOUR)
+    return computed_by(4, tmp_path_factory.mktemp("layouts") / "meeting", OF_FOUR)
 
 
-def computed_by(ranks: int, file: Path, names: Sequence[str], every: Sequence[str]) -> Ranks:
-    """Return what each rank has found in layouts of these names; `every` layout of the worker must be judged here."""
+def computed_by(ranks: int, file: Path, names: Sequence[str]) -> Ranks:
+    """Return what each rank has found in layouts of these names."""
     printed = outputs(WORKER, [(file, rank, ranks, *names) for rank in range(ranks)])
-    told = [json.loads(text.splitlines()[-1]) for text in printed]
-    assert all(set(rank["every"]) == set(every) for rank in told)
-    return [rank["found"] for rank in told]
+    return [json.loads(text.splitlines()[-1]) for text in printed]
 
 
 def named(names: Iterable[str]) -> pytest.MarkDecorator:
@@ -110,58 +69,54 @@ def named(names: Iterable[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", marked)
 
 
-@named(NAMES + UNEVEN)
+@named(name for name in OF_TWO if name not in BOUNDS)
 def test_two_ranks_compute_what_one_computes(two_ranks: Callable[[str], Ranks], name: str) -> None:
     found = two_ranks(name)
     assert sum(rank["loss"] for rank in found) == pytest.approx(1.0, rel=1e-6)
     assert sum(rank["squared"] for rank in found) == pytest.approx(1.0, rel=1e-5)
     assert sorted({one for rank in found for one in rank["errors"]}) == found[0]["names"]
     errors = {one: error for rank in found for one, error in rank["errors"].items()}
-    limit = UNEVEN_FP32 if name in UNEVEN and not name.endswith("net") else FP32
+    limit = UNEVEN_FP32 if name in worker.UNEVEN and not name.endswith("net") else FP32
     assert {one: error for one, error in errors.items() if not error < limit} == {}
     assert max(rank["error"] for rank in found) < UNEVEN_FP32
 
 
-@named(COMPRESSED)
+@named(BOUNDS)
 def test_gradients_that_travel_in_fewer_bits_are_nearly_those_of_one(
     two_ranks: Callable[[str], Ranks], name: str
 ) -> None:
-    found, bound = two_ranks(name), COMPRESSED[name]
+    found, bound = two_ranks(name), BOUNDS[name]
     assert UNEVEN_FP32 < max(rank["error"] for rank in found) < bound
     assert sum(rank["squared"] for rank in found) == pytest.approx(1.0, abs=2 * bound)
     loss = sum(rank["loss"] for rank in found)
     assert loss == pytest.approx(1.0, abs=1e-3 if name.endswith("parameters") else 1e-6)
 
 
-@named(NOISY)
+@named(name for name in OF_TWO if name in worker.NOISY)
 def test_the_noise_of_gradients_is_that_of_their_parts(two_ranks: Callable[[str], Ranks], name: str) -> None:
     check_noise(two_ranks(name), name)
 
 
-@named(OVERLAPPED)
+@named(name for name in OF_TWO if name in worker.OVERLAPPED)
 def test_sums_beside_the_backward_have_the_same_bits(two_ranks: Callable[[str], Ranks], name: str) -> None:
     check_bits(two_ranks(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_FOUR)
-def test_four_ranks_sum_the_same_bits_too(four_ranks: Ranks, name: str) -> None:
+def test_four_ranks_sum_the_same_bits_and_their_noise_shows_too(four_ranks: Ranks, name: str) -> None:
     """In tiers and over shards and replicas, with pipelines, tied weights and split schedules."""
-    check_bits([rank[name] for rank in four_ranks])
+    found = [rank[name] for rank in four_ranks]
+    assert max(rank["error"] for rank in found) < UNEVEN_FP32
+    check_noise(found, name)
+    if name in worker.OVERLAPPED:
+        check_bits(found)
 
 
 def check_bits(ranks: Ranks) -> None:
     """Whether or not the backward waits for them, and whatever the size of buckets."""
     sizes = ("waited for", "overlapped", "pairs", "all at once")
     assert [rank["same_bits"] for rank in ranks] == [dict.fromkeys(sizes, True)] * len(ranks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OF_FOUR)
-def test_the_noise_shows_between_ranks_that_are_spread_otherwise_too(four_ranks: Ranks, name: str) -> None:
-    found = [rank[name] for rank in four_ranks]
-    assert max(rank["error"] for rank in found) < UNEVEN_FP32
-    check_noise(found, name)
 
 
 @pytest.mark.slow

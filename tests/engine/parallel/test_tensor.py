@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from engine.parallel.ranks import FakePeers, Ranks
 
 from trainspec_cli.engine.digest import IGNORED_TARGET
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
-from trainspec_cli.engine.parallel.context import VocabularyCutChunk, cut_parameters, partial_parameters
+from trainspec_cli.engine.parallel.context import VocabularyCutChunk, apply_tensor_parallel
 from trainspec_cli.engine.shares import Cut
 
 
@@ -40,6 +40,7 @@ def test_a_cut_vocabularys_loss_and_gradient_are_those_of_the_whole(size: int) -
 
 class Model(torch.nn.Module):
     tensor_partial = ("blocks.*.norm", "blocks.*.lora_[ab]")
+    tensor_cuts: ClassVar[dict[str, int]] = {"blocks.1.weight": 1, "blocks.*.weight": 0, "blocks.1.*": 0}
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,14 +49,20 @@ class Model(torch.nn.Module):
         self.blocks[1].weight.requires_grad_(False)
         self.norm = torch.nn.Parameter(torch.ones(3))
 
+    def region_modules(self) -> list[torch.nn.Module]:
+        return []
+
+
+PEERS: Any = SimpleNamespace(rank=1, size=2, group="tp", time=nullcontext)
+
 
 def test_the_first_pattern_that_fits_decides_and_the_last_part_may_be_smaller() -> None:
     model, whole = Model(), dict(Model().named_parameters())
     for name, parameter in model.named_parameters():
         parameter.data.copy_(torch.arange(parameter.numel()).view(parameter.shape))
         whole[name] = parameter.detach().clone()
-    peers: Any = SimpleNamespace(rank=1, size=2, group="tp", time=nullcontext)
-    cuts = cut_parameters(model, {"blocks.1.weight": 1, "blocks.*.weight": 0, "blocks.1.*": 0}, peers)
+    cuts: dict[str, Cut] = {}
+    apply_tensor_parallel(model, PEERS, cuts, sequence_parallel=True)
     assert {name: (cut.dim, cut.full_size, cut.index, cut.count, cut.group) for name, cut in cuts.items()} == {
         "blocks.0.weight": (0, 5, 1, 2, "tp"),
         "blocks.1.weight": (1, 6, 1, 2, "tp"),
@@ -71,11 +78,12 @@ def test_the_first_pattern_that_fits_decides_and_the_last_part_may_be_smaller() 
 
 @pytest.mark.parametrize(
     ("sequence_parallel", "names"),
-    [(False, ["blocks.0.norm"]), (True, ["norm", "blocks.0.norm", "blocks.0.bias", "blocks.1.weight"])],
+    [(False, ["blocks.0.norm"]), (True, ["norm", "blocks.0.norm"])],
 )
 def test_whole_parameters_are_partial_in_regions_and_where_the_sequence_is_cut(
     sequence_parallel: bool, names: list[str]
 ) -> None:
-    cuts: Any = dict.fromkeys(["blocks.0.weight", "blocks.1.bias"])
-    found = partial_parameters(Model(), sequence_parallel=sequence_parallel, cuts=cuts)
+    """Not those that another axis cuts."""
+    others: Any = {"blocks.0.bias": "cut over ep"}
+    found = apply_tensor_parallel(Model(), PEERS, others, sequence_parallel=sequence_parallel)
     assert sorted(found) == sorted(names)

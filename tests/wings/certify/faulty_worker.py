@@ -39,7 +39,7 @@ def wrong_gradient_scale(patch: MonkeyPatch) -> None:
 
 def skipped_all_reduce(patch: MonkeyPatch) -> None:
     """Let replicas keep their own gradients."""
-    patch.setattr(gradient_sums, "_sum_over_replicas_", lambda *of_module: None)
+    patch.setattr(gradient_sums, "sum_over_replicas_", lambda *_, **__: None)
 
 
 def stale_embedding_gradient(patch: MonkeyPatch) -> None:
@@ -89,8 +89,8 @@ def local_norm(patch: MonkeyPatch) -> None:
 
 def wrong_ring_order(patch: MonkeyPatch) -> None:
     """Take keys and values of earlier ranks for those of later ones, and the other way round."""
-    right = context._block
-    patch.setattr(context, "_block", lambda rank, source, seq: right(rank, 2 * rank - source, seq))
+    right = context._pair_of
+    patch.setattr(context, "_pair_of", lambda rank, source, seq: right(rank, 2 * rank - source, seq))
 
 
 def no_copied_twins(patch: MonkeyPatch) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from importlib import import_module
@@ -14,23 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from trainspec_cli.engine.build.exchanges import Exchanges, build_exchanges
-from trainspec_cli.engine.build.own_code import try_own_block, use_own_loss
+from trainspec_cli.engine.build.own_code import load_loss, try_own_block
 from trainspec_cli.engine.build.train_state import DTYPES, Allowance, LateSum, Stages, Throttle, TrainState
-from trainspec_cli.engine.comm.codec import PARAMETER_CODECS, Codec, WireMeter
+from trainspec_cli.engine.comm.codec import PARAMETER_CODECS, WireMeter
 from trainspec_cli.engine.comm.exchange import Peers
 from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.models.experts import sort_by_expert
 from trainspec_cli.engine.models.lora import apply_lora
-from trainspec_cli.engine.models.quantised import place_quantised
+from trainspec_cli.engine.models.own import OwnLinearLoss
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.optim.optimizer import build_optimizer, without_memory
 from trainspec_cli.engine.optim.own import build_own_optimizer
-from trainspec_cli.engine.parallel.context import (
-    apply_context_parallel,
-    apply_tensor_parallel,
-    held_positions,
-    partial_parameters,
-)
+from trainspec_cli.engine.parallel.context import RingCore, UlyssesCore, apply_tensor_parallel, held_positions
 from trainspec_cli.engine.parallel.data_parallel import DataParallel, apply_data_parallel
 from trainspec_cli.engine.parallel.expert import apply_expert_parallel, apply_float8, apply_recompute
 from trainspec_cli.engine.parallel.noise import Held as HeldGradient
@@ -38,9 +32,9 @@ from trainspec_cli.engine.parallel.noise import NoiseProbe
 from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue, routers_of, sum_over_sequence
 from trainspec_cli.engine.shares import Cut, Share, is_quantised, quantised_parameters, split_quantised
 from trainspec_cli.planner.pipeline import cut_layers
-from trainspec_cli.recipe.keys.kernels import KERNELS, Backend, KernelSpec
-from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.kernels import KERNELS, KernelSpec
 from trainspec_cli.recipe.keys.model import ModelSpec
+from trainspec_cli.recipe.own_code import LOSS
 from trainspec_cli.recipe.results.plan import Plan
 
 # A model or a stage of one: built on meta, allocated, and filled with its first values.
@@ -71,7 +65,9 @@ def materialise(
     """
 
     def first_values(name: str, full: Tensor) -> Tensor:
-        model.init_parameter(name, full, parameter_generator(seed, name, device))
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        model.init_parameter(name, full, generator)
         return full
 
     model.seed = seed
@@ -92,11 +88,6 @@ def start_buffers(model: Any, device: torch.device, seed: int, positions_S: Tens
         model.positions_S = positions_S.to(device)
 
 
-def parameter_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-
-
 # Find the function that a kernel backend's name stands for, and put it into a model, whose modules hold their
 # operations by name.
 
@@ -106,15 +97,32 @@ ENGINE = __package__.rpartition(".")[0]
 
 def load_kernel(op: str, backend: str) -> Callable[..., Any]:
     """Raises ImportError where its package is not installed."""
-    return load_source(KERNELS[op][backend])
+    found = KERNELS[op][backend]
+    module, _, name = found.source.partition(":")
+    function: Callable[..., Any] = getattr(import_module(f"{ENGINE}.{module}"), name)
+    if found.options:
+        function = partial(function, **found.options)
+    if not found.fused:
+        return function
+    # Compiled for each shape separately, so that results do not depend on earlier shapes.
+    fused = torch.compile(function, dynamic=False)
+
+    @wraps(function)
+    def call(*inputs: Any) -> Any:
+        # Evaluation has its own shapes, and each would be compiled.
+        return fused(*inputs) if torch.is_grad_enabled() else function(*inputs)
+
+    return call
 
 
-def load_source(backend: Backend) -> Callable[..., Any]:
-    module, _, name = backend.source.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(f"{ENGINE}.{module}"), name)
-    if backend.options:
-        function = partial(function, **backend.options)
-    return compiled_in_training(function) if backend.fused else function
+def modules_with(part: nn.Module, op: str) -> list[nn.Module]:
+    """Return the engine's own modules that have the operation: a user's may mean another thing by it."""
+    found = []
+    for module in part.modules():
+        definer = next((base for base in type(module).__mro__ if op in vars(base)), None)
+        if definer is not None and definer.__module__.startswith(ENGINE):
+            found.append(module)
+    return found
 
 
 def apply_kernels(part: nn.Module, kernels: KernelSpec) -> None:
@@ -125,114 +133,83 @@ def apply_kernels(part: nn.Module, kernels: KernelSpec) -> None:
             setattr(module, op, function)
 
 
-def modules_with(part: nn.Module, op: str) -> list[nn.Module]:
-    """Return the engine's own modules that have the operation: a user's may mean another thing by it."""
-    return [module for module in part.modules() if _engine_has(type(module), op)]
-
-
-def _engine_has(kind: type, op: str) -> bool:
-    definer = next((base for base in kind.__mro__ if op in vars(base)), None)
-    return definer is not None and definer.__module__.startswith(ENGINE)
-
-
-def compiled_in_training(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `function` for each shape separately, so that results do not depend on earlier shapes.
-
-    Without gradients the plain function is called: evaluation has its own shapes, and each would be compiled.
-    """
-    fused = torch.compile(function, dynamic=False)
-
-    @wraps(function)
-    def call(*inputs: Any) -> Any:
-        return fused(*inputs) if torch.is_grad_enabled() else function(*inputs)
-
-    return call
-
-
 # One stage of a plan's model, spread over the axes of the mesh.
 
 
 def spread_stage(
     plan: Plan, mesh: Mesh, exchanges: Exchanges, noise: NoiseProbe, stage: int
 ) -> tuple[Any, dict[str, Cut], list[str]]:
-    """One stage of the model, spread over the mesh's other axes.
+    """Build one stage of the model on meta, and spread it over the mesh's other axes. The order of the techniques is
+    fixed: each is applied to what those before it have left.
 
-    -> (the module, which parameters are cut how, names of those whose gradients are partial over tp).
+    Return (the module, how parameters are cut, names of those whose gradients are partial over tp).
     """
+    layout = plan.layout
     with torch.device("meta"):
         part = build_model(plan.spec.model, plan.spec.data.seq_len, layers_of(plan, stage))
         apply_lora(part, plan.spec.lora)
     apply_kernels(part, plan.kernels)
     if plan.spec.precision.matmul == "fp8":
         apply_float8(part.block_modules(), emulate=plan.device == "cpu")
-    cuts, partial = _cut(part, plan.layout, mesh, exchanges)
-    place_quantised(part, cuts)
-    for norm in part.norm_modules():
-        norm.ranks = Peers(mesh.stage.get_group(), exchanges.clock.collective)
-    apply_recompute(part.block_modules(), plan.recompute, compiled=plan.spec.compile)
-    if plan.spec.compile:
-        for module in part.compile_modules():
-            module.compile()
-    experts = [module.experts for module in part.expert_modules()]
-    expert_shard = mesh.experts["expert_shard"] if mesh.experts else None
-    held = {name: _held(plan, name, cuts, partial) for name, _ in part.named_parameters()}
-    how = _data_parallel(plan, mesh, exchanges, noise, held, f"stage{stage}")
-    apply_data_parallel(part, experts, mesh.shard, expert_shard, how)
-    return part, cuts, partial
 
-
-def _held(plan: Plan, name: str, cuts: Mapping[str, Cut], partial: Sequence[str]) -> HeldGradient:
-    """Return how the ranks of tp, or the pipeline's ends, hold the gradient of a parameter."""
-    if is_twin(plan, name):
-        return "twin"
-    if name in partial:
-        return "partial"
-    return "own" if name in cuts or plan.layout.tp == 1 else "copied"
-
-
-def _cut(part: Any, layout: Layout, mesh: Mesh, exchanges: Exchanges) -> tuple[dict[str, Cut], list[str]]:
-    """Expert, tensor and context parallelism; -> (cuts, names of partial parameters)."""
+    # Expert, tensor and context parallelism
     cp, tp = (exchanges.peers_along(mesh, axis) for axis in ("cp", "tp"))
     cuts: dict[str, Cut] = {}
-    partial: list[str] = []
+    partials: list[str] = []
     if layout.ep > 1:
         group = mesh.expert_group("ep")
         cuts |= apply_expert_parallel(part, Peers(group, exchanges.links.of("ep", group)), sort_by_expert)
     if layout.tp > 1:
-        cuts |= apply_tensor_parallel(part, tp, sequence_parallel=layout.sequence_parallel)
-        partial = partial_parameters(part, sequence_parallel=layout.sequence_parallel, cuts=cuts)
+        partials = apply_tensor_parallel(part, tp, cuts, sequence_parallel=layout.sequence_parallel)
     if layout.cp > 1:
-        apply_context_parallel(part, cp, layout.context_method)
+        core = RingCore if layout.context_method == "ring" else UlyssesCore
+        for attention in part.attention_modules():
+            attention.core = core(attention.core, cp)
     if layout.cp > 1 or layout.tp > 1:
         sum_over_sequence(routers_of([part]), [cp, tp])
-    return cuts, partial
+    for name, module in part.named_modules():
+        cut = cuts.get(f"{name}.nf4_magnitudes")
+        if cut is not None:
+            module.place(cut)
+    if mesh.stage.size() > 1:
+        for norm in part.norm_modules():
+            norm.sum_over_ranks = Peers(mesh.stage.get_group(), exchanges.clock.collective).sum_
 
+    apply_recompute(part.block_modules(), plan.recompute, compiled=plan.spec.compile)
+    if plan.spec.compile:
+        for module in part.compile_modules():
+            module.compile()
 
-def _data_parallel(
-    plan: Plan, mesh: Mesh, exchanges: Exchanges, noise: NoiseProbe, held: Mapping[str, HeldGradient], name: str
-) -> DataParallel:
-    return DataParallel(
+    # Data parallelism
+    held: dict[str, HeldGradient] = {}
+    for name, _ in part.named_parameters():
+        if is_twin(plan, name):
+            held[name] = "twin"
+        elif name in partials:
+            held[name] = "partial"
+        else:
+            held[name] = "own" if name in cuts or layout.tp == 1 else "copied"
+    travels_in_full = plan.comm.parameters in ("full", plan.compute)
+    how = DataParallel(
         compute=DTYPES[plan.compute],
         reduce=DTYPES[plan.spec.precision.reduce],
-        free_after_forward=not plan.layout.keeps_parameters,
+        free_after_forward=not layout.keeps_parameters,
         offload=plan.offload != "none",
         replicas=replace(exchanges.gradient_peers(mesh, "dp_replicate"), tiers=exchanges.replica_tiers),
         time=exchanges.of,
         noise=noise,
-        held_by=held.__getitem__,
+        held=held,
         compression=exchanges.compression,
-        parameter_codec=_parameter_codec(plan),
+        parameter_codec=None if travels_in_full else PARAMETER_CODECS[plan.comm.parameters],
         sums=exchanges.sums,
-        route=exchanges.routes.get,
+        routes=exchanges.routes,
         losses=exchanges.losses,
-        name=name,
+        name=f"stage{stage}",
     )
-
-
-def _parameter_codec(plan: Plan) -> Codec | None:
-    """Return None where parameters travel as they are computed with."""
-    chosen = plan.comm.parameters
-    return None if chosen in ("full", plan.compute) else PARAMETER_CODECS[chosen]
+    experts = [module.experts for module in part.expert_modules()]
+    expert_shard = mesh.experts["expert_shard"] if mesh.experts else None
+    apply_data_parallel(part, experts, mesh.shard, expert_shard, how)
+    return part, cuts, partials
 
 
 def layers_of(plan: Plan, stage: int) -> range | None:
@@ -243,6 +220,7 @@ def layers_of(plan: Plan, stage: int) -> range | None:
 
 
 def is_twin(plan: Plan, name: str) -> bool:
+    """Return whether a parameter stands on both ends of the pipeline."""
     return plan.spec.model.tied_embeddings and name == "embed.weight" and plan.layout.num_stages > 1
 
 
@@ -276,23 +254,31 @@ def build_train_state(
     queue = WeightQueue()
     noise = NoiseProbe(device, cp, tp, Peers(mesh.ends, clock.collective))
     for stage in layout.stages_of_rank(mesh.rank("pp")):
-        part, cuts, partial = spread_stage(plan, mesh, exchanges, noise, stage)
-        use_own_loss(part, plan, device)
+        part, cuts, partial_names = spread_stage(plan, mesh, exchanges, noise, stage)
+        for extension in LOSS.named(plan.spec.train.loss, plan.spec.train.loss_options):
+            if part.loss is not None:
+                vocab_size = plan.spec.model.vocab_size  # type: ignore[union-attr]
+                part.loss = OwnLinearLoss(load_loss(extension, plan.spec.train.loss_options, vocab_size, device))
         if layout.splits_backward:
             queue.apply(part)
         parts[stage] = part
         layers = layers_of(plan, stage)
         parts_of_layers[stage] = 1.0 if layers is None else len(layers) / plan.spec.model.num_layers
         allocate(part, device, offload=plan.offload != "none")
-        named = (*part.named_parameters(), *quantised_parameters(part))
-        held = [_share(plan, name, parameter, cuts) for name, parameter in named]
+        held = []
+        for name, parameter in (*part.named_parameters(), *quantised_parameters(part)):
+            # Replicas hold copies, and so do the ranks of tp where a parameter is not cut, and those of all data
+            # parallelism where it is quantised; a tied embedding stands twice.
+            copies = layout.dp_replicate * (1 if name in cuts else layout.tp)
+            copies *= (layout.shards if is_quantised(name) else 1) * (2 if is_twin(plan, name) else 1)
+            held.append(Share(name, parameter, cuts.get(name), copies))
         if fill:
             try_own_block(plan, (layers or range(1))[0], compute, device)
             materialise(part, held, device, plan.spec.train.seed, positions_S)
         else:
             start_buffers(part, device, plan.spec.train.seed, positions_S)
         shares += held
-        partials += [share for share in held if share.name in partial and share.is_trained]
+        partials += [share for share in held if share.name in partial_names and share.is_trained]
     trained = [share for share in shares if share.is_trained]
     zeros = torch.zeros_like if fill else without_memory
     optimizer: torch.optim.Optimizer
@@ -305,6 +291,7 @@ def build_train_state(
     # two copies lie at the two ends of a pipeline.
     twins = [share for share in trained if is_twin(plan, share.name)]
     ends = Peers(mesh.ends, exchanges.counted("gradients", clock.collective))
+    ep_group = mesh.expert_group("ep").group_name if mesh.experts else None
     late = ((partials, exchanges.gradient_peers(mesh, "tp")), (twins, ends))
     return TrainState(
         device=device,
@@ -327,24 +314,9 @@ def build_train_state(
         late_sums=[LateSum(summed, peers) for summed, peers in late if summed],
         positions_S=positions_S,
         routers=routers_of(list(parts.values())),
-        spread_experts=_spread_experts(mesh, shares),
+        spread_experts={one.name for one in shares if one.cut and one.cut.group.group_name == ep_group},
         compression=exchanges.compression,
         wire=exchanges.wire,
         sums=exchanges.sums,
         losses=exchanges.losses,
     )
-
-
-def _share(plan: Plan, name: str, parameter: nn.Parameter, cuts: dict[str, Cut]) -> Share:
-    """Return how a parameter is shared. Replicas hold copies, and so do the ranks of tp where a parameter is not cut,
-    and those of all data parallelism where it is quantised; a tied embedding stands twice."""
-    layout = plan.layout
-    copies = layout.dp_replicate * (1 if name in cuts else layout.tp) * (layout.shards if is_quantised(name) else 1)
-    return Share(name, parameter, cuts.get(name), copies * (2 if is_twin(plan, name) else 1))
-
-
-def _spread_experts(mesh: Mesh, shares: Sequence[Share]) -> set[str]:
-    if mesh.experts is None:
-        return set()
-    group = mesh.expert_group("ep").group_name
-    return {share.name for share in shares if share.cut and share.cut.group.group_name == group}

@@ -16,7 +16,7 @@ from trainspec_cli.engine.comm.exchange import Peers, Purpose, Tiers, TimeCollec
 from trainspec_cli.engine.mesh import Mesh, split_by_tier
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.observe.links import LinkTimers
-from trainspec_cli.engine.parallel.expert import ModuleLosses
+from trainspec_cli.engine.parallel.data_parallel import ModuleLosses
 from trainspec_cli.engine.parallel.gradient_sums import GradientSums, Route
 from trainspec_cli.recipe.results.plan import Plan
 
@@ -54,8 +54,9 @@ class Exchanges:
     compression: Compression
     losses: list[ModuleLosses] = field(default_factory=list)
     replica_tiers: Tiers | None = None
-    """Tiers in which gradients are summed over replicas; None: one all-reduce."""
+    """Tiers in which gradients are summed over replicas, where the blueprint sums in them; None: one all-reduce."""
     sums: GradientSums | None = None
+    """Sums of gradients in a thread of their own, where the mesh has groups for that."""
     routes: Mapping[str, Route | None] = field(default_factory=dict)
     """Ways of `sums`, by the axis of the shards."""
 
@@ -85,7 +86,7 @@ class Exchanges:
 
 def build_exchanges(plan: Plan, mesh: Mesh, device: torch.device, clock: StepClock, wire: WireMeter) -> Exchanges:
     """Build what the exchanges of a plan need. Called by every rank together."""
-    per_node = _ranks_per_node()
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     compression = Compression(
         inside=plan.comm.gradients,
         across=plan.comm.across_nodes,
@@ -94,48 +95,32 @@ def build_exchanges(plan: Plan, mesh: Mesh, device: torch.device, clock: StepClo
         # Of several replica groups one alone writes checkpoints, and it does not hold the feedback of the others.
         saved_as=f"{plan.layout.describe()}.rank{dist.get_rank()}" if plan.replica_groups == 1 else "",
     )
-    links = LinkTimers(clock)
     wire.find_connections()
     wire.reserve(mesh.connections_of_sums, "gradients")
-    exchanges = Exchanges(clock, links, wire, compression, replica_tiers=_replica_tiers(plan, mesh))
-    return _with_sums(exchanges, mesh)
 
+    tiers = None
+    if plan.layout.dp_replicate > 1 and plan.blueprint is not None and plan.blueprint.sums_replicas_in_tiers:
+        places = plan.blueprint.node_places
 
-def _with_sums(exchanges: Exchanges, mesh: Mesh) -> Exchanges:
-    """Return `exchanges` with sums of gradients in a thread of their own, where the mesh has groups for that."""
+        def place_of(rank: int) -> int:
+            node, number = divmod(rank, per_node)
+            return (places[node] if places else node) * per_node + number
+
+        sizes = [tier.devices for tier in plan.blueprint.tiers]
+        levels = split_by_tier(mesh.links()["dp_replicate"], place_of, sizes)
+        if levels is not None:
+            tiers = Tiers(tuple(dist.new_subgroups_by_enumeration(groups)[0] for groups in levels))
+    exchanges = Exchanges(clock, LinkTimers(clock), wire, compression, replica_tiers=tiers)
     if not mesh.sums:
         return exchanges
 
     def peers(axis: str) -> Peers | None:
         if (group := mesh.sums.get(axis)) is None:
             return None
-        return Peers(group, exchanges.counted("gradients", exchanges.links.of_held_back(axis, group)))
+        time_exchange = exchanges.counted("gradients", exchanges.links.of_held_back(axis, group))
+        return Peers(group, time_exchange, tiers if axis == "dp_replicate" else None)
 
     replicas = peers("dp_replicate")
-    if replicas is not None:
-        replicas = replace(replicas, tiers=exchanges.replica_tiers)
     shards = {axis: peers(axis) for axis in ("dp_shard", "expert_shard")}
     routes = {axis: Route(one, replicas) if one or replicas else None for axis, one in shards.items()}
-    return replace(exchanges, sums=GradientSums(exchanges.clock), routes=routes)
-
-
-def _replica_tiers(plan: Plan, mesh: Mesh) -> Tiers | None:
-    """Return the tiers of `dp_replicate` where the blueprint sums in them. Called by every rank together."""
-    if plan.layout.dp_replicate == 1 or plan.blueprint is None or not plan.blueprint.sums_replicas_in_tiers:
-        return None
-    per_node = _ranks_per_node()
-    places = plan.blueprint.node_places
-
-    def place_of(rank: int) -> int:
-        node, number = divmod(rank, per_node)
-        return (places[node] if places else node) * per_node + number
-
-    sizes = [tier.devices for tier in plan.blueprint.tiers]
-    levels = split_by_tier(mesh.links()["dp_replicate"], place_of, sizes)
-    if levels is None:
-        return None
-    return Tiers(tuple(dist.new_subgroups_by_enumeration(groups)[0] for groups in levels))
-
-
-def _ranks_per_node() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return replace(exchanges, sums=GradientSums(clock.collective, clock.note_beside), routes=routes)

@@ -1,127 +1,148 @@
-"""A block and a loss of one's own in a run: tried on small inputs before the first step, not believed.
+"""User-defined blocks and losses in a run: tried on small inputs before the first step, not believed.
 
 The engine shards, recomputes and resumes blocks, and spreads samples over ranks; so a block has to be a function of its
-input alone, sample by sample, and causal.
+input alone, sample by sample, and causal. A loss has to be one of each token alone.
 
-Shapes: B samples, S tokens per sample, D hidden size.
+Shapes: B samples, S tokens per sample, D hidden size, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.engine.models.own import BlockMaker
-from trainspec_cli.engine.models.own_loss import OwnLinearLoss, load_loss
-from trainspec_cli.engine.own_code import has_values
+from trainspec_cli.engine.models.own import BlockMaker, LossOfTokens
+from trainspec_cli.engine.own_code import has_values, is_no_fault, refused
 from trainspec_cli.engine.parallel.expert import apply_recompute
 from trainspec_cli.recipe.keys.model import OwnModel
-from trainspec_cli.recipe.keys.run import Recompute
-from trainspec_cli.recipe.own_code import LOSS, own_errors
+from trainspec_cli.recipe.own_code import Extension, arguments, load, own_errors
 from trainspec_cli.recipe.results.plan import Plan
 
 TRIAL_TOKENS = 32
 AGREEMENT = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """The difference, relative to the largest value, to which outputs that have to be equal agree."""
 AGREEMENT_ELSE = 1e-4
-
-
-def use_own_loss(part: Any, plan: Plan, device: torch.device) -> None:
-    """Put the recipe's loss into the stage that has one. Raises RecipeError for a loss that cannot be trained with."""
-    for extension in LOSS.named(plan.spec.train.loss, plan.spec.train.loss_options):
-        if part.loss is not None:
-            options = plan.spec.train.loss_options
-            vocab_size = plan.spec.model.vocab_size  # type: ignore[union-attr]
-            part.loss = OwnLinearLoss(load_loss(extension, options, vocab_size, device))
+LOSS_TRIAL_TOKENS = 6
+LOSS_AGREEMENT = 1e-5
+"""The relative difference to which tokens' losses agree with those of some of the tokens alone."""
 
 
 def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.device) -> None:
-    """Try the block of a layer, where blocks are the user's own. Raises RecipeError for what cannot be trained with."""
-    if isinstance(plan.spec.model, OwnModel) and has_values():
-        length = min(plan.spec.data.seq_len, TRIAL_TOKENS)
-        _Trial(BlockMaker(plan.spec.model), layer, plan.spec.train.seed, compute, device, length).run(plan.recompute)
+    """Try the block of a layer, where blocks are the user's own, in the run's format on its device. Raises RecipeError
+    for what cannot be trained with."""
+    if not isinstance(plan.spec.model, OwnModel) or not has_values():
+        return
+    maker = BlockMaker(plan.spec.model)
+    tolerance = AGREEMENT.get(compute, AGREEMENT_ELSE)
+    generator = torch.Generator().manual_seed(0)
+    block = maker.make_with_values(layer, plan.spec.train.seed).to(device)
+    for parameter in block.parameters():
+        parameter.data = parameter.data.to(compute)
+    length = min(plan.spec.data.seq_len, TRIAL_TOKENS)
 
+    def draw() -> Tensor:
+        return torch.randn((2, length, maker.model.hidden_size), generator=generator).to(device, compute)
 
-class _Trial:
-    """Forwards and backwards of one block in the run's format on its device."""
+    def forward(x_BSD: Tensor) -> Any:
+        with own_errors(maker.extension, "on random input before the run", RecipeError):
+            return block(x_BSD)
 
-    def __init__(
-        self, maker: BlockMaker, layer: int, seed: int, compute: torch.dtype, device: torch.device, length: int
-    ):
-        self.maker, self.tolerance = maker, AGREEMENT.get(compute, AGREEMENT_ELSE)
-        self.block = maker.make_with_values(layer, seed).to(device)
-        for parameter in self.block.parameters():
-            parameter.data = parameter.data.to(compute)
-        self._generator = torch.Generator().manual_seed(0)
-        self._form = (2, length, maker.model.hidden_size), compute, device
-
-    def run(self, recompute: Recompute) -> None:
-        x_BSD = self._draw()
-        y_BSD = self._forward(x_BSD)
-        self._check_form(x_BSD, y_BSD)
-        self._check_form(x_BSD[:0], self._forward(x_BSD[:0]))
-        buffers = [buffer.clone() for buffer in self.block.buffers()]
-        if not self._agree(y_BSD, self._forward(x_BSD)):
-            raise self.maker.refuse("gives another output at each call", "leave dropout and other random numbers out")
-        if any(not torch.equal(*pair) for pair in zip(buffers, self.block.buffers(), strict=True)):
-            raise self.maker.refuse("changes a buffer in its forward", "a block may keep nothing from step to step")
-        self._check_reach(x_BSD, y_BSD)
-        self._check_backward(x_BSD, recompute)
-
-    def _draw(self) -> Tensor:
-        shape, dtype, device = self._form
-        return torch.randn(shape, generator=self._generator).to(device, dtype)
-
-    def _forward(self, x_BSD: Tensor) -> Any:
-        with own_errors(self.maker.extension, "on random input before the run", RecipeError):
-            return self.block(x_BSD)
-
-    def _agree(self, one: Tensor, other: Tensor) -> bool:
+    def agree(one: Tensor, other: Tensor) -> bool:
         scale = max(1.0, float(one.detach().abs().max()))
-        return torch.allclose(one, other, rtol=0.0, atol=self.tolerance * scale)
+        return torch.allclose(one, other, rtol=0.0, atol=tolerance * scale)
 
-    def _check_form(self, x_BSD: Tensor, y_BSD: object) -> None:
-        wanted = f"{x_BSD.dtype} of shape {tuple(x_BSD.shape)}"
-        got = f"{y_BSD.dtype} of shape {tuple(y_BSD.shape)}" if isinstance(y_BSD, Tensor) else type(y_BSD).__name__
-        if got != wanted:
-            hint = "a block maps (samples, tokens, hidden) to the same; cast to x.dtype what was computed in another"
-            raise self.maker.refuse(f"maps {wanted} to {got}", hint)
-        if isinstance(y_BSD, Tensor) and not y_BSD.isfinite().all():
-            raise self.maker.refuse("gives values that are not finite for random input", "look at its first values")
-
-    def _check_reach(self, x_BSD: Tensor, y_BSD: Tensor) -> None:
-        """A token's output depends on its own sample alone, and there on no later token."""
-        half = x_BSD.shape[1] // 2
-        other_BSD = self._draw()
-        later_BSD = torch.cat((x_BSD[:, :half], other_BSD[:, half:]), dim=1)
-        if half and not self._agree(y_BSD[:, :half], self._forward(later_BSD)[:, :half]):
-            hint = "it predicts the next token: let it see the token itself and those before alone"
-            raise self.maker.refuse("lets a token see later ones", hint)
-        if not self._agree(y_BSD[:1], self._forward(torch.cat((x_BSD[:1], other_BSD[1:])))[:1]):
-            hint = "layouts spread samples over ranks: take no statistics over the first dim"
-            raise self.maker.refuse("mixes the samples of a batch", hint)
-
-    def _check_backward(self, x_BSD: Tensor, recompute: Recompute) -> None:
-        gradients = self._gradients(x_BSD)
-        unused = next((name for name, gradient in gradients.items() if gradient is None), None)
-        if unused is not None:
-            raise self.maker.refuse(f"does not use `{unused}`", "leave out what has no gradient")
-        if recompute == "none":
-            return
-        apply_recompute([self.block], recompute)
-        again = self._gradients(x_BSD)
-        if not all(self._agree(gradients[name], again[name]) for name in gradients):  # type: ignore[arg-type]
-            what = f"has another gradient with recompute={recompute}"
-            raise self.maker.refuse(what, "change no result of a matrix product in place, or type recompute=full")
-
-    def _gradients(self, x_BSD: Tensor) -> dict[str, Tensor | None]:
+    def gradients() -> dict[str, Tensor | None]:
         entering = x_BSD.clone().requires_grad_()
-        wanted: dict[str, Tensor | nn.Parameter] = {**dict(self.block.named_parameters()), "its input": entering}
-        leaving = self._forward(entering)
-        with own_errors(self.maker.extension, "in a backward before the run", RecipeError):
+        wanted: dict[str, Tensor | nn.Parameter] = {**dict(block.named_parameters()), "its input": entering}
+        leaving = forward(entering)
+        with own_errors(maker.extension, "in a backward before the run", RecipeError):
             weights = torch.linspace(-1.0, 1.0, leaving.shape[-1], device=leaving.device, dtype=leaving.dtype)
             found = torch.autograd.grad((leaving * weights).sum(), list(wanted.values()), allow_unused=True)
         return dict(zip(wanted, found, strict=True))
+
+    # Its form: also that of no samples, which a rank whose share is used up takes part with.
+    x_BSD = draw()
+    y_BSD = forward(x_BSD)
+    for given in (x_BSD, x_BSD[:0]):
+        got = y_BSD if given is x_BSD else forward(given)
+        form = f"{given.dtype} of shape {tuple(given.shape)}"
+        other = f"{got.dtype} of shape {tuple(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
+        if other != form:
+            hint = "a block maps (samples, tokens, hidden) to the same; cast to x.dtype what was computed in another"
+            raise refused(maker.extension, f"maps {form} to {other}", hint)
+        if not got.isfinite().all():
+            hint = "look at its first values"
+            raise refused(maker.extension, "gives values that are not finite for random input", hint)
+    buffers = [buffer.clone() for buffer in block.buffers()]
+    if not agree(y_BSD, forward(x_BSD)):
+        hint = "leave dropout and other random numbers out"
+        raise refused(maker.extension, "gives another output at each call", hint)
+    if any(not torch.equal(*pair) for pair in zip(buffers, block.buffers(), strict=True)):
+        hint = "a block may keep nothing from step to step"
+        raise refused(maker.extension, "changes a buffer in its forward", hint)
+
+    # Its reach: a token's output depends on its own sample alone, and there on no later token.
+    half = length // 2
+    other_BSD = draw()
+    later_BSD = torch.cat((x_BSD[:, :half], other_BSD[:, half:]), dim=1)
+    if half and not agree(y_BSD[:, :half], forward(later_BSD)[:, :half]):
+        hint = "it predicts the next token: let it see the token itself and those before alone"
+        raise refused(maker.extension, "lets a token see later ones", hint)
+    if not agree(y_BSD[:1], forward(torch.cat((x_BSD[:1], other_BSD[1:])))[:1]):
+        hint = "layouts spread samples over ranks: take no statistics over the first dim"
+        raise refused(maker.extension, "mixes the samples of a batch", hint)
+
+    # Its backward: every parameter has a gradient, the same where the forward is computed again.
+    plain = gradients()
+    unused = next((name for name, gradient in plain.items() if gradient is None), None)
+    if unused is not None:
+        raise refused(maker.extension, f"does not use `{unused}`", "leave out what has no gradient")
+    if plan.recompute == "none":
+        return
+    apply_recompute([block], plan.recompute)
+    again = gradients()
+    if not all(agree(plain[name], again[name]) for name in plain):  # type: ignore[arg-type]
+        hint = "change no result of a matrix product in place, or type recompute=full"
+        raise refused(maker.extension, f"has another gradient with recompute={plan.recompute}", hint)
+
+
+def load_loss(
+    extension: Extension, options: Mapping[str, object], vocab_size: int, device: torch.device
+) -> LossOfTokens:
+    """Import a loss, and try it on a few tokens. Raises RecipeError for code that is wrong, or whose tokens depend on
+    one another."""
+    call = partial(load(extension), **arguments(options))
+
+    def loss(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+        with own_errors(extension, "in a step", passes=is_no_fault):
+            return call(logits_TV, targets_T)  # type: ignore[no-any-return]
+
+    if not has_values():
+        return loss
+    generator = torch.Generator().manual_seed(0)
+    tokens = LOSS_TRIAL_TOKENS
+    logits_TV = torch.randn((tokens, vocab_size), generator=generator).to(device).requires_grad_()
+    targets_T = torch.randint(vocab_size, (tokens,), generator=generator).to(device)
+    with own_errors(extension, "on random logits before the run", RecipeError):
+        whole_T = call(logits_TV, targets_T)
+        got = type(whole_T).__name__
+        has_form = isinstance(whole_T, Tensor) and whole_T.shape == (tokens,)
+        if isinstance(whole_T, Tensor):
+            got = "a tensor without a gradient" if has_form else f"a tensor of shape {tuple(whole_T.shape)}"
+        if not has_form or not whole_T.requires_grad:
+            what = f"returned {got} for {tokens} tokens; their losses are needed, of shape ({tokens},)"
+            hint = "return each token's loss (reduction='none'); the engine takes the mean"
+            raise refused(extension, what, hint)
+        parts_T = torch.cat([call(logits_TV[part], targets_T[part]) for part in (slice(1), slice(1, None))])
+        (gradient_TV,) = torch.autograd.grad(whole_T.sum(), logits_TV)
+    if not torch.allclose(whole_T, parts_T, rtol=LOSS_AGREEMENT, atol=LOSS_AGREEMENT):
+        what = "gives a token another loss beside other tokens than alone"
+        raise refused(extension, what, "take logits[i] and targets[i] alone into loss i; the engine takes the mean")
+    if not gradient_TV.isfinite().all():
+        raise refused(extension, "has a gradient that is not finite", "see how it treats small probabilities")
+    return loss

@@ -17,7 +17,7 @@ from trainspec_cli.engine.comm.exchange import Peers
 from trainspec_cli.engine.mesh import Mesh
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.observe.links import LinkTimers
-from trainspec_cli.engine.parallel.expert import ModuleLosses
+from trainspec_cli.engine.parallel.data_parallel import ModuleLosses
 from trainspec_cli.engine.parallel.gradient_sums import GradientSums
 from trainspec_cli.engine.parallel.noise import NoiseProbe
 from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue

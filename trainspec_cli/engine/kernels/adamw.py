@@ -43,15 +43,13 @@ class TorchaoAdamW(GuardedAdamW):
     def update(self) -> None:
         with torch._dynamo.utils.disable_cache_limit():
             for group in self.param_groups:
+                rates = *group["betas"], group["weight_decay"], group["eps"]
                 for parameter in group["params"]:
-                    self._update_one(parameter, group)
-
-    def _update_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        state["step"] += 1
-        rates = torch.tensor(group["lr"], dtype=torch.float32), *group["betas"], group["weight_decay"], group["eps"]
-        moments = state["step"], state["exp_avg"], state["exp_avg_sq"], None
-        _torchao_update()(parameter.detach(), parameter.grad, *moments, *rates, True, False)
+                    state = self.state[parameter]
+                    state["step"] += 1
+                    lr = torch.tensor(group["lr"], dtype=torch.float32)
+                    moments = state["step"], state["exp_avg"], state["exp_avg_sq"], None
+                    _torchao_update()(parameter.detach(), parameter.grad, *moments, lr, *rates, True, False)
 
 
 @cache
@@ -64,18 +62,12 @@ def _torchao_update() -> Any:
 Groups = Sequence[dict[str, Any]]
 
 
-def _on_gpu(groups: Groups) -> bool:
-    """Return True if parameters are on an accelerator that can keep the update count: the host does not wait."""
+def looped(groups: Groups, lr: float, betas: tuple[float, float], eps: float, foreach: int) -> torch.optim.AdamW:
+    """Update one parameter at a time, or with `foreach` many in one call."""
     kinds = {parameter.device.type for group in groups for parameter in group["params"]}
-    return any(KINDS[kind].capturable for kind in kinds & KINDS.keys())
-
-
-def foreach(groups: Groups, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
-    return GuardedAdamW(groups, lr=lr, betas=betas, eps=eps, foreach=True, capturable=_on_gpu(groups))
-
-
-def for_loop(groups: Groups, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
-    return GuardedAdamW(groups, lr=lr, betas=betas, eps=eps, foreach=False, capturable=_on_gpu(groups))
+    # On an accelerator that can keep the update count, the host does not wait for it.
+    capturable = any(KINDS[kind].capturable for kind in kinds & KINDS.keys())
+    return GuardedAdamW(groups, lr=lr, betas=betas, eps=eps, foreach=bool(foreach), capturable=capturable)
 
 
 def torchao(groups: Groups, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:

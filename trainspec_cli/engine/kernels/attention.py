@@ -49,7 +49,17 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | No
     """
     if not torch.is_grad_enabled():
         return _fused(q, k, v, mask, scale)
-    seen = _causal_blocks(q.shape[2], k.shape[2], q.device) if mask is None else _mask_blocks(mask, q, k)
+    if mask is None:
+        seen = _causal_blocks(q.shape[2], k.shape[2], q.device)
+    else:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        wide = mask.expand(len(q), 1, q.shape[2], k.shape[2])
+
+        def meets(sample: Tensor, _head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return wide[sample, 0, row, column]
+
+        seen = create_block_mask(meets, len(q), None, q.shape[2], k.shape[2], device=str(q.device))
     return _flex_attention()(q, k, v, block_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -65,17 +75,3 @@ def _causal_blocks(queries: int, keys: int, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     return create_block_mask(lambda _b, _h, row, column: row >= column, None, None, queries, keys, device=str(device))
-
-
-def _mask_blocks(mask: Tensor, q: Tensor, k: Tensor) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    batch = len(q)
-    queries = q.shape[2]
-    keys = k.shape[2]
-    seen = mask.expand(batch, 1, queries, keys)
-
-    def meets(sample: Tensor, _head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        return seen[sample, 0, row, column]
-
-    return create_block_mask(meets, batch, None, queries, keys, device=str(q.device))

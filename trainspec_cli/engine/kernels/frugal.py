@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
-    """Normalise by RMS (arXiv:1910.07467), and save x and one number per row; see `models.norm.rms_norm`."""
+    """Normalise by RMS (arXiv:1910.07467), and save x and one number per row; see `models.layers.rms_norm`."""
     return _FrugalRmsNorm.apply(x, weight_D, eps)
 
 
@@ -21,7 +21,8 @@ class _FrugalRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
         wide = _widen(x)
-        inverse_rms = _inverse_rms(wide, eps)
+        eps = torch.finfo(wide.dtype).eps if eps is None else eps
+        inverse_rms = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
         ctx.save_for_backward(x, weight_D, inverse_rms)
         return (wide * inverse_rms).mul_(weight_D).to(x.dtype)
 
@@ -40,11 +41,6 @@ class _FrugalRmsNorm(torch.autograd.Function):
 def _widen(x: Tensor) -> Tensor:
     """Convert to fp32, or keep fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _inverse_rms(wide: Tensor, eps: float | None) -> Tensor:
-    eps = torch.finfo(wide.dtype).eps if eps is None else eps
-    return (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
 def rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
@@ -79,7 +75,8 @@ def _turn(x: Tensor, cos_SE: Tensor, sin_SE: Tensor, sign: int) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up (arXiv:2002.05202), and save only the two inputs; see `models.feed_forward.swiglu`."""
+    """Return silu(gate) * up (arXiv:2002.05202), and save only the two inputs; see
+    `models.layers.swiglu`."""
     return _FrugalSwiglu.apply(gate, up)
 
 

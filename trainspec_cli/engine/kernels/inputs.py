@@ -32,7 +32,11 @@ class Inputs:
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """Return the same numbers in another format."""
-        return Inputs(tuple(_convert(argument, dtype) for argument in self.arguments), self.leaves)
+        found = []
+        for argument in self.arguments:
+            is_number = isinstance(argument, Tensor) and argument.is_floating_point()
+            found.append(argument.detach().to(dtype) if is_number else argument)
+        return Inputs(tuple(found), self.leaves)
 
     def with_gradients(self) -> Inputs:
         for index in self.leaves:
@@ -40,14 +44,9 @@ class Inputs:
         return self
 
 
-def _convert(argument: Any, dtype: torch.dtype) -> Any:
-    if not isinstance(argument, Tensor):
-        return argument
-    return argument.detach().to(dtype) if argument.is_floating_point() else argument
-
-
-def make_inputs(op: str, call: Call, dtype: torch.dtype, device: torch.device, chunk: Any = None) -> Inputs:
-    """Make random inputs for a call; `chunk` is the module for one chunk's loss of the linear cross-entropy."""
+def make_inputs(op: str, call: Any, dtype: torch.dtype, device: torch.device, chunk: Any = None) -> Inputs:
+    """Make random inputs for a call (`Call`), with numbers like those of a run; `chunk` is the module for one chunk's
+    loss of the linear cross-entropy."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(shape: Any, std: float = 1.0) -> Tensor:
@@ -56,71 +55,43 @@ def make_inputs(op: str, call: Call, dtype: torch.dtype, device: torch.device, c
     def uniform(shape: Any, low: float, high: float) -> Tensor:
         return torch.rand(shape, generator=generator, device=device) * (high - low) + low
 
-    return OPERATIONS[op].make(call, normal, uniform, device, chunk)
+    if op == "attention":
+        *heads, mask, scale = call
+        # Heads are adjacent in memory, as projections leave them.
+        q, k, v = (normal((batch, tokens, number, size)).transpose(1, 2) for batch, number, tokens, size in heads)
+        if mask is not None:  # causal up to the last query
+            row, column = (torch.arange(size, device=device) for size in mask[-2:])
+            mask = (column <= row[:, None] + mask[-1] - mask[-2]).expand(mask)
+        return Inputs((q, k, v, mask, scale), (0, 1, 2))
+    if op == "rope":
+        tokens, size = call[1]
+        x = normal(call[0])
+        angles = uniform((tokens, size // 2), 0.0, 6.28).repeat(1, 2)
+        return Inputs((x, angles.cos().to(dtype), angles.sin().to(dtype)), (0,))
+    if op == "linear_cross_entropy":
+        vocabulary, size = call[1]
+        targets = uniform(call[2], 0, vocabulary).long().clamp_max(vocabulary - 1)
+        targets[::16] = IGNORED_TARGET
+        return Inputs((normal(call[0]), normal(call[1], size**-0.5), targets, chunk), (0, 1))
+    if op == "grouped_matmul":
+        rows = call[0][0]
+        experts, inputs, _ = call[1]
+        counts = torch.full((experts,), rows // experts, dtype=torch.int64, device=device)
+        counts[: rows % experts] += 1
+        return Inputs((normal(call[0]), normal(call[1], inputs**-0.5), counts), (0, 1))
+    if op == "ssd_scan":
+        x, b, c = (normal(call[index]) for index in (0, 3, 4))
+        # Steps and decays like initial values (`models.mamba2`), in fp32 at least.
+        wide = torch.promote_types(dtype, torch.float32)
+        dt = uniform(call[1], 0.001, 0.1).to(wide)
+        a = -uniform(call[2], 1.0, 16.0).to(wide)
+        return Inputs((x, dt, a, b, c), (0, 1, 2, 3, 4))
+    return Inputs(tuple(normal(given) if isinstance(given, tuple) else given for given in call), (0, 1))
 
 
 def describe_call(call: Call) -> str:
     """Describe a call by its shapes: `(8, 6, 512, 64) (8, 6, 512, 64) ...`."""
     return " ".join(str(argument) for argument in call if isinstance(argument, tuple))
-
-
-# One function per operation
-
-
-def _attention(call: Call, normal: Any, _uniform: Any, device: torch.device, _chunk: Any) -> Inputs:
-    """Make inputs whose heads are adjacent in memory, as projections leave them."""
-    q, k, v = (normal(_swap(shape)).transpose(1, 2) for shape in call[:3])
-    mask = None
-    if isinstance(call[3], tuple):
-        row, column = (torch.arange(size, device=device) for size in call[3][-2:])
-        mask = (column <= row[:, None] + call[3][-1] - call[3][-2]).expand(call[3])
-    return Inputs((q, k, v, mask, call[4]), (0, 1, 2))
-
-
-def _swap(shape: Any) -> Shape:
-    batch, heads, tokens, size = shape
-    return batch, tokens, heads, size
-
-
-def _rms_norm(call: Call, normal: Any, _uniform: Any, _device: torch.device, _chunk: Any) -> Inputs:
-    return Inputs((normal(call[0]), normal(call[1]), call[2]), (0, 1))
-
-
-def _swiglu(call: Call, normal: Any, _uniform: Any, _device: torch.device, _chunk: Any) -> Inputs:
-    return Inputs((normal(call[0]), normal(call[1])), (0, 1))
-
-
-def _rope(call: Call, normal: Any, uniform: Any, _device: torch.device, _chunk: Any) -> Inputs:
-    tokens, size = call[1]  # type: ignore[misc]
-    x = normal(call[0])
-    angles = uniform((tokens, size // 2), 0.0, 6.28).repeat(1, 2)
-    return Inputs((x, angles.cos().to(x.dtype), angles.sin().to(x.dtype)), (0,))
-
-
-def _linear_cross_entropy(call: Call, normal: Any, uniform: Any, _device: torch.device, chunk: Any) -> Inputs:
-    """Make inputs of which one target in sixteen is ignored."""
-    vocabulary, size = call[1]  # type: ignore[misc]
-    targets = uniform(call[2], 0, vocabulary).long().clamp_max(vocabulary - 1)
-    targets[::16] = IGNORED_TARGET
-    return Inputs((normal(call[0]), normal(call[1], size**-0.5), targets, chunk), (0, 1))
-
-
-def _grouped_matmul(call: Call, normal: Any, _uniform: Any, device: torch.device, _chunk: Any) -> Inputs:
-    """Make inputs with an even number of rows per expert, up to the remainder."""
-    rows = call[0][0]  # type: ignore[index]
-    experts = call[1][0]  # type: ignore[index]
-    counts = torch.full((experts,), rows // experts, dtype=torch.int64, device=device)
-    counts[: rows % experts] += 1
-    return Inputs((normal(call[0]), normal(call[1], call[1][1] ** -0.5), counts), (0, 1))  # type: ignore[index]
-
-
-def _ssd_scan(call: Call, normal: Any, uniform: Any, _device: torch.device, _chunk: Any) -> Inputs:
-    """Make steps and decays like initial values (`models.mamba2`), in fp32 at least."""
-    x, b, c = (normal(call[index]) for index in (0, 3, 4))
-    wide = torch.promote_types(x.dtype, torch.float32)
-    dt = uniform(call[1], 0.001, 0.1).to(wide)
-    a = -uniform(call[2], 1.0, 16.0).to(wide)
-    return Inputs((x, dt, a, b, c), (0, 1, 2, 3, 4))
 
 
 # References in fp64, which every kernel is compared with; scores, logits and decays are held whole
@@ -206,7 +177,6 @@ def _check_rows(call: Call) -> Call:
 
 @dataclass(frozen=True)
 class TriedOperation:
-    make: Callable[..., Inputs]
     reduce: Callable[[Call], Call]
     """Reduces a call to two samples of at most `CHECKED_TOKENS`, for the comparison with fp64."""
     reference: Callable[..., Tensor]
@@ -214,11 +184,11 @@ class TriedOperation:
 
 
 OPERATIONS = {
-    "attention": TriedOperation(_attention, _check_attention, fp64_attention),
-    "rms_norm": TriedOperation(_rms_norm, _check_samples, fp64_rms_norm),
-    "swiglu": TriedOperation(_swiglu, _check_samples, fp64_swiglu),
-    "rope": TriedOperation(_rope, _check_samples, fp64_rope),
-    "linear_cross_entropy": TriedOperation(_linear_cross_entropy, _check_rows, fp64_linear_cross_entropy),
-    "grouped_matmul": TriedOperation(_grouped_matmul, _check_rows, fp64_grouped_matmul),
-    "ssd_scan": TriedOperation(_ssd_scan, _check_samples, fp64_ssd_scan),
+    "attention": TriedOperation(_check_attention, fp64_attention),
+    "rms_norm": TriedOperation(_check_samples, fp64_rms_norm),
+    "swiglu": TriedOperation(_check_samples, fp64_swiglu),
+    "rope": TriedOperation(_check_samples, fp64_rope),
+    "linear_cross_entropy": TriedOperation(_check_rows, fp64_linear_cross_entropy),
+    "grouped_matmul": TriedOperation(_check_rows, fp64_grouped_matmul),
+    "ssd_scan": TriedOperation(_check_samples, fp64_ssd_scan),
 }

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.norm import RMSNorm
+from trainspec_cli.engine.models.layers import RMSNorm
 from trainspec_cli.engine.models.rope import apply_rope, score_factor
 from trainspec_cli.recipe.keys.model import SINK_DIMS, DecoderModel
 
@@ -45,67 +45,52 @@ class CausalCore(nn.Module):
         self.sinks = sinks
 
     def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
-        """Attend; with a mask (see `within_documents`) only to the keys that it allows."""
+        """Attend; with a mask (B, 1, S, S) of bool only to the keys that it allows."""
         q = q_BSHE.transpose(1, 2)
         k = k_BSKE.transpose(1, 2)
         v = v_BSKE.transpose(1, 2)
         value_size = v.shape[-1]
         if value_size < q.shape[-1]:  # the fused kernels take heads of one size
             v = F.pad(v, (0, q.shape[-1] - value_size))
-        windowed = self.window is not None and self.window < q.shape[2]
-        if mask_B1SS is not None:
-            mixed = self._masked(q, k, v, mask_B1SS)
-        else:
-            mixed = self._windowed(q, k, v) if windowed else self._whole(q, k, v)
-        return mixed[..., :value_size].transpose(1, 2)
-
-    def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if not self.sinks:
-            return self._attend(q, k, v, None)
-        q = _pad_front(q)
-        k = _sink_key(_pad_front(k))
-        v = _pad_front(v)
-        return self._attend(q, k, v, None)[:, :, 1:]
-
-    def _masked(self, q: Tensor, k: Tensor, v: Tensor, mask_B1SS: Tensor) -> Tensor:
-        """Attend within a mask. Positions need not restart in each document: the rotation depends on distances
-        alone."""
-        if self.window is not None:
+        if mask_B1SS is not None and self.window is not None:
             row = torch.arange(q.shape[2], device=q.device)
             mask_B1SS = mask_B1SS & (row[:, None] - row < self.window)
-        if self.sinks:
-            k = _sink_key(_pad_front(k))
-            v = _pad_front(v)
-            mask_B1SS = F.pad(mask_B1SS, (1, 0), value=True)
-        return self._attend(q, k, v, mask_B1SS)
+        if mask_B1SS is None and self.window is not None and self.window < q.shape[2]:
+            mixed = self._windowed(q, k, v, self.window)
+        else:
+            # Positions need not restart in each document of a row: the rotation depends on distances alone.
+            mixed = self._attend(q, k, v, mask_B1SS)
+        return mixed[..., :value_size].transpose(1, 2)
 
-    def _windowed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _windowed(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         """Attend block by block: the first block is plain causal attention, the others become separate samples."""
-        window = self.window or 0
         batch = q.shape[0]
         seq_len = q.shape[2]
-        first = self._whole(q[:, :, :window], k[:, :, :window], v[:, :, :window])
+        first = self._attend(q[:, :, :window], k[:, :, :window], v[:, :, :window], None)
         q, k, v = (F.pad(x, (0, 0, 0, -seq_len % window)).unflatten(2, (-1, window)) for x in (q, k, v))
         k, v = (torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3) for x in (k, v))
         blocks = k.shape[2]
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q[:, :, 1:], k, v))
         row, column = (torch.arange(size, device=q.device) for size in (window, 2 * window))
         mask = (column > row[:, None]) & (column <= row[:, None] + window)
-        if self.sinks:
-            k = _sink_key(_pad_front(k))
-            v = _pad_front(v)
-            mask = F.pad(mask, (1, 0), value=True)
         rest = self._attend(q, k, v, mask).unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)
         return torch.cat((first, rest[:, :, : seq_len - window]), dim=2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        return self.attention(q, k, v, mask, self.scale)
-
-
-def within_documents(documents_BS: Tensor) -> Tensor:
-    """Return a mask (B, 1, S, S) of bool: a query attends to the keys of its own document, up to itself."""
-    same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
-    return same_BSS.tril().unsqueeze(1)
+        """Attend in one call of the kernel. Sinks are a key in front of the others, which reads its logit from the
+        queries, and a value of zeros."""
+        if not self.sinks:
+            return self.attention(q, k, v, mask, self.scale)
+        in_front = (0, 0, 1, 0)
+        k = F.pad(k, in_front)
+        is_first_S = torch.arange(k.shape[2], device=k.device) == 0
+        is_logit_E = torch.arange(k.shape[3], device=k.device) == k.shape[3] - SINK_DIMS
+        k = k + (is_first_S[:, None] & is_logit_E).to(k.dtype)
+        v = F.pad(v, in_front)
+        if mask is not None:
+            return self.attention(q, k, v, F.pad(mask, (1, 0), value=True), self.scale)
+        # A query in front keeps the kernel's causal order, in which query i attends to keys 0 to i.
+        return self.attention(F.pad(q, in_front), k, v, None, self.scale)[:, :, 1:]
 
 
 def carry_sinks(q_BSHE: Tensor, k_BSKE: Tensor, sinks_H: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -113,18 +98,6 @@ def carry_sinks(q_BSHE: Tensor, k_BSKE: Tensor, sinks_H: Tensor, scale: float) -
     logit_BSH1 = (sinks_H / scale).to(q_BSHE.dtype)[:, None].expand(*q_BSHE.shape[:3], 1)
     q_BSHE = F.pad(torch.cat((q_BSHE, logit_BSH1), dim=-1), (0, SINK_DIMS - 1))
     return q_BSHE, F.pad(k_BSKE, (0, SINK_DIMS))
-
-
-def _pad_front(x_BHSE: Tensor) -> Tensor:
-    """Prepend a token of zeros: a key for the sink, and a query that keeps the causal order."""
-    return F.pad(x_BHSE, (0, 0, 1, 0))
-
-
-def _sink_key(k_BHSE: Tensor) -> Tensor:
-    """Let the first key read the sink's logit from the queries."""
-    is_first_S = torch.arange(k_BHSE.shape[2], device=k_BHSE.device) == 0
-    is_logit_E = torch.arange(k_BHSE.shape[3], device=k_BHSE.device) == k_BHSE.shape[3] - SINK_DIMS
-    return k_BHSE + (is_first_S[:, None] & is_logit_E).to(k_BHSE.dtype)
 
 
 class Attention(nn.Module):
@@ -190,6 +163,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.out = nn.Linear(heads * mla.v_head_dim, inputs, bias=False)
 
     def forward(self, x_BSD: Tensor, cos_SR: Tensor, sin_SR: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
+        # Two functions, so that what a projection computed is freed before attention runs.
         q_BSHE = self._queries(x_BSD, cos_SR, sin_SR)
         k_BSHE, v_BSHV = self._keys_values(x_BSD, cos_SR, sin_SR)
         return self.out(self.core(q_BSHE, k_BSHE, v_BSHV, mask_B1SS).flatten(2))

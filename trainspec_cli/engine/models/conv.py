@@ -8,54 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.batch_norm import BatchNorm
-from trainspec_cli.engine.models.norm import precise
+from trainspec_cli.engine.models.language_model import PublishedModel
+from trainspec_cli.engine.models.layers import BatchNorm, precise
 from trainspec_cli.recipe.keys.model import STEM_CHANNELS, ConvModel
 
 HEAD_STD = 0.01
 
 
-def build(model: ConvModel, _seq_len: int, _layers: range | None) -> ConvNet:
-    return UNet(model) if model.segments else ResNet(model)
-
-
-class ConvNet(nn.Module):
+class ConvNet(PublishedModel):
     """Maps images (B, C, ...) to the summed loss of their labels (scalar, fp32), or to predictions without labels.
 
     Only samples are divided over ranks.
     """
-
-    tensor_cuts: ClassVar[dict[str, int]] = {}
-    tensor_partial: ClassVar[tuple[str, ...]] = ()
-
-    def block_modules(self) -> Sequence[nn.Module]:
-        """Return the units that are sharded and recomputed as one."""
-        raise NotImplementedError
-
-    def compile_modules(self) -> Sequence[nn.Module]:
-        return self.block_modules()
-
-    def norm_modules(self) -> Sequence[BatchNorm]:
-        """Return the modules whose statistics are taken over the samples of all ranks."""
-        return [module for module in self.modules() if isinstance(module, BatchNorm)]
-
-    def region_modules(self) -> Sequence[nn.Module]:
-        return []
-
-    def attention_modules(self) -> Sequence[nn.Module]:
-        return []
-
-    def expert_modules(self) -> Sequence[nn.Module]:
-        return []
-
-    def balance_modules(self) -> Sequence[nn.Module]:
-        return []
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Set convolutions to Normal(0, sqrt(2 / inputs)) (arXiv:1502.01852), norms to 1, biases to 0."""
@@ -245,3 +214,7 @@ def dice(weights: Tensor, labels: Tensor, smooth: float) -> Tensor:
     both = weights.sum(dim=2) + wanted.sum(dim=2)
     shares = (2 * common + smooth) / (both + smooth).clamp_min(1.0)
     return torch.where(both + smooth > 0, shares, torch.ones_like(shares)).mean(dim=1)
+
+
+def build(model: ConvModel, _seq_len: int, _layers: range | None) -> ConvNet:
+    return UNet(model) if model.segments else ResNet(model)

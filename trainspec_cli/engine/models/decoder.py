@@ -10,11 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.attention import Attention, MultiHeadLatentAttention, within_documents
-from trainspec_cli.engine.models.feed_forward import FeedForward
+from trainspec_cli.engine.models.attention import Attention, MultiHeadLatentAttention
+from trainspec_cli.engine.models.experts import MixtureOfExperts
 from trainspec_cli.engine.models.language_model import LanguageModel
-from trainspec_cli.engine.models.moe import MixtureOfExperts
-from trainspec_cli.engine.models.norm import RMSNorm
+from trainspec_cli.engine.models.layers import FeedForward, RMSNorm
 from trainspec_cli.engine.models.rope import rope_angles
 from trainspec_cli.recipe.keys.model import DecoderModel
 
@@ -40,10 +39,6 @@ class Block(nn.Module):
 
 def dense_feed_forward(model: DecoderModel) -> FeedForward:
     return FeedForward(model.hidden_size, model.ffn_size, gated=model.gated_mlp, activation=model.activation)
-
-
-def build(model: DecoderModel, seq_len: int, layers: range | None) -> Decoder:
-    return Decoder(model, seq_len, layers)
 
 
 class Decoder(LanguageModel):
@@ -77,7 +72,11 @@ class Decoder(LanguageModel):
         if not self.model.rotates:
             return ()
         rotation = self.cos_SE[self.positions_S].to(x_BSD.dtype), self.sin_SE[self.positions_S].to(x_BSD.dtype)
-        return rotation if documents_BS is None else (*rotation, within_documents(documents_BS))
+        if documents_BS is None:
+            return rotation
+        # A query attends to the keys of its own document, up to itself.
+        same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
+        return (*rotation, same_BSS.tril().unsqueeze(1))
 
     def init_buffers(self) -> None:
         super().init_buffers()
@@ -87,3 +86,6 @@ class Decoder(LanguageModel):
         both_SE = torch.cat((angles, angles), dim=-1)
         self.cos_SE.copy_(both_SE.cos())
         self.sin_SE.copy_(both_SE.sin())
+
+
+build = Decoder

@@ -1,19 +1,23 @@
-"""Routed experts: sort tokens by expert, multiply by one grouped matrix product, and restore the order.
+"""Mixture of experts instead of the feed-forward: router, with the balancing of experts; routed and shared experts.
 
-Shapes: T tokens, K experts per token, E experts, M copies of tokens sorted by expert, D hidden size, F width of an
-expert.
+Routed tokens are sorted by expert, multiplied by one grouped matrix product, and put back in order.
+
+Shapes: B samples, S tokens per sample, T tokens, K experts per token, E experts, M copies of tokens sorted by expert,
+D hidden size, F width of an expert.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.feed_forward import ACTIVATIONS, clamped_glu, swiglu
-from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.engine.models.layers import FeedForward, GatedActivation, precise
+from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
 
 
 class SortedTokens(NamedTuple):
@@ -30,7 +34,7 @@ class SortedTokens(NamedTuple):
     def combine(self, y_MD: Tensor, weights_TK: Tensor) -> Tensor:
         """Return (T, D): the weighted sum of each token's copies."""
         tokens, chosen = weights_TK.shape
-        y_TKD = take(y_MD, self.place_M, self.source_M).view(tokens, chosen, y_MD.shape[1])
+        y_TKD = _Take.apply(y_MD, self.place_M, self.source_M).view(tokens, chosen, y_MD.shape[1])
         return torch.bmm(weights_TK.to(y_TKD.dtype)[:, None], y_TKD)[:, 0]
 
 
@@ -40,7 +44,7 @@ def sort_by_expert(x_TD: Tensor, indices_TK: Tensor, num_experts: int) -> Sorted
     source_M = expert_M.argsort(stable=True)
     place_M = torch.empty_like(source_M).scatter_(0, source_M, torch.arange(len(source_M), device=source_M.device))
     counts_E = count_experts(indices_TK, num_experts)
-    return SortedTokens(take(x_TD, source_M // indices_TK.shape[1], place_M), counts_E, source_M, place_M)
+    return SortedTokens(_Take.apply(x_TD, source_M // indices_TK.shape[1], place_M), counts_E, source_M, place_M)
 
 
 def count_experts(indices: Tensor, num_experts: int) -> Tensor:
@@ -50,8 +54,8 @@ def count_experts(indices: Tensor, num_experts: int) -> Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """x[rows]; `copies` are the positions of each row's copies, which make the backward a gather instead of a
-    scatter."""
+    """x[rows] (M, D). The copies of row t are at copies_M[t * M/T : (t + 1) * M/T], which makes the backward a gather
+    instead of a scatter."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, rows_M: Tensor, copies_M: Tensor) -> Tensor:
@@ -65,66 +69,67 @@ class _Take(torch.autograd.Function):
         return dy_MD[copies_M].view(ctx.tokens, ctx.copies, dy_MD.shape[1]).sum(1), None, None
 
 
-def take(x_TD: Tensor, rows_M: Tensor, copies_M: Tensor) -> Tensor:
-    """Return (M, D): rows of x; the copies of row t are at copies_M[t * M/T : (t + 1) * M/T]."""
-    return _Take.apply(x_TD, rows_M, copies_M)
-
-
 def grouped_matmul(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
     """Return (M, F): each expert's rows times its matrix; rows beyond the counts are undefined."""
+    if x_MD.dtype == torch.float64:  # the grouped kernels take 32 bits at most
+        return matmul_in_turn(x_MD, weight_EDF, counts_E)
     if x_MD.device.type == "cpu" or x_MD.dtype != torch.bfloat16:
-        return _grouped_eagerly(x_MD, weight_EDF, counts_E)
+        return _grouped_mm_eagerly(x_MD, weight_EDF, counts_E)
+    return _grouped_mm(x_MD, weight_EDF, counts_E)
+
+
+def _grouped_mm(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
     return F.grouped_mm(x_MD, weight_EDF, offs=counts_E.cumsum(0).to(torch.int32))
+
+
+# The compiler supports the grouped kernel only for bf16 on GPUs.
+_grouped_mm_eagerly = torch.compiler.disable(_grouped_mm)
 
 
 @torch.compiler.disable
-def _grouped_eagerly(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
-    """Multiply outside of the compiler, which supports the grouped kernel only for bf16 on GPUs."""
-    if x_MD.dtype == torch.float64:  # the grouped kernels take 32 bits at most
-        parts = x_MD.split([*counts_E.tolist(), len(x_MD) - int(counts_E.sum())])
-        return torch.cat([part @ weight for part, weight in zip(parts, [*weight_EDF, weight_EDF[0]], strict=True)])
-    return F.grouped_mm(x_MD, weight_EDF, offs=counts_E.cumsum(0).to(torch.int32))
+def matmul_in_turn(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
+    """Compute the same, one product after another; the host waits for the counts."""
+    counts = counts_E.tolist()
+    parts = x_MD.split([*counts, len(x_MD) - sum(counts)])
+    return torch.cat([part @ weight for part, weight in zip(parts, [*weight_EDF, weight_EDF[0]], strict=True)])
 
 
-class Experts(nn.Module):
+class Experts(GatedActivation):
     """The routed experts' feed-forwards on sorted rows; rows beyond the counts become zeros.
 
     `up` holds the gate's columns and then the linear half's; without a gate, only the latter.
     """
 
     grouped_matmul = staticmethod(grouped_matmul)
-    swiglu = staticmethod(swiglu)
 
     def __init__(self, model: DecoderModel):
-        super().__init__()
+        super().__init__(model.activation, model.gate_limit)
         assert model.experts is not None
         experts = model.experts
         hidden = model.hidden_size
-        width = model.experts.expert_ffn_size
+        width = experts.expert_ffn_size
         halves = 2 if model.gated_mlp else 1
         self.up = nn.Parameter(torch.empty(experts.num_experts, hidden, halves * width))
         self.down = nn.Parameter(torch.empty(experts.num_experts, width, hidden))
         self.up_bias = nn.Parameter(torch.empty(experts.num_experts, halves * width)) if experts.bias else None
         self.down_bias = nn.Parameter(torch.empty(experts.num_experts, hidden)) if experts.bias else None
         self.gated = model.gated_mlp
-        self.gate_limit = model.gate_limit
-        self.activation = ACTIVATIONS[model.activation]
         self.drops = experts.capacity_factor is not None
 
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        expert_M = self._expert_of_row(len(x_MD), counts_E) if self.up_bias is not None else None
+        expert_M = None
+        if self.up_bias is not None:
+            row_M = torch.arange(len(x_MD), device=counts_E.device)
+            expert_M = torch.searchsorted(counts_E.cumsum(0), row_M, right=True).clamp(max=len(counts_E) - 1)
         x_MD = self._without_dropped(x_MD, counts_E)
-        inner_MF = self._activate(_add_bias(self.grouped_matmul(x_MD, self.up, counts_E), self.up_bias, expert_M))
+        inner_MF = self._inner(_add_bias(self.grouped_matmul(x_MD, self.up, counts_E), self.up_bias, expert_M))
         y_MD = _add_bias(self.grouped_matmul(inner_MF, self.down, counts_E), self.down_bias, expert_M)
         return self._without_dropped(y_MD, counts_E)
 
-    def _activate(self, x_MF: Tensor) -> Tensor:
-        if not self.gated:
-            return self.activation(x_MF)
-        gate, up = x_MF.chunk(2, dim=-1)
-        if self.gate_limit is not None:
-            return clamped_glu(gate, up, self.gate_limit)
-        return self.swiglu(gate, up) if self.activation is F.silu else self.activation(gate) * up
+    def _inner(self, x_MF: Tensor) -> Tensor:
+        """Both halves are freed on return, before the second product, unless the backward needs them."""
+        gate_MF, up_MF = x_MF.chunk(2, dim=-1) if self.gated else (None, x_MF)
+        return self.activate(gate_MF, up_MF)
 
     def _without_dropped(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         """Set rows without an expert to zero, forward and backward: grouped kernels leave them undefined."""
@@ -133,19 +138,161 @@ class Experts(nn.Module):
         taken_M1 = torch.arange(len(x_MD), device=x_MD.device)[:, None] < counts_E.sum()
         return torch.where(taken_M1, x_MD, 0)
 
-    @staticmethod
-    def _expert_of_row(rows: int, counts_E: Tensor) -> Tensor:
-        row_M = torch.arange(rows, device=counts_E.device)
-        return torch.searchsorted(counts_E.cumsum(0), row_M, right=True).clamp(max=len(counts_E) - 1)
-
 
 def _add_bias(y_MF: Tensor, bias_EF: Tensor | None, expert_M: Tensor | None) -> Tensor:
     return y_MF if bias_EF is None or expert_M is None else y_MF + bias_EF[expert_M]
 
 
-class LocalDispatch(nn.Module):
-    """Dispatches tokens to experts that are all on this rank."""
+def dispatch_here(x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
+    """Send tokens to experts that are all on this rank."""
+    copies = sort_by_expert(x_TD, indices_TK, experts.up.shape[0])
+    return copies.combine(experts(copies.x_MD, copies.counts_E), weights_TK)
 
-    def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, experts: nn.Module) -> Tensor:
-        copies = sort_by_expert(x_TD, indices_TK, experts.up.shape[0])  # type: ignore[union-attr, index, arg-type]
-        return copies.combine(experts(copies.x_MD, copies.counts_E), weights_TK)
+
+# Routing
+
+
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}
+
+
+class Router(nn.Module):
+    """Scores every expert and chooses the best.
+
+    Balancing without a loss (arXiv:2408.15664): `balance_bias_E` is added to the scores only for the choice;
+    `update_balance` moves it after a step. Balancing by a loss (DeepSeek-V3, arXiv:2412.19437, eq. 17-20, of the
+    experts as chosen): its gradient is added in the backward. A sequence's loss is weighted by its number of tokens, so
+    that with `loss_scale` = 1 / global tokens the coefficient is that of the mean over tokens.
+    """
+
+    balance_bias_E: Tensor | None
+    tokens_per_expert_E: Tensor
+    loss_scale: Tensor
+
+    def __init__(self, hidden_size: int, experts: ExpertSpec):
+        super().__init__()
+        self.spec = experts
+        self.score = SCORES[experts.score]
+        self.weight = nn.Parameter(torch.empty(experts.num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.empty(experts.num_experts)) if experts.bias else None
+        bias = torch.empty(experts.num_experts, dtype=torch.float32) if experts.balance_rate else None
+        self.register_buffer("balance_bias_E", bias)
+        counter = torch.empty(experts.num_experts, dtype=torch.int64)
+        self.register_buffer("tokens_per_expert_E", counter, persistent=False)
+        self.register_buffer("loss_scale", torch.empty((), dtype=torch.float32), persistent=False)
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
+        """Turns counts of this rank's part of each sequence into those of the whole sequence."""
+
+    def init_buffers(self) -> None:
+        self.tokens_per_expert_E.zero_()
+        self.loss_scale.fill_(1.0)
+        if self.balance_bias_E is not None:
+            self.balance_bias_E.zero_()
+
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (experts (B, S, K) int64, E for a dropped choice; their weights (B, S, K), fp32 at least)."""
+        logits_BSE = F.linear(x_BSD, self.weight, self.bias)
+        scores_BSE = self.score(precise(logits_BSE))
+        indices_BSK = self._choose(scores_BSE.detach())
+        weights_BSK = scores_BSE.gather(-1, indices_BSK)
+        if self.spec.normalise_weights:
+            weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + 1e-20)
+        weights_BSK = weights_BSK * self.spec.weight_scale
+        if torch.is_grad_enabled():
+            self.tokens_per_expert_E += count_experts(indices_BSK, self.spec.num_experts)
+            if self.spec.balance_loss:
+                weights_BSK = _WithLoss.apply(weights_BSK, self._balance_loss(scores_BSE, indices_BSK))
+        if self.spec.capacity_factor is not None:
+            indices_BSK, weights_BSK = self._within_capacity(indices_BSK, weights_BSK)
+        return indices_BSK, weights_BSK
+
+    def _choose(self, scores_BSE: Tensor) -> Tensor:
+        """Choose the K best experts; with groups, from the best groups alone (DeepSeek-V3's node-limited routing)."""
+        if self.balance_bias_E is not None:
+            scores_BSE = scores_BSE + self.balance_bias_E
+        groups = self.spec.num_groups
+        kept = self.spec.top_groups
+        if kept < groups:
+            grouped = scores_BSE.unflatten(-1, (groups, -1))
+            best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1).topk(kept, dim=-1).indices
+            outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+            scores_BSE = grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+        return scores_BSE.topk(self.spec.top_k, dim=-1).indices
+
+    def _balance_loss(self, scores_BSE: Tensor, indices_BSK: Tensor) -> Tensor:
+        """Return tokens x sum over experts of (share of choices) x (mean of normalised scores), a scalar."""
+        visits_BSE = torch.zeros_like(scores_BSE).scatter_(-1, indices_BSK, 1.0)
+        counts_BE = self.sum_over_sequence(visits_BSE.sum(1))
+        tokens = counts_BE.sum(-1, keepdim=True) / self.spec.top_k
+        frequency_BE = counts_BE * self.spec.num_experts / (self.spec.top_k * tokens)
+        summed_BE = (scores_BSE / scores_BSE.sum(-1, keepdim=True)).sum(1)
+        return (frequency_BE * summed_BE).sum() * self.spec.balance_loss * self.loss_scale
+
+    def _within_capacity(self, indices_BSK: Tensor, weights_BSK: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep each expert's highest weights of a sequence; the others become `num_experts` with weight 0."""
+        experts = self.spec.num_experts
+        factor = self.spec.capacity_factor or 0.0
+        choices_BM = indices_BSK.flatten(1)
+        weights_BM = weights_BSK.flatten(1)
+        capacity = math.ceil(factor * choices_BM.shape[1] / experts)
+        by_weight = weights_BM.detach().argsort(dim=1, descending=True, stable=True)
+        by_expert = by_weight.gather(1, choices_BM.gather(1, by_weight).argsort(dim=1, stable=True))
+        sorted_BM = choices_BM.gather(1, by_expert)
+        first_BM = torch.searchsorted(sorted_BM, sorted_BM)
+        rank_BM = torch.arange(sorted_BM.shape[1], device=sorted_BM.device) - first_BM
+        kept_BM = torch.empty_like(choices_BM, dtype=torch.bool).scatter_(1, by_expert, rank_BM < capacity)
+        kept = kept_BM.view_as(indices_BSK)
+        return indices_BSK.where(kept, experts), weights_BSK.where(kept, 0.0)
+
+    @torch.no_grad()
+    def update_balance(self, counts_E: Tensor) -> None:
+        """Move the bias after a step, by the counts of the global batch, and reset the counter.
+
+        Recomputed forwards count twice, which changes no order.
+        """
+        if self.balance_bias_E is not None:
+            counts_E = counts_E.float()
+            self.balance_bias_E += self.spec.balance_rate * torch.sign(counts_E.mean() - counts_E)
+        self.tokens_per_expert_E.zero_()
+
+
+class _WithLoss(torch.autograd.Function):
+    """Returns x unchanged; in the backward, the loss is minimised too."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor, _loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return dx, dx.new_ones(())
+
+
+class MixtureOfExperts(nn.Module):
+    """Sends each token to the experts that the router chooses for it (arXiv:1701.06538) and to every shared one.
+
+    `dispatch` moves tokens to experts and back; expert parallelism replaces it.
+    """
+
+    def __init__(self, model: DecoderModel):
+        super().__init__()
+        assert model.experts is not None
+        spec = model.experts
+        self.router = Router(model.hidden_size, spec)
+        self.experts = Experts(model)
+        self.dispatch: Callable[..., Tensor] = dispatch_here
+        self.shared: FeedForward | None = None
+        if spec.shared_experts:
+            width = spec.shared_experts * (spec.shared_expert_ffn_size or spec.expert_ffn_size)
+            self.shared = FeedForward(model.hidden_size, width, gated=model.gated_mlp, activation=model.activation)
+        self.shared_gate = nn.Parameter(torch.empty(1, model.hidden_size)) if spec.shared_gate else None
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        indices_BSK, weights_BSK = self.router(x_BSD)
+        routed = self.dispatch(x_BSD.flatten(0, 1), indices_BSK.flatten(0, 1), weights_BSK.flatten(0, 1), self.experts)
+        y_BSD = routed.view_as(x_BSD)
+        if self.shared is None:
+            return y_BSD
+        shared_BSD = self.shared(x_BSD)
+        if self.shared_gate is not None:
+            shared_BSD = shared_BSD * F.linear(x_BSD, self.shared_gate).sigmoid()
+        return y_BSD + shared_BSD

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.models.attention import Attention
 from trainspec_cli.engine.models.decoder import dense_feed_forward
+from trainspec_cli.engine.models.experts import MixtureOfExperts
 from trainspec_cli.engine.models.language_model import LanguageModel
+from trainspec_cli.engine.models.layers import RMSNorm
 from trainspec_cli.engine.models.mamba2 import Mamba2
-from trainspec_cli.engine.models.moe import MixtureOfExperts
-from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.recipe.keys.model import HybridModel
 
 MIXERS: dict[str, tuple[str, Callable[[HybridModel], nn.Module]]] = {
@@ -37,15 +37,14 @@ class HybridBlock(nn.Module):
         return x_BSD + self.get_submodule(self.kind)(self.norm(x_BSD))
 
 
-def build(model: HybridModel, _seq_len: int, layers: range | None) -> Hybrid:
-    return Hybrid(model, layers)
-
-
 class Hybrid(LanguageModel):
     """A hybrid model. State-space layers need no positions, and nor do the layers between them."""
 
     writes_per_layer: ClassVar[int] = 1
 
-    def __init__(self, model: HybridModel, layers: range | None = None):
+    def __init__(self, model: HybridModel, _seq_len: int, layers: range | None):
         super().__init__(model, layers, lambda layer: HybridBlock(model, model.layers[layer]))
         self.model = model
+
+
+build = Hybrid

@@ -14,18 +14,68 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.models.attention import Attention, MultiHeadLatentAttention
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
-from trainspec_cli.engine.models.feed_forward import FeedForward
-from trainspec_cli.engine.models.lora import init_down
-from trainspec_cli.engine.models.mamba2 import MAMBA_INIT, Mamba2
-from trainspec_cli.engine.models.moe import MixtureOfExperts, Router
-from trainspec_cli.engine.models.norm import RMSNorm
-from trainspec_cli.engine.models.quantised import QuantisedLinear
+from trainspec_cli.engine.models.experts import MixtureOfExperts, Router
+from trainspec_cli.engine.models.layers import BatchNorm, FeedForward, RMSNorm
+from trainspec_cli.engine.models.lora import QuantisedLinear
+from trainspec_cli.engine.models.mamba2 import Mamba2, init_scan
 from trainspec_cli.recipe.keys.model import OwnModel, TextModel
 
 INIT_STD = 0.02
 
 
-class LanguageModel(nn.Module):
+class PublishedModel(nn.Module):
+    """A model publishes the modules that techniques are applied to, and where its parameters may be cut."""
+
+    tensor_cuts: ClassVar[dict[str, int]] = {}
+    """The dim of each parameter that tensor parallelism cuts; the first matching pattern decides."""
+    tensor_partial: ClassVar[tuple[str, ...]] = ()
+    """Whole parameters inside regions: a rank's gradient is its share."""
+    seed: int = 0
+    """The run's seed, for first values that are not drawn parameter by parameter."""
+
+    def block_modules(self) -> Sequence[nn.Module]:
+        """Return the units that are sharded and recomputed as one."""
+        raise NotImplementedError
+
+    def compile_modules(self) -> Sequence[nn.Module]:
+        """Return the units that a compiler may fuse; code between them stays eager."""
+        return self.block_modules()
+
+    def norm_modules(self) -> Sequence[BatchNorm]:
+        """Return the modules whose statistics are taken over the samples of all ranks."""
+        return self.all_of(BatchNorm)
+
+    def region_modules(self) -> Sequence[nn.Module]:
+        """Return the modules whose matrices tensor parallelism cuts: whole input, summed output.
+
+        Routed experts are not among them: they are spread whole, and each rank routes its own tokens.
+        """
+        return self.all_of(Attention, MultiHeadLatentAttention, FeedForward, Mamba2)
+
+    def attention_modules(self) -> Sequence[nn.Module]:
+        """Return the modules that mix tokens along the sequence, in their `core`."""
+        return self.all_of(Attention, MultiHeadLatentAttention)
+
+    def expert_modules(self) -> Sequence[nn.Module]:
+        """Return the mixtures of experts.
+
+        Each has `experts`, whose parameters' first dim is the expert, and a `dispatch` that exchanges tokens.
+        """
+        return self.all_of(MixtureOfExperts)
+
+    def balance_modules(self) -> Sequence[Router]:
+        """Return the routers.
+
+        Each counts `tokens_per_expert_E` since its last `update_balance(counts_E)`, which takes the global batch's
+        counts; `loss_scale` (1 / global tokens) must be set before a step.
+        """
+        return self.all_of(Router)
+
+    def all_of(self, *kinds: type[nn.Module]) -> list[Any]:
+        return [module for module in self.modules() if isinstance(module, kinds)]
+
+
+class LanguageModel(PublishedModel):
     """Maps token ids to the summed cross-entropy of the next token (or to logits, to generate text).
 
     A pipeline stage holds some of the layers: the first stage embeds, the others take hidden states; the last returns
@@ -63,15 +113,11 @@ class LanguageModel(nn.Module):
         "blocks.*.mamba.out.weight": 1,
         "blocks.*.mamba.*": 0,
     }
-    """The dim of each parameter that tensor parallelism cuts; the first matching pattern decides."""
     tensor_partial: ClassVar[tuple[str, ...]] = (
         "blocks.*.attention.*_norm.weight",
         "blocks.*.attention.*_down.weight",
         "blocks.*.lora_[ab]",
     )
-    """Whole parameters inside regions: a rank's gradient is its share."""
-    seed: int = 0
-    """The run's seed, for first values that are not drawn parameter by parameter."""
     writes_per_layer: ClassVar[int]
     """The number of additions of a layer to the residual stream."""
 
@@ -117,50 +163,11 @@ class LanguageModel(nn.Module):
         assert documents_BS is None, "a scan runs over documents' ends: refused before launch"
         return ()
 
-    # Published modules
-
     def block_modules(self) -> Sequence[nn.Module]:
-        """Return the units that are sharded and recomputed as one."""
         return list(self.blocks.values())
 
     def compile_modules(self) -> Sequence[nn.Module]:
-        """Return the units that a compiler may fuse; code between them stays eager."""
         return [*self.blocks.values(), *([self.loss.chunk] if self.loss else [])]
-
-    def norm_modules(self) -> Sequence[nn.Module]:
-        """Return the modules whose statistics are taken over the samples of all ranks."""
-        return []
-
-    def region_modules(self) -> Sequence[nn.Module]:
-        """Return the modules whose matrices tensor parallelism cuts: whole input, summed output.
-
-        Routed experts are not among them: they are spread whole, and each rank routes its own tokens.
-        """
-        return self._all(Attention, MultiHeadLatentAttention, FeedForward, Mamba2)
-
-    def attention_modules(self) -> Sequence[nn.Module]:
-        """Return the modules that mix tokens along the sequence, in their `core`."""
-        return self._all(Attention, MultiHeadLatentAttention)
-
-    def expert_modules(self) -> Sequence[nn.Module]:
-        """Return the mixtures of experts.
-
-        Each has `experts`, whose parameters' first dim is the expert, and a `dispatch` that exchanges tokens.
-        """
-        return self._all(MixtureOfExperts)
-
-    def balance_modules(self) -> Sequence[Router]:
-        """Return the routers.
-
-        Each counts `tokens_per_expert_E` since its last `update_balance(counts_E)`, which takes the global batch's
-        counts; `loss_scale` (1 / global tokens) must be set before a step.
-        """
-        return self._all(Router)
-
-    def _all(self, *kinds: type[nn.Module]) -> list[Any]:
-        return [module for module in self.blocks.modules() if isinstance(module, kinds)]
-
-    # Initial values
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Set norms to 1, biases to 0, matrices to Normal(0, 0.02), and a scan's parameters as in Mamba-2.
@@ -168,12 +175,14 @@ class LanguageModel(nn.Module):
         Matrices into the residual stream are divided by the square root of their number (GPT-2).
         """
         leaf = name.rpartition(".")[2]
-        if ".mamba." in name and name.partition(".mamba.")[2] in MAMBA_INIT:
-            MAMBA_INIT[name.partition(".mamba.")[2]](full, generator)
-        elif leaf.endswith("bias") or leaf == "lora_b":
+        if ".mamba." in name and init_scan(name.partition(".mamba.")[2], full, generator):
+            return
+        if leaf.endswith("bias") or leaf == "lora_b":
             full.zero_()
         elif leaf == "lora_a":
-            init_down(full, generator)
+            # Uniform of variance 1 / 3D, D its inputs, as published adapters start.
+            bound = 1 / math.sqrt(full.shape[1])
+            full.uniform_(-bound, bound, generator=generator)
         elif full.dim() == 1 and leaf != "sinks":
             full.fill_(1.0)
         else:
@@ -181,5 +190,5 @@ class LanguageModel(nn.Module):
             full.normal_(0.0, self.residual_std if into_residual else INIT_STD, generator=generator)
 
     def init_buffers(self) -> None:
-        for module in self._all(Router, QuantisedLinear):
+        for module in self.all_of(Router, QuantisedLinear):
             module.init_buffers()

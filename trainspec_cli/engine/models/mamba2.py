@@ -10,13 +10,12 @@ P head size, N state size, C blocks of Q tokens, W taps of a convolution.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.norm import precise
+from trainspec_cli.engine.models.layers import precise
 from trainspec_cli.recipe.keys.model import CONV_TAPS, SCAN_BLOCK, HybridModel
 
 STEP_RANGE = (1e-3, 0.1)
@@ -36,6 +35,7 @@ def selective_scan(
     x, dt, b, c = (_into_blocks(tensor, block) for tensor in (x_BSHP, dt_BSH, b_BSGN, c_BSGN))
     decay_log = (dt * a_H).unflatten(-1, (groups, -1)).permute(0, 1, 3, 4, 2).cumsum(-1)  # B C G R Q
     x = (x * dt[..., None].to(x.dtype)).unflatten(3, (groups, -1))  # B C Q G R P
+    # Two functions, so that the scores are freed before states are computed.
     y = _within_blocks(x, decay_log, b, c) + _from_earlier_blocks(x, decay_log, b, c)
     return y.flatten(1, 2)[:, :seq_len].flatten(2, 3)
 
@@ -137,31 +137,16 @@ class Mamba2(nn.Module):
         return F.rms_norm(gated, (self.group_size,), eps=self.norm_eps).flatten(-2) * self.norm
 
 
-# Initial values, as in the reference implementation
-
-
-def _init_conv(full: Tensor, generator: torch.Generator) -> None:
-    full.uniform_(-(CONV_TAPS**-0.5), CONV_TAPS**-0.5, generator=generator)
-
-
-def _init_step_bias(full: Tensor, generator: torch.Generator) -> None:
-    """Set the bias so that softplus(bias) is log-uniform over `STEP_RANGE`."""
-    step = full.uniform_(*map(math.log, STEP_RANGE), generator=generator).exp_()
-    full.copy_(step + (-torch.expm1(-step)).log())
-
-
-def _init_decay(full: Tensor, generator: torch.Generator) -> None:
-    full.uniform_(*DECAY_RANGE, generator=generator).log_()
-
-
-MAMBA_INIT: dict[str, Callable[[Tensor, torch.Generator], None]] = {
-    "conv_x.weight": _init_conv,
-    "conv_b.weight": _init_conv,
-    "conv_c.weight": _init_conv,
-    "conv_x.bias": _init_conv,
-    "conv_b.bias": _init_conv,
-    "conv_c.bias": _init_conv,
-    "dt_bias": _init_step_bias,
-    "a_log": _init_decay,
-}
-"""Initialisers of the parameters that are neither matrices nor ones."""
+def init_scan(leaf: str, full: Tensor, generator: torch.Generator) -> bool:
+    """Set a parameter of `Mamba2` to its first values, as in the reference implementation; return False for matrices
+    and ones, which begin as everywhere."""
+    if leaf.startswith("conv_"):
+        full.uniform_(-(CONV_TAPS**-0.5), CONV_TAPS**-0.5, generator=generator)
+    elif leaf == "dt_bias":  # softplus(bias) is log-uniform over `STEP_RANGE`
+        step = full.uniform_(*map(math.log, STEP_RANGE), generator=generator).exp_()
+        full.copy_(step + (-torch.expm1(-step)).log())
+    elif leaf == "a_log":
+        full.uniform_(*DECAY_RANGE, generator=generator).log_()
+    else:
+        return False
+    return True

@@ -1,29 +1,34 @@
-"""Blocks of one's own (`model.block=FILE.py:make`) between our embedding, final norm and head.
+"""User-defined blocks (`model.block=FILE.py:make`) between our embedding, final norm and head, and a user-defined loss
+(`train.loss=FILE.py:NAME`) in the place of cross-entropy.
 
 A block's parameters have the values that its own code gives them, on a CPU and with a seed of the block's own: they
-depend neither on the layout nor on the devices.
+depend neither on the layout nor on the devices. A loss gives each token's, from that token's logits and target alone,
+and the engine takes the mean: so it is the same in every layout.
+
+Shapes: T tokens, D hidden size, V vocabulary, C tokens of one chunk.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.engine.digest import IGNORED_TARGET
+from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
 from trainspec_cli.engine.models.language_model import LanguageModel
-from trainspec_cli.engine.own_code import is_no_fault
-from trainspec_cli.recipe.keys.model import OwnModel
+from trainspec_cli.engine.models.layers import precise
+from trainspec_cli.engine.own_code import is_no_fault, refused
+from trainspec_cli.recipe.keys.model import OwnModel, loss_chunk_tokens
 from trainspec_cli.recipe.own_code import BLOCK, arguments, came_through_own_code, load, own_errors
 
 PREFIX = "blocks."
-
-
-def build(model: OwnModel, _seq_len: int, layers: range | None) -> OwnLanguageModel:
-    return OwnLanguageModel(model, layers)
 
 
 class OwnLanguageModel(LanguageModel):
@@ -31,7 +36,7 @@ class OwnLanguageModel(LanguageModel):
 
     writes_per_layer: ClassVar[int] = 1
 
-    def __init__(self, model: OwnModel, layers: range | None):
+    def __init__(self, model: OwnModel, _seq_len: int, layers: range | None):
         maker = BlockMaker(model)
         super().__init__(model, layers, maker.make)
         self.maker = maker
@@ -41,7 +46,10 @@ class OwnLanguageModel(LanguageModel):
     def forward(
         self, tokens_or_x: Tensor, targets_BS: Tensor | None = None, documents_BS: Tensor | None = None
     ) -> Tensor:
-        with own_errors(self.maker.extension, "in a step", passes=_is_no_fault_of_blocks):
+        def is_no_fault_of_blocks(error: Exception) -> bool:
+            return is_no_fault(error) or not came_through_own_code(error)
+
+        with own_errors(self.maker.extension, "in a step", passes=is_no_fault_of_blocks):
             return super().forward(tokens_or_x, targets_BS, documents_BS)
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
@@ -79,10 +87,16 @@ class BlockMaker:
         with own_errors(self.extension, f"when the block of layer {layer} was made", RecipeError):
             block = self._call(self.model.hidden_size, layer, **arguments(self.model.options))
         if not isinstance(block, nn.Module):
-            raise self.refuse(f"returned {type(block).__name__}; a torch.nn.Module is needed", code="wrong_type")
+            what = f"returned {type(block).__name__}; a torch.nn.Module is needed"
+            raise refused(self.extension, what, code="wrong_type")
         for message, hint in _faults(block):
-            raise self.refuse(f"made a block whose {message}", hint)
-        self._check_count(layer, sum(parameter.numel() for parameter in block.parameters()))
+            raise refused(self.extension, f"made a block whose {message}", hint)
+        found = sum(parameter.numel() for parameter in block.parameters())
+        if self.model.block_params not in (None, found):  # None: it is made to be counted
+            path = "model.block_params"
+            message = f"`{path}` is {self.model.block_params}, and {self.extension.text} makes layer {layer} with"
+            message += f" {found} parameters"
+            raise RecipeError(Problem("contradiction", message, path, f"type {path}={found}; every layer has as many"))
         return block
 
     def make_with_values(self, layer: int, seed: int) -> nn.Module:
@@ -91,21 +105,6 @@ class BlockMaker:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
             return self.make(layer)
-
-    def _check_count(self, layer: int, found: int) -> None:
-        if self.model.block_params not in (None, found):  # None: it is made to be counted
-            path = "model.block_params"
-            message = f"`{path}` is {self.model.block_params}, and {self.extension.text} makes layer {layer} with"
-            message += f" {found} parameters"
-            raise RecipeError(Problem("contradiction", message, path, f"type {path}={found}; every layer has as many"))
-
-    def refuse(self, what: str, hint: str = "", code: str = "own_code") -> RecipeError:
-        message = f"`{self.extension.path}`: {self.extension.text} {what}"
-        return RecipeError(Problem(code, message, self.extension.path, hint))
-
-
-def _is_no_fault_of_blocks(error: Exception) -> bool:
-    return is_no_fault(error) or not came_through_own_code(error)
 
 
 def _faults(block: nn.Module) -> Iterator[tuple[str, str]]:
@@ -128,3 +127,38 @@ def _faults(block: nn.Module) -> Iterator[tuple[str, str]]:
                     f"attribute `{path}` is a tensor of no parameter or buffer",
                     f"self.register_buffer({name!r}, ...)",
                 )
+
+
+LossOfTokens = Callable[[Tensor, Tensor], Tensor]
+"""(logits (T, V), targets (T,)) -> each token's loss, (T,)."""
+
+
+class OwnLinearLoss(LinearCrossEntropy):
+    """Returns the summed user-defined loss where gradients are computed; an evaluation has cross-entropy. Logits exist
+    one chunk of tokens at a time, and once more in the backward."""
+
+    def __init__(self, loss: LossOfTokens):
+        super().__init__()
+        self.own = loss
+
+    def forward(self, x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor | None) -> Tensor:
+        if targets_BS is None or not torch.is_grad_enabled():
+            return super().forward(x_BSD, weight_VD, targets_BS)
+        x_TD = x_BSD.flatten(0, -2)
+        targets_T = targets_BS.flatten()
+        if not len(targets_T):  # a rank whose share of the samples is used up takes part with none
+            return F.linear(x_TD, weight_VD).sum()
+        step = loss_chunk_tokens(weight_VD.shape[0])
+        total = x_TD.new_zeros((), dtype=torch.float32)
+        for start in range(0, len(targets_T), step):
+            chunk = x_TD[start : start + step], weight_VD, targets_T[start : start + step]
+            total = total + checkpoint(self._sum_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
+        return total
+
+    def _sum_chunk(self, x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor) -> Tensor:
+        """Sum one chunk's losses; tokens without a target count nothing."""
+        loss_C = self.own(precise(F.linear(x_CD, weight_VD)), targets_C.clamp_min(0))
+        return torch.where(targets_C != IGNORED_TARGET, loss_C, 0.0).sum()
+
+
+build = OwnLanguageModel

@@ -10,11 +10,8 @@ Shapes: B samples, S tokens of this rank, H heads, K key-value heads, E head siz
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,12 +30,6 @@ def held_positions(seq_len: int, method: ContextMethod, rank: int, size: int) ->
         return torch.arange(seq_len).chunk(size)[rank]
     chunks = torch.arange(seq_len).chunk(2 * size)
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
-
-
-def apply_context_parallel(model: Any, peers: Peers, method: ContextMethod) -> None:
-    """Replace the core of each attention of `model`, in place."""
-    for module in model.attention_modules():
-        module.core = RingCore(module.core, peers) if method == "ring" else UlyssesCore(module.core, peers)
 
 
 class UlyssesCore(nn.Module):
@@ -86,8 +77,7 @@ class RingCore(nn.Module):
         return _Ring.apply(q, k, v, self.peers, self.scale).transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class ChunkPair:
+class ChunkPair(NamedTuple):
     """The queries that meet the keys and values of a peer, as slices over the rank's two chunks."""
 
     queries: slice
@@ -95,14 +85,13 @@ class ChunkPair:
     causal: bool
 
 
-def _block(rank: int, source: int, seq: int) -> ChunkPair:
-    half = seq // 2
-    all_of_it = slice(0, seq)
+def _pair_of(rank: int, source: int, seq: int) -> ChunkPair:
+    whole = slice(0, seq)
     if source == rank:
-        return ChunkPair(all_of_it, all_of_it, causal=True)
+        return ChunkPair(whole, whole, causal=True)
     if source < rank:  # both of the own chunks come after the source's first, and before its second
-        return ChunkPair(all_of_it, slice(0, half), causal=False)
-    return ChunkPair(slice(half, seq), all_of_it, causal=False)
+        return ChunkPair(whole, slice(0, seq // 2), causal=False)
+    return ChunkPair(slice(seq // 2, seq), whole, causal=False)
 
 
 class _Ring(torch.autograd.Function):
@@ -115,9 +104,14 @@ class _Ring(torch.autograd.Function):
         travelling = torch.stack((k, v))
         for turn in range(peers.size):
             coming = _Passage(travelling, peers) if turn < peers.size - 1 else None
-            block = _block(peers.rank, (peers.rank - turn) % peers.size, q.shape[2])
-            part, part_log = _attend(q, travelling[0], travelling[1], block, scale)
-            _merge(out[:, :, block.queries], log_total[:, :, block.queries], part, part_log)
+            pair = _pair_of(peers.rank, (peers.rank - turn) % peers.size, q.shape[2])
+            part, part_log = _attend(q, travelling[0], travelling[1], pair, scale)
+            # Fold the pair's attention into the sum, both weighted by their shares of the softmax's total.
+            earlier_log = log_total[:, :, pair.queries]
+            merged_log = torch.logaddexp(earlier_log, part_log)
+            own_out = out[:, :, pair.queries].mul_((earlier_log - merged_log).exp()[..., None])
+            own_out.add_(part.to(out.dtype) * (part_log - merged_log).exp()[..., None])
+            earlier_log.copy_(merged_log)
             travelling = coming.arrive() if coming else travelling
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, log_total)
@@ -135,11 +129,11 @@ class _Ring(torch.autograd.Function):
         gradients = torch.zeros(travelling.shape, dtype=_precise(q), device=q.device)
         for turn in range(peers.size):
             coming = _Passage(travelling, peers) if turn < peers.size - 1 else None
-            block = _block(peers.rank, (peers.rank - turn) % peers.size, q.shape[2])
-            dq_part, dk, dv = _attend_backward(dout, q, travelling[0], travelling[1], out, log_total, block, ctx.scale)
-            dq[:, :, block.queries] += dq_part
-            gradients[0][:, :, block.keys] += dk
-            gradients[1][:, :, block.keys] += dv
+            pair = _pair_of(peers.rank, (peers.rank - turn) % peers.size, q.shape[2])
+            dq_part, dk, dv = _attend_backward(dout, q, travelling[0], travelling[1], out, log_total, pair, ctx.scale)
+            dq[:, :, pair.queries] += dq_part
+            gradients[0][:, :, pair.keys] += dk
+            gradients[1][:, :, pair.keys] += dv
             travelling = coming.arrive() if coming else travelling
             gradients = _Passage(gradients, peers).arrive()
         return dq.to(q.dtype), gradients[0].to(k.dtype), gradients[1].to(v.dtype), None, None
@@ -178,80 +172,57 @@ def _precise(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _merge(out: Tensor, log_total: Tensor, part: Tensor, part_log: Tensor) -> None:
-    """Fold another block's attention into `out` (precise), both weighted by their shares of the softmax's sum."""
-    merged = torch.logaddexp(log_total, part_log)
-    out.mul_((log_total - merged).exp()[..., None]).add_(part.to(out.dtype) * (part_log - merged).exp()[..., None])
-    log_total.copy_(merged)
-
-
-# One block on the fused kernels that return the log-sum-exp
+# One pair on the fused kernels that return the log-sum-exp
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
-    """Each key-value head repeated for the queries' heads that share it."""
+    """Repeat each key-value head for the queries' heads that share it."""
     return x.repeat_interleave(heads // x.shape[1], dim=1) if x.shape[1] != heads else x
 
 
-def _ungrouped(gradient: Tensor, heads: int) -> Tensor:
-    """The sum over the repetitions, (B, K, S, E)."""
-    batch, repeated, seq, size = gradient.shape
-    return gradient.to(_precise(gradient)).view(batch, heads, repeated // heads, seq, size).sum(2)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, block: ChunkPair, scale: float | None) -> tuple[Tensor, Tensor]:
-    """-> (attention, its log-sum-exp)."""
-    q = q[:, :, block.queries]
-    k, v = (_grouped(x[:, :, block.keys], q.shape[1]) for x in (k, v))
+def _attend(q: Tensor, k: Tensor, v: Tensor, pair: ChunkPair, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Return (attention, its log-sum-exp)."""
+    aten = torch.ops.aten
+    q = q[:, :, pair.queries]
+    k, v = (_grouped(x[:, :, pair.keys], q.shape[1]) for x in (k, v))
     if q.device.type == "cpu":
-        ops = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return ops(q, k, v, 0.0, block.causal, attn_mask=None, scale=scale)
+        attend = aten._scaled_dot_product_flash_attention_for_cpu
+        return attend(q, k, v, 0.0, pair.causal, attn_mask=None, scale=scale)
     if q.dtype == torch.float32:  # the flash kernel takes 16 bits alone
-        part = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, block.causal, scale=scale
-        )
-        return part[0], part[1][:, :, : q.shape[2]]
-    part = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, block.causal, False, scale=scale)
+        part = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, pair.causal, scale=scale)
+    else:
+        part = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, pair.causal, False, scale=scale)
     return part[0], part[1][:, :, : q.shape[2]]
 
 
 def _attend_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_total: Tensor,
-    block: ChunkPair,
-    scale: float | None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_total: Tensor, pair: ChunkPair, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> (dq of the block's queries, dk and dv of its keys), given the whole softmax's log-sum-exp."""
-    kv_heads = k.shape[1]
-    dout, q, out = (x[:, :, block.queries].contiguous() for x in (dout, q, out))
-    log_total = log_total[:, :, block.queries].contiguous()
-    k, v = (_grouped(x[:, :, block.keys], q.shape[1]).contiguous() for x in (k, v))
-    dq, dk, dv = _kernel_backward(dout, q, k, v, out, log_total, block.causal, scale)
-    return dq, _ungrouped(dk, kv_heads), _ungrouped(dv, kv_heads)
-
-
-def _kernel_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_total: Tensor, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq of the pair's queries, dk and dv of its keys), given the whole softmax's log-sum-exp."""
     aten = torch.ops.aten
+    kv_heads = k.shape[1]
+    dout, q, out = (x[:, :, pair.queries].contiguous() for x in (dout, q, out))
+    log_total = log_total[:, :, pair.queries].contiguous()
+    k, v = (_grouped(x[:, :, pair.keys], q.shape[1]).contiguous() for x in (k, v))
+    given = (dout, q, k, v)
     if q.device.type == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return backward(dout, q, k, v, out, log_total, 0.0, causal, attn_mask=None, scale=scale)
-    unused = torch.zeros((), dtype=torch.int64, device=q.device)
-    if q.dtype == torch.float32:
-        mask = [True, True, True, False]
-        padded = nn.functional.pad(log_total, (0, -log_total.shape[2] % 32))
+        dq, dk, dv = backward(*given, out, log_total, 0.0, pair.causal, attn_mask=None, scale=scale)
+    elif q.dtype == torch.float32:
         backward = aten._scaled_dot_product_efficient_attention_backward
-        return backward(dout, q, k, v, None, out, padded, unused, unused, 0.0, mask, causal, scale=scale)[:3]
-    seeds = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    backward = aten._scaled_dot_product_flash_attention_backward
-    return backward(
-        dout, q, k, v, out, log_total, None, None, q.shape[2], k.shape[2], 0.0, causal, seeds, unused, scale=scale
-    )
+        mask = [True, True, True, False]
+        unused = torch.zeros((), dtype=torch.int64, device=q.device)
+        padded = F.pad(log_total, (0, -log_total.shape[2] % 32))
+        dq, dk, dv, _ = backward(*given, None, out, padded, unused, unused, 0.0, mask, pair.causal, scale=scale)
+    else:
+        backward = aten._scaled_dot_product_flash_attention_backward
+        unused = torch.zeros((), dtype=torch.int64, device=q.device)
+        seeds = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        lengths = (None, None, q.shape[2], k.shape[2])
+        dq, dk, dv = backward(*given, out, log_total, *lengths, 0.0, pair.causal, seeds, unused, scale=scale)
+    # The gradient of a key-value head is the sum over its repetitions.
+    dk, dv = (x.to(_precise(x)).unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))
+    return dq, dk, dv
 
 
 # Tensor parallelism (arXiv:1909.08053) with sequence parallelism and a vocabulary-parallel loss.
@@ -261,67 +232,48 @@ def _kernel_backward(
 # same.
 
 
-def apply_tensor_parallel(model: Any, peers: Peers, *, sequence_parallel: bool) -> dict[str, Cut]:
-    """Cut `model` (on meta) in place; -> how each cut parameter lies in the whole one."""
-    cuts = cut_parameters(model, model.tensor_cuts, peers)
-    for region in model.region_modules():
-        region.register_forward_pre_hook(_entering(peers, sequence_parallel))
-        region.register_forward_hook(_leaving(peers, sequence_parallel))
-    if getattr(model, "embed", None) is not None:
-        model.embed.forward = partial(_embed_cut, model.embed, cuts["embed.weight"], peers, sequence_parallel)
-    if getattr(model, "loss", None) is not None:
-        model.loss.register_forward_pre_hook(_entering(peers, sequence_parallel))
-        model.loss.chunk = VocabularyCutChunk(cuts.get("head.weight") or cuts["embed.weight"], peers)
-    return cuts
+def apply_tensor_parallel(model: Any, peers: Peers, cuts: dict[str, Cut], *, sequence_parallel: bool) -> list[str]:
+    """Cut `model` (on meta) in place, and add to `cuts`, which has those of other axes, how each part lies in it.
 
-
-def cut_parameters(model: nn.Module, patterns: dict[str, int], peers: Peers) -> dict[str, Cut]:
-    """Replace each parameter or buffer whose name fits a pattern by this rank's part along the pattern's dimension."""
-    cuts: dict[str, Cut] = {}
+    Return the names of whole parameters whose gradient on a rank is only its share: inside regions always, outside them
+    where the sequence is cut.
+    """
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-        dim = next((dim for pattern, dim in patterns.items() if fnmatchcase(name, pattern)), None)
+        dim = next((dim for pattern, dim in model.tensor_cuts.items() if fnmatchcase(name, pattern)), None)
         if dim is None:
             continue
         cut = cuts[name] = Cut(dim, parameter.shape[dim], peers.rank, peers.size, peers.group)
         owner, _, leaf = name.rpartition(".")
         part = cut.part_of(parameter)
         setattr(model.get_submodule(owner), leaf, part if isinstance(parameter, nn.Parameter) else part.detach())
-    return cuts
 
-
-def partial_parameters(model: Any, *, sequence_parallel: bool, cuts: dict[str, Cut]) -> list[str]:
-    """Names of whole parameters whose gradient on a rank is only its share.
-
-    Inside regions always; outside them where the sequence is cut.
-    """
-    return [
-        name
-        for name, _ in model.named_parameters()
-        if name not in cuts
-        and (sequence_parallel or any(fnmatchcase(name, pattern) for pattern in model.tensor_partial))
-    ]
-
-
-def _entering(peers: Peers, sequence_parallel: bool) -> Callable[..., Any]:
     def enter(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return (enter_region(inputs[0], peers, sequence_parallel), *inputs[1:])
 
-    return enter
-
-
-def _leaving(peers: Peers, sequence_parallel: bool) -> Callable[..., Any]:
     def leave(_module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         return leave_region(output, peers, sequence_parallel)
 
-    return leave
+    def embed_own_words(tokens_BS: Tensor) -> Tensor:
+        """Embed the words of this rank; the others' are zeros, and the sum over the ranks is the whole embedding."""
+        cut = cuts["embed.weight"]
+        mine_BS = (tokens_BS >= cut.start) & (tokens_BS < cut.start + cut.size)
+        row_BS = torch.where(mine_BS, tokens_BS - cut.start, 0)
+        x_BSD = F.embedding(row_BS, model.embed.weight) * mine_BS[..., None]
+        return leave_region(x_BSD, peers, sequence_parallel)
 
-
-def _embed_cut(embed: nn.Embedding, cut: Cut, peers: Peers, sequence_parallel: bool, tokens_BS: Tensor) -> Tensor:
-    """Rows of the ranks' own words; the others' words are zeros, and the sum is the whole embedding."""
-    mine_BS = (tokens_BS >= cut.start) & (tokens_BS < cut.start + cut.size)
-    row_BS = torch.where(mine_BS, tokens_BS - cut.start, 0)
-    x_BSD = F.embedding(row_BS, embed.weight) * mine_BS[..., None]
-    return leave_region(x_BSD, peers, sequence_parallel)
+    for region in model.region_modules():
+        region.register_forward_pre_hook(enter)
+        region.register_forward_hook(leave)
+    if getattr(model, "embed", None) is not None:
+        model.embed.forward = embed_own_words
+    if getattr(model, "loss", None) is not None:
+        model.loss.register_forward_pre_hook(enter)
+        model.loss.chunk = VocabularyCutChunk(cuts.get("head.weight") or cuts["embed.weight"], peers)
+    return [
+        name
+        for name, _ in model.named_parameters()
+        if name not in cuts and (sequence_parallel or any(fnmatchcase(name, one) for one in model.tensor_partial))
+    ]
 
 
 class VocabularyCutChunk(nn.Module):

@@ -10,13 +10,14 @@ exact however samples are divided over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -24,26 +25,18 @@ from torch.distributed.tensor import Shard
 
 from trainspec_cli.engine.accelerators import on_chip
 from trainspec_cli.engine.comm.codec import Codec
-from trainspec_cli.engine.comm.compressed import CompressedSum, Compression, GroupWire
+from trainspec_cli.engine.comm.compressed import CompressedSum, Compression, Feedback, GroupWire
 from trainspec_cli.engine.comm.exchange import (
     Peers,
     Purpose,
     TimeCollective,
     all_gather,
+    all_reduce_,
     reduce_scatter,
     sent_bytes,
 )
-from trainspec_cli.engine.parallel.expert import ModuleLosses
-from trainspec_cli.engine.parallel.gradient_sums import GradientSums, Route
-from trainspec_cli.engine.parallel.noise import (
-    Columns,
-    HeldBy,
-    NoiseProbe,
-    columns_of,
-    gathered_columns,
-    trained,
-    trained_columns,
-)
+from trainspec_cli.engine.parallel.gradient_sums import GradientSums, ModuleSums, Route, sum_over_replicas_
+from trainspec_cli.engine.parallel.noise import Columns, Held, NoiseProbe
 
 Look = Callable[[Tensor], None]
 TimeExchange = Callable[[Purpose, str, dist.ProcessGroup], TimeCollective]
@@ -63,21 +56,19 @@ class DataParallel:
     replicas: Peers
     time: TimeExchange
     noise: NoiseProbe
-    held_by: HeldBy
+    held: Mapping[str, Held]
+    """How the gradient of each parameter is held, by its name."""
     compression: Compression = field(default_factory=Compression)
     parameter_codec: Codec | None = None
     """None: parameters are gathered as they are computed with."""
     sums: GradientSums | None = None
     """The sums of gradients on gloo; None: FSDP2 and its hooks make them."""
-    route: Callable[[str], Route | None] = lambda axis: None
-    """Returns how `sums` goes from the shards' axis (dp_shard or expert_shard) on; None where one rank has all."""
+    routes: Mapping[str, Route | None] = field(default_factory=dict)
+    """Ways of `sums`, by the axis of the shards (dp_shard or expert_shard); None where one rank has all."""
     losses: list[ModuleLosses] = field(default_factory=list)
     """The losses of the modules' compressed exchanges; they are added here as they are sharded."""
     name: str = "stage0"
     """A name that tells the exchanges of this module from those of others on the same rank."""
-
-    def offload_policy(self, device_type: str) -> OffloadPolicy:
-        return CPUOffloadPolicy(pin_memory=device_type != "cpu") if self.offload else OffloadPolicy()
 
 
 def apply_data_parallel(
@@ -86,91 +77,98 @@ def apply_data_parallel(
     """Shard `model` (on meta) in place; `experts`, where they are spread, over what their spreading leaves."""
     if expert_shard is not None:
         for number, module in enumerate(experts):
-            dim = _shardable_dim(module, expert_shard)
-            name = f"experts{number}"
-            _shard(module, name, expert_shard, how, free=how.free_after_forward, dim=dim, experts=True)
+            # Experts are few: where they do not divide over the ranks, each expert's rows do.
+            divide = all(parameter.shape[0] % expert_shard.size() == 0 for parameter in module.parameters())
+            axis = "expert_shard"
+            _shard(module, f"experts{number}", axis, expert_shard, how, free=how.free_after_forward, dim=1 - divide)
     for number, block in enumerate(model.block_modules()):
-        _shard(block, f"block{number}", shard, how, free=how.free_after_forward)
-    _shard(model, "rest", shard, how, free=False)
+        _shard(block, f"block{number}", "dp_shard", shard, how, free=how.free_after_forward)
+    _shard(model, "rest", "dp_shard", shard, how, free=False)
 
 
 def _shard(
-    module: nn.Module,
-    name: str,
-    mesh: DeviceMesh,
-    how: DataParallel,
-    *,
-    free: bool,
-    dim: int = 0,
-    experts: bool = False,
+    module: nn.Module, name: str, axis: str, mesh: DeviceMesh, how: DataParallel, *, free: bool, dim: int = 0
 ) -> None:
+    ranks = mesh.size()
+    group = mesh.get_group()
     fully_shard(
         module,
         mesh=mesh,
         mp_policy=MixedPrecisionPolicy(param_dtype=how.compute, reduce_dtype=how.reduce),
-        offload_policy=how.offload_policy(mesh.device_type),
-        reshard_after_forward=free and mesh.size() > 1,
+        offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if how.offload else OffloadPolicy(),
+        reshard_after_forward=free and ranks > 1,
         shard_placement_fn=(lambda _parameter: Shard(dim)) if dim else None,
     )
     assert isinstance(module, FSDPModule)
-    look = _Look(module, mesh.size(), how, experts)
-    row = sum(trained_columns(module, mesh.size()))
+    sizes = tuple(_columns(parameter, ranks) for parameter in trained(module))
+
+    @cache
+    def columns() -> Columns:
+        """FSDP2 knows the parameters' names from the first forward on."""
+        held = tuple(how.held[parameter._param_fqn] for parameter in trained(module))
+        return Columns(ranks, sizes, held, experts=axis == "expert_shard")
+
+    def look(gradients: Tensor) -> None:
+        """Show the noise probe the module's gradients before the first sum that they go into."""
+        how.noise.add(gradients, columns())
+
+    row = sum(sizes)
     replicas = how.compression.of_group(f"{how.name}.{name}.replicas", row, how.replicas.group)
-    shards = how.compression.of_group(f"{how.name}.{name}.shards", row * mesh.size(), mesh.get_group())
+    shards = how.compression.of_group(f"{how.name}.{name}.shards", row * ranks, group)
     over_shards, over_replicas = (None if one is None else one.feedback for one in (shards, replicas))
     if over_shards is not None or over_replicas is not None:
-        how.losses.append(ModuleLosses(module, mesh.get_group(), how.replicas.group, over_shards, over_replicas))
-    axis = "expert_shard" if experts else "dp_shard"
-    route = how.route(axis)
+        how.losses.append(ModuleLosses(module, group, how.replicas.group, over_shards, over_replicas))
+    if ranks > 1:  # over one rank there is nothing to divide by, and setting it costs a pass
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    route = how.routes.get(axis)
     if how.sums is not None and route is not None:
-        _leave_undivided(module, mesh)
-        own = how.sums.of_module(route, partial(_parameters, module), look, shards, replicas)
+        own = ModuleSums(how.sums, route, partial(_parameters, module), look, shards, replicas)
         module.set_custom_reduce_scatter(own)  # type: ignore[arg-type]
         module.set_all_reduce_hook(own.add)
     else:
-        _sum_in_hooks(module, mesh, how, look, shards, replicas, axis)
-    if mesh.size() > 1:
-        _gather_parameters(module, mesh, how, axis)
-
-
-def _parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter.sharded_param for parameter in trained(module)]
+        _sum_in_hooks(module, ranks, how.time("gradients", axis, group), how.replicas, look, shards, replicas)
+    if ranks == 1:
+        return
+    time_parameters = how.time("parameters", axis, group)
+    if how.parameter_codec is not None:
+        gathered = [(_columns(one, ranks), len(one._orig_size) > 1) for one in _sharded(module)]
+        gather = partial(_gather_compressed, how.parameter_codec, gathered)
+        module.set_custom_all_gather(_TimedCollective(gather, time_parameters, encodes=True))  # type: ignore[arg-type]
+    elif mesh.device_type == "cpu":
+        module.set_custom_all_gather(_TimedCollective(all_gather, time_parameters))  # type: ignore[arg-type]
 
 
 def _sum_in_hooks(
     module: FSDPModule,
-    mesh: DeviceMesh,
-    how: DataParallel,
+    ranks: int,
+    time_gradients: TimeCollective,
+    replicas: Peers,
     look: Look,
-    shards: CompressedSum | None,
-    replicas: CompressedSum | None,
-    axis: str,
+    over_shards: CompressedSum | None,
+    over_replicas: CompressedSum | None,
 ) -> None:
     """Let FSDP2 sum over the shards, and a hook over the replicas: on a GPU beside the backward."""
-    _sum_gradients(module, mesh, how, look, replicas)
-    if mesh.size() == 1:
+
+    def sum_over_replicas(gradient: Tensor) -> None:
+        if ranks == 1:
+            look(gradient)
+        if replicas.size > 1:
+            sum_over_replicas_(gradient, replicas, over_replicas)
+        _keep_for_this_stream(gradient)
+
+    def reduce_compressed(output: Tensor, gradients: Tensor, group: dist.ProcessGroup, **_options: Any) -> None:
+        assert over_shards is not None
+        output.copy_(over_shards.reduce_scatter(gradients.view(ranks, -1), GroupWire(group)))
+
+    if ranks == 1 or replicas.size > 1:
+        module.set_all_reduce_hook(sum_over_replicas)
+    if ranks == 1:
         module.set_custom_reduce_scatter(_NothingToReduce())  # type: ignore[arg-type]
         return
-    time_gradients = how.time("gradients", axis, mesh.get_group())
-    reduce = reduce_scatter if shards is None else partial(_reduce_compressed, shards)
-    timed = _TimedCollective(reduce, time_gradients, look, encodes=shards is not None)
+    reduce = reduce_scatter if over_shards is None else reduce_compressed
+    timed = _TimedCollective(reduce, time_gradients, look, encodes=over_shards is not None)
     module.set_custom_reduce_scatter(timed)  # type: ignore[arg-type]
-
-
-def _gather_parameters(module: Any, mesh: DeviceMesh, how: DataParallel, axis: str) -> None:
-    time_parameters = how.time("parameters", axis, mesh.get_group())
-    if how.parameter_codec is not None:
-        gather = partial(_gather_compressed, how.parameter_codec, gathered_columns(module, mesh.size()))
-        module.set_custom_all_gather(_TimedCollective(gather, time_parameters, encodes=True))
-    elif mesh.device_type == "cpu":
-        module.set_custom_all_gather(_TimedCollective(all_gather, time_parameters))
-
-
-def _reduce_compressed(
-    exchange: CompressedSum, output: Tensor, gradients: Tensor, group: dist.ProcessGroup, **_options: Any
-) -> None:
-    """Sum as FSDP2's reduce-scatter does."""
-    output.copy_(exchange.reduce_scatter(gradients.view(group.size(), -1), GroupWire(group)))
 
 
 def _gather_compressed(
@@ -197,56 +195,6 @@ def _gather_compressed(
         source = of_matrices if is_matrix else of_others
         part.copy_(source[:, starts[is_matrix] : starts[is_matrix] + size])
         starts[is_matrix] += size
-
-
-class _Look:
-    """Shows the noise probe a module's gradients before the first sum that they go into."""
-
-    def __init__(self, module: nn.Module, ranks: int, how: DataParallel, experts: bool):
-        self._module = module
-        self._ranks = ranks
-        self._how = how
-        self._experts = experts
-
-    def __call__(self, gradients: Tensor) -> None:
-        self._how.noise.add(gradients, self._columns)
-
-    @cached_property
-    def _columns(self) -> Columns:
-        """FSDP2 knows the parameters' names from the first forward on."""
-        return columns_of(self._module, self._ranks, self._how.held_by, experts=self._experts)
-
-
-def _shardable_dim(module: nn.Module, mesh: DeviceMesh) -> int:
-    """Experts are few: where they do not divide over the ranks, each expert's rows do."""
-    return 0 if all(parameter.shape[0] % mesh.size() == 0 for parameter in module.parameters()) else 1
-
-
-def _sum_gradients(
-    module: FSDPModule, mesh: DeviceMesh, how: DataParallel, look: Look, compressed: CompressedSum | None
-) -> None:
-    _leave_undivided(module, mesh)
-    if mesh.size() == 1 or how.replicas.size > 1:
-        first = look if mesh.size() == 1 else None
-        module.set_all_reduce_hook(partial(_sum_over_replicas, how.replicas, first, compressed))
-
-
-def _leave_undivided(module: FSDPModule, mesh: DeviceMesh) -> None:
-    if mesh.size() > 1:  # over one rank there is nothing to divide by, and setting it costs a pass
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-
-
-def _sum_over_replicas(replicas: Peers, look: Look | None, compressed: CompressedSum | None, gradient: Tensor) -> None:
-    """Sum `gradient` over the replicas, in place; `look` where this is the first sum that it goes into."""
-    if look is not None:
-        look(gradient)
-    if replicas.size > 1 and compressed is not None:
-        with replicas.time():
-            compressed.all_reduce_(gradient, GroupWire(replicas.group))
-    elif replicas.size > 1:
-        replicas.sum_(gradient)
-    _keep_for_this_stream(gradient)
 
 
 def _keep_for_this_stream(buffer: Tensor) -> None:
@@ -313,7 +261,7 @@ def keep_parameters(model: FSDPModule, keep: bool) -> None:
     model.set_reshard_after_backward(not keep)
 
 
-def exchange_now(model: FSDPModule) -> None:
+def exchange_now(model: Any) -> None:
     """Exchange what was added up, where weights' gradients came after their backward (split pipeline schedules).
 
     FSDP2 has no public call for it; this is what torch's own pipeline schedules do (as of torch 2.13).
@@ -321,9 +269,14 @@ def exchange_now(model: FSDPModule) -> None:
     exchange_in_backward(model, True)
     keep_parameters(model, False)
     root = fully_shard.state(model)  # type: ignore[attr-defined]
-    for state in root._state_ctx.all_states:
-        for group in _groups_of(state):
-            _same_format(group)
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in _groups_of(module):
+            # Gradients that a backward left are in the format of the exchange, those that came after it as computed.
+            for parameter in group.fsdp_params:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
             group.post_backward()
     root._root_post_backward_final_callback()
 
@@ -334,7 +287,7 @@ def abandon_passes(model: Any) -> None:
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        for group in _groups_of(fully_shard.state(module)):  # type: ignore[attr-defined]
+        for group in _groups_of(module):
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
@@ -343,14 +296,89 @@ def abandon_passes(model: Any) -> None:
                 module.set_custom_reduce_scatter(_NothingToReduce())  # type: ignore[arg-type]
 
 
-def _groups_of(state: Any) -> list[Any]:
-    """Return the parameter groups of a module's state; torch 2.11 has one."""
+# FSDP2's own records. It has no public calls for them; this is how it copies gradients together as of torch 2.13.
+
+
+def _groups_of(module: Any) -> list[Any]:
+    """Return the parameter groups that `module` shards itself; torch 2.11 has one, a stage may have none."""
+    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
     groups = getattr(state, "_fsdp_param_groups", None)
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
-def _same_format(group: Any) -> None:
-    """Gradients that a backward left are in the format of the exchange, those that came after it still as computed."""
-    for parameter in group.fsdp_params:
-        parameter.accumulate_unsharded_grad_if_needed()
-        parameter.to_accumulated_grad_if_needed()
+def _sharded(module: nn.Module) -> list[Any]:
+    return [parameter for group in _groups_of(module) for parameter in group.fsdp_params]
+
+
+def trained(module: nn.Module) -> list[Any]:
+    """Return FSDP2's records of the parameters that `module` shards itself and trains."""
+    return [parameter for parameter in _sharded(module) if parameter.sharded_param.requires_grad]
+
+
+def _parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter.sharded_param for parameter in trained(module)]
+
+
+def _columns(parameter: Any, ranks: int) -> int:
+    """Return the columns of a parameter in a row: one that is cut along its first dimension is filled up to whole rows
+    on each rank."""
+    size: torch.Size = parameter._orig_size
+    if parameter.fsdp_placement.dim or not size:
+        return -(-size.numel() // ranks)
+    return -(-size[0] // ranks) * size[1:].numel()
+
+
+# What the compressed exchanges of a module have lost, as shares of its parameters: the form that fits any layout.
+#
+# Each rank keeps what its own encoding has lost of the gradients that it sent (`comm/compressed.py`), which belongs
+# to the rows of one layout. Their sum over the ranks is what the sums of gradients lack so far, and has the shape of
+# the gradients: a rank's share of it moves to another layout as a moment does. There the rank keeps it for its own
+# row, which no exchange over shards encodes.
+
+
+@dataclass(frozen=True)
+class ModuleLosses:
+    """The feedback of a module's exchanges of gradients on this rank, first over shards, then over replicas."""
+
+    module: nn.Module
+    shards: dist.ProcessGroup
+    replicas: dist.ProcessGroup
+    over_shards: Feedback | None
+    over_replicas: Feedback | None
+
+    @torch.no_grad()
+    def sum_up(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter with what the sums of its gradients lack, this rank's share, flat, in fp32.
+
+        Called by the ranks of both groups together.
+        """
+        feedback = self.over_shards or self.over_replicas
+        assert feedback is not None, "a module without feedback has lost nothing"
+        own_N = torch.zeros(sum(self._sizes), device=feedback.settled.device)
+        if self.over_shards is not None:
+            reduce_scatter(own_N, self.over_shards.settled.float().view(self.shards.size(), -1), self.shards)
+        if self.over_replicas is not None:
+            own_N += self.over_replicas.settled
+        if self.replicas.size() > 1:
+            all_reduce_(own_N, self.replicas)
+        yield from zip(_parameters(self.module), own_N.split(self._sizes), strict=True)
+
+    @torch.no_grad()
+    def take(self, share_of: Callable[[nn.Parameter], Tensor]) -> None:
+        """Keep, in the place of what was kept, `share_of` each parameter; the replicas keep an equal part of it."""
+        parts = []
+        for parameter, columns in zip(_parameters(self.module), self._sizes, strict=True):
+            share = share_of(parameter).float().flatten() / self.replicas.size()
+            parts.append(F.pad(share, (0, columns - len(share))))
+        own_N = torch.cat(parts)
+        if self.over_shards is not None:
+            self.over_shards.clear()
+            self.over_shards.settled.view(self.shards.size(), -1)[self.shards.rank()] = own_N.bfloat16()
+        if self.over_replicas is not None:
+            self.over_replicas.clear()
+            if self.over_shards is None:
+                self.over_replicas.settled.copy_(own_N)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [_columns(parameter, self.shards.size()) for parameter in trained(self.module)]

@@ -9,8 +9,7 @@ L experts held here (E / n), D hidden size.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,9 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trainspec_cli.engine.comm.compressed import Feedback
-from trainspec_cli.engine.comm.exchange import Peers, all_reduce_, exchange, reduce_scatter, sent_bytes
-from trainspec_cli.engine.parallel.noise import trained, trained_columns
+from trainspec_cli.engine.comm.exchange import Peers, exchange, sent_bytes
 from trainspec_cli.engine.shares import Cut
 from trainspec_cli.recipe.keys.run import Recompute
 
@@ -61,22 +58,19 @@ class SpreadDispatch(nn.Module):
     def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, experts: nn.Module) -> Tensor:
         copies = self.sort(x_TD, indices_TK, self.num_experts)
         counts_nL = copies.counts_E.view(self.peers.size, -1)
-        came_nL = self._swap_counts(counts_nL)
+        came_nL = torch.empty_like(counts_nL)  # copies from each rank for each expert held here
+        with self.peers.time():
+            dist.all_to_all_single(came_nL, counts_nL.contiguous(), group=self.peers.group)
         sent, came = self.read_splits(counts_nL, came_nL, len(copies.x_MD))
         taken = sum(sent)  # dropped copies stand last and stay here
         x_ND = self._rows(copies.x_MD[:taken], sent, came)
-        order_N = _by_expert(came_nL, len(x_ND))
+        # Rows stand by sender and then by expert; this says where to take them from to stand by expert.
+        expert_nL = torch.arange(came_nL.shape[1], device=came_nL.device).expand_as(came_nL)
+        order_N = expert_nL.flatten().repeat_interleave(came_nL.flatten(), output_size=len(x_ND)).argsort(stable=True)
         y_ND = experts(x_ND[order_N], came_nL.sum(0))
         back_MD = self._rows(y_ND[order_N.argsort()], came, sent)
         dropped = back_MD.new_zeros((len(copies.x_MD) - taken, back_MD.shape[1]))
         return copies.combine(torch.cat((back_MD, dropped)), weights_TK)
-
-    def _swap_counts(self, counts_nL: Tensor) -> Tensor:
-        """The number of copies from each rank for each expert held here."""
-        came_nL = torch.empty_like(counts_nL)
-        with self.peers.time():
-            dist.all_to_all_single(came_nL, counts_nL.contiguous(), group=self.peers.group)
-        return came_nL
 
     def _rows(self, x_MD: Tensor, sent: Sequence[int], came: Sequence[int]) -> Tensor:
         """Send rows to their ranks; backward, their gradients come back."""
@@ -103,12 +97,6 @@ def even_splits(counts_nL: Tensor, _came_nL: Tensor, copies: int) -> Splits:
     """Return the splits as if all ranks got equally many copies."""
     even = [copies // len(counts_nL)] * len(counts_nL)
     return even, even
-
-
-def _by_expert(came_nL: Tensor, rows: int) -> Tensor:
-    """(N,): rows stand by sender and then by expert; where to take them from to stand by expert."""
-    expert_nL = torch.arange(came_nL.shape[1], device=came_nL.device).expand_as(came_nL)
-    return expert_nL.flatten().repeat_interleave(came_nL.flatten(), output_size=rows).argsort(stable=True)
 
 
 # Linear layers that multiply in fp8, by torchao (extra `float8`): inputs and weights rounded to e4m3, gradients of
@@ -181,93 +169,26 @@ def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callabl
 def _keep_and_recall() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """torch's own contexts want every operation to come again, which those of FSDP2's hooks inside a block do not."""
     kept: deque[Any] = deque()
-    return _Keep(kept), _Recall(kept)
+    return _Costly(kept, recalls=False), _Costly(kept, recalls=True)
 
 
-class _Keep(TorchDispatchMode):
-    """Around the first pass."""
+class _Costly(TorchDispatchMode):
+    """Around the first pass, it keeps the results of costly operations; around the second, in which these come in the
+    same order, it gives them out."""
 
-    def __init__(self, kept: deque[Any]):
+    def __init__(self, kept: deque[Any], *, recalls: bool):
         super().__init__()
         self.kept = kept
+        self.recalls = recalls
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.recalls and func in COSTLY:
+            return self.kept.popleft()
         result = func(*args, **(kwargs or {}))
         if func in COSTLY:
             self.kept.append(tree_map_only(Tensor, Tensor.detach, result))
         return result
 
 
-class _Recall(TorchDispatchMode):
-    """Around the second: costly operations come in the same order, and their results are at hand."""
-
-    def __init__(self, kept: deque[Any]):
-        super().__init__()
-        self.kept = kept
-
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.kept.popleft() if func in COSTLY else func(*args, **(kwargs or {}))
-
-
 def _policy(_context: Any, operation: Any, *_inputs: Any, **_options: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-# What the compressed exchanges of a module have lost, as shares of its parameters: the form that fits any layout.
-#
-# Each rank keeps what its own encoding has lost of the gradients that it sent (`comm/compressed.py`), which belongs
-# to the rows of one layout. Their sum over the ranks is what the sums of gradients lack so far, and has the shape of
-# the gradients: a rank's share of it moves to another layout as a moment does. There the rank keeps it for its own
-# row, which no exchange over shards encodes.
-
-
-@dataclass(frozen=True)
-class ModuleLosses:
-    """The feedback of a module's exchanges of gradients on this rank, first over shards, then over replicas."""
-
-    module: nn.Module
-    shards: dist.ProcessGroup
-    replicas: dist.ProcessGroup
-    over_shards: Feedback | None
-    over_replicas: Feedback | None
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter.sharded_param for parameter in trained(self.module)]
-
-    @torch.no_grad()
-    def sum_up(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with what the sums of its gradients lack, this rank's share, flat, in fp32.
-
-        Called by the ranks of both groups together.
-        """
-        feedback = self.over_shards or self.over_replicas
-        assert feedback is not None, "a module without feedback has lost nothing"
-        own_N = torch.zeros(sum(self._columns), device=feedback.settled.device)
-        if self.over_shards is not None:
-            reduce_scatter(own_N, self.over_shards.settled.float().view(self.shards.size(), -1), self.shards)
-        if self.over_replicas is not None:
-            own_N += self.over_replicas.settled
-        if self.replicas.size() > 1:
-            all_reduce_(own_N, self.replicas)
-        yield from zip(self.parameters, own_N.split(self._columns), strict=True)
-
-    @torch.no_grad()
-    def take(self, share_of: Callable[[nn.Parameter], Tensor]) -> None:
-        """Keep, in the place of what was kept, `share_of` each parameter; the replicas keep an equal part of it."""
-        parts = []
-        for parameter, columns in zip(self.parameters, self._columns, strict=True):
-            share = share_of(parameter).float().flatten() / self.replicas.size()
-            parts.append(torch.nn.functional.pad(share, (0, columns - len(share))))
-        own_N = torch.cat(parts)
-        if self.over_shards is not None:
-            self.over_shards.clear()
-            self.over_shards.settled.view(self.shards.size(), -1)[self.shards.rank()] = own_N.bfloat16()
-        if self.over_replicas is not None:
-            self.over_replicas.clear()
-            if self.over_shards is None:
-                self.over_replicas.settled.copy_(own_N)
-
-    @property
-    def _columns(self) -> list[int]:
-        return list(trained_columns(self.module, self.shards.size()))

@@ -14,14 +14,14 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainspec_cli.engine.comm.codec import end_connections
 from trainspec_cli.engine.comm.compressed import CompressedSum, GroupWire
-from trainspec_cli.engine.comm.exchange import Peers, all_reduce_, reduce_scatter, sent_bytes
+from trainspec_cli.engine.comm.exchange import Peers, TimeCollective, all_reduce_, reduce_scatter, sent_bytes
 from trainspec_cli.engine.comm.forking import Background
 
 MOST_WAITING = 2
@@ -55,33 +55,25 @@ class Summand:
     over_shards: CompressedSum | None
     over_replicas: CompressedSum | None
 
-    @property
-    def is_compressed(self) -> bool:
-        return self.over_shards is not None or self.over_replicas is not None
-
-
-TimeSum = Callable[[Peers, float | None], AbstractContextManager[object]]
-"""(ranks, bytes that each sends, or None where encoding takes time as well) -> what times an exchange."""
-
-
-def timed(peers: Peers, sends_bytes: float | None) -> AbstractContextManager[object]:
-    return peers.time(sends_bytes)
-
-
-def untimed(_peers: Peers, _sends_bytes: float | None) -> AbstractContextManager[object]:
-    return nullcontext()
-
 
 @torch.no_grad()
-def sum_together(summands: Sequence[Summand], time_sum: TimeSum) -> None:
-    """Sum summands of one route together; one that is compressed goes alone."""
+def sum_together(summands: Sequence[Summand], *, timed: bool) -> None:
+    """Sum summands of one route together; one that is compressed goes alone. Only the main thread times exchanges."""
     first = summands[0]
+    shards = first.route.shards
     rows_RN = torch.cat([summand.rows_RN for summand in summands], dim=1) if len(summands) > 1 else first.rows_RN
     own_N = rows_RN[0]
-    if first.route.shards is not None:
-        own_N = _sum_over_shards(rows_RN, first.route.shards, first.over_shards, time_sum)
+    if shards is not None:
+        time_exchange = shards.time if timed else _untimed
+        if first.over_shards is not None:
+            with time_exchange():
+                own_N = first.over_shards.reduce_scatter(rows_RN, GroupWire(shards.group))
+        else:
+            own_N = rows_RN.new_empty(rows_RN.shape[1])
+            with time_exchange(sent_bytes(rows_RN.nbytes, shards.size)):
+                reduce_scatter(own_N, rows_RN, group=shards.group)
     if first.route.replicas is not None:
-        _sum_over_replicas_(own_N, first.route.replicas, first.over_replicas, time_sum)
+        sum_over_replicas_(own_N, first.route.replicas, first.over_replicas, timed=timed)
     for summand, part in zip(summands, own_N.split([len(summand.sum_N) for summand in summands]), strict=True):
         if part.data_ptr() != summand.sum_N.data_ptr():
             summand.sum_N.copy_(part)
@@ -89,26 +81,22 @@ def sum_together(summands: Sequence[Summand], time_sum: TimeSum) -> None:
             summand.sum_N.add_(summand.earlier_N)
 
 
-def _sum_over_shards(rows_RN: Tensor, shards: Peers, compressed: CompressedSum | None, time_sum: TimeSum) -> Tensor:
+def sum_over_replicas_(x: Tensor, replicas: Peers, compressed: CompressedSum | None, *, timed: bool = True) -> None:
+    """Sum over the replicas, in place. Where encoding takes time as well, no link's speed is shown."""
+    time_exchange = replicas.time if timed else _untimed
     if compressed is not None:
-        with time_sum(shards, None):
-            return compressed.reduce_scatter(rows_RN, GroupWire(shards.group))
-    own_N = rows_RN.new_empty(rows_RN.shape[1])
-    with time_sum(shards, sent_bytes(rows_RN.nbytes, shards.size)):
-        reduce_scatter(own_N, rows_RN, group=shards.group)
-    return own_N
-
-
-def _sum_over_replicas_(x: Tensor, replicas: Peers, compressed: CompressedSum | None, time_sum: TimeSum) -> None:
-    if compressed is not None:
-        with time_sum(replicas, None):
+        with time_exchange():
             compressed.all_reduce_(x, GroupWire(replicas.group))
     elif replicas.tiers is not None:
-        with time_sum(replicas, replicas.tiers.sent_bytes(x)):
+        with time_exchange(replicas.tiers.sent_bytes(x)):
             replicas.tiers.sum_(x)
     else:
-        with time_sum(replicas, 2 * sent_bytes(x.nbytes, replicas.size)):
+        with time_exchange(2 * sent_bytes(x.nbytes, replicas.size)):
             all_reduce_(x, replicas.group)
+
+
+def _untimed(_sends_bytes: float | None = None) -> AbstractContextManager[bool]:
+    return nullcontext(False)
 
 
 @dataclass(frozen=True)
@@ -116,17 +104,9 @@ class Bucket:
     summands: list[Summand] = field(default_factory=list)
     summed: Future[None] = field(default_factory=Future)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(summand.rows_RN.nbytes for summand in self.summands)
-
-    def takes(self, summand: Summand) -> bool:
-        """Return whether `summand` can be summed together with those that are in it."""
-        return not self.summands or (self.summands[0].route is summand.route and not summand.is_compressed)
-
     def sum(self) -> None:
         try:
-            sum_together(self.summands, untimed)
+            sum_together(self.summands, timed=False)
         except BaseException as error:
             self.summed.set_exception(error)
             raise
@@ -134,22 +114,17 @@ class Bucket:
         self.summed.set_result(None)
 
 
-class ExchangeClock(Protocol):
-    def collective(self) -> AbstractContextManager[object]: ...
-
-    def note_beside(self, begin_s: float, end_s: float) -> None: ...
-
-
 class GradientSums:
     """The sums of one train state. Per step: `add` in the backward passes, then `finish`."""
 
-    def __init__(self, clock: ExchangeClock):
-        self._clock = clock
-        self._beside = Background(torch.device("cpu"), clock.note_beside, MOST_WAITING, give_up=end_connections)
+    def __init__(self, time_wait: TimeCollective, note_beside: Callable[[float, float], None]):
+        """`note_beside` is called with the times at which an exchange in the thread has begun and ended."""
+        self._time_wait = time_wait
+        self._beside = Background(torch.device("cpu"), note_beside, MOST_WAITING, give_up=end_connections)
         self._bucket, self._sent = Bucket(), Bucket()
         """The one that is being filled, and the last one that was given to the thread."""
         self._sent.summed.set_result(None)
-        self._modules = list[ModuleSums]()
+        self.modules = list[ModuleSums]()
         self.bucket_bytes = 0
         """A bucket is summed once it has so many bytes; 0: each module's gradients by themselves."""
         self.holds_back = False
@@ -165,15 +140,18 @@ class GradientSums:
     def add(self, summand: Summand) -> None:
         """Sum a module's gradients, of whose result nobody may ask before `finish`. All ranks add alike."""
         self.sizes_bytes.append(summand.rows_RN.nbytes)
-        self.can_join = self.can_join and not summand.is_compressed
-        if self.holds_back and not summand.is_compressed:
+        is_compressed = summand.over_shards is not None or summand.over_replicas is not None
+        self.can_join = self.can_join and not is_compressed
+        if self.holds_back and not is_compressed:
             self._wait_in(self._beside.wait)
-            sum_together([summand], timed)
+            sum_together([summand], timed=True)
             return
-        if not self._bucket.takes(summand):
+        waiting = self._bucket.summands
+        if waiting and (is_compressed or waiting[0].route is not summand.route):
             self._send()
         self._bucket.summands.append(summand)
-        if summand.is_compressed or self._bucket.nbytes >= self.bucket_bytes:
+        bucket_bytes = sum(one.rows_RN.nbytes for one in self._bucket.summands)
+        if is_compressed or bucket_bytes >= self.bucket_bytes:
             self._send()
 
     def begin(self) -> None:
@@ -185,8 +163,8 @@ class GradientSums:
         """Wait until all is summed. Raises the first error of an exchange."""
         self._send()
         self._wait_in(self._beside.wait)
-        for module in self._modules:
-            module.forget()
+        for module in self.modules:
+            module.earlier = None  # the step's gradients are summed
 
     def take_error(self) -> BaseException | None:
         """Return the first error of an exchange, which explains what other errors a step has."""
@@ -200,11 +178,6 @@ class GradientSums:
         """End the thread: the state is not used any more."""
         self._beside.close()
 
-    def of_module(self, *arguments: Any) -> ModuleSums:
-        """Return the exchanges of a module: as of `ModuleSums`."""
-        self._modules.append(ModuleSums(self, *arguments))
-        return self._modules[-1]
-
     def _send(self) -> None:
         if self._bucket.summands:
             self._sent, self._bucket = self._bucket, Bucket()
@@ -212,7 +185,7 @@ class GradientSums:
 
     def _wait_in(self, act: Callable[[], None]) -> None:
         started_s = time.perf_counter()
-        with self._clock.collective():
+        with self._time_wait():
             act()
         self.waited_s += time.perf_counter() - started_s
 
@@ -238,7 +211,9 @@ class ModuleSums:
         self._over_shards = over_shards
         self._over_replicas = over_replicas
         self._input: Tensor | None = None
-        self._earlier: Tensor | None = None
+        self.earlier: Tensor | None = None
+        """The sum of the step's backwards so far."""
+        sums.modules.append(self)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2 asks for the input, in the format of the exchange, then for the output, which it would cast to the
@@ -260,20 +235,12 @@ class ModuleSums:
         rows_RN = self._input.view(self._route.rows, -1)
         self._input = None
         self._look(rows_RN)
-        earlier = self._take_earlier()
-        self._sums.add(Summand(self._route, rows_RN, output, earlier, self._over_shards, self._over_replicas))
-        self._earlier = output
-
-    def _take_earlier(self) -> Tensor | None:
-        """Return the sum of the step's earlier backwards; FSDP2, which would add to it at once, finds none."""
         trained = self._trained()
-        if all(parameter.grad is None for parameter in trained):
-            return None
-        assert self._earlier is not None, "gradients of the step before were cleared"
-        for parameter in trained:
-            parameter.grad = None
-        return self._earlier
-
-    def forget(self) -> None:
-        """The step's gradients are summed."""
-        self._earlier = None
+        earlier = None
+        if any(parameter.grad is not None for parameter in trained):
+            earlier = self.earlier
+            assert earlier is not None, "gradients of the step before were cleared"
+            for parameter in trained:
+                parameter.grad = None  # FSDP2 would add to it at once
+        self._sums.add(Summand(self._route, rows_RN, output, earlier, self._over_shards, self._over_replicas))
+        self.earlier = output

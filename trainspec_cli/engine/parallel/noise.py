@@ -9,13 +9,12 @@ by the data-parallel ranks whose tokens they get: their parts are the samples of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
 
 from trainspec_cli.balance.batch.division import Division
 from trainspec_cli.engine.comm.exchange import Peers, reduce_scatter, sent_bytes
@@ -24,8 +23,6 @@ from trainspec_cli.engine.mesh import Mesh
 Held = Literal["own", "copied", "partial", "twin"]
 """own: this rank of tp alone has this part of the parameter. copied: every rank of tp has the whole gradient. partial:
 the ranks' gradients sum to it. twin: those of the pipeline's two ends do, of a tied embedding."""
-HeldBy = Callable[[str], Held]
-"""Returns how the gradient of a parameter is held, given its name."""
 
 
 @dataclass(frozen=True)
@@ -70,46 +67,6 @@ class Columns:
     """They are spread by ep."""
 
 
-def columns_of(module: nn.Module, ranks: int, held_by: HeldBy, *, experts: bool) -> Columns:
-    """Return the columns of what `module`, sharded over `ranks` by FSDP2, trains.
-
-    FSDP2 has no public call for it; this is how it copies gradients together as of torch 2.13.
-    """
-    held = tuple(held_by(parameter._param_fqn) for parameter in trained(module))
-    return Columns(ranks, trained_columns(module, ranks), held, experts)
-
-
-def trained_columns(module: nn.Module, ranks: int) -> tuple[int, ...]:
-    """Return the columns of each parameter that `module`, sharded over `ranks` by FSDP2, trains."""
-    return tuple(_columns(parameter, ranks) for parameter in trained(module))
-
-
-def gathered_columns(module: nn.Module, ranks: int) -> tuple[tuple[int, bool], ...]:
-    """Return (columns, whether it is a matrix) of each parameter of `module`, in the order in which it gathers them."""
-    return tuple((_columns(parameter, ranks), len(parameter._orig_size) > 1) for parameter in _sharded(module))
-
-
-def trained(module: nn.Module) -> list[Any]:
-    """Return FSDP2's records of the parameters that `module` shards itself and trains."""
-    return [parameter for parameter in _sharded(module) if parameter.sharded_param.requires_grad]
-
-
-def _sharded(module: nn.Module) -> list[Any]:
-    """Return FSDP2's records of the parameters that `module` shards itself; a stage may have none beside its blocks."""
-    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
-    groups = getattr(state, "_fsdp_param_groups", None)
-    groups = [state._fsdp_param_group] if groups is None else groups
-    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
-
-
-def _columns(parameter: Any, ranks: int) -> int:
-    """A parameter that is cut along its first dimension is filled up to whole rows on each rank."""
-    size: torch.Size = parameter._orig_size
-    if parameter.fsdp_placement.dim or not size:
-        return -(-size.numel() // ranks)
-    return -(-size[0] // ranks) * size[1:].numel()
-
-
 class NoiseProbe:
     """Adds up |G|^2 / w over the parts that this rank computes, alone or with others: the ranks' sums add up to all."""
 
@@ -146,16 +103,13 @@ class NoiseProbe:
         if columns.experts:
             self.sums[1] += _square(rows) / weight
             return
-        self.sums[0] += self._squared_norm(self._whole(rows), columns) / weight
-
-    def _whole(self, rows: Tensor) -> Tensor:
-        """Sum over the ranks that hold other parts of the same sequences, each of which keeps some of the rows."""
-        if self._cp.size == 1:
-            return rows
-        kept = rows.new_empty((rows.shape[0] // self._cp.size, rows.shape[1]))
-        with self._cp.time(sent_bytes(rows.nbytes, self._cp.size)):
-            reduce_scatter(kept, rows, group=self._cp.group)
-        return kept
+        if self._cp.size > 1:
+            # The ranks that hold other parts of the same sequences sum first, and each keeps some of the rows.
+            kept = rows.new_empty((rows.shape[0] // self._cp.size, rows.shape[1]))
+            with self._cp.time(sent_bytes(rows.nbytes, self._cp.size)):
+                reduce_scatter(kept, rows, group=self._cp.group)
+            rows = kept
+        self.sums[0] += self._squared_norm(rows, columns) / weight
 
     def _squared_norm(self, rows: Tensor, columns: Columns) -> Tensor:
         """This rank's share of it, but for twins."""

@@ -66,8 +66,11 @@ class Lines:
     down: dist.ProcessGroup
     device: torch.device
 
-    def towards(self, up: bool) -> dist.ProcessGroup:
-        return self.up if up else self.down
+    def to(self, rank: int) -> dist.ProcessGroup:
+        return self.up if rank > self.up.rank() else self.down
+
+    def coming_from(self, rank: int) -> dist.ProcessGroup:
+        return self.up if rank < self.up.rank() else self.down
 
 
 class Mailbox:
@@ -90,13 +93,11 @@ class Mailbox:
         self._here: dict[Message, Tensor] = {}
         self._posted: dict[Message, tuple[Tensor, Any]] = {}
         self._sent: list[tuple[Tensor, Any]] = []
-        self._expected = {
-            sender: deque(self._messages_from(order)) for sender, order in enumerate(schedule) if sender != self.rank
-        }
-
-    def _messages_from(self, order: Sequence[Action]) -> list[Message]:
-        messages = (message_after(self.layout, action) for action in order)
-        return [m for m in messages if m is not None and self.layout.rank_of_stage(m.stage) == self.rank]
+        self._expected = {sender: deque[Message]() for sender in range(len(schedule)) if sender != self.rank}
+        """The messages that each of the others will send to this rank, in its order."""
+        for sender, expected in self._expected.items():
+            sent = (message_after(layout, action) for action in schedule[sender])
+            expected.extend(one for one in sent if one is not None and layout.rank_of_stage(one.stage) == self.rank)
 
     def send(self, message: Message, tensor: Tensor) -> None:
         receiver = self.layout.rank_of_stage(message.stage)
@@ -105,9 +106,7 @@ class Mailbox:
             return
         tensor = tensor.contiguous()
         self._sent = [(sent, work) for sent, work in self._sent if not work.is_completed()]
-        self._sent.append(
-            (tensor, dist.isend(tensor, group=self.lines.towards(receiver > self.rank), group_dst=receiver))
-        )
+        self._sent.append((tensor, dist.isend(tensor, group=self.lines.to(receiver), group_dst=receiver)))
 
     def receive(self, message: Message) -> Tensor:
         sender_stage = message.stage + (1 if message.is_gradient else -1)
@@ -126,7 +125,7 @@ class Mailbox:
     def _post(self, sender: int) -> None:
         message = self._expected[sender].popleft()
         tensor = torch.empty_like(self.like[message.micro_batch], device=self.lines.device)
-        work = dist.irecv(tensor, group=self.lines.towards(sender < self.rank), group_src=sender)
+        work = dist.irecv(tensor, group=self.lines.coming_from(sender), group_src=sender)
         self._posted[message] = (tensor, work)
 
     def end(self) -> None:
@@ -150,7 +149,9 @@ class WeightQueue:
 
     def apply(self, model: nn.Module) -> None:
         for module in model.modules():
-            if _is_plain(module):
+            # Heirs may do more than to multiply by a weight that is their parameter.
+            is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+            if is_plain and "weight" in module._parameters:
                 module.forward = self._linear(module)  # type: ignore[arg-type, assignment, method-assign]
 
     def _linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
@@ -174,13 +175,6 @@ class WeightQueue:
             product()
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Return whether a linear layer multiplies by a weight that is its parameter, and does nothing else: heirs may."""
-    return (
-        isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "weight" in module._parameters
-    )
-
-
 class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, queue: WeightQueue) -> Tensor:
@@ -192,11 +186,17 @@ class _SplitLinear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (x,), weight, queue = ctx.saved_tensors, ctx.weight, ctx.queue
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
         dx = dout @ weight if ctx.needs_input_grad[0] else None
-        if queue.holding is None:
+        if ctx.queue.holding is None:
             return dx, _weight_gradient(x, dout), None
-        queue.holding.append(lambda: _add_gradient(weight, _weight_gradient(x, dout)))
+
+        def add_gradient() -> None:
+            gradient = _weight_gradient(x, dout)
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+        ctx.queue.holding.append(torch.no_grad()(add_gradient))
         return dx, None, None
 
 
@@ -204,11 +204,6 @@ class _SplitLinear(torch.autograd.Function):
 def _weight_gradient(x: Tensor, dout: Tensor) -> Tensor:
     """Compute a delayed weight gradient outside of autograd, where a graph of `x` would be recorded and keep `dout`."""
     return dout.flatten(0, -2).T @ x.flatten(0, -2)
-
-
-@torch.no_grad()
-def _add_gradient(weight: Tensor, gradient: Tensor) -> None:
-    weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
 
 # Keeps experts evenly visited: counts of the global batch, and the routers' update after each step.
@@ -274,37 +269,33 @@ def time_messages(layout: Layout, lines: Lines, message: Tensor) -> tuple[float,
     Called by all ranks of a pipeline together.
     """
     rank = lines.up.rank()
+    receipt = message.new_zeros(1)
     ahead_s = 0.0
     back_s = 0.0
+
+    def send(tensor: Tensor, receiver: int) -> None:
+        dist.send(tensor, group=lines.to(receiver), group_dst=receiver)
+
+    def receive(tensor: Tensor, sender: int) -> None:
+        dist.recv(tensor, group=lines.coming_from(sender), group_src=sender)
+
+    def send_timed(receiver: int) -> float:
+        receive(receipt, receiver)  # it is ready, and waits
+        started_s = time.perf_counter()
+        send(message, receiver)
+        receive(receipt, receiver)
+        return time.perf_counter() - started_s
+
+    def answer(sender: int) -> None:
+        send(receipt, sender)
+        receive(torch.empty_like(message), sender)
+        send(receipt, sender)
+
     for low, high in neighbours(layout):
         if rank == low:
-            ahead_s = _send_timed(lines, message, high)
-            _answer(lines, message, high)
+            ahead_s = send_timed(high)
+            answer(high)
         elif rank == high:
-            _answer(lines, message, low)
-            back_s = _send_timed(lines, message, low)
+            answer(low)
+            back_s = send_timed(low)
     return ahead_s, back_s
-
-
-def _send_timed(lines: Lines, message: Tensor, receiver: int) -> float:
-    receipt = message.new_empty(1)
-    _receive(lines, receipt, receiver)  # it is ready, and waits
-    started_s = time.perf_counter()
-    _send(lines, message, receiver)
-    _receive(lines, receipt, receiver)
-    return time.perf_counter() - started_s
-
-
-def _answer(lines: Lines, message: Tensor, sender: int) -> None:
-    receipt = message.new_zeros(1)
-    _send(lines, receipt, sender)
-    _receive(lines, torch.empty_like(message), sender)
-    _send(lines, receipt, sender)
-
-
-def _send(lines: Lines, tensor: Tensor, receiver: int) -> None:
-    dist.send(tensor, group=lines.towards(receiver > lines.up.rank()), group_dst=receiver)
-
-
-def _receive(lines: Lines, tensor: Tensor, sender: int) -> None:
-    dist.recv(tensor, group=lines.towards(sender < lines.up.rank()), group_src=sender)

@@ -46,7 +46,7 @@ def _fused(source: str) -> Backend:
 
 
 def _liger(name: str, whole_vocabulary: bool = False) -> Backend:
-    source = f"kernels.liger:{name}"
+    source = f"kernels.libraries:{name}"
     return Backend(source, on="cuda", package="liger_kernel", extra="kernels", whole_vocabulary=whole_vocabulary)
 
 
@@ -61,15 +61,15 @@ KERNELS: dict[str, dict[str, Backend]] = {
         "flex": Backend("kernels.attention:flex", on="cuda", compiles=True),
     },
     "rms_norm": {
-        TORCH: Backend("models.norm:rms_norm"),
+        TORCH: Backend("models.layers:rms_norm"),
         "frugal": Backend("kernels.frugal:rms_norm"),
-        "compiled": _fused("models.norm:rms_norm"),
+        "compiled": _fused("models.layers:rms_norm"),
         "liger": _liger("rms_norm"),
     },
     "swiglu": {
-        TORCH: Backend("models.feed_forward:swiglu"),
+        TORCH: Backend("models.layers:swiglu"),
         "frugal": Backend("kernels.frugal:swiglu"),
-        "compiled": _fused("models.feed_forward:swiglu"),
+        "compiled": _fused("models.layers:swiglu"),
         "liger": _liger("swiglu"),
     },
     "rope": {
@@ -88,19 +88,22 @@ KERNELS: dict[str, dict[str, Backend]] = {
         "full": Backend("kernels.cross_entropy:full", more_memory=True, whole_vocabulary=True),
         "liger": _liger("linear_cross_entropy", whole_vocabulary=True),
     },
-    "grouped_matmul": {TORCH: Backend("models.experts:grouped_matmul"), "loop": Backend("kernels.grouped_matmul:loop")},
+    "grouped_matmul": {
+        TORCH: Backend("models.experts:grouped_matmul"),
+        "loop": Backend("models.experts:matmul_in_turn"),
+    },
     "ssd_scan": {
         TORCH: Backend("models.mamba2:selective_scan"),
         "block_32": Backend("models.mamba2:selective_scan", options={"block": 32}),
         "block_64": Backend("models.mamba2:selective_scan", options={"block": 64}),
         "block_256": Backend("models.mamba2:selective_scan", options={"block": 256}, more_memory=True),
         "compiled": _fused("models.mamba2:selective_scan"),
-        "fla": Backend("kernels.fla:ssd_scan", on="cuda", package="fla", extra="kernels"),
+        "fla": Backend("kernels.libraries:ssd_scan", on="cuda", package="fla", extra="kernels"),
     },
     "adamw": {
         TORCH: Backend("optim.optimizer:fused"),
-        "foreach": Backend("kernels.adamw:foreach", more_memory=True),
-        "for_loop": Backend("kernels.adamw:for_loop"),
+        "foreach": Backend("kernels.adamw:looped", options={"foreach": 1}, more_memory=True),
+        "for_loop": Backend("kernels.adamw:looped", options={"foreach": 0}),
         "torchao": Backend("kernels.adamw:torchao", package="torchao", extra="float8", compiles=True),
     },
 }

@@ -1,6 +1,8 @@
-"""Liger Kernel's fused operations (extra `kernels`, arXiv:2410.10989, BSD-2): Triton, CUDA only.
+"""Kernels of libraries (extra `kernels`): Triton, CUDA only. Liger Kernel's fused operations (arXiv:2410.10989, BSD-2),
+and the state-space scan by fla-core (MIT).
 
-Shapes: B samples, S tokens per sample, H heads, E head size, T tokens, D hidden size, V vocabulary.
+Shapes: B samples, S tokens per sample, H heads, E head size, T tokens, D hidden size, V vocabulary. Of the scan:
+G groups, P head size, N state size.
 """
 
 from __future__ import annotations
@@ -47,3 +49,18 @@ def linear_cross_entropy(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, _ch
         x_TD, weight_VD, targets_T, ignore_index=IGNORED_TARGET, reduction="sum", accum_dtype=torch.float32
     )
     return loss.float()
+
+
+def ssd_scan(x_BSHP: Tensor, dt_BSH: Tensor, a_H: Tensor, b_BSGN: Tensor, c_BSGN: Tensor) -> Tensor:
+    """Scan as `models.mamba2.selective_scan`; return (B, S, H, P).
+
+    h_t = exp(dt_t a) h_(t-1) + dt_t x_t b_t^T is simple gated linear attention with c for queries, b for keys, dt x for
+    values and dt a for the gate's logarithm, one number per head (arXiv:2405.21060, section 7).
+    """
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    heads_a_group = x_BSHP.shape[2] // b_BSGN.shape[2]
+    b_BSHN, c_BSHN = (states.repeat_interleave(heads_a_group, dim=2) for states in (b_BSGN, c_BSGN))
+    values_BSHP = x_BSHP * dt_BSH[..., None].to(x_BSHP.dtype)
+    y_BSHP, _ = chunk_simple_gla(q=c_BSHN, k=b_BSHN, v=values_BSHP, g=dt_BSH * a_H, scale=1.0)
+    return y_BSHP

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainspec_cli.engine.models.feed_forward import FeedForward, clamped_glu
+from trainspec_cli.engine.models.layers import FeedForward, GatedActivation
 from trainspec_cli.recipe.keys.model import Activation
 
 FORMULAS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -33,4 +33,4 @@ def test_a_clamped_gate_is_cut_above_alone_and_its_other_half_on_both_sides() ->
     gate, up = torch.tensor([-9.0, 9.0, 1.0]), torch.tensor([-9.0, 9.0, 0.5])
     cut_gate, cut_up = torch.tensor([-9.0, 7.0, 1.0]), torch.tensor([-7.0, 7.0, 0.5])
     expected = cut_gate / (1 + torch.exp(-1.702 * cut_gate)) * (cut_up + 1)
-    torch.testing.assert_close(clamped_glu(gate, up, 7.0), expected)
+    torch.testing.assert_close(GatedActivation("silu", 7.0).activate(gate, up), expected)
