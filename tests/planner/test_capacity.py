@@ -9,11 +9,10 @@ import pytest
 from lab.made_up import CHIP, CLUSTER
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.planner.capacity import assumptions, plan_capacity, software_of, template_of
+from trainspec_cli.planner.capacity import assumptions, plan_capacity, plan_on_what_divides, software_of, template_of
 from trainspec_cli.planner.hardware.cluster import describe_fabric
 from trainspec_cli.planner.hardware.rates import peak_flops_per_s
-from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
-from trainspec_cli.planner.search.variants import plan_on_what_divides
+from trainspec_cli.planner.memory.predict import memory_limit_bytes
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, ReliabilitySpec
 from trainspec_cli.recipe.keys.layout import LayoutSpec, Sharding
 from trainspec_cli.recipe.keys.model import DecoderModel

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.planner.capacity import largest_micro_batch, setup_of
+from trainspec_cli.planner.capacity import largest_micro_batch, plan_on_what_divides, setup_of
 from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.memory.predict import predict_memory
-from trainspec_cli.planner.search.variants import plan_on_what_divides
 from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.run import RunSpec

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.planner.hardware.cluster import efficiency_of
-from trainspec_cli.planner.hardware.topology import axis_groups
-from trainspec_cli.planner.memory.frameworks import feedback_bytes
+from trainspec_cli.planner.hardware.cluster import axis_groups, efficiency_of
+from trainspec_cli.planner.memory.predict import feedback_bytes
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.this_machine import predict_device, setup_of
 from trainspec_cli.planner.time.step import estimate_step, gather_s, scatter_s, sum_s

@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.planner.capacity import plan_capacity, template_of
-from trainspec_cli.planner.cut import AS_GOOD, cut, cut_on_chip, is_open, mean_times, planned_times, relative_times
-from trainspec_cli.planner.hardware.cluster import describe_fabric
+from trainspec_cli.planner.capacity import cut_on_chip, plan_capacity, template_of
+from trainspec_cli.planner.hardware.cluster import axis_groups, describe_fabric
 from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator
-from trainspec_cli.planner.hardware.topology import axis_groups
-from trainspec_cli.planner.memory.frameworks import estimate_memory, memory_limit_bytes
-from trainspec_cli.planner.pipeline import layers_per_rank
-from trainspec_cli.planner.plan import plan
+from trainspec_cli.planner.memory.predict import estimate_memory, memory_limit_bytes
+from trainspec_cli.planner.pipeline import AS_GOOD, cut, is_open, layers_per_rank
+from trainspec_cli.planner.plan import plan, relative_times
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
 from trainspec_cli.planner.this_machine import setup_of as setup_of_plan
-from trainspec_cli.planner.time.step import estimate_step, micro_batch, rank_parts
+from trainspec_cli.planner.time.step import estimate_step, mean_times, micro_batch, planned_times, rank_parts
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
 from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec, HybridModel, ModelSpec

@@ -6,10 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.planner.memory.local import copy_bytes, parameter_bytes, step_bytes
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.planner.this_machine import is_predictable, predict_local
-from trainspec_cli.planner.time.local import block_matrices, curve_parts_s, micro_tokens, unit_params
+from trainspec_cli.planner.this_machine import (
+    block_matrices,
+    copy_bytes,
+    curve_parts_s,
+    is_predictable,
+    micro_tokens,
+    parameter_bytes,
+    predict_local,
+    step_bytes,
+    unit_params,
+)
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
 from trainspec_cli.recipe.keys.layout import LayoutSpec
 from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel
@@ -74,7 +82,7 @@ def as_told(probe: MachineProbe, **measured: float) -> MachineProbe:
     references = {}
     for name, layers in (("small", 1), ("large", 8)):
         reference = made(model=replace(MODEL, num_layers=layers))
-        parts = curve_parts_s(reference, replace(MODEL, num_layers=layers), probe) | measured
+        parts = curve_parts_s(reference, probe) | measured
         references[name] = Reference(reference, parts, grown_bytes=0.0)
     return replace(probe, **references)
 
@@ -155,11 +163,11 @@ def test_memory_by_cause() -> None:
 
 def test_the_heaps_holes_are_those_of_the_larger_reference() -> None:
     probe = as_told(RAW)
-    plan, model = probe.large.plan, replace(MODEL, num_layers=8)
-    kept, step = parameter_bytes(plan, model), sum(step_bytes(plan, model).values())
+    plan = probe.large.plan
+    kept, step = parameter_bytes(plan), sum(step_bytes(plan).values())
     grown = kept + 1.25 * step
     memory = predict_local(made(), replace(probe, large=replace(probe.large, grown_bytes=grown))).memory
-    assert memory["fragmentation"] == pytest.approx(0.25 * sum(step_bytes(made(), MODEL).values()))
+    assert memory["fragmentation"] == pytest.approx(0.25 * sum(step_bytes(made()).values()))
     assert predict_local(made(), probe).memory["fragmentation"] == 0
 
 
@@ -240,8 +248,8 @@ def test_a_large_vocabulary_goes_through_the_loss_in_chunks() -> None:
     probe = replace(RAW, cast=linear(1e-6))
     head, outside = 2**17 * 64, 2**17 * 64 + 64
     casts = 4 * BLOCK + 4 * 2 * head + outside
-    assert curve_parts_s(made(model=model), model, probe)["forward"] == pytest.approx(2 * (2 + 1e-6 * casts), rel=1e-3)
-    parts = curve_parts_s(made(model=model), model, replace(RAW, loss=linear(1e-6)))
+    assert curve_parts_s(made(model=model), probe)["forward"] == pytest.approx(2 * (2 + 1e-6 * casts), rel=1e-3)
+    parts = curve_parts_s(made(model=model), replace(RAW, loss=linear(1e-6)))
     assert parts["forward"] == pytest.approx(2 * (2 + 1024 * 2**17 * 1e-6), rel=1e-3)
 
 
@@ -268,7 +276,7 @@ def test_sizes_of_a_block_whose_heads_are_wider_than_the_model() -> None:
     model = replace(MODEL, num_kv_heads=1, head_dim=48)
     assert block_matrices(model) == (64 * 96, 64 * 48, 64 * 48, 96 * 64, 64 * 128, 64 * 128, 128 * 64)
     planned = made(model=model)
-    assert unit_params(planned, model) == (43_008 + 2 * 64, OUTSIDE)
+    assert unit_params(planned) == (43_008 + 2 * 64, OUTSIDE)
     assert micro_tokens(planned) == 4 * 256
 
 

@@ -7,9 +7,8 @@ from functools import lru_cache
 from typing import TypeVar
 
 from trainspec_cli.core.printable import GIB
-from trainspec_cli.planner.hardware.topology import Fabric
-from trainspec_cli.planner.memory.engine.run import is_hidden, state_bytes
-from trainspec_cli.planner.memory.engine.units import block_unit, expert_matrices, outside_unit
+from trainspec_cli.planner.hardware.cluster import Fabric
+from trainspec_cli.planner.memory.engine.units import block_unit, expert_matrices, is_hidden, outside_unit, state_bytes
 from trainspec_cli.recipe.keys.framework import FrameworkSpec, StateFacts, SumFormat
 from trainspec_cli.recipe.keys.layout import Layout, Sharding
 from trainspec_cli.recipe.keys.model import ModelSpec, TextModel, has_layer_list
@@ -138,9 +137,6 @@ class Setup:
     """Replica groups among the replicas of `layout`, which exchange gradients once a step; 0: each replica is one."""
     outer_bytes: float = 0.0
     """Bytes that an outer optimizer keeps for each trained parameter."""
-    offload_layers: float = 0.0
-    """Part of the layers whose activations wait in host memory."""
-
     tabled: bool = False
     """A row of a table of measured runs, timed as when the efficiencies were fitted to them: where layers of each kind
     stand is unknown, so that each counts as their average, and full recomputation counts the head among its layers."""

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.planner.blueprint import draw_blueprint, groups_in, orders, tree_until_bytes
-from trainspec_cli.planner.hardware.cluster import with_tiers
+from trainspec_cli.planner.hardware.cluster import Fabric, Group, with_tiers
 from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator
-from trainspec_cli.planner.hardware.topology import Fabric, Group
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import assemble_step, estimate_step, micro_batch
 from trainspec_cli.recipe.keys.cluster import FabricSpec, TierSpec

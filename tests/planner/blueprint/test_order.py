@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from trainspec_cli.planner.blueprint import Extent, groups_in, node_places, orders, usual_order
+from trainspec_cli.planner.hardware.cluster import Fabric, NetworkTier, axis_groups
 from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator
-from trainspec_cli.planner.hardware.topology import Fabric, NetworkTier, axis_groups
 from trainspec_cli.recipe.keys.layout import MESH_AXES, Layout
 
 EFF = Efficiency()

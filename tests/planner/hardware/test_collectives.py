@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator
-from trainspec_cli.planner.hardware.topology import (
+from trainspec_cli.planner.hardware.cluster import (
     Fabric,
     Group,
     all_gather_s,
@@ -17,6 +16,7 @@ from trainspec_cli.planner.hardware.topology import (
     latency_s,
     send_s,
 )
+from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator
 
 EFF = Efficiency()
 

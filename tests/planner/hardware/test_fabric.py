@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainspec_cli.planner.hardware.cluster import describe_fabric
-from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator, models
-from trainspec_cli.planner.hardware.topology import (
+from trainspec_cli.planner.hardware.cluster import (
     Crossing,
     Fabric,
     Group,
     all_gather_s,
     all_to_all_s,
     axis_groups,
+    describe_fabric,
     group_of,
     latency_s,
     reduce_scatter_s,
     send_s,
 )
+from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator, models
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, FabricSpec, TierSpec

@@ -6,16 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from trainspec_cli.planner.hardware.cluster import Fabric, Group, axis_groups, group_of
 from trainspec_cli.planner.hardware.rates import (
     Efficiency,
-    exponentials_per_s,
     link_bytes_per_s,
-    load_store_bytes_per_s,
     matmul_flops_per_s,
     memory_bytes_per_s,
-    sustained_fraction,
 )
-from trainspec_cli.planner.hardware.topology import Fabric, Group, axis_groups, group_of
+from trainspec_cli.planner.time.step import rates_of
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.recipe.keys.layout import Layout
 
@@ -69,17 +67,18 @@ def test_a_large_product_in_each_format_or_the_next_wider(fmt: str, changes: dic
 @pytest.mark.parametrize(("tdp_w", "fraction"), [(0, 0.75), (70, 0.8), (700, 0.8), (35, 0.8 * 0.5**0.3)])
 def test_a_rate_that_was_not_measured_is_usual_less_where_power_is_short(tdp_w: float, fraction: float) -> None:
     unmeasured = replace(CHIP, matmul_bf16_tflops=0.0, tdp_w=tdp_w)
-    assert sustained_fraction(unmeasured) == pytest.approx(fraction)
-    assert sustained_fraction(replace(CHIP, tdp_w=tdp_w)) == 0.6
+    assert matmul_flops_per_s(unmeasured, "bf16", EFF) == pytest.approx(0.375 * fraction * 100e12)
+    assert matmul_flops_per_s(replace(CHIP, tdp_w=tdp_w), "bf16", EFF) == pytest.approx(0.375 * 0.6 * 100e12)
 
 
 def test_rates_beside_the_products() -> None:
-    assert exponentials_per_s(CHIP) == pytest.approx(0.4e12)
-    assert exponentials_per_s(replace(CHIP, bf16_tflops=0.0)) == pytest.approx(0.32e12)
-    assert exponentials_per_s(replace(CHIP, tera_exponentials_per_s=7.0)) == 7e12
+    rates = rates_of(CHIP, "bf16", "bf16", EFF)
+    assert (rates.exponentials, rates.load_store) == pytest.approx((0.4e12, 4.7 * 3e12))
+    assert rates_of(replace(CHIP, bf16_tflops=0.0), "bf16", "bf16", EFF).exponentials == pytest.approx(0.32e12)
+    described = replace(CHIP, tera_exponentials_per_s=7.0, load_store_tb_per_s=9.0)
+    rates = rates_of(described, "bf16", "bf16", EFF)
+    assert (rates.exponentials, rates.load_store) == (7e12, 9e12)
     assert memory_bytes_per_s(CHIP, EFF) == 0.625 * 3e12
-    assert load_store_bytes_per_s(CHIP) == pytest.approx(4.7 * 3e12)
-    assert load_store_bytes_per_s(replace(CHIP, load_store_tb_per_s=9.0)) == 9e12
 
 
 @pytest.mark.parametrize(

@@ -6,23 +6,25 @@ from dataclasses import replace
 
 import pytest
 
+from trainspec_cli.planner.hardware.cluster import Fabric
 from trainspec_cli.planner.hardware.rates import find_accelerator, models
-from trainspec_cli.planner.hardware.topology import Fabric
-from trainspec_cli.planner.memory.engine import EngineRun, engine_peak
-from trainspec_cli.planner.memory.frameworks import (
-    DEFAULT_MEMORY,
+from trainspec_cli.planner.memory.engine.step import EngineRun, engine_peak
+from trainspec_cli.planner.memory.predict import (
+    RESERVE,
+    STATES_FRAGMENTATION,
     communicators,
     estimate_memory,
     in_flight,
-    kept_activation_bytes,
+    layer_memory,
     logits_bytes,
     mean_layer_memory,
-    peak_bytes,
+    memory_within,
+    peak_of,
+    predict_memory,
     state_bytes,
-    step_bytes,
 )
-from trainspec_cli.planner.memory.predict import layer_memory, memory_within, predict_memory
 from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
+from trainspec_cli.planner.validation.backtest import kept_activation_bytes
 from trainspec_cli.planner.workload import count_params
 from trainspec_cli.recipe.keys.layout import Layout
 
@@ -62,8 +64,8 @@ def test_fully_sharded_states_fall_with_the_ranks() -> None:
     small = peak_bytes(setup_of(layout=Layout(dp_shard=64), software=software))
     large = peak_bytes(setup_of(layout=Layout(dp_shard=8), software=software))
     states = 16 * count_params(models()["llama3_8b"]) * (1 / 8 - 1 / 64)
-    held = (1 + DEFAULT_MEMORY.states_fragmentation) * states
-    assert large - small == pytest.approx((1 + DEFAULT_MEMORY.reserve) * held, rel=0.02)
+    held = (1 + STATES_FRAGMENTATION) * states
+    assert large - small == pytest.approx((1 + RESERVE) * held, rel=0.02)
 
 
 def test_recomputation_saves_in_order() -> None:
@@ -107,12 +109,6 @@ def test_offloading_the_optimizer_leaves_weights_and_gradients() -> None:
     assert estimate_memory(setup_of(offload_optimizer=True))[0].optimizer_bytes == 0
 
 
-def test_the_reserve_is_a_part_of_everything() -> None:
-    bare = replace(DEFAULT_MEMORY, reserve=0.0)
-    for setup in (setup_of(), setup_of(layout=Layout(pp=4))):
-        assert peak_bytes(setup) == pytest.approx((1 + DEFAULT_MEMORY.reserve) * peak_bytes(setup, bare))
-
-
 def test_stages_keep_what_they_sent_where_the_framework_does_not_free_it() -> None:
     """One boundary tensor for each of the first stage's four micro-batches in flight."""
     held = []
@@ -134,15 +130,6 @@ def test_frozen_matmuls_keep_no_inputs_unless_their_weights_are_quantised() -> N
     assert held[2] == held[0]
 
 
-def test_temporaries_of_the_step_lie_where_activations_were() -> None:
-    """Few beside the activations cost nothing; many cost what they exceed."""
-    optimizer = []
-    for temporary in (0.0, 0.1, 12.0):
-        software = Software(step_temporary_bytes=temporary)
-        optimizer.append(estimate_memory(setup_of(software=software))[0].optimizer_bytes)
-    assert optimizer[0] == optimizer[1] < optimizer[2] < optimizer[0] + 12 * count_params(models()["llama3_8b"])
-
-
 def test_buckets_are_for_gradients_that_are_shared() -> None:
     buffers = [
         estimate_memory(setup_of(layout=layout))[0].comm_buffers_bytes
@@ -155,6 +142,10 @@ def test_megatron_has_communicators_besides_its_axes() -> None:
     layout = Layout(tp=2, pp=2, dp_shard=2)
     counts = [communicators(setup_of(layout=layout, software=Software(model_groups=more))) for more in (False, True)]
     assert counts == [3, 5]
+
+
+def peak_bytes(setup: Setup) -> float:
+    return peak_of(setup, mean_layer_memory(setup))
 
 
 EAGER = Software(fused_kernels=False, weight_bytes=4.0, master_bytes=0.0)
@@ -192,16 +183,23 @@ def test_states_of_a_hundred_parameters(
 def test_logits_by_who_computes_them() -> None:
     """8192 tokens of 128,256 logits."""
     logits = 8192 * 128_256
-    assert logits_bytes(setup_of(), DEFAULT_MEMORY) == 10 * logits
-    assert logits_bytes(setup_of(software=EAGER, layout=Layout(tp=4)), DEFAULT_MEMORY) == 12 * logits / 4
-    assert logits_bytes(setup_of(software=Software(shifted_logits=True)), DEFAULT_MEMORY) == 12 * logits
-    assert logits_bytes(setup_of("resnet50"), DEFAULT_MEMORY) == 0
+    assert logits_bytes(setup_of()) == 10 * logits
+    assert logits_bytes(setup_of(software=EAGER, layout=Layout(tp=4))) == 12 * logits / 4
+    assert logits_bytes(setup_of(software=Software(shifted_logits=True))) == 12 * logits
+    assert logits_bytes(setup_of("resnet50")) == 0
 
 
 def test_what_the_optimizer_takes_for_a_step() -> None:
-    software = Software(step_bytes=6.0, step_temporary_bytes=4.0)
-    assert step_bytes(100.0, 300.0, setup_of(software=software)) == 600 + 100
-    assert step_bytes(100.0, 500.0, setup_of(software=software)) == 600
+    """Flat copies cost what they are; temporaries what exceeds half of what the backward has freed."""
+    plain, copies, few, many = (
+        estimate_memory(setup_of(software=Software(**changes)))[0]
+        for changes in ({}, {"step_bytes": 6.0}, {"step_temporary_bytes": 0.1}, {"step_temporary_bytes": 12.0})
+    )
+    params = count_params(models()["llama3_8b"])
+    assert copies.optimizer_bytes - plain.optimizer_bytes == pytest.approx(6 * params, rel=1e-3)
+    assert few.optimizer_bytes == plain.optimizer_bytes
+    freed = 0.5 * (plain.activations_bytes + plain.logits_bytes)
+    assert many.optimizer_bytes - plain.optimizer_bytes == pytest.approx(12 * params - freed, rel=1e-3)
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=8), Layout(pp=4, dp_shard=2)], ids=["shards", "stages"])

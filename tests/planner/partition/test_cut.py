@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainspec_cli.planner.partition import Counts, LayerTimes, Room, cut_by_times, cut_evenly, rank_times_s
+from trainspec_cli.planner.pipeline import Counts, LayerTimes, Room, cut_by_times, cut_evenly, rank_times_s
 from trainspec_cli.recipe.keys.layout import Layout
 
 ONE_STAGE = [Layout(pp=2), Layout(pp=3), Layout(pp=4), Layout(pp=5, pipeline_schedule="zero_bubble")]

@@ -8,10 +8,8 @@ from itertools import pairwise
 import pytest
 
 from trainspec_cli.balance.batch.batch import schedule_batches, step_batch
-from trainspec_cli.planner.capacity import plan_capacity
-from trainspec_cli.planner.run.batches import PREDICTED_SIZES, expect_work, main_size
-from trainspec_cli.planner.run.forecast import forecast_run
-from trainspec_cli.planner.search.auto import as_plan
+from trainspec_cli.planner.capacity import PREDICTED_SIZES, as_plan, main_size, plan_capacity
+from trainspec_cli.planner.run.forecast import expect_work, forecast_run
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec
 from trainspec_cli.recipe.keys.layout import LayoutSpec
 from trainspec_cli.recipe.keys.model import DecoderModel

@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.planner.capacity import plan_capacity
+from trainspec_cli.planner.capacity import plan_capacity, plan_other_recovery
 from trainspec_cli.planner.hardware.rates import models
 from trainspec_cli.planner.planes import Failure, simulate
 from trainspec_cli.planner.run import forecast as forecast_module
 from trainspec_cli.planner.run import goodput
-from trainspec_cli.planner.run.cost import occupation
 from trainspec_cli.planner.run.forecast import (
     STEP_TIME_KNOWN_WITHIN,
     checkpoint_bytes,
@@ -22,9 +21,9 @@ from trainspec_cli.planner.run.forecast import (
     expect_goodput,
     forecast_run,
     gather_assumptions,
+    occupation,
     recovery_modes,
 )
-from trainspec_cli.planner.search.variants import plan_other_recovery
 from trainspec_cli.recipe.keys.cluster import (
     AcceleratorSpec,
     ClusterSpec,
@@ -242,30 +241,32 @@ def test_a_checkpoint_holds_weights_and_moments_and_of_frozen_weights_no_moments
 
 
 def test_nodes_share_the_writing_and_devices_the_copying() -> None:
-    beside = checkpoint_times(replace(SPEC, checkpoint=CheckpointSpec(mode="async")), PLAN)
-    assert beside.written_s == pytest.approx(SIZE / (2048 * 1.2e9))
-    assert beside.blocked_s == pytest.approx(SIZE / (16_384 * 50e9))
+    blocked_s, written_s = checkpoint_times(replace(SPEC, checkpoint=CheckpointSpec(mode="async")), PLAN)
+    assert written_s == pytest.approx(SIZE / (2048 * 1.2e9))
+    assert blocked_s == pytest.approx(SIZE / (16_384 * 50e9))
     at_once = checkpoint_times(replace(SPEC, checkpoint=CheckpointSpec(mode="sync")), PLAN)
-    assert at_once.blocked_s == at_once.written_s == beside.written_s
+    assert at_once == (written_s, written_s)
 
 
 def test_the_simulated_job_is_the_recipes() -> None:
     spec = replace(SPEC, checkpoint=CheckpointSpec(interval_steps=1000))
-    job, times = describe_job(spec, PLAN, CANDIDATE, spec.resilience), checkpoint_times(spec, PLAN)
+    job = describe_job(spec, PLAN, CANDIDATE, spec.resilience)
+    blocked_s, written_s = checkpoint_times(spec, PLAN)
     assert (job.work_s, job.step_time_s, job.devices, job.replica_groups) == (1_200_000, 6, 16_384, 128)
-    assert (job.interval_s, job.blocked_s, job.written_s) == (6000, times.blocked_s, times.written_s)
-    assert job.load_s == times.written_s
+    assert (job.interval_s, job.blocked_s, job.written_s) == (6000, blocked_s, written_s)
+    assert job.load_s == written_s
     assert job.state_bytes_per_device == SIZE / 128
 
 
 def test_a_run_reports_its_own_interval_and_times() -> None:
     spec = replace(SPEC, checkpoint=CheckpointSpec(interval_steps=1000), resilience=ResilienceSpec(mode="elastic"))
     run = forecast_run(spec, PLAN, CANDIDATE)
-    useful, times = run.goodput, checkpoint_times(spec, PLAN)
+    useful = run.goodput
+    blocked_s, written_s = checkpoint_times(spec, PLAN)
     assert (useful.mode, useful.checkpoint_interval_s, useful.checkpoint_interval_steps) == ("elastic", 6000, 1000)
-    assert (useful.checkpoint_s, useful.checkpoint_bytes) == (times.blocked_s, SIZE)
+    assert (useful.checkpoint_s, useful.checkpoint_bytes) == (blocked_s, SIZE)
     assert useful.mtbf_s == pytest.approx(50_677 * 3600 / 16_384)
-    assert useful.restart_s == pytest.approx(60 + 120 + 300 + times.written_s)
+    assert useful.restart_s == pytest.approx(60 + 120 + 300 + written_s)
     assert useful.wall_time_s == pytest.approx(1_200_000 / useful.goodput.value)
     assert (run.steps, run.notes) == (200_000, ())
     assert [other.mode for other in run.alternatives] == ["restart"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.planner.run.standing import PATIENCE, start_run
+from trainspec_cli.planner.run.goodput import PATIENCE, start_run
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.run.recovery import recovery, run_state
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from trainspec_cli.planner.capacity import plan_capacity
-from trainspec_cli.planner.search.advice import advise
+from trainspec_cli.planner.capacity import advise, plan_capacity
 from trainspec_cli.planner.search.space import open_layout
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.layout import LayoutSpec

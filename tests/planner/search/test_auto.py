@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.planner.capacity import plan_capacity
+from trainspec_cli.planner.capacity import as_plan, best_candidate, is_searched, pin_layout, plan_capacity
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.planner.search.auto import as_plan, best_candidate, is_searched, pin_layout
 from trainspec_cli.planner.search.space import one_group
 from trainspec_cli.planner.this_machine import device_limit_bytes, predict_device
 from trainspec_cli.recipe.field_types import AUTO

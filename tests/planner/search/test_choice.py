@@ -13,14 +13,13 @@ from statistics import mean
 import pytest
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.planner.capacity import NEAR, plan_best, plan_capacity
+from trainspec_cli.planner.capacity import NEAR, pin_layout, plan_best, plan_capacity
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.planner.search.auto import pin_layout
 from trainspec_cli.planner.search.search import ABOUT, complexity
 from trainspec_cli.planner.search.space import one_group
 from trainspec_cli.planner.validation.backtest import SWEEP_KEYS, backtest
-from trainspec_cli.planner.validation.fit import frameworks
+from trainspec_cli.planner.validation.table import frameworks
 from trainspec_cli.recipe.compose.folders import find_folders
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine

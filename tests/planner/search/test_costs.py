@@ -6,14 +6,13 @@ from dataclasses import replace
 
 from tests.planner.search.test_search import run_of
 from trainspec_cli.planner.capacity import softwares_of, template_of
-from trainspec_cli.planner.cut import cut, is_open, mean_times
-from trainspec_cli.planner.hardware.cluster import describe_fabric
+from trainspec_cli.planner.hardware.cluster import axis_groups, describe_fabric
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.hardware.topology import axis_groups
-from trainspec_cli.planner.search.costs import Costs, costs_of
+from trainspec_cli.planner.pipeline import cut, is_open
+from trainspec_cli.planner.search.search import Costs, costs_of
 from trainspec_cli.planner.search.space import Space
 from trainspec_cli.planner.setup import changed
-from trainspec_cli.planner.time.step import assemble_step, micro_batch
+from trainspec_cli.planner.time.step import assemble_step, mean_times, micro_batch
 from trainspec_cli.recipe.keys.layout import Layout
 
 EFF = Efficiency()

@@ -10,17 +10,22 @@ import pytest
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.planner.capacity import plan_best, plan_capacity, search_of, template_of
-from trainspec_cli.planner.cut import cut, is_open, planned_times
-from trainspec_cli.planner.hardware.cluster import describe_fabric
+from trainspec_cli.planner.hardware.cluster import axis_groups, describe_fabric
 from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator, models
-from trainspec_cli.planner.hardware.topology import axis_groups
-from trainspec_cli.planner.memory.frameworks import memory_limit_bytes, peak_bytes
-from trainspec_cli.planner.memory.predict import SURELY, expected_step_s, fit_probability
+from trainspec_cli.planner.memory.predict import (
+    SURELY,
+    expected_step_s,
+    fit_probability,
+    mean_layer_memory,
+    memory_limit_bytes,
+    peak_of,
+)
+from trainspec_cli.planner.pipeline import cut, is_open
 from trainspec_cli.planner.search.search import ABOUT, Search, recompute_names
 from trainspec_cli.planner.search.space import Space
 from trainspec_cli.planner.setup import RECOMPUTE, Software
-from trainspec_cli.planner.time.step import estimate_step, micro_batch
-from trainspec_cli.planner.workload.adapters import adapter_params
+from trainspec_cli.planner.time.step import estimate_step, micro_batch, planned_times
+from trainspec_cli.planner.workload import adapter_params
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
 from trainspec_cli.recipe.keys.layout import SHARDINGS, LayoutSpec
@@ -75,7 +80,7 @@ def test_pruning_loses_nothing(pp: int | str) -> None:
         for name in recompute_names("auto"):
             setup = replace(template, layout=layout, micro_batch_size=float(micro), grad_accum=accum)
             setup = replace(setup, recompute=RECOMPUTE[name], software=software)
-            if (peak := peak_bytes(setup)) <= limit_bytes:
+            if (peak := peak_of(setup, mean_layer_memory(setup))) <= limit_bytes:
                 if is_open(layout, spec.model):
                     once = micro_batch(setup, axis_groups(layout, fabric, eff), eff)
                     setup = replace(setup, layout=cut(planned_times(once, setup), layout))

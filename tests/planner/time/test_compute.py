@@ -6,22 +6,21 @@ from dataclasses import replace
 
 import pytest
 
+from trainspec_cli.planner.hardware.cluster import Fabric, axis_groups
 from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator, find_model
-from trainspec_cli.planner.hardware.topology import Fabric, axis_groups
 from trainspec_cli.planner.setup import Setup, Software
-from trainspec_cli.planner.time.compute import (
+from trainspec_cli.planner.time.step import (
+    LayersPart,
     Rates,
     alignment,
     attention_s,
-    conv_s,
+    estimate_step,
     gemm_s,
-    layer_time,
+    micro_batch,
+    part_of,
     rates_of,
-    ungrouped,
 )
-from trainspec_cli.planner.time.step import estimate_step, micro_batch
-from trainspec_cli.planner.workload import layer_kinds
-from trainspec_cli.planner.workload.work import Gemm, Work
+from trainspec_cli.planner.workload import Gemm, Work, layer_kinds
 from trainspec_cli.recipe.keys.layout import Layout
 
 EFF = Efficiency()
@@ -33,6 +32,14 @@ def setup_of(software: Software, layout: Layout | None = None, accum: int = 8, n
     layout = layout or Layout(dp_shard=8, zero_stage=1)
     fabric = Fabric(CHIP, layout.world_size, 8, 8, 450.0, 400.0)
     return Setup(find_model(name), layout, fabric, 4096, 1.0, accum, software=software)
+
+
+GROUPS = axis_groups(Layout(), setup_of(Software()).fabric, EFF)
+
+
+def layer_time(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> LayersPart:
+    """Time work that exchanges nothing."""
+    return part_of(work, setup, rates, GROUPS, eff)
 
 
 def step_s(software: Software, layout: Layout | None = None, accum: int = 8) -> float:
@@ -123,8 +130,8 @@ def test_zero_3_gathers_and_scatters_for_every_micro_batch_and_zero_1_once_a_ste
 def test_a_tensor_parallel_step_exchanges_forward_and_backward() -> None:
     setup = setup_of(Software(), Layout(tp=8), accum=3)
     layer = micro_batch(setup, axis_groups(setup.layout, setup.fabric, EFF), EFF).layer
-    assert layer.comm.tp > 0
-    assert estimate_step(setup, EFF).tp_comm_s >= 3 * 2 * setup.model.num_layers * layer.comm.tp
+    assert layer.tp > 0
+    assert estimate_step(setup, EFF).tp_comm_s >= 3 * 2 * setup.model.num_layers * layer.tp
 
 
 # Round rates, so that times can be worked out on paper
@@ -182,8 +189,12 @@ def test_a_product_takes_its_arithmetic_half_its_traffic_its_tail_and_a_launch()
 
 
 def test_a_convolution_multiplies_or_loads_its_patches_whichever_takes_longer() -> None:
-    assert conv_s(Gemm(10, 64, 32, 4), ROUND, ROUND_EFF) == pytest.approx((163_840 / 50 * 1.125 + 1,) * 3)
-    assert conv_s(Gemm(10, 1, 32, 4), ROUND, ROUND_EFF) == pytest.approx((2 * 10 * 32 * 4 / 20 + 1,) * 3)
+    assert gemm_s(Gemm(10, 64, 32, 4), ROUND, ROUND_EFF, convolves=True) == pytest.approx(
+        (163_840 / 50 * 1.125 + 1,) * 3
+    )
+    assert gemm_s(Gemm(10, 1, 32, 4), ROUND, ROUND_EFF, convolves=True) == pytest.approx(
+        (2 * 10 * 32 * 4 / 20 + 1,) * 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -252,9 +263,9 @@ def test_products_of_a_layer_forward_and_backward() -> None:
 
 @pytest.mark.parametrize(("experts", "slowness"), [(0, 1), (1, 1), (2, 1.125), (4, 1.25), (16, 1.5)])
 def test_experts_one_after_the_other_are_slower_by_their_number(experts: int, slowness: float) -> None:
-    apart = setup_of(Software(grouped_experts=False))
-    assert ungrouped(Work(experts=experts), apart, ROUND_EFF) == pytest.approx(slowness)
-    assert ungrouped(Work(experts=experts), setup_of(Software()), ROUND_EFF) == 1
+    grouped, apart = (setup_of(Software(grouped_experts=together)) for together in (True, False))
+    times = [layer_time(Work(gemms=(PRODUCT,), experts=experts), one, ROUND, ROUND_EFF) for one in (grouped, apart)]
+    assert times[1].matmul_f / times[0].matmul_f == pytest.approx(slowness)
 
 
 @pytest.mark.parametrize(("matmul", "kernels"), [("bf16", 0), ("fp8", 3), ("mxfp8", 6), ("nvfp4", 8)])

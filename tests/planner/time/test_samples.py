@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.balance.decisions.speeds import Speed
-from trainspec_cli.planner.capacity import setup_of
-from trainspec_cli.planner.hardware.cluster import efficiency_of
+from trainspec_cli.planner.capacity import plan_on_what_divides, setup_of
+from trainspec_cli.planner.hardware.cluster import Fabric, axis_groups, efficiency_of
 from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator
-from trainspec_cli.planner.hardware.topology import Fabric, axis_groups
-from trainspec_cli.planner.search.variants import plan_on_what_divides
 from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
 from trainspec_cli.planner.time.samples import StepParts, step_parts
 from trainspec_cli.planner.time.step import data_parallel_s, estimate_step, micro_batch, rank_parts, recompute_part_s
@@ -103,8 +101,8 @@ def test_exchanges_inside_layers_take_the_links_of_their_axis() -> None:
     assert alone.scaleup == alone.network == NONE
     setup = small_setup(Layout(tp=2, cp=4), per_node=4)
     once = micro_batch(setup, axis_groups(setup.layout, setup.fabric, EFF), EFF)
-    assert both.scaleup.time_s(2, 1) == pytest.approx(2 * (8 * once.layer.comm.tp + once.head.comm.tp))
-    assert both.network.time_s(2, 1) == pytest.approx(8 * 3 * once.layer.comm.cp)
+    assert both.scaleup.time_s(2, 1) == pytest.approx(2 * (8 * once.layer.tp + once.head.tp))
+    assert both.network.time_s(2, 1) == pytest.approx(8 * 3 * once.layer.cp)
 
 
 def test_a_stage_computes_forward_backward_and_what_is_done_again() -> None:
@@ -115,7 +113,7 @@ def test_a_stage_computes_forward_backward_and_what_is_done_again() -> None:
         (whole,) = rank_parts(micro_batch(setup, groups, EFF), setup.layout)
         (stage,) = step_parts(setup, EFF).stages
         again_s = recompute_part_s(whole.layers, setup.recompute)
-        time = whole.whole.time
+        time = whole.whole
         assert stage.compute.time_s(2, 1) == pytest.approx(time.forward + time.backward + again_s)
         assert stage.compute.fixed_s >= 0 and stage.compute.per_sample_s > 0
         wide = replace(setup, fabric=replace(setup.fabric, num_devices=16))

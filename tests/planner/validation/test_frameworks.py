@@ -10,7 +10,7 @@ import pytest
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.setup import Software, describe_software
 from trainspec_cli.planner.validation.backtest import predict
-from trainspec_cli.planner.validation.fit import UnknownFramework, framework_of, frameworks
+from trainspec_cli.planner.validation.table import UnknownFramework, framework_of, frameworks
 from trainspec_cli.planner.validation.table import software_of as software_and_whether_open
 from trainspec_cli.recipe.keys.framework import FrameworkSpec, ShardingFacts, StateFacts
 from trainspec_cli.recipe.keys.layout import SHARDINGS

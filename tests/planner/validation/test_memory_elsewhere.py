@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.memory.frameworks import estimate_memory
+from trainspec_cli.planner.memory.predict import estimate_memory
 from trainspec_cli.planner.validation.backtest import Prediction, backtest
 
 TABLE = Path(__file__).parents[2] / "data" / "measured" / "memory_torchtitan.csv"

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.core.printable import GIB
+from trainspec_cli.planner.hardware.cluster import Fabric
 from trainspec_cli.planner.hardware.rates import find_accelerator, models
-from trainspec_cli.planner.hardware.topology import Fabric
-from trainspec_cli.planner.memory.frameworks import DEFAULT_MEMORY
+from trainspec_cli.planner.memory.predict import CONTEXT_BYTES, GROUP_BYTES
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
 from trainspec_cli.planner.validation.backtest import memory_figure, predicted_as
 from trainspec_cli.recipe.keys.layout import Layout
@@ -26,9 +26,7 @@ def test_a_device_shows_more_than_its_allocator_and_that_more_than_tensors() -> 
     setup = setup_of()
     shown, held, needed = (predicted_as(f"peak ({name})", setup) for name in ("nvidia-smi", "torch reserved", "torch"))
     assert shown > held > needed
-    assert shown - held == pytest.approx(
-        DEFAULT_MEMORY.context_bytes + DEFAULT_MEMORY.group_bytes
-    )  # the context, and one communicator
+    assert shown - held == pytest.approx(CONTEXT_BYTES + GROUP_BYTES)  # the context, and one communicator
 
 
 def test_the_allocator_gives_its_cache_back_before_the_device_is_full() -> None:

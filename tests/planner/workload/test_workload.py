@@ -9,6 +9,10 @@ import pytest
 
 from trainspec_cli.planner.hardware.rates import find_accelerator, find_model, models
 from trainspec_cli.planner.workload import (
+    Gemm,
+    Work,
+    adapted_matrices,
+    adapter_params,
     count_active_params,
     count_params,
     embedding_work,
@@ -18,12 +22,9 @@ from trainspec_cli.planner.workload import (
     layer_works,
     mixing_flops_per_token,
 )
-from trainspec_cli.planner.workload.adapters import adapted_matrices, adapter_params
 from trainspec_cli.planner.workload.cnn import layer_works as conv_works
-from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params
 from trainspec_cli.planner.workload.ssm import mamba_params
-from trainspec_cli.planner.workload.transformer import attention_work
-from trainspec_cli.planner.workload.work import Gemm, Work
+from trainspec_cli.planner.workload.transformer import attention_work, expert_layer_params
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import (
     ConvModel,
@@ -138,8 +139,8 @@ def test_frozen_weights_take_four_flops_a_token_and_adapters_six() -> None:
 def test_shared_experts_have_a_gate_matrix_only_where_the_model_gates(gated: bool, matrices: int) -> None:
     experts = ExpertSpec(num_experts=4, top_k=2, expert_ffn_size=10, shared_experts=2)
     router = 4 * 8
-    assert active_expert_params(experts, 8, gated) == (2 + 2) * matrices * 8 * 10 + router
-    assert expert_layer_params(experts, 8, gated) == (4 + 2) * matrices * 8 * 10 + router
+    assert expert_layer_params(experts, 8, gated, active=True) == (2 + 2) * matrices * 8 * 10 + router
+    assert expert_layer_params(experts, 8, gated, active=False) == (4 + 2) * matrices * 8 * 10 + router
 
 
 def test_a_mamba_layer_has_projections_convolutions_with_biases_and_a_norm() -> None:

@@ -34,13 +34,12 @@ MEDIUM_SEGMENT = 20 * MIB
 LARGE_ROUNDING = 2 * MIB
 
 
-def grows_segments(vendor: str) -> bool:
-    """Return whether runs on this vendor's devices set `expandable_segments:True`, in the launcher and the planner.
+GROWS_SEGMENTS = frozenset({"nvidia"})
+"""Vendors on whose devices runs set `expandable_segments:True`, in the launcher and the planner.
 
-    Builds for ROCm before torch 2.12 ignore it with a warning, and later ones were reported to crash with it (pytorch
-    issue 187343) and to lose the contents of live blocks (ROCm issue 6603), so that it is set on NVIDIA's alone.
-    """
-    return vendor == "nvidia"
+Builds for ROCm before torch 2.12 ignore it with a warning, and later ones were reported to crash with it (pytorch issue
+187343) and to lose the contents of live blocks (ROCm issue 6603), so that it is set on NVIDIA's alone.
+"""
 
 
 class MemoryBlock:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from trainspec_cli.planner.workload import transformer
-from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params, expert_work
-from trainspec_cli.planner.workload.work import Gemm, Layers, Work
+from trainspec_cli.planner.workload import Gemm, Layers, Work, transformer
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import CONV_TAPS, LETTERS, HybridModel
 
@@ -47,8 +45,8 @@ def layer_params(model: HybridModel, active: bool) -> int:
     total += model.attention_layers * transformer.attention_params(decoder)
     total += model.mlp_layers * transformer.mlp_params(decoder)
     if model.experts is not None:
-        count = active_expert_params if active else expert_layer_params
-        total += model.expert_layers * count(model.experts, model.hidden_size, model.gated_mlp)
+        own = transformer.expert_layer_params(model.experts, model.hidden_size, model.gated_mlp, active=active)
+        total += model.expert_layers * own
     return total
 
 
@@ -109,4 +107,4 @@ def _work_of(model: HybridModel, letter: str, tokens: float, seq_len: int, layou
     if mixer == "feed_forward":
         return transformer.mlp_work(decoder, tokens, layout)
     assert model.experts is not None
-    return expert_work(model.experts, model.hidden_size, model.gated_mlp, tokens, layout)
+    return transformer.expert_work(model.experts, model.hidden_size, model.gated_mlp, tokens, layout)

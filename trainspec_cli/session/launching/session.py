@@ -19,7 +19,7 @@ from trainspec_cli.core.errors import EXIT_DONE, TrainspecError
 from trainspec_cli.core.printable import format_count
 from trainspec_cli.core.reading.files import read_text
 from trainspec_cli.core.wings import Point, parts_of
-from trainspec_cli.planner.workload.adapters import adapter_params
+from trainspec_cli.planner.workload import adapter_params
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.own_code import describe_code

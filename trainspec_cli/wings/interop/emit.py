@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainspec_cli.core.errors import Problem, RecipeError, closest
-from trainspec_cli.planner.search.auto import asked_for
+from trainspec_cli.planner.capacity import asked_for
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.run import ComputeFormat, RunSpec
