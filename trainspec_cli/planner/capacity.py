@@ -15,7 +15,6 @@ from trainspec_cli.balance.batch.division import largest_that_fits, micro_batche
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.core.printable import format_bytes, format_duration
 from trainspec_cli.planner import workload
-from trainspec_cli.planner.blueprint import draw_blueprint
 from trainspec_cli.planner.hardware.cluster import Fabric, axis_groups, chip_of, describe_fabric, efficiency_of
 from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
 from trainspec_cli.planner.memory.engine.step import outer_bytes_of
@@ -49,7 +48,6 @@ from trainspec_cli.recipe.keys.framework import SumFormat
 from trainspec_cli.recipe.keys.layout import SHARDINGS, Layout, LayoutSpec, Sharding
 from trainspec_cli.recipe.keys.resilience import RecoveryMode, ResilienceSpec
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.blueprint import Blueprint
 from trainspec_cli.recipe.results.plan import (
     Candidate,
     CapacityPlan,
@@ -65,9 +63,11 @@ from trainspec_cli.recipe.rules.engine import BUILT
 
 SHOWN = 10
 
-COUNTED, SLACK = 40, 1.1
-"""Layouts that are counted tensor by tensor, at most, and how far over the limit they may be by the search's rough
-estimate: which of them fit is seen then."""
+COUNTED = 40
+"""Layouts that are counted tensor by tensor, at most."""
+SLACK = 1.1
+"""How far over the limit a layout may be by the search's rough estimate: which of them fit is seen when it is
+counted."""
 TRIED = 4
 """Layouts of one complexity that are counted tensor by tensor, at most."""
 ERR = 1.02
@@ -383,11 +383,6 @@ def setup_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Se
         software=software_of(spec, candidate.layout.sharding),
         offload_optimizer=candidate.offload == "optimizer",
     )
-
-
-def blueprint_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Blueprint:
-    """Return the communication blueprint of a candidate of this spec."""
-    return draw_blueprint(setup_of(candidate, spec, machine), spec.cluster.fabric, efficiency_of(spec.cluster))
 
 
 def largest_micro_batch(candidate: Candidate, setup: Setup, wanted: AutoInt) -> int:

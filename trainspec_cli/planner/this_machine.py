@@ -310,7 +310,8 @@ def _outside_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
 
 def _attention_s(narrow: Curve, wide: Curve, plan: Plan) -> float:
     """Straight over the head size, through both that were probed."""
-    seq_len, (small, large) = plan.spec.data.seq_len, PROBED_HEAD_SIZES
+    seq_len = plan.spec.data.seq_len
+    small, large = PROBED_HEAD_SIZES
     model = _decoder(plan)
     own = narrow.at(seq_len)
     probed = max(0.0, own + (wide.at(seq_len) - own) * (model.head_dim - small) / (large - small))

@@ -190,8 +190,6 @@ DEFAULT_RUNS = (
     Run("llama_6m", fsdp(2), samples=4, seq_len=512, optimizer="muon"),
     Run("llama_6m", fsdp(2), samples=4, seq_len=512, lora=NF4),
 )
-
-
 IN_CI = 15
 
 

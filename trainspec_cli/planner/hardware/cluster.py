@@ -335,9 +335,12 @@ FP32_FLOPS = 128
 SUSTAINED = 0.75
 """Part of the highest clock that is counted: a GeForce's is 1.2 to 1.3 of the boost clock of its data sheet."""
 
-LEAST_PROCESSORS, LEAST_CLOCK_MHZ, LEAST_MEMORY_GB_PER_S, PCIE_GB_PER_S = 16, 1000.0, 200.0, 12.0
-"""Stand for what an old driver, or a GPU without its own memory, does not report: the least of the cards with 8 GB or
-more that torch supports; and PCIe 3 x16."""
+# Stand for what an old driver, or a GPU without its own memory, does not report: the least of the cards with 8 GB or
+# more that torch supports; and PCIe 3 x16.
+LEAST_PROCESSORS = 16
+LEAST_CLOCK_MHZ = 1000.0
+LEAST_MEMORY_GB_PER_S = 200.0
+PCIE_GB_PER_S = 12.0
 ALIKE = 0.85
 """An NVIDIA GPU with less than this part of the load and store rate that the catalogue has for its name is another
 chip: the laptop's part of that name, or a slice (MIG). An AMD GPU with less than this part of the memory is one die of

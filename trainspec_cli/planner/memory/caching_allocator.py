@@ -178,7 +178,11 @@ class CachingAllocator:
         little."""
         if self.expandable:
             return self._expand(pool, size)
-        segment = segment_size(size)
+        segment = -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
+        if size <= SMALL_REQUEST:
+            segment = SMALL_SEGMENT
+        elif size < MEDIUM_REQUEST:
+            segment = MEDIUM_SEGMENT
         if self.reserved_bytes + segment > self.capacity_bytes:
             return None
         block = MemoryBlock(pool.end, segment, pool)
@@ -226,15 +230,6 @@ class CachingAllocator:
         unmapped.is_mapped = False
         self.reserved_bytes -= last - first
         pool.add(_joined(unmapped))
-
-
-def segment_size(size: int) -> int:
-    """Return the bytes that are asked of the device for a block of `size` bytes, without expandable segments."""
-    if size <= SMALL_REQUEST:
-        return SMALL_SEGMENT
-    if size < MEDIUM_REQUEST:
-        return MEDIUM_SEGMENT
-    return -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
 
 
 def _cut(block: MemoryBlock, size: int) -> MemoryBlock:

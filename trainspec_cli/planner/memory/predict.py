@@ -446,7 +446,7 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
 # The probability that a layout fits, by the error of the memory model, and the step time to expect with that in it.
 #
 # On published runs the measured peak over the predicted one is about log-normal (`trainspec backtest`, 135 measured
-# peaks of 3 sources; tests/planner/validation/test_fit_probability.py counts it again). A run of yet another source
+# peaks of 3 sources; tests/planner/validation/test_backtest.py counts it again). A run of yet another source
 # errs by its source's mean and by its own deviation from that: ln(measured / predicted) has the mean of the sources'
 # means, m, and the variance of a run within its source plus that between sources, s^2. So a predicted peak M fits a
 # limit L with

@@ -104,7 +104,8 @@ class PoolSearch:
     refused: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.watch, self.samples = Stopwatch(self.pools, self.eff), main_size(self.spec)
+        self.watch = Stopwatch(self.pools, self.eff)
+        self.samples = main_size(self.spec)
         self._softwares = softwares_of(self.spec)
         templates = [template_of(self.spec, pool.fabric) for pool in self.pools]
         compute = next((one.compute for one in templates if one.compute == "fp16"), templates[0].compute)
@@ -113,7 +114,8 @@ class PoolSearch:
         self._memory = LayerMemories(layer_memory)
         self._best: dict[bool, list[tuple[float, int, Placed]]] = {False: [], True: []}
         """Heaps of the layouts with whole replicas on every pool, and of those whose pipelines go through the pools."""
-        self._start_s, self._least_over = start_s_a_step(self.spec), float("inf")
+        self._start_s = start_s_a_step(self.spec)
+        self._least_over = float("inf")
         self._smallest: tuple[Setups, Placement, str] | None = None
 
     def run(self, shown: int) -> list[Placed]:
@@ -197,8 +199,24 @@ class PoolSearch:
         if self.watch.bound_s(setups, placement, self.samples) >= worst_s:
             self.refused[SLOWER] += 1
             return True
-        least = self._least_part_of_stages if placement.order else self._least_part
-        if (over := least(setups, placement, name)) > SLACK:
+        # The least that the layout takes by the estimate, over what there is.
+        if placement.order:
+            # The layers of the model over those that the stages of all pools have room for, each as the last of its
+            # pool, which keeps the fewest micro-batches.
+            room = 0.0
+            for pool, (setup, described) in enumerate(zip(setups, self.pools, strict=True)):
+                layer = self._memory.of(setup, name)
+                last = stages_on(pool, placement, setup.layout)[-1]
+                first, second = (stage_memory(setup, last, number, layer).total_bytes for number in (1, 2))
+                more = (SLACK * described.limit_bytes - first) / (second - first)
+                room += placement.ranks[pool] * max(0.0, 1 + more)
+            over = SLACK * setups[0].model.num_layers / max(room, 1e-9)
+        else:
+            # Of the pool with the most memory, with whole micro-batches: those of the fastest pool are about as large,
+            # and another size of them is tried too.
+            most = max(range(len(self.pools)), key=lambda pool: self.pools[pool].limit_bytes)
+            over = peak_of(setups[most], self._memory.of(setups[most], name)) / self.pools[most].limit_bytes
+        if over > SLACK:
             return self._refuse(over, setups, placement, name)
         step = self.watch.step(setups, placement, self.samples)
         placed = Placed(setups, placement, name, step)
@@ -226,24 +244,6 @@ class PoolSearch:
             self._least_over = over
             self._smallest = (setups, placement, name)
         return False
-
-    def _least_part(self, setups: Setups, _: Placement, name: str) -> float:
-        """Return the estimated peak over the limit of the pool with the most memory, with whole micro-batches: those of
-        the fastest pool are about as large, and another size of them is tried too."""
-        most = max(range(len(self.pools)), key=lambda pool: self.pools[pool].limit_bytes)
-        peak = peak_of(setups[most], self._memory.of(setups[most], name))
-        return peak / self.pools[most].limit_bytes
-
-    def _least_part_of_stages(self, setups: Setups, placement: Placement, name: str) -> float:
-        """Return the layers of the model over those that the stages of all pools have room for by the estimate, each as
-        the last of its pool, which keeps the fewest micro-batches."""
-        room = 0.0
-        for pool, (setup, described) in enumerate(zip(setups, self.pools, strict=True)):
-            layer = self._memory.of(setup, name)
-            last = stages_on(pool, placement, setup.layout)[-1]
-            one, two = (stage_memory(setup, last, number, layer).total_bytes for number in (1, 2))
-            room += placement.ranks[pool] * max(0.0, 1 + (SLACK * described.limit_bytes - one) / (two - one))
-        return SLACK * setups[0].model.num_layers / max(room, 1e-9)
 
     def _of_step(self, placed: Placed) -> Setups:
         """Return the setups with each pool's largest micro-batch."""

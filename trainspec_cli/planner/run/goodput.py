@@ -107,7 +107,8 @@ class Clock:
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (self.now_s + delay_s, next(self._counter), action))
 
-    def peek_s(self) -> float:
+    @property
+    def next_s(self) -> float:
         """Time of the next action; infinity when none is left."""
         return self._heap[0][0] if self._heap else float("inf")
 
@@ -149,7 +150,7 @@ class _Simulation:
     def run(self, max_failures: int) -> SimulatedRun:
         while self.failures < max_failures:
             finish_s = self.clock.now_s + self.progress.wall_to_finish_s()
-            if finish_s <= self.clock.peek_s():
+            if finish_s <= self.clock.next_s:
                 self.progress.advance(finish_s)
                 break
             self.clock.step()

@@ -34,7 +34,7 @@ from trainspec_cli.planner.memory.predict import (
 )
 from trainspec_cli.planner.pipeline import cut, is_open
 from trainspec_cli.planner.search.space import Space, one_group
-from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup, Software, changed
+from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software, changed
 from trainspec_cli.planner.time.step import (
     EIGHT_BIT,
     MicroBatch,
@@ -110,7 +110,7 @@ class Costs:
         """Share of a step's work that waiting for the slowest device adds."""
         self._works_s: dict[tuple[object, ...], dict[str, float]] = {}
         self._least_exchange_s: dict[tuple[object, ...], float] = {}
-        self._densities: dict[tuple[object, ...], _Density] = {}
+        self._densities: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
 
     def setup(self, layout: Layout, micro: int, accum: int, recompute: str = "none", *, offload: bool = False) -> Setup:
         return changed(
@@ -145,45 +145,30 @@ class Costs:
         if key not in self._least_exchange_s:
             setup = self.setup(layout, micro, accum, recompute)
             stage_s = self.works_s(layout, micro, accum)[recompute] / layout.pp
-            if (dense := (*part, recompute)) not in self._densities:
-                self._densities[dense] = _Density.of(self.steps.micro_batch(setup, part), setup.recompute)
             groups = self.steps.groups(layout)
             sends_s = pipeline_sends_s(setup, groups["pp"], self.eff)
-            exposed_s = self._densities[dense].least_exposed_s(stage_s, setup, groups, self.eff)
+            # Of a micro-batch's work: the parameters that a second of layers has at least, and what the ends take. A
+            # stage may have layers of any kind: only the kind with the fewest parameters for its work bounds them all.
+            if (dense := (*part, recompute)) not in self._densities:
+                once = self.steps.micro_batch(setup, part)
+                kinds_s = [(kind, layer_s(kind, setup.recompute)) for kind in once.kinds]
+                ends = once.embedding, once.head
+                self._densities[dense] = (
+                    min(kind.params / time_s for kind, time_s in kinds_s),
+                    min(kind.expert_params / time_s for kind, time_s in kinds_s),
+                    sum(map(own_work_s, ends)),
+                    # Exchanges are timed as if the ends were recomputed too, and hide beside that.
+                    sum(recompute_part_s(end, setup.recompute) for end in ends),
+                )
+            params_per_s, experts_per_s, ends_s, ends_again_s = self._densities[dense]
+            # The slowest rank works no less than the mean stage, and what of that is not the ends are layers.
+            layers_s = max(0.0, stage_s - ends_s)
+            sent = exchanges_of(params_per_s * layers_s, experts_per_s * layers_s, setup, groups, self.eff)
+            beside_s = self.eff.dp_overlap * (stage_s + ends_again_s) if setup.software.overlap_dp else 0.0
+            each_s = max(0.0, sent.forward_s + sent.backward_s - beside_s)
+            exposed_s = sent.times * each_s + max(0.0, sent.across_s - beside_s / 2)
             self._least_exchange_s[key] = sends_s + exposed_s
         return self._least_exchange_s[key]
-
-
-class _Density(NamedTuple):
-    """Of a micro-batch's work: the parameters that a second of layers has at least, and what the ends take."""
-
-    params_per_s: float
-    expert_params_per_s: float
-    ends_s: float
-    ends_again_s: float
-    """What recomputing the ends would take: exchanges are timed as if it were done, and hide beside it too."""
-
-    @classmethod
-    def of(cls, once: MicroBatch, again: Recompute) -> _Density:
-        kinds_s = [(kind, layer_s(kind, again)) for kind in once.kinds]
-        ends = once.embedding, once.head
-        return cls(
-            # A stage may have layers of any kind: only the kind with the fewest parameters for its work bounds them
-            # all.
-            min(kind.params / time_s for kind, time_s in kinds_s),
-            min(kind.expert_params / time_s for kind, time_s in kinds_s),
-            sum(map(own_work_s, ends)),
-            sum(recompute_part_s(end, again) for end in ends),
-        )
-
-    def least_exposed_s(self, stage_s: float, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> float:
-        """Return the seconds of data parallelism's exchanges that no rank can hide which works as long as the mean
-        stage; the slowest one works no less, and what of that is not the ends are layers."""
-        layers_s = max(0.0, stage_s - self.ends_s)
-        sent = exchanges_of(self.params_per_s * layers_s, self.expert_params_per_s * layers_s, setup, groups, eff)
-        beside_s = eff.dp_overlap * (stage_s + self.ends_again_s) if setup.software.overlap_dp else 0.0
-        each_s = max(0.0, sent.forward_s + sent.backward_s - beside_s)
-        return sent.times * each_s + max(0.0, sent.across_s - beside_s / 2)
 
 
 class LayerMemories:
@@ -469,7 +454,8 @@ class Search:
 
     def _estimate(self, option: Option) -> Estimated:
         """Return the option's memory, and where it may fit its step too."""
-        name, (setup, peak) = self.recomputes[option.recompute], self.peak(option)
+        name = self.recomputes[option.recompute]
+        setup, peak = self.peak(option)
         if peak > self._limit:
             return Estimated(setup, name, peak)
         step_s = self._costs.steps.step_s(setup)

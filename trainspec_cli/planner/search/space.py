@@ -104,14 +104,6 @@ class Space:
         layout = replace(self._open.layout, **axes)  # type: ignore[arg-type]
         return apply_in_range((*BUILT, *KERNEL_RULES), replace(self._open, layout=layout))
 
-    def _exchanges_as_asked(self, layout: Layout, accum: int) -> bool:
-        """Return whether the layout has the exchanges that the recipe compresses or measures."""
-        if not self.spec.framework.counted or not (self._limits_exchanges or self._measures_noise):
-            return True
-        one, groups = one_group(self.spec, layout)
-        problems = [*measurable_noise(self.spec, one, groups, accum), *exchanged(self.spec, one, groups)]
-        return self._keep(not problems, NOT_RUN)
-
     def _data_parallel(self, tp: int, cp: int, pp: int) -> Iterator[tuple[Layout, int, int]]:
         width = self.world_size // (tp * cp * pp)
         samples = self.spec.batching.global_batch_size
@@ -135,8 +127,13 @@ class Space:
                         starved = wanted.pipeline_schedule == AUTO and layout.splits_backward and accum < layout.pp
                         if not self._keep(not starved, "a zero-bubble schedule needs a micro-batch a stage"):
                             continue
-                        if self._exchanges_as_asked(layout, accum):
-                            yield layout, -(-per_rank // accum), accum
+                        # The layout has the exchanges that the recipe compresses or measures.
+                        if self.spec.framework.counted and (self._limits_exchanges or self._measures_noise):
+                            one, groups = one_group(self.spec, layout)
+                            noise = measurable_noise(self.spec, one, groups, accum)
+                            if not self._keep(not [*noise, *exchanged(self.spec, one, groups)], NOT_RUN):
+                                continue
+                        yield layout, -(-per_rank // accum), accum
 
     def _shardings(self, base: Layout, width: int) -> Iterator[Layout]:
         """Sharded over all ranks, or for ZeRO-3 over a node's and replicated across, or not at all.
@@ -164,8 +161,15 @@ class Space:
             replicate = width // shard
             if wanted.dp_shard not in (AUTO, shard) or asked not in (None, replicate):
                 continue
-            if elastic and not self._divides_into_groups(replicate, groups):
-                continue
+            if elastic:  # the replicas make whole replica groups, and each node holds whole groups or a part of one
+                number = groups or replicate
+                parts = number > 1 and not any(whole_hosts(self.spec.cluster.num_nodes, number))
+                if not (
+                    self._keep(number > 1, "resilience=elastic needs two replica groups")
+                    and self._keep(replicate % number == 0, "the replicas do not divide into resilience.replica_groups")
+                    and self._keep(parts, "nodes do not divide over the replica groups")
+                ):
+                    continue
             # Of the ZeRO stages to try, those that the framework has; without sharding the stage means nothing.
             facts = self.spec.framework
             stages = stages_of(wanted, shard, replicate)
@@ -173,16 +177,6 @@ class Space:
             self._keep(had != [], f"{facts.name} has no such ZeRO stage")
             for stage in had:
                 yield changed(base, dp_replicate=replicate, dp_shard=shard, zero_stage=stage)
-
-    def _divides_into_groups(self, replicate: int, groups: int | None) -> bool:
-        """Return whether the replicas make whole replica groups, and each node holds whole groups or a part of one."""
-        number = groups or replicate
-        if not self._keep(number > 1, "resilience=elastic needs two replica groups"):
-            return False
-        if not self._keep(replicate % number == 0, "the replicas do not divide into resilience.replica_groups"):
-            return False
-        parts = not any(whole_hosts(self.spec.cluster.num_nodes, number))
-        return self._keep(parts, "nodes do not divide over the replica groups")
 
     def _expert_axes(self, base: Layout) -> Iterator[Layout]:
         experts = self.spec.model.experts

@@ -48,9 +48,12 @@ CAST_KERNELS = {"fp8": 3, "mxfp8": 6, "nvfp4": 8}
 """Launched a matrix product: its inputs scaled and cast; with a scale a block, the scales arranged for the product."""
 APART_BYTES = 10.0
 """A weight's gradient read in 2 bytes, and added to a sum in 4 that is read and written."""
-NF4_TRAFFIC_BYTES, NF4_FUSED_BYTES, NF4_KERNELS = 22.5, 2.5, 14
-"""Memory traffic of dequantising a weight, by kernels one after another (codes to indices, looked up in fp32, scaled,
-and written as computed with) and by a compiled one; and the number of the former."""
+NF4_TRAFFIC_BYTES = 22.5
+"""Memory traffic of dequantising a weight, by kernels one after another: codes to indices, looked up in fp32, scaled,
+and written as computed with."""
+NF4_KERNELS = 14
+NF4_FUSED_BYTES = 2.5
+"""The same by a compiled kernel."""
 
 
 @dataclass(frozen=True)

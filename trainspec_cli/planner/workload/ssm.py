@@ -68,6 +68,26 @@ def mixing_flops_per_token(model: HybridModel, seq_len: int) -> float:
     return attention + 3.0 * model.mamba_layers * scan_flops_per_token(model)
 
 
+@lru_cache(maxsize=1024)
+def layer_works(model: HybridModel, tokens: float, seq_len: int, layout: Layout) -> Layers:
+    """The parts of each layer: one mixer."""
+    decoder = model.as_decoder
+    kinds: dict[str, Work] = {}
+    for letter in dict.fromkeys(model.layers):
+        mixer = LETTERS[letter]
+        if mixer == "mamba":
+            kinds[letter] = mamba_work(model, tokens, layout)
+        elif mixer == "attention":
+            kinds[letter] = transformer.attention_work(decoder, tokens, seq_len, layout)
+        elif mixer == "feed_forward":
+            kinds[letter] = transformer.mlp_work(decoder, tokens, layout)
+        else:
+            assert model.experts is not None
+            kinds[letter] = transformer.expert_work(model.experts, model.hidden_size, model.gated_mlp, tokens, layout)
+    parts = {letter: (work,) for letter, work in kinds.items()}
+    return tuple(parts[letter] for letter in model.layers)
+
+
 def mamba_work(model: HybridModel, tokens: float, layout: Layout) -> Work:
     tp = layout.tp
     hidden = model.hidden_size
@@ -88,23 +108,3 @@ def mamba_work(model: HybridModel, tokens: float, layout: Layout) -> Work:
         saved_gemm_bytes=2.0 * tokens * (hidden / split + inner),
         input_bytes=2.0 * tokens * hidden / split,
     )
-
-
-@lru_cache(maxsize=1024)
-def layer_works(model: HybridModel, tokens: float, seq_len: int, layout: Layout) -> Layers:
-    """The parts of each layer: one mixer."""
-    kinds = {letter: (_work_of(model, letter, tokens, seq_len, layout),) for letter in dict.fromkeys(model.layers)}
-    return tuple(kinds[letter] for letter in model.layers)
-
-
-def _work_of(model: HybridModel, letter: str, tokens: float, seq_len: int, layout: Layout) -> Work:
-    decoder = model.as_decoder
-    mixer = LETTERS[letter]
-    if mixer == "mamba":
-        return mamba_work(model, tokens, layout)
-    if mixer == "attention":
-        return transformer.attention_work(decoder, tokens, seq_len, layout)
-    if mixer == "feed_forward":
-        return transformer.mlp_work(decoder, tokens, layout)
-    assert model.experts is not None
-    return transformer.expert_work(model.experts, model.hidden_size, model.gated_mlp, tokens, layout)

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Literal
 
 from trainspec_cli.core.errors import MachineError, PlanError, Problem, RecipeError, TrainspecError
 from trainspec_cli.core.wings import Point
+from trainspec_cli.planner.blueprint import draw_blueprint
 from trainspec_cli.planner.capacity import (
     advise,
     as_plan,
-    blueprint_of,
     pin_layout,
     plan_on_what_divides,
     plan_other_recovery,
+    setup_of,
 )
-from trainspec_cli.planner.hardware.cluster import accelerator_of, chip_of, on_pools
+from trainspec_cli.planner.hardware.cluster import accelerator_of, chip_of, efficiency_of, on_pools
 from trainspec_cli.planner.memory.engine.step import tensors_by_cause
 from trainspec_cli.planner.plan import in_engine_format
 from trainspec_cli.planner.planes import plan_planes
@@ -85,11 +86,15 @@ def plan_loaded(
     if best is None:
         capacity = replace(capacity, advice=tuple(advise(spec, machine)))
     run = forecast_run(spec, capacity, best, plan_other_recovery(spec, machine)) if best else None
+    blueprint = None
+    if best and capacity.world_size > 1:
+        setup = setup_of(best, spec, machine)
+        blueprint = draw_blueprint(setup, spec.cluster.fabric, efficiency_of(spec.cluster))
     return PlanReport(
         spec,
         capacity,
         run,
-        blueprint=blueprint_of(best, spec, machine) if best and capacity.world_size > 1 else None,
+        blueprint=blueprint,
         defaults=defaults,
         planes=plan_planes(spec.cluster, capacity.world_size) if spec.cluster.fabric.planes else None,
         sections=_sections(spec, capacity, best) if best else (),
