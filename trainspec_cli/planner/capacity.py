@@ -348,7 +348,7 @@ def rate_candidate(
     products = model_flops - attention
     passes = 3.0 if setup.trainable >= 1.0 else 2.0
     again = recomputed.matmul * products / passes + recomputed.attention * attention / 3.0
-    again = recomputed.layers * again / (products + attention)
+    again /= products + attention
     return Candidate(
         layout=setup.layout,
         micro_batch_size=int(setup.micro_batch_size),

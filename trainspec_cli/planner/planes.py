@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Literal
 
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, PlanesSpec, ReliabilitySpec
 from trainspec_cli.recipe.results.blueprint import Part, PlanesFigures, PlanesPlan, SprayedEvent
@@ -90,25 +89,6 @@ class Failure:
     """The NIC of a port or a transceiver; its T0 switch is the one that it hangs on."""
     t0: int = 0
     """The T0 switch, or that of a link."""
-
-
-PathState = Literal["good", "denied", "assumed_bad"]
-
-
-@dataclass
-class PathCounts:
-    """The paths of all queue pairs together, by state (arXiv:2606.18170). A path that lost a packet is assumed bad
-    until a probe is answered; one whose port the NIC knows to be down is denied until the port is up, then probed."""
-
-    good: int
-    denied: int = 0
-    assumed_bad: int = 0
-
-    def move(self, before: PathState, after: PathState, number: int) -> None:
-        """Move `number` paths from one state to another, or all that are in it."""
-        moved = min(number, getattr(self, before))
-        setattr(self, before, getattr(self, before) - moved)
-        setattr(self, after, getattr(self, after) + moved)
 
 
 class SprayedFabric:
@@ -194,7 +174,10 @@ def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str
     that is back are used after the next probe.
     """
     fabric = SprayedFabric(spec, nics)
-    paths = PathCounts(good=round(nics * fabric.paths_per_plane * spec.planes))
+    # Paths of all queue pairs together that lost a packet, or whose port the NIC knows to be down, are not used until a
+    # probe is answered (arXiv:2606.18170).
+    paths = round(nics * fabric.paths_per_plane * spec.planes)
+    bad = 0
     now_s = 0.0
     slow_s = 0.0
     lost_s = 0.0
@@ -205,8 +188,8 @@ def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str
     numbers = count()
     for failure in failures:
         back_s = failure.at_s + max(failure.for_s, DETECT_S)
-        moments = {"fails": failure.at_s, "noticed": failure.at_s + DETECT_S, "back": back_s}
-        for change, at_s in (moments | {"probed": back_s + PROBE_S}).items():
+        moments = {"fails": failure.at_s, "noticed": failure.at_s + DETECT_S, "probed": back_s + PROBE_S}
+        for change, at_s in moments.items():
             heapq.heappush(heap, (at_s, next(numbers), change, failure))
     while heap:
         at_s, _, change, failure = heapq.heappop(heap)
@@ -215,9 +198,6 @@ def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str
         now_s = at_s
         if failure.part == "transceiver":
             break
-        # The NIC's own port is seen to be down and its paths are denied; others are given up for their losses.
-        through = fabric.paths_through(failure.part)
-        denied = through // ENDS if failure.part in ("port", "t0_switch") else 0
         resent = 0.0
         if change == "fails":
             fabric.change(failure, 1)
@@ -225,17 +205,14 @@ def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str
             part = 1.0 if failure.part in ("port", "t0_switch", "plane") else 2 / radix_of(spec)
             resent = 1 / spec.planes * part
         elif change == "noticed":
-            paths.move("good", "denied", denied)
-            paths.move("good", "assumed_bad", through - denied)
-        elif change == "back":
-            paths.move("denied", "assumed_bad", denied)
+            bad = min(paths, bad + fabric.paths_through(failure.part))
         else:
-            paths.move("assumed_bad", "good", through)
+            bad = max(0, bad - fabric.paths_through(failure.part))
             fabric.change(failure, -1)
         speed = fabric.speed * (1 - resent)
         if change != "fails":
             lowest = min(lowest, speed)
-        most_bad = max(most_bad, paths.denied + paths.assumed_bad)
+        most_bad = max(most_bad, bad)
     return SprayedEvent(
         name=name,
         lowest_speed=lowest,
