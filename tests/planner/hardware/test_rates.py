@@ -17,7 +17,6 @@ from trainspec_cli.planner.hardware.rates import (
     link_bytes_per_s,
     matmul_flops_per_s,
     memory_bytes_per_s,
-    words,
 )
 from trainspec_cli.planner.time.step import rates_of
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
@@ -199,12 +198,6 @@ def test_a_label_names_the_chip_that_is_meant(label: str, name: str) -> None:
 @pytest.mark.parametrize("label", ["", "NVIDIA", "80GB", "Abacus-9000 80GB", "GPU SXM"])
 def test_a_label_that_shares_no_number_with_a_chip_names_none(label: str) -> None:
     assert find_accelerator(label) is None
-
-
-def test_the_words_of_a_label() -> None:
-    assert words("NVIDIA H100-SXM 80GB") == ("h100", "sxm", "80gb")
-    assert words("Tesla V100_SXM2") == ("v100", "sxm2")
-    assert words("resnet50-v1.5") == ("resnet50", "v1.5")
 
 
 @pytest.mark.parametrize(

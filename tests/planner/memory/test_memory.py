@@ -10,8 +10,6 @@ from trainspec_cli.planner.hardware.cluster import Fabric
 from trainspec_cli.planner.hardware.rates import find_accelerator, models
 from trainspec_cli.planner.memory.engine.step import EngineRun, engine_peak
 from trainspec_cli.planner.memory.predict import (
-    RESERVE,
-    STATES_FRAGMENTATION,
     communicators,
     estimate_memory,
     in_flight,
@@ -36,19 +34,6 @@ def setup_of(model: str = "llama3_8b", **changes: object) -> Setup:
     return replace(Setup(models()[model], Layout(), fabric, 8192, 1.0, 8), **changes)  # type: ignore[arg-type]
 
 
-def test_plain_states_are_18_bytes_a_parameter() -> None:
-    memory = estimate_memory(setup_of())[0]
-    states = memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes
-    assert states == pytest.approx(18 * count_params(models()["llama3_8b"]), rel=0.01)
-
-
-@pytest.mark.parametrize(("stage", "each"), [(1, 2 + 4 + 12 / 8), (2, 2 + (4 + 12) / 8)])
-def test_zero_shards_the_optimizer_then_the_gradients(stage: int, each: float) -> None:
-    memory = estimate_memory(setup_of(layout=Layout(dp_shard=8, zero_stage=stage)))[0]  # type: ignore[arg-type]
-    states = memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes
-    assert states == pytest.approx(each * count_params(models()["llama3_8b"]), rel=0.01)
-
-
 @pytest.mark.parametrize(
     "layout",
     [Layout(dp_shard=8), Layout(dp_shard=8, ep=8), Layout(dp_shard=4, tp=2, ep=4), Layout(dp_shard=4, tp=2, etp=2)],
@@ -57,15 +42,6 @@ def test_zero_shards_the_optimizer_then_the_gradients(stage: int, each: float) -
 def test_a_rank_has_its_share_of_the_optimizer_state_however_experts_are_spread(layout: Layout) -> None:
     memory = estimate_memory(setup_of("mixtral_8x7b", layout=replace(layout, zero_stage=1)))[0]
     assert memory.optimizer_bytes == pytest.approx(12 * count_params(models()["mixtral_8x7b"]) / 8, rel=0.01)
-
-
-def test_fully_sharded_states_fall_with_the_ranks() -> None:
-    software = Software(weight_bytes=4.0, master_bytes=0.0)
-    small = peak_bytes(setup_of(layout=Layout(dp_shard=64), software=software))
-    large = peak_bytes(setup_of(layout=Layout(dp_shard=8), software=software))
-    states = 16 * count_params(models()["llama3_8b"]) * (1 / 8 - 1 / 64)
-    held = (1 + STATES_FRAGMENTATION) * states
-    assert large - small == pytest.approx((1 + RESERVE) * held, rel=0.02)
 
 
 def test_recomputation_saves_in_order() -> None:
@@ -103,10 +79,6 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_leaves_whole() -> N
     split = kept_activation_bytes(setup_of(layout=Layout(tp=8, sequence_parallel=True)))
     assert split == pytest.approx(kept_activation_bytes(setup_of()) / 8)
     assert whole > 2 * split
-
-
-def test_offloading_the_optimizer_leaves_weights_and_gradients() -> None:
-    assert estimate_memory(setup_of(offload_optimizer=True))[0].optimizer_bytes == 0
 
 
 def test_stages_keep_what_they_sent_where_the_framework_does_not_free_it() -> None:

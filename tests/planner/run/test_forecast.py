@@ -43,7 +43,7 @@ from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.run import CheckpointSpec, DataSpec, RunSpec, TrainSection
 from trainspec_cli.recipe.keys.training import BatchingSpec, BatchScheduleSpec, LoraSpec, OptimSpec, RampStage
-from trainspec_cli.recipe.results.forecast import Interval, RunForecast
+from trainspec_cli.recipe.results.forecast import RunForecast
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan, MemoryBreakdown, SizedStep, StepTime
 
 H100 = AcceleratorSpec(
@@ -103,34 +103,24 @@ def forecast(cluster: ClusterSpec = CLUSTER, **changes: object) -> RunForecast:
     return forecast_run(replace(SPEC, cluster=cluster, **changes), PLAN, CANDIDATE)
 
 
-def holds(interval: Interval | None) -> bool:
-    return interval is not None and 0 < interval.low < interval.value < interval.high
-
-
-def test_the_run_takes_its_steps_over_its_goodput() -> None:
+def test_a_forecast_adds_up_and_comes_with_intervals() -> None:
     run = forecast()
+    useful = run.goodput.goodput
     assert run.tokens == 200_000 * 2048 * 8192
-    assert run.wall_time_s.value == pytest.approx(200_000 * 6.0 / run.goodput.goodput.value)
+    assert run.wall_time_s.value == pytest.approx(200_000 * 6.0 / useful.value)
     assert run.goodput.failures == pytest.approx(run.wall_time_s.value / run.goodput.mtbf_s)
-
-
-def test_everything_comes_with_an_interval() -> None:
-    run = forecast()
-    assert all(map(holds, (run.wall_time_s, run.goodput.goodput, run.energy_joules, run.carbon_kg, run.cost_usd)))
-
-
-def test_goodput_and_losses_sum_to_one() -> None:
-    run = forecast()
-    for useful in (run.goodput, *run.alternatives):
-        assert useful.goodput.value + sum(useful.lost.values()) == pytest.approx(1)
-
-
-def test_parts_sum_to_the_expected_energy_and_money() -> None:
-    run = forecast()
+    slow = math.hypot(math.log(STEP_TIME_KNOWN_WITHIN), math.log(useful.value / useful.low))
+    quick = math.hypot(math.log(STEP_TIME_KNOWN_WITHIN), math.log(useful.high / useful.value))
+    assert run.wall_time_s.high / run.wall_time_s.value == pytest.approx(math.exp(slow))
+    assert run.wall_time_s.value / run.wall_time_s.low == pytest.approx(math.exp(quick))
+    for one in (run.goodput, *run.alternatives):
+        assert one.goodput.value + sum(one.lost.values()) == pytest.approx(1)
     assert run.energy_joules and run.cost_usd
     assert sum(run.energy_parts_joules.values()) == pytest.approx(run.energy_joules.value)
     assert sum(run.cost_parts_usd.values()) == pytest.approx(run.cost_usd.value)
     assert run.cost_usd.value == pytest.approx(16_384 * run.wall_time_s.value / 3600 * 2.5)
+    for interval in (useful, run.energy_joules, run.carbon_kg, run.cost_usd):
+        assert interval is not None and 0 < interval.low < interval.value < interval.high
 
 
 def test_shrinking_and_healing_is_compared_where_the_layout_has_groups() -> None:
@@ -181,18 +171,6 @@ def test_owned_machines_are_paid_by_use_and_rent_does_not_matter() -> None:
     run = forecast(owned)
     assert set(run.cost_parts_usd) == {"machines", "operation", "electricity"}
     assert "cluster.accelerator.price_usd_per_hour" not in {assumption.key for assumption in run.assumptions}
-
-
-def test_spare_nodes_are_paid_for_too() -> None:
-    spared = replace(CLUSTER, reliability=replace(CLUSTER.reliability, spare_nodes=64))
-    run = forecast(spared)
-    hours = run.wall_time_s.value / 3600
-    assert run.cost_usd and run.cost_usd.value == pytest.approx((16_384 + 64 * 8) * hours * 2.5)
-
-
-def test_what_is_not_known_of_the_accelerator_is_not_made_up() -> None:
-    run = forecast(replace(CLUSTER, accelerator=None))
-    assert run.energy_joules is None and run.carbon_kg is None and run.cost_usd is None
 
 
 def test_a_checkpoint_written_beside_training_holds_it_up_for_the_copy_alone() -> None:
@@ -319,16 +297,6 @@ def test_the_median_run_and_nine_in_ten(monkeypatch: pytest.MonkeyPatch) -> None
     assert useful.failures == pytest.approx(useful.wall_time_s / useful.mtbf_s)
     runs[0] = goodput.SimulatedRun(100.0, -10.0, {"rework": 110.0}, 3)
     assert expect_goodput(SPEC, PLAN, CANDIDATE, SPEC.resilience) is None
-
-
-def test_wall_time_is_known_as_well_as_a_step_and_the_goodput() -> None:
-    run = forecast()
-    useful = run.goodput.goodput
-    assert run.wall_time_s.value == pytest.approx(1_200_000 / useful.value)
-    slow = math.hypot(math.log(STEP_TIME_KNOWN_WITHIN), math.log(useful.value / useful.low))
-    quick = math.hypot(math.log(STEP_TIME_KNOWN_WITHIN), math.log(useful.high / useful.value))
-    assert run.wall_time_s.high / run.wall_time_s.value == pytest.approx(math.exp(slow))
-    assert run.wall_time_s.value / run.wall_time_s.low == pytest.approx(math.exp(quick))
 
 
 @pytest.mark.parametrize("name", ["llama3_70b", "mixtral_8x7b", "resnet50"])

@@ -252,19 +252,6 @@ def test_actions_come_in_the_order_of_time_and_then_of_scheduling() -> None:
     assert taken == [("first", 1.0), ("second", 1.0), ("late", 5.0)]
 
 
-def test_an_action_may_schedule_another() -> None:
-    clock, taken = Clock(), []
-    clock.after(2.0, lambda: clock.after(3.0, lambda: taken.append(clock.now_s)))
-    clock.step()
-    assert clock.next_s == 5.0
-    clock.step()
-    assert taken == [5.0]
-
-
-def test_the_same_seed_gives_the_same_chance() -> None:
-    assert Clock(3).random.random() == Clock(3).random.random() != Clock(4).random.random()
-
-
 # What is asked once is what `next_action` decides each time
 
 

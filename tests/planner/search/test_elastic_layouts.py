@@ -7,7 +7,7 @@ import pytest
 
 from trainspec_cli.balance.batch.division import even_division
 from trainspec_cli.planner.capacity import pin_layout
-from trainspec_cli.planner.search.space import NOT_RUN, Space, divisors, schedules_of, splits_heads, stages_of
+from trainspec_cli.planner.search.space import NOT_RUN, Space, schedules_of, splits_heads, stages_of
 from trainspec_cli.planner.validation.table import frameworks
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
@@ -243,9 +243,3 @@ def test_convolutions_are_not_cut_and_scans_have_no_heads_to_cut() -> None:
     conv = ConvModel("resnet", (32, 32), (4, 8))
     assert (splits_heads(conv, 1), splits_heads(conv, 2)) == (True, False)
     assert splits_heads(HybridModel(64, 512, 4), 4), "no heads divide by anything"
-
-
-def test_divisors_in_order() -> None:
-    assert [divisors(number) for number in (1, 2, 12, 16, 17)] == [
-        [1], [1, 2], [1, 2, 3, 4, 6, 12], [1, 2, 4, 8, 16], [1, 17]
-    ]  # fmt: skip

@@ -195,12 +195,6 @@ def test_candidates_fit_and_are_sorted_and_their_parts_sum_to_the_step() -> None
         assert 0.05 < candidate.mfu <= candidate.hfu < 0.9
 
 
-def test_pinned_axes_stay_pinned() -> None:
-    layout = replace(OPEN, tp=4, pp=2)
-    plan = plan_capacity(run_of("llama3_8b", nodes=4, layout=layout))
-    assert plan.candidates and all(c.layout.tp == 4 and c.layout.pp == 2 for c in plan.candidates)
-
-
 def test_where_nothing_fits_the_smallest_is_shown() -> None:
     plan = plan_capacity(run_of("llama3_405b", nodes=1, batch=64))
     assert plan.best is None and plan.candidates[0].peak_memory_bytes > plan.candidates[0].memory_limit_bytes

@@ -36,7 +36,6 @@ from trainspec_cli.planner.time.step import (
     rank_parts,
     rates_of,
     recompute_part_s,
-    waiting_share,
 )
 from trainspec_cli.planner.workload import Gemm, Work
 from trainspec_cli.recipe.keys.layout import Layout
@@ -244,11 +243,6 @@ def test_gradients_and_parameters_travel_beside_the_work(layout: Layout, beside:
     assert data_parallel_s(LAYER, apart, GROUPS, EFF) == pytest.approx(alone)
 
 
-def test_what_is_computed_again_hides_gradients_too() -> None:
-    setup = setup_of(Layout(dp_replicate=2), recompute=RECOMPUTE["full"])
-    assert data_parallel_s(LAYER, setup, GROUPS, EFF) == pytest.approx(exposed(2 * REDUCE_S, BACKWARD_S + 70))
-
-
 @pytest.mark.parametrize("inside", [Layout(dp_shard=2, zero_stage=3), Layout(dp_shard=2, zero_stage=1), Layout()])
 @pytest.mark.parametrize(("groups", "asked"), [(4, 4), (4, 0), (2, 2)])
 def test_replica_groups_exchange_inside_each_and_then_over_all(inside: Layout, groups: int, asked: int) -> None:
@@ -291,13 +285,6 @@ def test_frozen_weights_send_no_gradients() -> None:
     )
     once = setup_of(Layout(dp_shard=2, zero_stage=1), **few)
     assert data_parallel_s(LAYER, once, GROUPS, EFF) == pytest.approx(0.1 * (REDUCE_S + GATHER_S))
-
-
-@pytest.mark.parametrize(("devices", "share"), [(1, 0), (8, 0), (16, 0.01), (64, 0.03)])
-def test_more_devices_wait_longer_for_the_slowest(devices: int, share: float) -> None:
-    setup = setup_of()
-    wide = replace(setup, fabric=replace(setup.fabric, num_devices=devices))
-    assert waiting_share(wide, EFF) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(("graphs", "between"), [(False, 5.0), (True, 3.0)])
