@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lab.made_up import CHIP, CLUSTER
 
 from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.planner import capacity
 from trainspec_cli.planner.capacity import (
     advise,
     assumptions,
+    choose_candidates,
     largest_micro_batch,
     plan_capacity,
     plan_on_what_divides,
@@ -21,7 +25,7 @@ from trainspec_cli.planner.capacity import (
     template_of,
 )
 from trainspec_cli.planner.hardware.cluster import describe_fabric, efficiency_of
-from trainspec_cli.planner.hardware.rates import peak_flops_per_s
+from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
 from trainspec_cli.planner.memory.predict import memory_limit_bytes, predict_memory
 from trainspec_cli.planner.search.space import open_layout
 from trainspec_cli.planner.time.step import estimate_step
@@ -298,3 +302,22 @@ def test_open_axes_keep_what_is_no_axis() -> None:
     axes = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "zero_stage", "pipeline_schedule", "virtual_stages")
     assert [getattr(opened, axis) for axis in axes] == [AUTO] * 9
     assert isinstance(opened, LayoutSpec) and (opened.etp, opened.sequence_parallel) == (2, False)
+
+
+def test_layouts_are_counted_until_estimates_leave_no_better_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second's step is longer once it is counted, and the third's estimate is within the error of estimates."""
+    counts = {1.0: 1.0, 1.005: 1.3, 1.01: 0.995, 1.1: 1.1, 1.2: 1.2}
+    seen: list[float] = []
+
+    def count(search: object, found: Any, *_: object) -> Any:
+        seen.append(found.expected_s)
+        return SimpleNamespace(fits=True, expected_step_s=counts[found.expected_s])
+
+    search: Any = SimpleNamespace(best=lambda: (SimpleNamespace(expected_s=one) for one in counts), refused=Counter())
+    monkeypatch.setattr(capacity, "counted", count)
+    monkeypatch.setattr(capacity, "choose_simplest", lambda search, fastest, *_: fastest)
+    for shown, counted in ((1, 3), (2, 3), (3, 4)):
+        seen.clear()
+        chosen = choose_candidates(search, SPEC, Efficiency(), shown)
+        assert len(seen) == counted
+        assert [one.expected_step_s for one in chosen] == sorted(counts[one] for one in seen)[:shown]

@@ -74,6 +74,14 @@ def test_the_last_stage_holds_the_logits() -> None:
     assert all(stage.logits_bytes == 0 for stage in stages[:-1])
 
 
+def test_first_gradients_lie_where_one_of_the_micro_batches_in_flight_was() -> None:
+    """The engine has no buffers for them; a stage that goes on with more micro-batches has none free."""
+    setup = setup_of(layout=Layout(pp=4), recompute=RECOMPUTE["full"])
+    more, just = (estimate_memory(replace(setup, grad_accum=count))[0] for count in (5, 4))
+    assert more.activations_bytes == just.activations_bytes
+    assert more.gradients_bytes - just.gradients_bytes == pytest.approx(just.activations_bytes / 4)
+
+
 def test_sequence_parallelism_splits_what_tensor_parallelism_leaves_whole() -> None:
     whole = kept_activation_bytes(setup_of(layout=Layout(tp=8, sequence_parallel=False)))
     split = kept_activation_bytes(setup_of(layout=Layout(tp=8, sequence_parallel=True)))
