@@ -18,7 +18,7 @@ from trainspec_cli.planner.run.forecast import (
     operation_usd_per_year,
     rental_price,
 )
-from trainspec_cli.recipe.keys.cluster import ClusterSpec, CostSpec, ReliabilitySpec
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, ReliabilitySpec
 from trainspec_cli.recipe.results.tables import WAYS, Budget, BudgetedRun, BudgetYear, Sensitivity, Way
 
 MONTHS = 12
@@ -228,10 +228,6 @@ def break_even_utilisation(cluster: ClusterSpec, joules_per_hour: float) -> floa
     return use if use <= 1 else None
 
 
-def _with_price(cost: CostSpec, key: str, value: float) -> CostSpec:
-    return replace(cost, **{key: value})  # type: ignore[arg-type]  # all of `SENSITIVE` are numbers
-
-
 def _sensitivities(
     cluster: ClusterSpec, node_devices: int, runs: Sequence[PortfolioRun], years: int
 ) -> list[Sensitivity]:
@@ -245,7 +241,7 @@ def _sensitivities(
             ends = (value / factor, min(1.0, value * factor) if key == "utilisation" else value * factor)
             low, high = (
                 _totals(changed, cash_of_years(changed, node_devices, runs, years))
-                for changed in (replace(cluster, cost=_with_price(cost, key, end)) for end in ends)
+                for changed in (replace(cluster, cost=replace(cost, **{key: end})) for end in ends)  # type: ignore[arg-type]
             )
             found.append(Sensitivity(f"cluster.cost.{key}", *ends, low, high))
     fewer, more = (
