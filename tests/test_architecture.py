@@ -24,28 +24,28 @@ TRUNK = {
     "data/huggingface": {"recipe"},
     "data/corpus": {"recipe", "recipe/extensions", "data/huggingface"},
     "data/weights": {"recipe", "data/huggingface"},
-    "planner/partition": {"recipe"},
+    "planner/pipeline": {"recipe"},
     "balance/batch": {"recipe"},
-    "balance/decisions": {"recipe", "balance/batch", "planner/partition"},
+    "balance/decisions": {"recipe", "balance/batch", "planner/pipeline"},
     "run/folder": {"recipe", "recipe/extensions"},
     "run/recovery": {"recipe", "balance/batch"},
     "reporter/diagnosis": {"recipe", "run/folder", "run/recovery", "balance/decisions"},
     "planner": {
         "recipe",
-        "planner/partition",
+        "planner/pipeline",
         "balance/batch",
         "balance/decisions",
         "run/recovery",
         "reporter/diagnosis",
     },
-    "balance": {"recipe", "planner", "planner/partition", "balance/batch", "balance/decisions", "run/folder"},
+    "balance": {"recipe", "planner", "planner/pipeline", "balance/batch", "balance/decisions", "run/folder"},
     "reporter": {"recipe", "run/folder"},
     "run": {
-        *("recipe", "data/huggingface", "data/corpus", "data/weights", "planner/partition"),
+        *("recipe", "data/huggingface", "data/corpus", "data/weights", "planner/pipeline"),
         *("balance/batch", "balance/decisions", "run/folder", "run/recovery"),
     },
     "engine": {
-        *("recipe", "recipe/extensions", "data/huggingface", "data/corpus", "data/weights", "planner/partition"),
+        *("recipe", "recipe/extensions", "data/huggingface", "data/corpus", "data/weights", "planner/pipeline"),
         *("balance/batch", "balance/decisions", "run/folder", "run/recovery"),
     },
     "session": {
@@ -56,8 +56,7 @@ TRUNK = {
     "cli": {"recipe", "recipe/compose", "data/corpus", "planner", "run", "run/folder", "reporter", "session"},
 }
 """Room of the trunk -> the rooms that it may import besides `core`. A folder that is named here is a room of its own;
-`planner/partition` has pipeline.py and memory/caching_allocator.py with it."""
-PARTITION = {("planner", "pipeline"), ("planner", "memory", "caching_allocator")}
+`planner/pipeline` is one file, which the engine runs by, and has memory/caching_allocator.py with it."""
 WINGS = sorted(folder.name for folder in (PACKAGE / "wings").iterdir() if (folder / "__init__.py").is_file())
 TRUNK_IMPORTS_WINGS = {
     "own_script": {"__init__.py"},  # the type that attach() returns, for type checkers alone
@@ -71,8 +70,8 @@ ASSEMBLERS = {"build", "run", "tools", "__main__"}
 def room_of(name: str) -> str:
     """Return the room of a module, named by its dotted or slashed path below the package."""
     parts = tuple(re.split(r"[./]", name.removesuffix(".py")))
-    if any(parts[: len(one)] == one for one in PARTITION):
-        return "planner/partition"
+    if parts[:3] == ("planner", "memory", "caching_allocator"):
+        return "planner/pipeline"
     below = "/".join(parts[:2])
     return below if below in TRUNK or parts[0] == "wings" else parts[0]
 

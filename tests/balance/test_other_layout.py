@@ -12,11 +12,9 @@ from trainspec_cli.balance.decisions.links import LinkPaces
 from trainspec_cli.balance.ideal import PacedStep, Paces
 from trainspec_cli.balance.layout_memory import LayoutMemory
 from trainspec_cli.balance.other_layout import WORTHWHILE, OtherLayouts, axes_of, equalise_paces
-from trainspec_cli.planner.capacity import plan_capacity
+from trainspec_cli.planner.capacity import pin_layout, plan_capacity
 from trainspec_cli.planner.hardware.cluster import efficiency_of
-from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
-from trainspec_cli.planner.memory.predict import predict_memory
-from trainspec_cli.planner.search.auto import pin_layout
+from trainspec_cli.planner.memory.predict import memory_limit_bytes, predict_memory
 from trainspec_cli.planner.search.space import Space, open_layout
 from trainspec_cli.planner.time.samples import step_parts
 from trainspec_cli.recipe.keys.cluster import ClusterSpec

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from tests.bench.published_goodput import compare_runs
-from trainspec_cli.planner.run.cost import JOULES_PER_KWH
+from trainspec_cli.planner.run.forecast import JOULES_PER_KWH
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.reporter.plan.labels import PlanReport, format_money

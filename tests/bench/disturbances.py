@@ -14,7 +14,7 @@ from pathlib import Path
 from trainspec_cli.balance.batch.division import Division
 from trainspec_cli.balance.decisions.balance import best_division, solve_counts
 from trainspec_cli.balance.decisions.speeds import Speed
-from trainspec_cli.planner.search.variants import plan_on_what_divides
+from trainspec_cli.planner.capacity import plan_on_what_divides
 from trainspec_cli.recipe.compose.folders import find_folders
 from trainspec_cli.session.planning.disturbance import load_disturbance
 from trainspec_cli.session.recipe.load import load_for_planning

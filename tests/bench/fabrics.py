@@ -21,9 +21,8 @@ from lab.hosts import lacking
 
 from trainspec_cli.engine.mesh import split_by_tier
 from trainspec_cli.planner.blueprint import draw_blueprint, exchanges_of, groups_in, node_places, orders, times_of
-from trainspec_cli.planner.hardware.cluster import cpu_of, with_tiers
+from trainspec_cli.planner.hardware.cluster import Fabric, cpu_of, with_tiers
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import micro_batch
 from trainspec_cli.recipe.keys.cluster import FabricSpec, Machine, TierSpec

@@ -28,8 +28,18 @@ from numpy.typing import NDArray
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import estimate_step
-from trainspec_cli.planner.validation.backtest import Backtest, Prediction, backtest, cases_of
-from trainspec_cli.planner.validation.fit import HUBER, FittedRow, derive, fit, log_errors, newton_step
+from trainspec_cli.planner.validation.backtest import (
+    HUBER,
+    Backtest,
+    FittedRow,
+    Prediction,
+    backtest,
+    cases_of,
+    derive,
+    fit,
+    log_errors,
+    newton_step,
+)
 from trainspec_cli.planner.validation.table import Row
 
 Values, Mask = NDArray[np.float64], NDArray[np.bool_]

@@ -9,7 +9,7 @@ import pytest
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.planner.hardware import rates as catalogue
-from trainspec_cli.planner.validation import fit as frameworks
+from trainspec_cli.planner.validation import table as frameworks
 from trainspec_cli.recipe.compose.folders import find_folders
 
 CACHED = (catalogue.accelerators, catalogue.find_accelerator, catalogue.models, frameworks.frameworks)

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lab.made_up import CHIP, CLUSTER
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.planner.capacity import assumptions, plan_capacity, software_of, template_of
-from trainspec_cli.planner.hardware.cluster import describe_fabric
-from trainspec_cli.planner.hardware.rates import peak_flops_per_s
-from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
-from trainspec_cli.planner.search.variants import plan_on_what_divides
+from trainspec_cli.planner import capacity
+from trainspec_cli.planner.capacity import (
+    advise,
+    assumptions,
+    choose_candidates,
+    largest_micro_batch,
+    plan_capacity,
+    plan_on_what_divides,
+    setup_of,
+    software_of,
+    template_of,
+)
+from trainspec_cli.planner.hardware.cluster import describe_fabric, efficiency_of
+from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
+from trainspec_cli.planner.memory.predict import memory_limit_bytes, predict_memory
+from trainspec_cli.planner.search.space import open_layout
+from trainspec_cli.planner.time.step import estimate_step
+from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, ReliabilitySpec
 from trainspec_cli.recipe.keys.layout import LayoutSpec, Sharding
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import DataSpec, PrecisionSpec, RunSpec, TrainSection
 from trainspec_cli.recipe.keys.training import BatchingSpec, LoraSpec, OptimSpec
+from trainspec_cli.recipe.results.plan import Candidate
+from trainspec_cli.session.recipe.load import load_for_planning
 
 SPEC = RunSpec(
     model=DecoderModel(4, 1024, 8, 8, 128, 4096, 8192),
@@ -157,3 +175,149 @@ def test_nodes_over_which_the_batch_divides_all_work() -> None:
     with pytest.raises(RecipeError) as raised:
         plan_on_what_divides(odd)
     assert "layout.tp" in {problem.path for problem in raised.value.problems}
+
+
+# What a candidate was estimated for, and the micro-batches that fit beside its own
+
+
+SHORT = ["recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=2", "data.seq_len=1024", "batching.micro_batch_size=2"]
+
+
+def planned(*arguments: str) -> tuple[RunSpec, Candidate]:
+    spec, capacity = plan_on_what_divides(load_for_planning([*SHORT, *arguments]).spec)
+    assert capacity.best is not None
+    return spec, capacity.best
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer", "auto"])
+def test_the_setup_of_a_candidate_is_the_one_that_it_was_estimated_for(offload: str) -> None:
+    spec, candidate = planned(f"offload={offload}")
+    setup = setup_of(candidate, spec, None)
+    assert estimate_step(setup, efficiency_of(spec.cluster)).total_s == candidate.step_time_s
+    assert setup.offload_optimizer == (offload == "optimizer")
+
+
+def test_the_largest_micro_batch_is_what_fits_up_to_twice_the_planned_one() -> None:
+    spec, candidate = planned("layout.zero_stage=3", "layout.dp_shard=16")
+    setup = setup_of(candidate, spec, None)
+    assert largest_micro_batch(candidate, setup, AUTO) == 4
+    tight = replace(candidate, memory_limit_bytes=candidate.peak_memory_bytes)
+    assert largest_micro_batch(tight, setup, AUTO) == 2
+
+
+def test_a_micro_batch_that_is_asked_for_is_given_as_far_as_it_fits() -> None:
+    spec, candidate = planned("layout.zero_stage=3", "layout.dp_shard=16")
+    setup = setup_of(candidate, spec, None)
+    assert [largest_micro_batch(candidate, setup, wanted) for wanted in (2, 3, 6)] == [2, 3, 6]
+    fits = largest_micro_batch(candidate, setup, 4096)
+    assert 6 < fits < 4096
+    most_bytes = [
+        max(stage.total_bytes for stage in predict_memory(replace(setup, micro_batch_size=size), candidate.recompute))
+        for size in (fits, fits + 1)
+    ]
+    assert most_bytes[0] <= candidate.memory_limit_bytes < most_bytes[1]
+
+
+# What is said where nothing fits: each line is an override that makes a plan, typed as it stands
+
+
+FOUR_4090 = ("recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=1", "cluster.devices_per_node=4")
+
+
+FOUR_4090 += ("cluster.accelerator=rtx_4090",)
+
+
+NF4 = ["lora.rank=16", "lora.base=nf4"]
+PINNED = ("layout.tp=1", "layout.pp=1", "layout.cp=1", "recompute=none")
+
+
+def advice_for(arguments: Sequence[str]) -> list[str]:
+    spec = load_for_planning(arguments).spec
+    assert plan_capacity(spec).best is None
+    return list(advise(spec))
+
+
+def typed(line: str) -> list[str]:
+    return line.partition(" fits at ")[0].split()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (FOUR_4090, [["offload=optimizer"], ["lora.rank=16"], ["cluster.num_nodes=2", "layout=auto"]]),
+        (
+            ("recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=1", *PINNED, "batching.micro_batch_size=2"),
+            [["recompute=full"], ["layout=auto", "recompute=auto"]],
+        ),
+        pytest.param(
+            ("recipe=llama3_405b", "cluster=h100", "cluster.num_nodes=1"),
+            [NF4, ["cluster.num_nodes=16"]],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["four 4090s", "a pinned layout", "far too large"],
+)  # fmt: skip
+def test_every_line_makes_the_run_fit_as_it_is_typed(arguments: tuple[str, ...], expected: list[list[str]]) -> None:
+    lines = advice_for(arguments)
+    for wanted in expected:
+        assert any(typed(line)[: len(wanted)] == wanted for line in lines), (wanted, lines)
+    for line in lines:
+        keys = {word.partition("=")[0] for word in typed(line)}
+        freed = [word for word in arguments if not ("layout" in keys and word.startswith("layout."))]
+        kept = [word for word in freed if word.partition("=")[0] not in keys]
+        assert plan_capacity(load_for_planning([*kept, *typed(line)]).spec).best is not None, line
+
+
+def test_two_changes_are_named_where_neither_suffices() -> None:
+    lines = advice_for((*FOUR_4090, *PINNED, "layout.dp_shard=1"))
+    assert ["layout=auto", "recompute=auto", "lora.rank=16"] in map(typed, lines)
+    assert ["layout=auto", "recompute=auto"] not in map(typed, lines)
+    assert ["lora.rank=16"] not in map(typed, lines)
+
+
+def test_adapters_are_not_suggested_to_what_takes_none() -> None:
+    """Nor what the recipe asks for anyway."""
+    arguments = ("recipe=mamba2_3b", "cluster=h100", "cluster.accelerator=rtx_4090", "cluster.num_nodes=1")
+    arguments += ("cluster.devices_per_node=1",)
+    assert not any("lora" in line for line in advice_for(arguments))
+    offloaded = advice_for((*FOUR_4090, "offload=optimizer", *PINNED, "layout.dp_shard=1"))
+    assert not any("offload" in line for line in offloaded)
+
+
+def test_adapters_say_what_they_begin_with() -> None:
+    (line,) = (line for line in advice_for(FOUR_4090) if line.startswith("lora"))
+    assert line.endswith("training adapters of an `init.from`, not all weights")
+
+
+@pytest.mark.slow
+def test_a_base_in_four_bits_is_suggested_to_adapters_that_do_not_fit() -> None:
+    lines = advice_for(("recipe=llama3_405b", "cluster=h100", "cluster.num_nodes=1", "lora.rank=8"))
+    (line,) = (line for line in lines if "lora" in line)
+    assert typed(line)[-1] == "lora.base=nf4" and "training adapters" not in line
+
+
+def test_open_axes_keep_what_is_no_axis() -> None:
+    spec = load_for_planning(["recipe=llama3_8b", "layout.etp=2", "layout.sequence_parallel=false"]).spec
+    opened = open_layout(spec)
+    axes = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "zero_stage", "pipeline_schedule", "virtual_stages")
+    assert [getattr(opened, axis) for axis in axes] == [AUTO] * 9
+    assert isinstance(opened, LayoutSpec) and (opened.etp, opened.sequence_parallel) == (2, False)
+
+
+def test_layouts_are_counted_until_estimates_leave_no_better_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second's step is longer once it is counted, and the third's estimate is within the error of estimates."""
+    counts = {1.0: 1.0, 1.005: 1.3, 1.01: 0.995, 1.1: 1.1, 1.2: 1.2}
+    seen: list[float] = []
+
+    def count(search: object, found: Any, *_: object) -> Any:
+        seen.append(found.expected_s)
+        return SimpleNamespace(fits=True, expected_step_s=counts[found.expected_s])
+
+    search: Any = SimpleNamespace(best=lambda: (SimpleNamespace(expected_s=one) for one in counts), refused=Counter())
+    monkeypatch.setattr(capacity, "counted", count)
+    monkeypatch.setattr(capacity, "choose_simplest", lambda search, fastest, *_: fastest)
+    for shown, counted in ((1, 3), (2, 3), (3, 4)):
+        seen.clear()
+        chosen = choose_candidates(search, SPEC, Efficiency(), shown)
+        assert len(seen) == counted
+        assert [one.expected_step_s for one in chosen] == sorted(counts[one] for one in seen)[:shown]

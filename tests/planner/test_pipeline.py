@@ -58,8 +58,6 @@ def ready_at(layout: Layout, action: Action, done: dict) -> int | None:
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
-
-
 SIZES = ((2, 2), (2, 8), (4, 4), (4, 16), (8, 8), (8, 32), (3, 1), (4, 2))
 
 

@@ -6,10 +6,26 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.planner.memory.local import copy_bytes, parameter_bytes, step_bytes
+from trainspec_cli.planner.hardware.cluster import efficiency_of
+from trainspec_cli.planner.memory.predict import predict_memory
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.planner.this_machine import is_predictable, predict_local
-from trainspec_cli.planner.time.local import block_matrices, curve_parts_s, micro_tokens, unit_params
+from trainspec_cli.planner.this_machine import (
+    block_matrices,
+    copy_bytes,
+    curve_parts_s,
+    device_limit_bytes,
+    is_known,
+    is_predictable,
+    micro_tokens,
+    parameter_bytes,
+    predict_device,
+    predict_local,
+    setup_of,
+    step_bytes,
+    suggest,
+    unit_params,
+)
+from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
 from trainspec_cli.recipe.keys.layout import LayoutSpec
 from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel
@@ -74,7 +90,7 @@ def as_told(probe: MachineProbe, **measured: float) -> MachineProbe:
     references = {}
     for name, layers in (("small", 1), ("large", 8)):
         reference = made(model=replace(MODEL, num_layers=layers))
-        parts = curve_parts_s(reference, replace(MODEL, num_layers=layers), probe) | measured
+        parts = curve_parts_s(reference, probe) | measured
         references[name] = Reference(reference, parts, grown_bytes=0.0)
     return replace(probe, **references)
 
@@ -155,11 +171,11 @@ def test_memory_by_cause() -> None:
 
 def test_the_heaps_holes_are_those_of_the_larger_reference() -> None:
     probe = as_told(RAW)
-    plan, model = probe.large.plan, replace(MODEL, num_layers=8)
-    kept, step = parameter_bytes(plan, model), sum(step_bytes(plan, model).values())
+    plan = probe.large.plan
+    kept, step = parameter_bytes(plan), sum(step_bytes(plan).values())
     grown = kept + 1.25 * step
     memory = predict_local(made(), replace(probe, large=replace(probe.large, grown_bytes=grown))).memory
-    assert memory["fragmentation"] == pytest.approx(0.25 * sum(step_bytes(made(), MODEL).values()))
+    assert memory["fragmentation"] == pytest.approx(0.25 * sum(step_bytes(made()).values()))
     assert predict_local(made(), probe).memory["fragmentation"] == 0
 
 
@@ -240,8 +256,8 @@ def test_a_large_vocabulary_goes_through_the_loss_in_chunks() -> None:
     probe = replace(RAW, cast=linear(1e-6))
     head, outside = 2**17 * 64, 2**17 * 64 + 64
     casts = 4 * BLOCK + 4 * 2 * head + outside
-    assert curve_parts_s(made(model=model), model, probe)["forward"] == pytest.approx(2 * (2 + 1e-6 * casts), rel=1e-3)
-    parts = curve_parts_s(made(model=model), model, replace(RAW, loss=linear(1e-6)))
+    assert curve_parts_s(made(model=model), probe)["forward"] == pytest.approx(2 * (2 + 1e-6 * casts), rel=1e-3)
+    parts = curve_parts_s(made(model=model), replace(RAW, loss=linear(1e-6)))
     assert parts["forward"] == pytest.approx(2 * (2 + 1024 * 2**17 * 1e-6), rel=1e-3)
 
 
@@ -268,7 +284,7 @@ def test_sizes_of_a_block_whose_heads_are_wider_than_the_model() -> None:
     model = replace(MODEL, num_kv_heads=1, head_dim=48)
     assert block_matrices(model) == (64 * 96, 64 * 48, 64 * 48, 96 * 64, 64 * 128, 64 * 128, 128 * 64)
     planned = made(model=model)
-    assert unit_params(planned, model) == (43_008 + 2 * 64, OUTSIDE)
+    assert unit_params(planned) == (43_008 + 2 * 64, OUTSIDE)
     assert micro_tokens(planned) == 4 * 256
 
 
@@ -331,3 +347,146 @@ def test_a_site_keeps_the_outer_optimizer_beside_its_part() -> None:
     assert "outer optimizer" not in predicted(made(), RAW).memory
     planned = made(resilience=ResilienceSpec(mode="sites"))
     assert predicted(planned, RAW).memory["outer optimizer"] == 8 * planned.params / planned.layout.dp_shard
+
+
+# What would fit: found by predicting it
+
+
+FITTING_SPEC = RunSpec(
+    model=DecoderModel(4, 64, 2, 2, 32, 128, 512, tied_embeddings=True),
+    data=DataSpec(seq_len=256, source="python_stdlib"),
+    optim=OptimSpec(lr=1e-3),
+    batching=BatchingSpec(global_batch_size=16, micro_batch_size=8),
+    train=TrainSection(max_steps=1),
+    cluster=ClusterSpec(devices_per_node=2, device="cpu"),
+)
+PLAN = plan(FITTING_SPEC, MACHINE)
+
+
+def made_up(plan: Plan) -> LocalPrediction:
+    """20 bytes of states, shared by shards, 10 for every sample at a time, and 5 that nobody measures."""
+    return LocalPrediction({}, {"states": 20 / plan.layout.dp_shard, "samples": 10.0 * plan.micro_batch_size}, {"x": 5})
+
+
+def test_what_would_fit_is_found() -> None:
+    assert suggest(PLAN, made_up, 105) == "batching.micro_batch_size=8"
+    assert suggest(PLAN, made_up, 104) == "batching.micro_batch_size=4"
+    assert suggest(PLAN, made_up, 34) == "layout.dp_replicate=1 layout.dp_shard=2 batching.micro_batch_size=1"
+    assert suggest(PLAN, made_up, 24) == ""
+
+
+def test_what_would_fit_of_a_batch_that_does_not_divide() -> None:
+    """Seven samples on the rank that has most."""
+    odd = plan(replace(FITTING_SPEC, batching=BatchingSpec(13, micro_batch_size=8)), MACHINE)
+    assert (odd.micro_batch_size, odd.grad_accum_steps) == (7, 1)
+    assert suggest(odd, made_up, 95) == "batching.micro_batch_size=7"
+    assert suggest(odd, made_up, 94) == "batching.micro_batch_size=4"
+    assert suggest(odd, made_up, 64) == "batching.micro_batch_size=3"
+    tried: list[tuple[int, int]] = []
+
+    def never(plan: Plan) -> LocalPrediction:
+        tried.append((plan.micro_batch_size, plan.grad_accum_steps))
+        return made_up(plan)
+
+    assert suggest(odd, never, 0) == ""
+    assert tried == [(7, 1), (4, 2), (3, 3), (2, 4), (1, 7)] * 2
+
+
+# Predictions for GPUs that were found on this machine
+
+
+H100S = Machine("node", 64, 2**40, gpu_names=("NVIDIA H100 80GB HBM3",) * 8, gpu_memory_bytes=80 * 2**30, bf16=True)
+GPU_SPEC = RunSpec(
+    model=DecoderModel(32, 4096, 32, 8, 128, 14336, 128256),
+    data=DataSpec(seq_len=1024, source="python_stdlib"),
+    optim=OptimSpec(lr=1e-3),
+    batching=BatchingSpec(global_batch_size=16, micro_batch_size=1),
+    train=TrainSection(max_steps=1),
+    layout=LayoutSpec(dp_shard=8),
+)
+
+
+def test_the_layout_that_will_run_is_predicted() -> None:
+    planned = plan(GPU_SPEC, H100S)
+    prediction = predict_device(planned, H100S)
+    assert prediction.step_time_s == pytest.approx(
+        estimate_step(setup_of(planned, H100S), efficiency_of(GPU_SPEC.cluster)).total_s
+    )
+    time = estimate_step(setup_of(planned, H100S), efficiency_of(GPU_SPEC.cluster))
+    forward_s = prediction.time_s["forward"]
+    assert 0.3 < forward_s / (time.matmul_s + time.attention_s + time.memory_bound_s) < 0.4
+    assert (prediction.time_s["optimizer"], prediction.time_s["other"]) == (time.optimizer_s, time.host_s)
+    assert prediction.time_s["data_wait"] == time.data_s
+    assert prediction.memory["optimizer"] == pytest.approx(8 * planned.params / 8, rel=0.01)
+    assert prediction.needed_bytes > prediction.peak_memory_bytes
+
+
+def test_replicas_of_what_fits_in_shards_do_not_fit() -> None:
+    sharded = plan(GPU_SPEC, H100S)
+    whole = plan(replace(GPU_SPEC, layout=LayoutSpec(dp_replicate=8, dp_shard=1)), H100S)
+    limit_bytes = device_limit_bytes(sharded, H100S)
+    assert limit_bytes < 80 * 2**30
+    assert predict_device(sharded, H100S).needed_bytes < limit_bytes < predict_device(whole, H100S).needed_bytes
+
+
+def test_the_catalogue_must_describe_the_gpu() -> None:
+    planned = plan(GPU_SPEC, H100S)
+    assert is_known(planned, H100S)
+    assert not is_known(planned, replace(H100S, gpu_names=("Abacus-9000",) * 8))
+    assert not is_known(replace(planned, device="cpu"), H100S)
+
+
+def test_a_plans_own_settings_are_predicted() -> None:
+    planned = replace(
+        plan(GPU_SPEC, H100S),
+        micro_batch_size=2,
+        grad_accum_steps=3,
+        recompute="full",
+        offload="optimizer",
+    )
+    setup = setup_of(planned, H100S)
+    assert (setup.layout, setup.micro_batch_size, setup.grad_accum) == (planned.layout, 2, 3)
+    assert (setup.compute, setup.matmul, setup.recompute.full, setup.offload_optimizer) == ("bf16", "bf16", True, True)
+    assert (setup.software.weight_bytes, setup.software.master_bytes) == (4, 0)
+    assert (setup.fabric.num_devices, setup.fabric.devices_per_node, setup.fabric.chip.memory_gb) == (8, 8, 80)
+    whole = replace(planned, layout=replace(planned.layout, zero_stage=1), compute="fp32", offload="none")
+    setup = setup_of(whole, H100S)
+    assert (setup.software.weight_bytes, setup.software.master_bytes) == (2, 4)
+    assert (setup.matmul, setup.offload_optimizer) == ("fp32", False)
+    eight = replace(planned, spec=replace(GPU_SPEC, precision=PrecisionSpec(matmul="fp8")))
+    assert setup_of(eight, H100S).matmul == "fp8"
+
+
+def test_causes_of_a_devices_memory() -> None:
+    planned = plan(GPU_SPEC, H100S)
+    (memory,) = predict_memory(setup_of(planned, H100S), "none")
+    found = predict_device(planned, H100S)
+    assert found.memory == {
+        "parameters": memory.parameters_bytes,
+        "gradients": memory.gradients_bytes,
+        "optimizer": memory.optimizer_bytes,
+        "activations": memory.activations_bytes,
+        "logits": memory.logits_bytes,
+        "collectives": memory.comm_buffers_bytes,
+    }
+    assert found.needed_bytes == pytest.approx(memory.total_bytes)
+
+
+def test_replica_groups_are_predicted_as_they_exchange() -> None:
+    """Also where the plan calls its groups replicas of one group."""
+    layout = LayoutSpec(dp_shard=2, dp_replicate=1)
+    elastic = replace(GPU_SPEC, layout=layout, resilience=ResilienceSpec(mode="elastic", replica_groups=4))
+    planned = plan(elastic, H100S)
+    assert (planned.replica_groups, planned.layout.dp_replicate) == (4, 1)
+    setup = setup_of(planned, H100S)
+    assert (setup.replica_groups, setup.layout.dp_replicate, setup.group_layout) == (4, 4, planned.layout)
+    assert setup_of(planned.as_one_group, H100S) == setup
+    counted = replace(elastic, resilience=ResilienceSpec(mode="elastic"), layout=replace(layout, dp_replicate=4))
+    assert setup_of(plan(counted, H100S), H100S).group_layout == planned.layout
+    assert setup_of(plan(replace(GPU_SPEC, layout=replace(layout, dp_replicate=4)), H100S), H100S).replica_groups == 1
+
+
+def test_the_stages_of_a_replica_group_are_cut_and_its_replicas_stay() -> None:
+    layout = LayoutSpec(dp_shard=1, dp_replicate=1, pp=2)
+    elastic = replace(GPU_SPEC, layout=layout, resilience=ResilienceSpec(mode="elastic", replica_groups=4))
+    assert plan(elastic, H100S).layout.dp_replicate == 1

@@ -6,9 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planner.test_this_machine import BLOCK, MACHINE, OUTSIDE, RAW, as_told, linear, made
-from planner.test_this_machine_gpus import H100S
-from planner.test_this_machine_gpus import SPEC as GPU_SPEC
+from planner.test_this_machine import BLOCK, GPU_SPEC, H100S, MACHINE, OUTSIDE, RAW, as_told, linear, made
 
 from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.plan import plan

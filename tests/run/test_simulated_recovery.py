@@ -10,7 +10,7 @@ from run.memory_backend import MemoryBackend, World
 from run.test_supervise import a_job, with_resilience
 
 from trainspec_cli.planner.run import goodput
-from trainspec_cli.planner.run.standing import PATIENCE
+from trainspec_cli.planner.run.goodput import PATIENCE
 from trainspec_cli.recipe.keys.cluster import ReliabilitySpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.results.plan import Plan

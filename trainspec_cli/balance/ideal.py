@@ -15,12 +15,18 @@ from trainspec_cli.balance.decisions.balance import best_division, solve_counts,
 from trainspec_cli.balance.decisions.links import LinkPaces
 from trainspec_cli.balance.decisions.speeds import Speed
 from trainspec_cli.balance.disturbance import Event, NarrowLink, SlowDevice, SlowNode
-from trainspec_cli.planner.cut import planned_times
-from trainspec_cli.planner.partition import Counts, LayerTimes, Room, cut_by_times
-from trainspec_cli.planner.search.costs import Steps
+from trainspec_cli.planner.pipeline import Counts, LayerTimes, Room, cut_by_times
+from trainspec_cli.planner.search.search import Steps
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.samples import StepParts, Tier, assemble_parts, fixed_part_s
-from trainspec_cli.planner.time.step import PASSES, LayersPart, MicroBatch, recompute_part_s, waiting_share
+from trainspec_cli.planner.time.step import (
+    PASSES,
+    LayersPart,
+    MicroBatch,
+    planned_times,
+    recompute_part_s,
+    waiting_share,
+)
 from trainspec_cli.recipe.keys.layout import Layout
 
 # The true times of a disturbed cluster's steps, by data-parallel rank and pipeline stage.
@@ -424,12 +430,12 @@ class PacedSteps:
         compute_s = comm_s = 0.0
         for number, one, two, again in _parts_of(once, twice):
             once_s, twice_s = (
-                part.time.forward + part.time.backward + (recompute_part_s(part, setup.recompute) if again else 0.0)
+                part.forward + part.backward + (recompute_part_s(part, setup.recompute) if again else 0.0)
                 for part in (one, two)
             )
             compute_s += number * _least_s(once_s, twice_s, size, most)
             for axis, passes in PASSES.items():
-                once_s, twice_s = (passes * getattr(part.comm, axis) for part in (one, two))
+                once_s, twice_s = (passes * getattr(part, axis) for part in (one, two))
                 comm_s += number * _least_s(once_s, twice_s, size, most)
         return compute_s, comm_s
 

@@ -16,9 +16,8 @@ from trainspec_cli.balance.decisions.shares import reporting_interval
 from trainspec_cli.balance.ideal import Cluster, Condition, Paces, RankRows, StepSeconds
 from trainspec_cli.balance.other_layout import OtherLayouts
 from trainspec_cli.planner.capacity import largest_micro_batch, setup_of
-from trainspec_cli.planner.hardware.cluster import efficiency_of
-from trainspec_cli.planner.hardware.topology import group_of
-from trainspec_cli.planner.partition import Counts
+from trainspec_cli.planner.hardware.cluster import efficiency_of, group_of
+from trainspec_cli.planner.pipeline import Counts
 from trainspec_cli.planner.search.space import one_group
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.samples import step_parts

@@ -9,12 +9,9 @@ from math import floor
 from trainspec_cli.balance.batch.division import largest_that_fits
 from trainspec_cli.balance.decisions.balance import largest_stage
 from trainspec_cli.planner.capacity import SLACK
-from trainspec_cli.planner.cut import rough_room
-from trainspec_cli.planner.memory.frameworks import memory_limit_bytes, peak_of
-from trainspec_cli.planner.memory.predict import layer_memory, predict_memory
-from trainspec_cli.planner.partition import Room
-from trainspec_cli.planner.pipeline import cut_layers
-from trainspec_cli.planner.search.costs import LayerMemories
+from trainspec_cli.planner.memory.predict import layer_memory, memory_limit_bytes, peak_of, predict_memory, room_within
+from trainspec_cli.planner.pipeline import Room, cut_layers
+from trainspec_cli.planner.search.search import LayerMemories
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.this_machine import MOVING_BYTES
 from trainspec_cli.recipe.field_types import AUTO
@@ -70,7 +67,7 @@ class LayoutMemory:
 
     def room(self, setup: Setup) -> Room:
         """Return the layers that each pipeline rank may hold, roughly: by how the estimate grows with a layer."""
-        room = rough_room(setup, self.of_stages(setup))
+        room = room_within(setup, self.of_stages(setup))
         wanted = self._scheduler.max_stage_layers
         layers = setup.model.num_layers
         most = layers if wanted == AUTO else int(wanted)

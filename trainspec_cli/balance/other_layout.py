@@ -22,13 +22,10 @@ from trainspec_cli.balance.decisions.links import LinkPaces
 from trainspec_cli.balance.ideal import PacedStep, PacedSteps, Paces, describe
 from trainspec_cli.balance.layout_memory import LayoutMemory, even_room
 from trainspec_cli.planner import this_machine
-from trainspec_cli.planner.capacity import setup_of, softwares_of
-from trainspec_cli.planner.cut import cut_on_chip
+from trainspec_cli.planner.capacity import cut_on_chip, main_size, pin_layout, setup_of, softwares_of
 from trainspec_cli.planner.hardware.cluster import efficiency_of
-from trainspec_cli.planner.partition import Room
-from trainspec_cli.planner.run.batches import main_size
-from trainspec_cli.planner.search.auto import pin_layout
-from trainspec_cli.planner.search.costs import Steps
+from trainspec_cli.planner.pipeline import Room
+from trainspec_cli.planner.search.search import Steps
 from trainspec_cli.planner.search.space import Space, open_layout
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.recipe.keys.cluster import Machine

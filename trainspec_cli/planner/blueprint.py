@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
 
-from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.hardware.topology import (
+from trainspec_cli.planner.hardware.cluster import (
     Fabric,
     Group,
     all_gather_s,
@@ -25,6 +24,7 @@ from trainspec_cli.planner.hardware.topology import (
     reduce_scatter_s,
     send_s,
 )
+from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import MicroBatch, assemble_step, micro_batch, rank_parts
 from trainspec_cli.planner.workload import layer_works
@@ -42,7 +42,6 @@ from trainspec_cli.recipe.results.blueprint import (
 
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Times that a ring sends all bytes around."""
-
 TREE_RATE = 0.92
 """A tree's bandwidth over a ring's, as NCCL itself takes it (NVIDIA/nccl src/graph/tuning.cc)."""
 
@@ -73,42 +72,6 @@ def levels_of(group: Group, eff: Efficiency) -> list[Level]:
     return [level for level in levels if level.joined > 1]
 
 
-def ring_s(group: Group, operation: Operation, message_bytes: float, eff: Efficiency) -> float:
-    """Every step of a flat ring waits for its slowest hop."""
-    passes = PASSES[operation]
-    steps = group.size - 1
-    hop_s = max((level.hop_s for level in levels_of(group, eff)), default=0.0)
-    sent_s = message_bytes * steps / group.size / group.ring_bytes_per_s
-    return eff.collective_latency_s + passes * (sent_s + steps * hop_s)
-
-
-def hierarchical_s(group: Group, operation: Operation, message_bytes: float, eff: Efficiency) -> float:
-    """A ring in each tier: inside, then among the ranks of one number in each element, on their share of the bytes.
-
-    On gloo each tier's ranks send each other their rows, in one step.
-    """
-    passes = PASSES[operation]
-    total_s = 0.0
-    levels = levels_of(group, eff)
-    for level in levels:
-        is_ring = not group.speaks_gloo and operation == "all_reduce" and level is levels[-1]
-        steps = level.joined - 1
-        sent_s = message_bytes / level.below * steps / level.joined / level.bytes_per_s
-        hops = 1 if group.speaks_gloo else steps
-        calls = 1 if is_ring else passes
-        total_s += calls * eff.collective_latency_s + passes * (sent_s + hops * level.hop_s)
-    return total_s
-
-
-def tree_s(group: Group, message_bytes: float, eff: Efficiency) -> float:
-    """A chain inside each domain and a double binary tree over the domains, up and down."""
-    hops_s = 0.0
-    for level in levels_of(group, eff):
-        depth = level.joined - 1 if level.below == 1 and group.per_domain > 1 else math.ceil(math.log2(level.joined))
-        hops_s += depth * level.hop_s
-    return eff.collective_latency_s + 2 * (message_bytes / (TREE_RATE * group.ring_bytes_per_s) + hops_s)
-
-
 def times_of(group: Group, operation: Operation, message_bytes: float, eff: Efficiency) -> dict[Algorithm, float]:
     """Seconds of one exchange by each algorithm that can make it. Several tiers are what a hierarchy needs."""
     if operation == "all_to_all":
@@ -116,22 +79,39 @@ def times_of(group: Group, operation: Operation, message_bytes: float, eff: Effi
     if operation == "send":
         return {"direct": send_s(group, message_bytes, eff)}
     times: dict[Algorithm, float] = {}
+    levels = levels_of(group, eff)
+    passes = PASSES[operation]
     if not group.speaks_gloo:
-        times["ring"] = ring_s(group, operation, message_bytes, eff)
+        # Every step of a flat ring waits for its slowest hop.
+        steps = group.size - 1
+        hop_s = max((level.hop_s for level in levels), default=0.0)
+        sent_s = message_bytes * steps / group.size / group.ring_bytes_per_s
+        times["ring"] = eff.collective_latency_s + passes * (sent_s + steps * hop_s)
     elif operation == "all_gather":
         times["ring"] = all_gather_s(group, message_bytes, eff)
     else:
-        times["direct"] = PASSES[operation] * reduce_scatter_s(group, message_bytes, eff)
-    if len(levels_of(group, eff)) > 1:
-        times["hierarchical"] = hierarchical_s(group, operation, message_bytes, eff)
+        times["direct"] = passes * reduce_scatter_s(group, message_bytes, eff)
+    if len(levels) > 1:
+        # A ring in each tier: inside, then among the ranks of one number in each element, on their share of the bytes.
+        # On gloo each tier's ranks send each other their rows, in one step.
+        total_s = 0.0
+        for level in levels:
+            is_ring = not group.speaks_gloo and operation == "all_reduce" and level is levels[-1]
+            steps = level.joined - 1
+            sent_s = message_bytes / level.below * steps / level.joined / level.bytes_per_s
+            hops = 1 if group.speaks_gloo else steps
+            calls = 1 if is_ring else passes
+            total_s += calls * eff.collective_latency_s + passes * (sent_s + hops * level.hop_s)
+        times["hierarchical"] = total_s
     if operation == "all_reduce" and not group.speaks_gloo:
-        times["tree"] = tree_s(group, message_bytes, eff)
+        # A chain inside each domain and a double binary tree over the domains, up and down.
+        hops_s = 0.0
+        for level in levels:
+            is_chain = level.below == 1 and group.per_domain > 1
+            hops_s += (level.joined - 1 if is_chain else math.ceil(math.log2(level.joined))) * level.hop_s
+        sent_s = message_bytes / (TREE_RATE * group.ring_bytes_per_s)
+        times["tree"] = eff.collective_latency_s + 2 * (sent_s + hops_s)
     return times
-
-
-def fastest(times: dict[Algorithm, float]) -> Algorithm:
-    """Return the fastest algorithm; of equals the first, which is the flat ring where there is one."""
-    return min(times, key=lambda name: times[name])
 
 
 def best_bucket_bytes(group: Group, operation: Operation, total_bytes: float, eff: Efficiency) -> float:
@@ -141,76 +121,78 @@ def best_bucket_bytes(group: Group, operation: Operation, total_bytes: float, ef
     return min(total_bytes, math.sqrt(total_bytes * latency_s * group.ring_bytes_per_s))
 
 
-# The exchanges of one training step of a rank: how many bytes each, and how often.
-
-
-@dataclass(frozen=True)
-class Need:
-    """An exchange that an axis has to make, whatever the fabric."""
-
-    axis: str
-    group: str
-    """A group of `axis_groups`."""
-    operation: Operation
-    message_bytes: float
-    per_step: float
-    is_bucketed: bool = False
-    """All of a rank's gradients or parameters: they go in buckets beside the computation."""
-
-
 def exchanges_of(
     setup: Setup, once: MicroBatch, groups: Mapping[str, Group], fabric: Fabric, eff: Efficiency
 ) -> tuple[Exchange, ...]:
-    """Return the exchanges of the rank that has most parameters, each by its fastest algorithm."""
-    needs = [*_inside_layers(setup), *_sends(setup), *_of_parameters(setup, once)]
-    return tuple(
-        _exchange(need, groups[need.group], fabric, eff)
-        for need in needs
-        if groups[need.group].size > 1 and need.message_bytes > 0 and need.per_step > 0
-    )
+    """Return the exchanges of one training step of the rank that has most parameters: how many bytes each, how often,
+    and its fastest algorithm."""
+    layout = setup.layout
+    found: list[Exchange] = []
 
+    def add(axis: str, name: str, operation: Operation, size: float, per_step: float, *, buckets: bool = False) -> None:
+        """`name`: a group of `axis_groups`. `buckets`: gradients or parameters, which go in buckets beside the
+        computation."""
+        group = groups[name]
+        if group.size <= 1 or size <= 0 or per_step <= 0:
+            return
+        bucket_bytes = best_bucket_bytes(group, operation, size, eff) if buckets else None
+        message_bytes = bucket_bytes or size
+        times = times_of(group, operation, message_bytes, eff)
+        # Of equals the first is taken, which is the flat ring where there is one.
+        algorithm = min(times, key=lambda one: times[one])
+        found.append(
+            Exchange(
+                axis=axis,
+                operation=operation,
+                ranks=group.size,
+                # The outermost tier that the group crosses.
+                tier=fabric.network[len(group.outer)].name if group.crosses else "scale-up domain",
+                message_bytes=message_bytes,
+                per_step=per_step * size / message_bytes if buckets else per_step,
+                algorithm=algorithm,
+                time_s=times[algorithm],
+                ring_s=times.get("ring", times.get("direct", times[algorithm])),
+                bucket_bytes=bucket_bytes,
+            )
+        )
 
-def _exchange(need: Need, group: Group, fabric: Fabric, eff: Efficiency) -> Exchange:
-    bucket_bytes = None
-    message_bytes = need.message_bytes
-    per_step = need.per_step
-    if need.is_bucketed:
-        bucket_bytes = best_bucket_bytes(group, need.operation, need.message_bytes, eff)
-        message_bytes = bucket_bytes
-        per_step = per_step * need.message_bytes / bucket_bytes
-    times = times_of(group, need.operation, message_bytes, eff)
-    algorithm = fastest(times)
-    return Exchange(
-        axis=need.axis,
-        operation=need.operation,
-        ranks=group.size,
-        tier=tier_of(group, fabric),
-        message_bytes=message_bytes,
-        per_step=per_step,
-        algorithm=algorithm,
-        time_s=times[algorithm],
-        ring_s=times.get("ring", times.get("direct", times[algorithm])),
-        bucket_bytes=bucket_bytes,
-    )
-
-
-def tier_of(group: Group, fabric: Fabric) -> str:
-    """Name the outermost tier that a group crosses."""
-    if not group.crosses:
-        return "scale-up domain"
-    return fabric.network[len(group.outer)].name
-
-
-def _inside_layers(setup: Setup) -> Iterator[Need]:
-    """Tensor, context and expert parallelism, of the layers of an average pipeline rank: forward and backward."""
-    works = [work for parts in layer_works(setup.model, setup.tokens, setup.seq_len, setup.layout) for work in parts]
-    times = setup.grad_accum / setup.layout.pp
+    # Tensor, context and expert parallelism, of the layers of an average pipeline rank: forward and backward.
+    works = [work for parts in layer_works(setup.model, setup.tokens, setup.seq_len, layout) for work in parts]
+    times = setup.grad_accum / layout.pp
     size, number = _mean((work.tp_bytes, work.tp_exchanges) for work in works)
-    yield Need("tp", "tp", "all_reduce", size, 2 * times * number)
+    add("tp", "tp", "all_reduce", size, 2 * times * number)
     size, number = _mean((work.cp_bytes, 1) for work in works)
-    yield Need("cp", "cp", "all_gather", size, 3 * times * number)
+    add("cp", "cp", "all_gather", size, 3 * times * number)
     size, number = _mean((work.ep_bytes, 1) for work in works)
-    yield Need("ep", "ep", "all_to_all", size, 4 * times * number)
+    add("ep", "ep", "all_to_all", size, 4 * times * number)
+
+    # Activations and their gradients between the stages of a pipeline.
+    parts = layout.tp if layout.sequence_parallel or setup.software.split_sends else 1
+    size = 2.0 * setup.tokens * setup.model.hidden_size / parts
+    add("pp", "pp", "send", size, 2.0 * layout.virtual_stages * setup.grad_accum)
+
+    # Gradients and parameters of the pipeline rank that holds most of them.
+    part = max((rank.whole for rank in rank_parts(once, layout)), key=lambda rank: rank.params)
+    gradients = setup.trainable * setup.software.reduce_bytes
+    weights = 2.0
+    for params, expert in ((part.params, False), (part.expert_params, True)):
+        label = " (experts)" if expert else ""
+        group = "expert_dp" if expert else "dp"
+        if layout.shards_parameters:
+            shard = "expert_dp" if expert else "dp_shard"
+            accum = setup.grad_accum
+            gathered = weights * setup.sharded * params
+            add(f"dp_shard{label}", shard, "all_gather", gathered, 2.0 * accum, buckets=True)
+            add(f"dp_shard{label}", shard, "reduce_scatter", gradients * params, accum, buckets=True)
+            if not expert:
+                own = gradients * params / (layout.dp_shard * layout.cp)
+                add("dp_replicate", "dp_replicate", "all_reduce", own, 1.0, buckets=True)
+        elif layout.dp_shard == 1:
+            add(f"dp{label}", group, "all_reduce", gradients * params, 1.0, buckets=True)
+        else:
+            add(f"dp{label}", group, "reduce_scatter", gradients * params, 1.0, buckets=True)
+            add(f"dp{label}", group, "all_gather", setup.trainable * weights * params, 1.0, buckets=True)
+    return tuple(found)
 
 
 def _mean(messages: Iterable[tuple[float, int]]) -> tuple[float, int]:
@@ -218,42 +200,6 @@ def _mean(messages: Iterable[tuple[float, int]]) -> tuple[float, int]:
     sent = [(size, number) for size, number in messages if size > 0]
     number = sum(number for _, number in sent)
     return (sum(size * times for size, times in sent) / number if number else 0.0), number
-
-
-def _sends(setup: Setup) -> Iterator[Need]:
-    """Activations and their gradients between the stages of a pipeline."""
-    layout = setup.layout
-    parts = layout.tp if layout.sequence_parallel or setup.software.split_sends else 1
-    size = 2.0 * setup.tokens * setup.model.hidden_size / parts
-    yield Need("pp", "pp", "send", size, 2.0 * layout.virtual_stages * setup.grad_accum)
-
-
-def _of_parameters(setup: Setup, once: MicroBatch) -> Iterator[Need]:
-    """Gradients and parameters of the pipeline rank that holds most of them."""
-    part = max((rank.whole for rank in rank_parts(once, setup.layout)), key=lambda rank: rank.params)
-    layout = setup.layout
-    trained = setup.trainable
-    gradients = trained * setup.software.reduce_bytes
-    weights = 2.0
-    for params, expert in ((part.params, False), (part.expert_params, True)):
-        label = " (experts)" if expert else ""
-        if layout.shards_parameters:
-            shard = "expert_dp" if expert else "dp_shard"
-            accum = setup.grad_accum
-            yield Need(
-                f"dp_shard{label}", shard, "all_gather", weights * setup.sharded * params, 2.0 * accum, is_bucketed=True
-            )
-            yield Need(f"dp_shard{label}", shard, "reduce_scatter", gradients * params, accum, is_bucketed=True)
-            if not expert:
-                own = gradients * params / (layout.dp_shard * layout.cp)
-                yield Need("dp_replicate", "dp_replicate", "all_reduce", own, 1.0, is_bucketed=True)
-        elif layout.dp_shard == 1:
-            group = "expert_dp" if expert else "dp"
-            yield Need(f"dp{label}", group, "all_reduce", gradients * params, 1.0, is_bucketed=True)
-        else:
-            group = "expert_dp" if expert else "dp"
-            yield Need(f"dp{label}", group, "reduce_scatter", gradients * params, 1.0, is_bucketed=True)
-            yield Need(f"dp{label}", group, "all_gather", trained * weights * params, 1.0, is_bucketed=True)
 
 
 # Which axes lie next to one another on the nodes: orders that permuting whole nodes can make, and their groups.
@@ -404,10 +350,17 @@ def draw_blueprint(setup: Setup, spec: FabricSpec, eff: Efficiency) -> Blueprint
         best = usual
     exchanges = exchanges_of(setup, best.once, best.groups, fabric, eff)
     moved = best is not usual
+    # The scale-up domain and the tiers beyond, up to the one that holds every device.
+    domain = ("scale-up domain", fabric.scaleup_devices, fabric.link_gb_per_s * 8)
+    tiers: list[BlueprintTier] = []
+    for name, devices, gbit_per_s in (domain, *((tier.name, tier.devices, tier.gbit_per_s) for tier in fabric.network)):
+        elements = max(1, math.ceil(fabric.num_devices / devices))
+        if not tiers or tiers[-1].elements > 1:
+            tiers.append(BlueprintTier(name, elements, min(devices, fabric.num_devices), gbit_per_s))
     sizes = (fabric.scaleup_devices, *(tier.devices for tier in fabric.network))
     return Blueprint(
         fabric=fabric.name or ("of the recipe" if fabric.described else "flat"),
-        tiers=tuple(_tiers(fabric)),
+        tiers=tuple(tiers),
         order=_axes(best.order) if best.order else tuple(axis for axis in MESH_AXES if getattr(layout, axis) > 1),
         node_places=node_places(usual.order or (), best.order or (), fabric.devices_per_node) if moved else (),
         step_s=best.step_s,
@@ -434,16 +387,6 @@ def _axes(order: Sequence[Extent]) -> tuple[str, ...]:
     return tuple(name for place, name in enumerate(names) if place == 0 or names[place - 1] != name)
 
 
-def _tiers(fabric: Fabric) -> Iterator[BlueprintTier]:
-    """The scale-up domain and the tiers beyond, up to the one that holds every device."""
-    domain = ("scale-up domain", fabric.scaleup_devices, fabric.link_gb_per_s * 8)
-    for name, devices, gbit_per_s in (domain, *((tier.name, tier.devices, tier.gbit_per_s) for tier in fabric.network)):
-        elements = max(1, math.ceil(fabric.num_devices / devices))
-        yield BlueprintTier(name, elements, min(devices, fabric.num_devices), gbit_per_s)
-        if elements == 1:
-            return
-
-
 def _has_nccl(fabric: Fabric) -> bool:
     return fabric.chip.vendor == "nvidia" and fabric.num_devices > fabric.devices_per_node
 
@@ -465,26 +408,22 @@ def _tuner_rows(
 ) -> Iterator[TunerRow]:
     """All-reduces across nodes: a tree up to the size from which the ring is faster. Then a row for all else, which the
     example tuner would set to the same: it forces the ring where no row fits."""
+    nodes_per_domain = max(1, fabric.scaleup_devices // fabric.devices_per_node)
     seen: set[tuple[int, int]] = set()
     for exchange in exchanges:
         group = groups.get(exchange.axis)
         if exchange.operation != "all_reduce" or group is None or not group.crosses:
             continue
-        key = (_nodes_of(group, fabric), group.size)
+        # Several nodes may make one scale-up domain.
+        nodes = min(group.size, group.domains * min(nodes_per_domain, group.per_domain))
         limit = tree_until_bytes(group, eff)
-        if limit and key not in seen:
-            seen.add(key)
+        if limit and (nodes, group.size) not in seen:
+            seen.add((nodes, group.size))
             reason = f"planned: up to {limit:,} bytes a tree's latency is less than a ring's"
-            yield TunerRow("allreduce", 0, limit, "tree", *key, reason)
+            yield TunerRow("allreduce", 0, limit, "tree", nodes, group.size, reason)
     if seen:
         for collective in COLLECTIVES:
             yield TunerRow(collective, 0, LARGEST_MESSAGE, "ring", -1, -1, "all else")
-
-
-def _nodes_of(group: Group, fabric: Fabric) -> int:
-    """Nodes that a group is spread over, where several may make one scale-up domain."""
-    nodes_per_domain = max(1, fabric.scaleup_devices // fabric.devices_per_node)
-    return min(group.size, group.domains * min(nodes_per_domain, group.per_domain))
 
 
 def tree_until_bytes(group: Group, eff: Efficiency) -> int:

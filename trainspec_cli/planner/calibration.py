@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainspec_cli.planner.hardware.rates import FRACTIONS, Efficiency
@@ -85,7 +86,9 @@ def infer(observations: Sequence[Observation], names: Sequence[str], spread: Spr
     every = (*names, PACE)
     prior = np.array([spread.parameter] * len(names) + [spread.pace])
     theta = np.zeros(len(every))
-    noise = _noise(observations, spread, np)
+    groups = [observation.group for observation in observations]
+    alike = np.array([[own == other for other in groups] for own in groups], dtype=float)
+    noise = spread.noise**2 * np.eye(len(groups)) + spread.group**2 * alike
     for iteration in range(ITERATIONS):
         errors = _errors(observations, every, theta, np)
         if iteration % 3 == 0:
@@ -115,9 +118,12 @@ def choose(slopes: Sequence[Any], spread: Spread, number: int) -> list[int]:
     covariance = np.diag([spread.parameter**2] * (width - 1) + [spread.pace**2])
     chosen: list[int] = []
     for _ in range(min(number, len(slopes))):
-        gains = [
-            -math.inf if place in chosen else _gain(each, covariance, spread, np) for place, each in enumerate(slopes)
-        ]
+        gains = []
+        for place, each in enumerate(slopes):
+            noise = _one_group(len(each), spread, np)
+            sure = np.linalg.slogdet(noise)[1]
+            doubtful = np.linalg.slogdet(noise + each @ covariance @ each.T)[1]
+            gains.append(-math.inf if place in chosen else float(doubtful - sure))
         best = max(range(len(gains)), key=gains.__getitem__)
         chosen.append(best)
         seen = slopes[best]
@@ -135,21 +141,8 @@ def slopes_of(observations: Sequence[Observation], names: Sequence[str]) -> Any:
     return _slopes(observations, every, theta, _errors(observations, every, theta, np), np)
 
 
-def _gain(slopes: Any, covariance: Any, spread: Spread, np: Any) -> float:
-    noise = _one_group(len(slopes), spread, np)
-    sure = np.linalg.slogdet(noise)[1]
-    doubtful = np.linalg.slogdet(noise + slopes @ covariance @ slopes.T)[1]
-    return float(doubtful - sure)
-
-
 def _one_group(size: int, spread: Spread, np: Any) -> Any:
     return spread.noise**2 * np.eye(size) + spread.group**2
-
-
-def _noise(observations: Sequence[Observation], spread: Spread, np: Any) -> Any:
-    groups = [observation.group for observation in observations]
-    alike = np.array([[own == other for other in groups] for own in groups], dtype=float)
-    return spread.noise**2 * np.eye(len(groups)) + spread.group**2 * alike
 
 
 def _errors(observations: Sequence[Observation], names: Sequence[str], theta: Any, np: Any) -> Any:
@@ -226,16 +219,15 @@ def of_parts(predicted: LocalPrediction, measured: Mapping[str, float] | None, g
         own_s = predicted.time_s.get(part, 0.0)
         took_s = own_s if measured is None else measured.get(part, 0.0)
         if own_s > LEAST_SHARE * whole_s and took_s > 0:
-            found.append(Observation(_times(part, own_s), took_s, group))
+            found.append(Observation(partial(_paced, part, own_s), took_s, group))
     return found
 
 
-def _times(part: str, seconds: float):  # type: ignore[no-untyped-def]
-    return lambda factors: seconds * factors.get(part, 1.0) * factors.get(PACE, 1.0)
+def _paced(part: str, seconds: float, factors: Mapping[str, float]) -> float:
+    return seconds * factors.get(part, 1.0) * factors.get(PACE, 1.0)
 
 
 def calibrated(predicted: LocalPrediction, factors: Mapping[str, float]) -> LocalPrediction:
     """Return the prediction with its parts as this machine was measured to take them."""
-    pace = factors.get(PACE, 1.0)
-    parts = {part: seconds * factors.get(part, 1.0) * pace for part, seconds in predicted.time_s.items()}
+    parts = {part: _paced(part, seconds, factors) for part, seconds in predicted.time_s.items()}
     return replace(predicted, time_s=parts)

@@ -1,25 +1,34 @@
-"""RunSpec and cluster -> the ranked layouts, and what was refused and why."""
+"""RunSpec and cluster -> the ranked layouts, and what was refused and why; other plans of a run, and advice for one
+that does not fit."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
+from typing import Literal
 
-from trainspec_cli.balance.batch.division import largest_that_fits
+from trainspec_cli.balance.batch.batch import run_phases, schedule_batches
+from trainspec_cli.balance.batch.division import largest_that_fits, micro_batches_of
 from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.core.printable import format_bytes, format_duration
 from trainspec_cli.planner import workload
-from trainspec_cli.planner.blueprint import draw_blueprint
-from trainspec_cli.planner.cut import cut_on_chip
-from trainspec_cli.planner.hardware.cluster import describe_fabric, efficiency_of
+from trainspec_cli.planner.hardware.cluster import Fabric, axis_groups, chip_of, describe_fabric, efficiency_of
 from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
-from trainspec_cli.planner.hardware.topology import Fabric
-from trainspec_cli.planner.memory.engine.run import outer_bytes_of
-from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
-from trainspec_cli.planner.memory.predict import SURELY, expected_step_s, fit_probability, layer_memory, memory_within
-from trainspec_cli.planner.run.batches import main_size, predict_sizes
+from trainspec_cli.planner.memory.engine.step import outer_bytes_of
+from trainspec_cli.planner.memory.predict import (
+    SURELY,
+    expected_step_s,
+    fit_probability,
+    layer_memory,
+    memory_limit_bytes,
+    memory_within,
+    predict_memory,
+    room_within,
+)
+from trainspec_cli.planner.pipeline import cut, is_open
 from trainspec_cli.planner.search.search import (
     ABOUT,
     NEAR,
@@ -29,23 +38,35 @@ from trainspec_cli.planner.search.search import (
     Search,
     complexity,
     recompute_names,
-    share_recomputed,
 )
-from trainspec_cli.planner.search.space import Space, asked_groups
+from trainspec_cli.planner.search.space import Space, asked_groups, one_group, open_layout
 from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software, describe_software, moment_bytes
-from trainspec_cli.planner.time.step import estimate_step
+from trainspec_cli.planner.time.step import estimate_step, micro_batch, planned_times
 from trainspec_cli.recipe.field_types import AUTO, AutoInt
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.framework import SumFormat
-from trainspec_cli.recipe.keys.layout import SHARDINGS, Layout, Sharding
+from trainspec_cli.recipe.keys.layout import SHARDINGS, Layout, LayoutSpec, Sharding
+from trainspec_cli.recipe.keys.resilience import RecoveryMode, ResilienceSpec
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.blueprint import Blueprint
-from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
+from trainspec_cli.recipe.results.plan import (
+    Candidate,
+    CapacityPlan,
+    MemoryBreakdown,
+    Plan,
+    PoolPart,
+    SizedStep,
+    StepTime,
+)
+from trainspec_cli.recipe.rules.check import BUILT, apply, check
+from trainspec_cli.recipe.rules.layout import KERNEL_RULES
 
 SHOWN = 10
-COUNTED, SLACK = 40, 1.1
-"""Layouts that are counted tensor by tensor, at most, and how far over the limit they may be by the search's rough
-estimate: which of them fit is seen then."""
+
+COUNTED = 40
+"""Layouts that are counted tensor by tensor, at most."""
+SLACK = 1.1
+"""How far over the limit a layout may be by the search's rough estimate: which of them fit is seen when it is
+counted."""
 TRIED = 4
 """Layouts of one complexity that are counted tensor by tensor, at most."""
 ERR = 1.02
@@ -61,26 +82,52 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
     fabric = describe_fabric(spec.cluster, machine)
     eff = efficiency_of(spec.cluster)
     search = search_of(spec, fabric, eff)
-    if problems := search.space.problems_of_pinned():
-        raise RecipeError(problems)
+    if spec.framework.counted:
+        pinned = apply((*BUILT, *KERNEL_RULES), spec)
+        if problems := [problem for problem in pinned if problem not in search.space.anyhow]:
+            raise RecipeError(problems)
     candidates = choose_candidates(search, spec, eff, shown)
     if not candidates and search.smallest is not None:
         candidates = [candidate_of(search.smallest, spec, eff)]
     safest = choose_safest(candidates, (counted(search, found, spec, eff) for found in search.safest()))
     refused = search.refused + Counter({SLOWER: search.considered - search.refused[TOO_LARGE] - len(candidates)})
-    return CapacityPlan(
-        params=workload.count_params(spec.model),
-        adapter_params=workload.adapter_params(spec.model, spec.lora),
-        active_params=workload.count_active_params(spec.model),
-        flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora),
-        world_size=fabric.num_devices,
-        tokens_per_step=spec.batching.global_batch_size * _length(spec),
-        candidates=tuple(candidates),
+    return capacity_of(
+        spec,
+        fabric.num_devices,
+        candidates,
         usual=find_usual(search, candidates, spec, eff),
         rejected=dict(refused),
         safest=safest,
         assumptions=tuple(assumptions(spec, fabric)),
         considered=search.considered,
+    )
+
+
+def capacity_of(
+    spec: RunSpec,
+    devices: int,
+    candidates: Sequence[Candidate],
+    *,
+    rejected: dict[str, int],
+    safest: Candidate | None,
+    assumptions: tuple[str, ...],
+    considered: int,
+    usual: Candidate | None = None,
+) -> CapacityPlan:
+    """Return the plan with what the model costs in every layout."""
+    return CapacityPlan(
+        params=workload.count_params(spec.model),
+        adapter_params=workload.adapter_params(spec.model, spec.lora),
+        active_params=workload.count_active_params(spec.model),
+        flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora),
+        world_size=devices,
+        tokens_per_step=spec.batching.global_batch_size * sample_tokens(spec),
+        candidates=tuple(candidates),
+        usual=usual,
+        rejected=rejected,
+        safest=safest,
+        assumptions=assumptions,
+        considered=considered,
     )
 
 
@@ -150,29 +197,26 @@ def choose_simplest(search: Search, fastest: Candidate, spec: RunSpec, eff: Effi
 
 
 def find_usual(search: Search, candidates: Sequence[Candidate], spec: RunSpec, eff: Efficiency) -> Candidate | None:
-    """Return the layout that an expert would start from, to set the chosen one beside."""
-    node = search.template.fabric.scaleup_devices
-    for sharded in (True, False):
-        found = search.fastest(partial(is_usual, scaleup_devices=node, sharded=sharded))
-        if found and (found.recompute != "full" or not sharded):
-            usual = counted(search, found, spec, eff)
-            same = (one for one in candidates if one.layout == usual.layout and one.recompute == usual.recompute)
-            return next(same, usual)
-    return None
-
-
-def is_usual(layout: Layout, scaleup_devices: int, *, sharded: bool) -> bool:
-    """Return whether experts would start from such a layout; sequences stay whole.
+    """Return the layout that an expert would start from, to set the chosen one beside; sequences stay whole.
 
     The state is sharded over all devices, where no layer needs to be recomputed for that. Else tensor parallelism fills
     a node, pipeline stages span nodes, and the rest is data-parallel with ZeRO-1 (arXiv:2104.04473, section 3, and the
     guides of Megatron-LM and NeMo).
     """
-    if layout.cp > 1 or layout.splits_backward or layout.dp_replicate > 1:
-        return False
-    if sharded:
-        return layout.tp == layout.pp == 1
-    return layout.tp == scaleup_devices and layout.zero_stage == 1
+    node = search.template.fabric.scaleup_devices
+
+    def is_usual(layout: Layout, *, sharded: bool) -> bool:
+        if layout.cp > 1 or layout.splits_backward or layout.dp_replicate > 1:
+            return False
+        return layout.tp == layout.pp == 1 if sharded else layout.tp == node and layout.zero_stage == 1
+
+    for sharded in (True, False):
+        found = search.fastest(partial(is_usual, sharded=sharded))
+        if found and (found.recompute != "full" or not sharded):
+            usual = counted(search, found, spec, eff)
+            same = (one for one in candidates if one.layout == usual.layout and one.recompute == usual.recompute)
+            return next(same, usual)
+    return None
 
 
 def _fitting(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -217,17 +261,20 @@ def template_of(spec: RunSpec, fabric: Fabric) -> Setup:
     if compute == AUTO:
         compute = "bf16" if fabric.chip.bf16_tflops else "fp16"
     matmul = compute if spec.precision.matmul == "compute" else spec.precision.matmul
+    trainable = 1.0
+    if workload.adapted_decoder(spec.model, spec.lora):
+        trainable = workload.adapter_params(spec.model, spec.lora) / workload.count_params(spec.model)
     return Setup(
         model=spec.model,
         layout=Layout(),
         fabric=fabric,
-        seq_len=_length(spec),
+        seq_len=sample_tokens(spec),
         micro_batch_size=1.0,
         grad_accum=1,
         compute=compute,
         matmul=matmul,
-        trainable=workload.trained_share(spec.model, spec.lora),
-        sharded=workload.sharded_share(spec.model, spec.lora),
+        trainable=trainable,
+        sharded=1.0 - workload.quantised_params(spec.model, spec.lora) / workload.count_params(spec.model),
         lora=spec.lora,
         replica_groups=asked_groups(spec) or 0,
         outer_bytes=outer_bytes_of(spec),
@@ -255,21 +302,58 @@ def softwares_of(spec: RunSpec) -> dict[Sharding, Software]:
 
 def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
     setup, stages = cut_on_chip(found.setup, found.recompute, eff)
-    time = estimate_step(setup, eff)
-    devices = setup.fabric.num_devices
-    tokens_per_s = main_size(spec) * _length(spec) / time.total_s
-    model_flops = workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora)
-    mfu = tokens_per_s * model_flops / devices / peak_flops_per_s(setup.fabric.chip, setup.matmul)
-    attention = workload.mixing_flops_per_token(spec.model, spec.data.seq_len)
-    again = share_recomputed(setup, model_flops - attention, attention)
+    chip = setup.fabric.chip
     peak_bytes = max(stage.total_bytes for stage in stages)
-    limit_bytes = memory_limit_bytes(setup.fabric.chip)
-    probability = fit_probability(peak_bytes, limit_bytes)
+    limit_bytes = memory_limit_bytes(chip)
+    sized_steps = []
+    for samples in sizes_to_predict(spec):  # layout and micro-batch stay, and the number of micro-batches follows
+        sized = replace(setup, grad_accum=micro_batches_of(setup.layout, setup.micro_batch_size, samples))
+        sized_steps.append(SizedStep(samples, estimate_step(sized, eff)))
+    return rate_candidate(
+        spec,
+        setup,
+        estimate_step(setup, eff),
+        found.recompute,
+        peak_flops=peak_flops_per_s(chip, setup.matmul),
+        memory=stages,
+        peak_bytes=peak_bytes,
+        limit_bytes=limit_bytes,
+        probability=fit_probability(peak_bytes, limit_bytes),
+        sized_steps=tuple(sized_steps),
+    )
+
+
+def rate_candidate(
+    spec: RunSpec,
+    setup: Setup,
+    time: StepTime,
+    recompute: str,
+    *,
+    peak_flops: float,
+    memory: tuple[MemoryBreakdown, ...],
+    peak_bytes: float,
+    limit_bytes: float,
+    probability: float,
+    sized_steps: tuple[SizedStep, ...],
+    pools: tuple[PoolPart, ...] = (),
+) -> Candidate:
+    """Return a layout with its rates; `peak_flops` a second, of a device on average."""
+    devices = setup.fabric.num_devices
+    tokens_per_s = main_size(spec) * sample_tokens(spec) / time.total_s
+    model_flops = workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora)
+    mfu = tokens_per_s * model_flops / devices / peak_flops
+    # Forward FLOPs done again, over those of forward and backward. Frozen weights' backward is half of others'.
+    recomputed = setup.recompute
+    attention = workload.mixing_flops_per_token(spec.model, spec.data.seq_len)
+    products = model_flops - attention
+    passes = 3.0 if setup.trainable >= 1.0 else 2.0
+    again = recomputed.matmul * products / passes + recomputed.attention * attention / 3.0
+    again /= products + attention
     return Candidate(
         layout=setup.layout,
         micro_batch_size=int(setup.micro_batch_size),
         grad_accum_steps=setup.grad_accum,
-        recompute=found.recompute,
+        recompute=recompute,
         offload="optimizer" if setup.offload_optimizer else "none",
         step_time_s=time.total_s,
         tokens_per_s=tokens_per_s,
@@ -280,9 +364,10 @@ def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
         memory_limit_bytes=limit_bytes,
         fit_probability=probability,
         expected_step_s=expected_step_s(time.total_s, probability, start_s_a_step(spec)),
-        memory=stages,
+        memory=memory,
         time=time,
-        sized_steps=predict_sizes(setup, spec, eff),
+        sized_steps=sized_steps,
+        pools=pools,
     )
 
 
@@ -298,11 +383,6 @@ def setup_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Se
         software=software_of(spec, candidate.layout.sharding),
         offload_optimizer=candidate.offload == "optimizer",
     )
-
-
-def blueprint_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Blueprint:
-    """Return the communication blueprint of a candidate of this spec."""
-    return draw_blueprint(setup_of(candidate, spec, machine), spec.cluster.fabric, efficiency_of(spec.cluster))
 
 
 def largest_micro_batch(candidate: Candidate, setup: Setup, wanted: AutoInt) -> int:
@@ -338,6 +418,245 @@ def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
         yield "kernels are launched one by one (compile: false)"
 
 
-def _length(spec: RunSpec) -> int:
+def sample_tokens(spec: RunSpec) -> int:
     """Tokens a sample; 1 for images, whose samples are counted whole."""
     return 1 if spec.model.unit == "samples" else spec.data.seq_len
+
+
+def cut_on_chip(setup: Setup, recompute: str, eff: Efficiency) -> tuple[Setup, tuple[MemoryBreakdown, ...]]:
+    """-> (the setup with its layers cut by planned times where the recipe leaves that open, each stage's memory).
+
+    The best cut where that fits the device, else the best that does by the estimate of memory, else the even one.
+    """
+    if not is_open(setup.layout, setup.model):
+        return setup, predict_memory(setup, recompute)
+    groups = axis_groups(setup.layout, setup.fabric, eff)
+    times = planned_times(micro_batch(setup, groups, eff), setup)
+    limit_bytes = memory_limit_bytes(setup.fabric.chip)
+    best = replace(setup, layout=cut(times, setup.layout))
+    if taken := memory_within(best, recompute, limit_bytes):
+        return best, taken
+    even = predict_memory(setup, recompute)
+    bounded = replace(setup, layout=cut(times, setup.layout, room_within(setup, even)))
+    taken = None if bounded == setup else memory_within(bounded, recompute, limit_bytes)
+    return (bounded, taken) if taken else (setup, even)
+
+
+PREDICTED_SIZES = 6
+"""Sizes of a changing batch that are predicted; those between them are interpolated."""
+
+
+def sizes_to_predict(spec: RunSpec) -> Sequence[int]:
+    """Return the sizes of a batch that changes, smallest first, or of many the first, the last and some between; none
+    of one that does not change."""
+    sizes = sorted({phase.step_samples for phase in run_phases(schedule_batches(spec))})
+    if sizes == [spec.batching.global_batch_size]:
+        return ()
+    last = len(sizes) - 1
+    return [
+        sizes[place]
+        for place in sorted({round(place * last / (PREDICTED_SIZES - 1)) for place in range(PREDICTED_SIZES)})
+    ]
+
+
+def main_size(spec: RunSpec) -> int:
+    """Return the size of the steps that train most of the run's samples: layouts are chosen for it."""
+    phases = run_phases(schedule_batches(spec))
+    return max(phases, key=lambda phase: phase.steps * phase.step_samples).step_samples
+
+
+def is_searched(spec: RunSpec, machine: Machine, device: str) -> bool:
+    """Something that the planner chooses is open, and the chip of the GPUs that were found is known."""
+    choices = (*vars(spec.layout).values(), spec.batching.micro_batch_size, spec.recompute, spec.offload)
+    return device == "cuda" and AUTO in choices and chip_of(machine)[0] is not None
+
+
+def best_candidate(spec: RunSpec, machine: Machine, num_devices: int) -> Candidate | None:
+    """Return the candidate that `plan` puts first, with the micro-batches of the run's first step; None where nothing
+    fits."""
+    cluster = replace(spec.cluster, accelerator=None, devices_per_node=num_devices)
+    best = plan_best(replace(spec, cluster=cluster), machine)
+    return best and replace(best, grad_accum_steps=first_micro_batches(spec, best))
+
+
+def first_micro_batches(spec: RunSpec, candidate: Candidate) -> int:
+    """Return the micro-batches of the run's first step: a candidate has those of its main size."""
+    return micro_batches_of(candidate.layout, candidate.micro_batch_size, spec.batching.global_batch_size)
+
+
+def as_plan(spec: RunSpec, candidate: Candidate, capacity: CapacityPlan, compute: Literal["bf16", "fp32"]) -> Plan:
+    """A candidate as the engine would be given it."""
+    nodes = spec.cluster.num_nodes
+    layout, groups = one_group(spec, candidate.layout)
+    return Plan(
+        spec=spec,
+        layout=layout,
+        replica_groups=groups,
+        device="cuda",
+        num_nodes=nodes,
+        devices_per_node=capacity.world_size // nodes,
+        compute=compute,
+        micro_batch_size=candidate.micro_batch_size,
+        grad_accum_steps=first_micro_batches(spec, candidate),
+        recompute=candidate.recompute,  # type: ignore[arg-type]
+        offload=candidate.offload,
+        comm=spec.comm.fixed,
+        params=capacity.params,
+        adapter_params=capacity.adapter_params,
+        flops_per_token=capacity.flops_per_token,
+    )
+
+
+def pin_layout(spec: RunSpec, layout: Layout) -> RunSpec:
+    """Return the recipe as it would be with this layout of all replicas asked for."""
+    layout, groups = one_group(spec, layout)
+    resilience = replace(spec.resilience, replica_groups=groups) if groups > 1 else spec.resilience
+    return replace(spec, layout=asked_for(layout), resilience=resilience)
+
+
+def asked_for(layout: Layout) -> LayoutSpec:
+    """Return a layout as a recipe asks for it."""
+    return LayoutSpec(**{field.name: getattr(layout, field.name) for field in fields(LayoutSpec)})
+
+
+ODD_PARTS = (1, 3, 5, 7, 9, 11, 13, 15)
+"""Device counts that are tried are a power of two times one of these, which pipeline stages or the batch may take."""
+
+
+def plan_on_what_divides(spec: RunSpec, machine: Machine | None = None) -> tuple[RunSpec, CapacityPlan]:
+    """-> (`spec` on the nodes that work, its plan). Where the batch divides evenly in no layout of all nodes, the
+    fastest of all nodes and of the largest counts of nodes; those that do not work become spares."""
+    fabric = describe_fabric(spec.cluster, machine)
+    whole = plan_capacity(spec, machine)
+    samples = spec.batching.global_batch_size
+    layouts = Space(spec, fabric.num_devices, fabric.scaleup_devices).layouts()
+    if any(samples % layout.data_parallel_size == 0 for layout, _, _ in layouts):
+        return spec, whole
+    cluster = spec.cluster
+    counts = set()
+    for odd in ODD_PARTS:
+        devices = odd
+        while devices * 2 <= fabric.num_devices:
+            devices *= 2
+        if devices <= fabric.num_devices and devices % fabric.devices_per_node == 0:
+            counts.add(devices // fabric.devices_per_node)
+    best = (spec, whole)
+    for nodes in sorted(counts - {cluster.num_nodes}, reverse=True)[:TRIED]:
+        left = cluster.num_nodes - nodes
+        spares = (cluster.reliability.spare_nodes or 0) + left
+        reliability = replace(cluster.reliability, spare_nodes=spares)
+        fewer = replace(spec, cluster=replace(cluster, num_nodes=nodes, reliability=reliability))
+        plan = plan_capacity(fewer, machine)
+        if _tokens_per_s(plan) > _tokens_per_s(best[1]):
+            note = (
+                f"a batch of {samples:,} divides evenly over no layout of all "
+                f"{cluster.num_nodes:,} nodes: {nodes:,} work, {left:,} stand by as spares"
+            )
+            best = fewer, replace(plan, assumptions=(note, *plan.assumptions))
+    return best
+
+
+def _tokens_per_s(plan: CapacityPlan) -> float:
+    return plan.best.tokens_per_s if plan.best else 0.0
+
+
+def plan_other_recovery(spec: RunSpec, machine: Machine | None) -> Candidate | None:
+    """Return the best layout of the same run where it recovers the other way: in replica groups that shrink and heal
+    (`resilience=elastic`), or by a restart of all.
+
+    What the recipe leaves open is searched again: each way has a best layout of its own. None on one node, where the
+    recipe wants no recovery, and where nothing fits.
+    """
+    if spec.resilience.mode == "none" or spec.resilience.is_one_of_several or spec.cluster.num_nodes == 1:
+        return None
+    return plan_best(replace(spec, resilience=other_recovery(spec.resilience)), machine)
+
+
+def other_recovery(wanted: ResilienceSpec) -> ResilienceSpec:
+    other: RecoveryMode = "elastic" if wanted.mode == "restart" else "restart"
+    return replace(wanted, mode=other)
+
+
+ADVISED = 16
+"""Layouts that are counted tensor by tensor, for one that is to fit."""
+MORE_NODES = (2, 4, 8, 16, 32, 64)
+RANK = 16
+"""The rank of the adapters that are suggested."""
+Change = tuple[str, Callable[[RunSpec], RunSpec]]
+"""(the override to type, what it makes of a recipe)"""
+OPEN: Change = (
+    "layout=auto recompute=auto",
+    lambda spec: replace(spec, layout=open_layout(spec), recompute=AUTO),
+)
+OFFLOADED: Change = ("offload=optimizer", lambda spec: replace(spec, offload="optimizer"))
+ADAPTERS: Change = (f"lora.rank={RANK}", lambda spec: replace(spec, lora=replace(spec.lora, rank=RANK)))
+BESIDE_NF4: Change = (
+    f"lora.rank={RANK} lora.base=nf4",
+    lambda spec: spec if spec.lora.rank else replace(spec, lora=replace(spec.lora, rank=RANK, base="nf4")),
+)
+QUANTISED: Change = (
+    "lora.base=nf4",
+    lambda spec: replace(spec, lora=replace(spec.lora, base="nf4")) if spec.lora.rank else spec,
+)
+ADAPTERS_NOTE = "training adapters of an `init.from`, not all weights"
+SINGLE: tuple[Change, ...] = (
+    ("recompute=full", lambda spec: spec if spec.recompute == AUTO else replace(spec, recompute="full")),
+    (
+        "batching.micro_batch_size=1",
+        lambda spec: (
+            spec
+            if spec.batching.micro_batch_size in (1, AUTO)
+            else replace(spec, batching=replace(spec.batching, micro_batch_size=1))
+        ),
+    ),
+    OPEN,
+    OFFLOADED,
+    ADAPTERS,
+)
+TOGETHER = ((OPEN, OFFLOADED), (OPEN, ADAPTERS))
+"""Tried where neither of the two suffices."""
+IN_4_BITS = ((BESIDE_NF4,), (QUANTISED,), (OPEN, BESIDE_NF4), (OPEN, QUANTISED))
+"""Tried where adapters beside a base in full do not fit."""
+
+
+def advise(spec: RunSpec, machine: Machine | None = None) -> Iterator[str]:
+    """Yield the changes with which the run fits, those that change least first, and the smallest number of nodes."""
+    fabric = describe_fabric(spec.cluster, machine)
+    eff = efficiency_of(spec.cluster)
+    fitting: set[str] = set()
+    with_adapters = False
+    for changes in (*((change,) for change in SINGLE), *TOGETHER, *IN_4_BITS):
+        if fitting & {words for words, _ in changes} or (changes in IN_4_BITS and with_adapters):
+            continue
+        changed = spec
+        for _, change in changes:
+            changed = change(changed)
+        found = _find_fastest(changed, spec, fabric, eff)
+        if found:
+            fitting |= {changes[0][0]} if len(changes) == 1 else set()
+            has_adapters = bool({ADAPTERS, BESIDE_NF4} & set(changes))
+            with_adapters |= has_adapters or QUANTISED in changes
+            note = f", {ADAPTERS_NOTE}" if has_adapters else ""
+            yield _describe(" ".join(words for words, _ in changes), found) + note
+    words, open_all = OPEN
+    for factor in MORE_NODES:  # the fewest more nodes that help: others would help too
+        nodes = spec.cluster.num_nodes * factor
+        larger = replace(spec, cluster=replace(spec.cluster, num_nodes=nodes))
+        fabric_of_all = replace(fabric, num_devices=fabric.num_devices * factor)
+        if found := _find_fastest(open_all(larger), spec, fabric_of_all, eff):
+            yield _describe(f"cluster.num_nodes={nodes} {words}", found)
+            break
+
+
+def _find_fastest(changed: RunSpec, spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Candidate | None:
+    """Return the best layout of a changed recipe that fits; None where none does, where the change is none, and where
+    the recipe is refused with it."""
+    if changed == spec or len(check(changed)) > len(check(spec)):
+        return None
+    return find_best(search_of(changed, fabric, eff), changed, eff, ADVISED)
+
+
+def _describe(words: str, found: Candidate) -> str:
+    peak = format_bytes(found.peak_memory_bytes)
+    chance = f"{min(found.fit_probability, 0.99):.0%}"
+    return f"{words} fits at {chance}, with {peak} a device and {format_duration(found.step_time_s)} a step"

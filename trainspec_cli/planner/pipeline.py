@@ -1,4 +1,4 @@
-"""Pipeline schedules: each rank's passes in order, as pure data.
+"""Pipelines: the cut of a model's layers into stages, and the order of each rank's passes. Pure data and arithmetic.
 
 The engine runs these actions, and the planner's replay of its memory follows the same ones. Stages are chunks of
 consecutive layers, numbered along the model; a rank holds one of them, or several (interleaved, zbv).
@@ -6,13 +6,478 @@ consecutive layers, numbered along the model; a rank holds one of them, or sever
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Literal, NamedTuple
 
-from trainspec_cli.planner.partition import cut_evenly
 from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.model import ModelSpec
+
+EQUAL = 1e-9
+"""Relative: heaviest ranks that differ by less are the same, for times are sums of rounded numbers."""
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """The time of each layer, and of what the first and the last stage hold besides."""
+
+    layers_s: Sequence[float]
+    embedding_s: float = 0.0
+    head_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory that bounds a cut. A rank of an earlier stage keeps a layer's activations for more micro-batches, so
+    that one layer takes other bytes on other ranks."""
+
+    layer_bytes: Sequence[Sequence[float]]
+    """Bytes of every layer of the model on each pipeline rank, were it there."""
+    capacity_bytes: Sequence[float]
+    """Bytes that all layers of each pipeline rank may take together."""
+
+
+Borders = tuple[int, ...]
+"""The first layer of each stage, and behind them the number of layers."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    speed: float
+    beside_s: float
+    """Seconds of what is not cut here: the embedding, the head, stages that stand already."""
+    bytes_before: Sequence[float]
+    """The layers before each take so many bytes on this rank; empty without a bound."""
+    room_bytes: float
+
+    def reach(self, time_before: Sequence[float], heaviest_s: float, start: int) -> int:
+        """Return the last border that a stage from `start` can have with no more than `heaviest_s`."""
+        budget_s = heaviest_s * self.speed - self.beside_s
+        end = bisect_right(time_before, time_before[start] + budget_s) - 1
+        if not self.bytes_before:
+            return end
+        return min(end, bisect_right(self.bytes_before, self.bytes_before[start] + self.room_bytes) - 1)
+
+    def holding(self, time_before: Sequence[float], start: int, end: int) -> Rank:
+        """Return the rank with a stage that stands."""
+        taken = self.bytes_before[end] - self.bytes_before[start] if self.bytes_before else 0.0
+        beside_s = self.beside_s + time_before[end] - time_before[start]
+        return Rank(self.speed, beside_s, self.bytes_before, self.room_bytes - taken)
+
+
+@dataclass(frozen=True)
+class CutProblem:
+    time_before: Sequence[float]
+    """The layers before each take so long together."""
+    ranks: tuple[Rank, ...]
+    """The pipeline's ranks; the embedding and the head stand beside the layers of theirs."""
+    rank_of_stage: tuple[int, ...]
+    alike: bool
+    """All layers take the same time, and on one rank the same memory."""
+    equal: float
+
+    @classmethod
+    def of(
+        cls, times: LayerTimes, layout: Layout, speeds: Sequence[float], room: Room | None, equal: float
+    ) -> CutProblem:
+        if len(times.layers_s) < layout.num_stages:
+            raise ValueError(f"{len(times.layers_s)} layers do not fill {layout.num_stages} pipeline stages")
+        if speeds and (len(speeds) != layout.pp or min(speeds) <= 0):
+            raise ValueError(f"{layout.pp} pipeline ranks need as many speeds above 0, not {list(speeds)}")
+        rank_of_stage = tuple(layout.rank_of_stage(stage) for stage in range(layout.num_stages))
+        beside = [0.0] * layout.pp
+        beside[rank_of_stage[0]] += times.embedding_s
+        beside[rank_of_stage[-1]] += times.head_s
+        ranks = []
+        for rank in range(layout.pp):
+            bytes_before = tuple(accumulate(room.layer_bytes[rank], initial=0.0)) if room else ()
+            capacity = room.capacity_bytes[rank] if room else inf
+            ranks.append(Rank(speeds[rank] if speeds else 1.0, beside[rank], bytes_before, capacity))
+        rows = [times.layers_s, *(room.layer_bytes if room else ())]
+        alike = all(len(set(row)) == 1 for row in rows)
+        return cls(tuple(accumulate(times.layers_s, initial=0.0)), tuple(ranks), rank_of_stage, alike, equal)
+
+    def loads(self, borders: Sequence[int]) -> list[float]:
+        """Return the time of each rank."""
+        loads = [rank.beside_s for rank in self.ranks]
+        for stage, rank in enumerate(self.rank_of_stage):
+            loads[rank] += self.time_before[borders[stage + 1]] - self.time_before[borders[stage]]
+        return [load / rank.speed for load, rank in zip(loads, self.ranks, strict=True)]
+
+    def heaviest_s(self, borders: Sequence[int]) -> float:
+        """Return the heaviest rank's time; infinite where a rank has no room for its layers."""
+        return inf if self.missing_bytes(borders) else max(self.loads(borders))
+
+    def missing_bytes(self, borders: Sequence[int]) -> float:
+        """Return how many bytes the ranks lack, all together."""
+        if not self.ranks[0].bytes_before:
+            return 0.0
+        left = [rank.room_bytes for rank in self.ranks]
+        for stage, rank in enumerate(self.rank_of_stage):
+            before = self.ranks[rank].bytes_before
+            left[rank] -= before[borders[stage + 1]] - before[borders[stage]]
+        return sum(-size for size in left if size < 0)
+
+    def least_s(self) -> float:
+        """Return a time that no cut's heaviest rank is below: that of layers that could be cut themselves."""
+        ranks = sorted(self.ranks, key=lambda rank: rank.beside_s / rank.speed)
+        work_s = self.time_before[-1]
+        speed = 0.0
+        least = 0.0
+        for rank in ranks:  # those whose own part is lighter share the layers
+            if speed and rank.beside_s / rank.speed >= work_s / speed:
+                break
+            work_s = work_s + rank.beside_s
+            speed = speed + rank.speed
+            least = work_s / speed
+        return max(least, ranks[-1].beside_s / ranks[-1].speed)
+
+
+# One stage a rank: the exact cut of some consecutive layers, by bisecting the heaviest rank's time.
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Some consecutive layers are to be cut into one stage for each of some ranks."""
+
+    time_before: Sequence[float]
+    ranks: Sequence[Rank]
+    """They stand in the order of their stages."""
+    near: Borders
+    """The cut that is kept where it is as good; its ends stand."""
+    equal: float
+
+    def cut(self) -> Borders | None:
+        """Bisect the heaviest rank's time: a cut that is found lowers it at once to its own heaviest rank."""
+        low = self.least_s() * (1 - self.equal)
+        high = self.heaviest_s(self.near)
+        if high == inf:
+            found = self.walk(inf)
+            if found is None:
+                return None
+            high = self.heaviest_s(found)
+        while high - low > self.equal * high:
+            middle = (low + high) / 2
+            found = self.walk(middle)
+            if found is None:
+                low = middle
+            else:
+                high = min(middle, self.heaviest_s(found))
+        return self.walk(high * (1 + self.equal))
+
+    def least_s(self) -> float:
+        """Return a time that no cut's heaviest rank is below: as if layers, and what stands beside, could be cut."""
+        layers_s = self.time_before[self.near[-1]] - self.time_before[self.near[0]]
+        alike = (layers_s + sum(rank.beside_s for rank in self.ranks)) / sum(rank.speed for rank in self.ranks)
+        return max(alike, *(rank.beside_s / rank.speed for rank in self.ranks))
+
+    def heaviest_s(self, borders: Borders) -> float:
+        """Return the heaviest rank's time; infinite where a rank has no room for its layers."""
+        heaviest = 0.0
+        for rank, (start, end) in zip(self.ranks, pairwise(borders), strict=True):
+            if rank.bytes_before and rank.bytes_before[end] - rank.bytes_before[start] > rank.room_bytes:
+                return inf
+            heaviest = max(heaviest, (rank.beside_s + self.time_before[end] - self.time_before[start]) / rank.speed)
+        return heaviest
+
+    def walk(self, heaviest_s: float) -> Borders | None:
+        """Return the cut nearest to `near` whose ranks take at most `heaviest_s`; None where there is none.
+
+        Stage by stage: the borders that it can end at, each with the nearest cut up to there.
+        """
+        before = self.time_before
+        end = self.near[-1]
+        reached: dict[int, tuple[int, Borders]] = {self.near[0]: (0, (self.near[0],))}
+        # For each stage, the first border behind which no more layers stand than the stages there can take.
+        behind = 0.0
+        least_borders = [end]
+        for rank in reversed(self.ranks[1:]):
+            behind += heaviest_s * rank.speed - rank.beside_s
+            least_borders.append(bisect_left(before, (before[end] - behind) * (1 - 1e-12)))
+        for stage, (rank, least) in enumerate(zip(self.ranks, reversed(least_borders), strict=True), 1):
+            last = end - len(self.ranks) + stage
+            following: dict[int, tuple[int, Borders]] = {}
+            for border, (moved, borders) in reached.items():
+                for place in range(max(border + 1, least), min(rank.reach(before, heaviest_s, border), last) + 1):
+                    cost = moved + abs(place - self.near[stage])
+                    if place not in following or cost < following[place][0]:
+                        following[place] = cost, (*borders, place)
+            reached = following
+        return reached[end][1] if reached else None
+
+
+# Several stages a rank (interleaved, zbv): layers move one by one, and a bounded search looks for a better cut.
+
+
+GAIN = 0.01
+"""Cuts that are not lighter by this part are not searched for."""
+MAX_NODES = 4000
+"""The search tries so many borders at most: all that small models have, and some 10 ms."""
+
+
+def cut_rounds(problem: CutProblem, even: Borders) -> Borders | None:
+    """Improve the even cut, and one in proportion to speeds, by moving layers; then search for a better one."""
+    found = [_move_layers(problem, borders) for borders in (even, _proportional(problem))]
+    found.append(_Search(problem, min(found, key=problem.heaviest_s)).run())
+    least = min(map(problem.heaviest_s, found))
+    if least == inf:
+        return None
+    equals = [borders for borders in (even, *found) if problem.heaviest_s(borders) <= least * (1 + problem.equal)]
+    return min(equals, key=lambda borders: sum(abs(a - b) for a, b in zip(borders, even, strict=True)))
+
+
+def _proportional(problem: CutProblem) -> Borders:
+    """Give each stage an equal part of what its rank could do in the least time, up to the nearest layer's border."""
+    before = problem.time_before
+    rounds = len(problem.rank_of_stage) // len(problem.ranks)
+    layers = len(before) - 1
+    stages = len(problem.rank_of_stage)
+    least_s = problem.least_s()
+    borders = [0]
+    ended_s = 0.0
+    for stage, number in enumerate(problem.rank_of_stage[:-1], 1):
+        rank = problem.ranks[number]
+        ended_s += max(0.0, least_s * rank.speed - rank.beside_s) / rounds
+        places = range(borders[-1] + 1, layers - stages + stage + 1)
+        borders.append(min(places, key=lambda place: abs(before[place] - ended_s)))
+    return (*borders, layers)
+
+
+def _move_layers(problem: CutProblem, borders: Borders) -> Borders:
+    """Move a layer from one stage to another, those between passing one on, as long as that helps: the best such move.
+
+    A move helps where less is missing in memory, or the heaviest ranks, in order, become lighter.
+    """
+    unit_s = problem.least_s() * problem.equal or 1.0
+    missing = problem.missing_bytes(borders)
+    best = [round(load / unit_s) for load in sorted(problem.loads(borders), reverse=True)]
+    while True:
+        most_s = inf if missing else (best[0] + 1) * unit_s
+        moves = (
+            (problem.missing_bytes(moved), [round(load / unit_s) for load in sorted(loads, reverse=True)], moved)
+            for loads, moved in _moves(problem, borders, most_s)
+        )
+        least, lighter, moved = min(moves, default=(missing, best, borders))
+        if (least, lighter) >= (missing, best):
+            return borders
+        missing = least
+        best = lighter
+        borders = moved
+
+
+def _moves(problem: CutProblem, borders: Borders, most_s: float) -> Iterator[tuple[list[float], Borders]]:
+    """Yield cuts, with their loads, that have consecutive borders one layer on or back and no rank over `most_s`.
+
+    Without a shortage of memory (`most_s` is finite), they make the heaviest rank lighter."""
+    before = problem.time_before
+    rank_of = problem.rank_of_stage
+    ranks = problem.ranks
+    held = problem.loads(borders)
+    stages = len(problem.rank_of_stage)
+    heaviest = max(range(len(held)), key=held.__getitem__)
+    most_of_heaviest_s = inf if most_s == inf else held[heaviest]
+    for step in (1, -1):
+        for first in range(1, stages):
+            if step == -1 and borders[first] - borders[first - 1] == 1:
+                continue
+            loads = held.copy()
+            for last in range(first, stages):
+                layer = borders[last] - (step == -1)
+                moved_s = step * (before[layer + 1] - before[layer])
+                gives = rank_of[last]
+                takes = rank_of[last - 1]
+                loads[gives] -= moved_s / ranks[gives].speed
+                loads[takes] += moved_s / ranks[takes].speed
+                keeps_one = step == -1 or borders[last + 1] - borders[last] > 1
+                if keeps_one and loads[heaviest] < most_of_heaviest_s and max(loads) <= most_s:
+                    shifted = (border + step for border in borders[first : last + 1])
+                    yield loads.copy(), (*borders[:first], *shifted, *borders[last + 1 :])
+
+
+class _Search:
+    """Searches by branch and bound, stage by stage, to within `GAIN` of the best where that ends before `MAX_NODES`, as
+    it does for small models."""
+
+    def __init__(self, problem: CutProblem, known: Borders):
+        self.problem = problem
+        self.best = known
+        self.nodes = 0
+        self.bound_s = problem.heaviest_s(known) / (1 + GAIN)
+        self.towards = _proportional(problem)
+        ranks = problem.rank_of_stage
+        self.later = [tuple(set(ranks[stage:])) for stage in range(1, len(ranks) + 1)]
+        """The ranks that have a stage behind each."""
+
+    def run(self) -> Borders:
+        if self.problem.least_s() <= self.bound_s:
+            self._branch((0,), list(self.problem.ranks))
+        return self.best
+
+    def _branch(self, borders: Borders, ranks: list[Rank]) -> None:
+        """Try the borders of the next stage, the nearest to those in proportion first. `ranks` hold those before."""
+        before = self.problem.time_before
+        stage = len(borders) - 1
+        start = borders[-1]
+        number = self.problem.rank_of_stage[stage]
+        rank = ranks[number]
+        left = len(self.later) - stage - 1
+        layers = len(before) - 1
+        last = min(rank.reach(before, self.bound_s, start), layers - left)
+        places = range(start + 1 if left else layers, last + 1)
+        for place in sorted(places, key=lambda place: abs(place - self.towards[stage + 1])):
+            self.nodes += 1
+            if self.nodes > MAX_NODES:
+                return
+            ranks[number] = rank.holding(before, start, place)
+            if not left:
+                found = (*borders, place)
+                heaviest_s = self.problem.heaviest_s(found)
+                if heaviest_s <= self.bound_s:  # which others may have lowered since this one's first borders
+                    self.best = found
+                    self.bound_s = heaviest_s / (1 + GAIN)
+            else:
+                # A branch is dead where the ranks of the stages behind cannot take all the work that is left.
+                room_s = sum(self.bound_s * ranks[later].speed - ranks[later].beside_s for later in self.later[stage])
+                if before[-1] - before[place] <= room_s:
+                    self._branch((*borders, place), ranks)
+        ranks[number] = rank
+
+
+# Cut a model into pipeline stages so that the rank with the most work has as little as possible.
+#
+# A step takes micro-batches times the heaviest pipeline rank, and one of all others to fill and drain the pipeline;
+# so the heaviest rank decides (chains on chains partitioning: Pinar and Aykanat, JPDC 64, 2004). Layers may differ in
+# time (experts, state-space layers, windows), the embedding stands before the first and the head behind the last, and
+# ranks may differ in speed. Times are of one micro-batch, forward and backward, in seconds or any other unit.
+
+
+Counts = tuple[int, ...]
+"""Layers of each stage, in the order of the model."""
+
+
+def cut_evenly(num_layers: int, stages: int) -> Counts:
+    """Return as many layers for each stage, spare ones in the first stages."""
+    even, spare = divmod(num_layers, stages)
+    return tuple(even + (stage < spare) for stage in range(stages))
+
+
+def cut_by_times(
+    times: LayerTimes, layout: Layout, speeds: Sequence[float] = (), room: Room | None = None, equal: float = EQUAL
+) -> Counts | None:
+    """Return the layers of each stage under which the heaviest rank is lightest; None where no cut keeps to `room`.
+
+    `speeds`: relative, of each pipeline rank (all alike by default); a rank at half speed takes twice as long.
+    `equal`: heaviest ranks that differ by less than this part count as the same. Among those, the cut is taken that
+    moves the fewest layers over borders of the even cut, so that models of one kind of layers keep that where it is as
+    good.
+
+    Exact (to `equal`) with one stage a rank; with several (interleaved, zbv) within 5% of the best, mostly exact.
+    Raises ValueError where there are fewer layers than stages, or not one speed above 0 for each rank.
+    """
+    problem = CutProblem.of(times, layout, speeds, room, equal)
+    even = tuple(accumulate(cut_evenly(len(times.layers_s), layout.num_stages), initial=0))
+    if problem.alike:
+        return _cut_alike(problem, even)
+    if len(problem.rank_of_stage) == len(problem.ranks):
+        borders = Chain(problem.time_before, problem.ranks, even, problem.equal).cut()
+    else:
+        borders = cut_rounds(problem, even)
+    return tuple(end - start for start, end in pairwise(borders)) if borders else None
+
+
+def rank_times_s(times: LayerTimes, counts: Sequence[int], layout: Layout, speeds: Sequence[float] = ()) -> list[float]:
+    """Return the time of each pipeline rank under a cut, at its speed."""
+    problem = CutProblem.of(times, layout, speeds, None, EQUAL)
+    return problem.loads(tuple(accumulate(counts, initial=0)))
+
+
+# Layers that are alike
+
+
+def _cut_alike(problem: CutProblem, even: Borders) -> Counts | None:
+    """Return the exact cut, with any number of stages a rank: only the numbers of layers count.
+
+    From the heaviest rank a layer goes to the one that is lightest with it, as long as that is lighter than the first:
+    while a lighter cut exists, one of its ranks has more layers than now and can take one.
+    """
+    stages = [end - start for start, end in pairwise(even)]
+    rank_of = problem.rank_of_stage
+    layer_s = problem.time_before[-1] / even[-1]
+    numbers = [0] * len(problem.ranks)
+    for stage, rank in enumerate(rank_of):
+        numbers[rank] += stages[stage]
+    wanted = _exchange(problem.ranks, numbers, layer_s, fewest=len(stages) // len(numbers))
+    loads = [_load_s(rank, number, layer_s) for rank, number in zip(problem.ranks, wanted, strict=True)]
+    if max(loads) == inf:
+        return None
+    _hand_on(problem, stages, numbers, layer_s, max(loads) * (1 + problem.equal))
+    return tuple(stages)
+
+
+def _load_s(rank: Rank, number: int, layer_s: float) -> float:
+    """Return the time of a rank with so many layers; infinite where it has no room for them."""
+    if rank.bytes_before and rank.bytes_before[number] > rank.room_bytes:
+        return inf
+    return (rank.beside_s + number * layer_s) / rank.speed
+
+
+def _exchange(ranks: Sequence[Rank], numbers: Sequence[int], layer_s: float, fewest: int) -> list[int]:
+    """Return the best number of layers for each rank."""
+    numbers = list(numbers)
+    loads = [_load_s(rank, number, layer_s) for rank, number in zip(ranks, numbers, strict=True)]
+    fuller = [_load_s(rank, number + 1, layer_s) for rank, number in zip(ranks, numbers, strict=True)]
+    while True:
+        giver = max(range(len(ranks)), key=loads.__getitem__)
+        taker = min(range(len(ranks)), key=fuller.__getitem__)
+        if giver == taker or numbers[giver] == fewest or fuller[taker] >= loads[giver]:
+            return numbers
+        for rank, step in ((giver, -1), (taker, 1)):
+            numbers[rank] += step
+            loads[rank] = _load_s(ranks[rank], numbers[rank], layer_s)
+            fuller[rank] = _load_s(ranks[rank], numbers[rank] + 1, layer_s)
+
+
+def _hand_on(problem: CutProblem, stages: list[int], numbers: list[int], layer_s: float, most_s: float) -> None:
+    """Move layers from the stages of ranks over `most_s` to the nearest stages of ranks that can take one.
+
+    `numbers`: of each rank's layers, as `stages` has them.
+    """
+    ranks = problem.ranks
+    rank_of = problem.rank_of_stage
+    takes = [_load_s(rank, number + 1, layer_s) <= most_s for rank, number in zip(ranks, numbers, strict=True)]
+    for rank in range(len(ranks)):
+        while _load_s(ranks[rank], numbers[rank], layer_s) > most_s:
+            giver = max((stage for stage, own in enumerate(rank_of) if own == rank), key=lambda at: (stages[at], at))
+            takers = [stage for stage, own in enumerate(rank_of) if own != rank and takes[own]]
+            taker = min(takers, key=lambda stage: (abs(stage - giver), stages[stage], stage))
+            for stage, step in ((giver, -1), (taker, 1)):
+                stages[stage] += step
+                numbers[rank_of[stage]] += step
+            number = numbers[rank_of[taker]]
+            takes[rank_of[taker]] = _load_s(ranks[rank_of[taker]], number + 1, layer_s) <= most_s
+
+
+AS_GOOD = 1e-3
+"""A cut that makes the heaviest rank lighter by no more than this part is not taken instead of the even one."""
+
+
+def is_open(layout: Layout, model: ModelSpec) -> bool:
+    """There is something to cut, and the recipe does not say how. (Rules refuse more stages than layers.)"""
+    return layout.pp > 1 and layout.stage_layers is None and layout.num_stages <= model.num_layers
+
+
+def cut(times: LayerTimes, layout: Layout, room: Room | None = None, speeds: Sequence[float] = ()) -> Layout:
+    """Return the layout with the best cut that keeps to `room`; as it is where that is the even one, or none does.
+    `speeds`: of the pipeline ranks, where they differ."""
+    counts = cut_by_times(times, layout, speeds, room=room, equal=AS_GOOD)
+    if counts is None or counts == cut_evenly(len(times.layers_s), layout.num_stages):
+        return layout
+    return replace(layout, stage_layers=counts)
+
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 
@@ -38,56 +503,34 @@ def layers_per_rank(num_layers: int, layout: Layout) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def actions(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return each rank's actions in order."""
-    if layout.pp == 1:
-        return (tuple(_one_after_another(micro_batches)),)
-    if layout.splits_backward:
-        stages = tuple(tuple(layout.stages_of_rank(rank)) for rank in range(layout.pp))
-        return _fill_bubbles(stages, micro_batches)
-    order = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward, "interleaved": _interleaved}[layout.pipeline_schedule]
-    return tuple(tuple(order(layout, rank, micro_batches)) for rank in range(layout.pp))
+    """Return each rank's actions in order: after some forwards (the warm-up), forwards and backwards in turns.
 
-
-def _one_after_another(micro_batches: int) -> Iterator[Action]:
-    for index in range(micro_batches):
-        yield Action("forward", 0, index)
-        yield Action("backward", 0, index)
-
-
-def _gpipe(layout: Layout, rank: int, micro_batches: int) -> Iterator[Action]:
-    """All forwards, then all backwards (arXiv:1811.06965)."""
-    yield from (Action("forward", rank, index) for index in range(micro_batches))
-    yield from (Action("backward", rank, index) for index in range(micro_batches))
-
-
-def _one_forward_one_backward(layout: Layout, rank: int, micro_batches: int) -> Iterator[Action]:
-    """A stage starts as many forwards as there are stages behind it, then alternates (arXiv:2006.09503)."""
-    forwards = [Action("forward", rank, index) for index in range(micro_batches)]
-    backwards = [Action("backward", rank, index) for index in range(micro_batches)]
-    yield from _alternate(forwards, backwards, layout.pp - rank - 1)
-
-
-def _interleaved(layout: Layout, rank: int, micro_batches: int) -> Iterator[Action]:
-    """1F1B over chunks, `pp` micro-batches of one chunk at a time (arXiv:2104.04473, section 2.2)."""
-    chunks = layout.virtual_stages
-    turns = [
-        (chunk, start + index)
-        for start in range(0, micro_batches, layout.pp)
-        for chunk in range(chunks)
-        for index in range(layout.pp)
-    ]
-    forwards = [Action("forward", chunk * layout.pp + rank, index) for chunk, index in turns]
-    backwards = [Action("backward", (chunks - 1 - chunk) * layout.pp + rank, index) for chunk, index in turns]
-    yield from _alternate(forwards, backwards, 2 * (layout.pp - rank - 1) + (chunks - 1) * layout.pp)
-
-
-def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> Iterator[Action]:
-    warmup = min(warmup, len(forwards))
-    yield from forwards[:warmup]
-    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-        yield forward
-        yield backward
-    yield from backwards[len(forwards) - warmup :]
+    gpipe: all forwards, then all backwards (arXiv:1811.06965). 1f1b: a stage starts as many forwards as there are
+    stages behind it (arXiv:2006.09503). interleaved: 1F1B over chunks, `pp` micro-batches of one chunk at a time
+    (arXiv:2104.04473, section 2.2). A single rank takes one micro-batch after another.
+    """
+    pp = layout.pp
+    if pp > 1 and layout.splits_backward:
+        return _fill_bubbles(tuple(tuple(layout.stages_of_rank(rank)) for rank in range(pp)), micro_batches)
+    schedule = layout.pipeline_schedule if pp > 1 else "1f1b"
+    chunks = layout.virtual_stages if schedule == "interleaved" else 1
+    turns = [(0, index) for index in range(micro_batches)]
+    if schedule == "interleaved":
+        starts = range(0, micro_batches, pp)
+        turns = [(chunk, start + index) for start in starts for chunk in range(chunks) for index in range(pp)]
+    orders = []
+    for rank in range(pp):
+        forwards = [Action("forward", chunk * pp + rank, index) for chunk, index in turns]
+        backwards = [Action("backward", (chunks - 1 - chunk) * pp + rank, index) for chunk, index in turns]
+        warmup = len(turns) if schedule == "gpipe" else pp - rank - 1
+        if schedule == "interleaved":
+            warmup = 2 * warmup + (chunks - 1) * pp
+        warmup = min(warmup, len(turns))
+        order = forwards[:warmup]
+        for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+            order += [forward, backward]
+        orders.append(tuple(order + backwards[len(turns) - warmup :]))
+    return tuple(orders)
 
 
 # Zero bubble

@@ -10,19 +10,22 @@ from typing import Literal, cast
 from trainspec_cli.balance.batch.batch import count_steps, schedule_batches
 from trainspec_cli.balance.batch.division import count_micro_batches, turns_of
 from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.printable import format_duration
 from trainspec_cli.planner import workload
 from trainspec_cli.planner.blueprint import draw_blueprint
-from trainspec_cli.planner.comm import choose_formats
-from trainspec_cli.planner.cut import cut, cut_on_chip, is_open, relative_times
+from trainspec_cli.planner.capacity import best_candidate, cut_on_chip, is_searched
 from trainspec_cli.planner.hardware.cluster import chip_of, efficiency_of, is_derived
-from trainspec_cli.planner.search.auto import best_candidate, is_searched
+from trainspec_cli.planner.pipeline import LayerTimes, cut, is_open
 from trainspec_cli.planner.search.space import asked_groups, one_group
 from trainspec_cli.planner.this_machine import is_known, setup_of
+from trainspec_cli.planner.time.step import estimate_step
+from trainspec_cli.planner.workload import head_work, layer_works
 from trainspec_cli.recipe.field_types import AUTO
-from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
+from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec, PipelineSchedule
+from trainspec_cli.recipe.keys.model import ModelSpec
 from trainspec_cli.recipe.keys.run import Offload, Recompute, RunSpec
-from trainspec_cli.recipe.results.blueprint import Blueprint
+from trainspec_cli.recipe.keys.training import WireFormat, WireFormats
 from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
 from trainspec_cli.recipe.rules.layout import (
     changed_specs,
@@ -37,21 +40,41 @@ from trainspec_cli.recipe.rules.run import measurable_noise
 
 MAX_MICRO_BATCH_TOKENS = 8192
 """`micro_batch_size: auto` takes as many samples as have no more tokens than this."""
-
 FILLING = 4
 """Micro-batches a pipeline stage that `auto` gives where the batch allows: the stages then wait a fifth of the time."""
 
 
+def _fewest_processes(spec: RunSpec) -> int:
+    """Return the processes of a node that the layout and the replica groups ask for.
+
+    On CPUs one process with every core makes more tokens than several that share the cores: 1.4 times those of two in the
+    quickstart on two cores.
+    """
+    asked = {axis: size_of(spec.layout, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")}
+    data_parallel = max(asked["dp_replicate"] * asked["dp_shard"], asked["ep"])
+    processes = data_parallel * asked["cp"] * asked["tp"] * asked["pp"] * fixed_groups(spec)
+    return math.ceil(processes / spec.cluster.num_nodes)
+
+
 def plan(spec: RunSpec, machine: Machine) -> Plan:
     """Resolve `spec` on `machine`. Raises RecipeError where the sizes do not divide, or no rank is left to measure."""
-    device = resolve_device(spec.cluster, machine)
-    devices_per_node = resolve_devices_per_node(spec, device, machine)
+    device = spec.cluster.device
+    if device == AUTO:
+        device = "cuda" if machine.gpu_names else "cpu"
+    devices_per_node = spec.cluster.devices_per_node
+    if devices_per_node == AUTO:
+        devices_per_node = len(machine.gpu_names) if device == "cuda" else _fewest_processes(spec)
     layout, groups, micro_batch_size, grad_accum_steps, memory = _choose(spec, machine, device, devices_per_node)
     problems = [*measurable_noise(spec, layout, groups, grad_accum_steps), *exchanged(spec, layout, groups)]
     if problems := [*problems, *joined(spec, layout, device)]:
         raise RecipeError(problems)
     compute = resolve_compute(spec, machine)
-    peak_flops, peak_source = known_peak(spec.cluster, machine, device, compute)
+    # The data sheet's dense bf16 rate of the GPU at hand, or of the one that the recipe names. A derived chip has none:
+    # its rate is a lower bound, by which every run would look efficient.
+    chip = None
+    if device == "cuda" and compute == "bf16" and not is_derived(machine):
+        chip = chip_of(machine)[0] if machine.gpu_names else spec.cluster.accelerator
+    peak_flops = chip.bf16_tflops * 1e12 if chip and chip.bf16_tflops else None
     drafted = Plan(
         spec=spec,
         layout=layout,
@@ -70,23 +93,21 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         adapter_params=workload.adapter_params(spec.model, spec.lora),
         flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora),
         peak_flops=peak_flops,
-        peak_source=peak_source,
+        peak_source=f"dense bf16 peak of {chip.name} by its data sheet" if chip and peak_flops else "",
     )
     drafted = replace(drafted, layout=_cut_layers(drafted, machine))
     drafted = replace(drafted, comm=choose_formats(drafted, machine))
-    drafted = replace(drafted, changes=tuple(_plan_changes(drafted, machine)), blueprint=_blueprint(drafted, machine))
+    # The blueprint says where the nodes of the whole run are placed and what their environment holds; its groups are
+    # replicas.
+    fabric = spec.cluster.fabric
+    blueprint = None
+    if drafted.num_nodes > 1 and fabric.tiers:
+        blueprint = draw_blueprint(setup_of(drafted.as_one_group, machine), fabric, efficiency_of(spec.cluster))
+    drafted = replace(drafted, changes=tuple(_plan_changes(drafted, machine)), blueprint=blueprint)
     if all(layout.pp == 1 for layout in (drafted.layout, *(change.layout for change in drafted.changes))):
         return drafted
     times = relative_times(spec.model, micro_batch_tokens(drafted), spec.data.seq_len, drafted.layout)
     return replace(drafted, layer_flops=tuple(times.layers_s), head_flops=times.head_s)
-
-
-def _blueprint(plan: Plan, machine: Machine) -> Blueprint | None:
-    """Return where the nodes of the whole run are placed and what their environment holds; its groups are replicas."""
-    cluster = plan.spec.cluster
-    if plan.num_nodes == 1 or not cluster.fabric.tiers:
-        return None
-    return draw_blueprint(setup_of(plan.as_one_group, machine), cluster.fabric, efficiency_of(cluster))
 
 
 def _plan_changes(plan: Plan, machine: Machine) -> Iterator[PlannedLayout]:
@@ -140,38 +161,6 @@ def _choose(
     recompute: Recompute = "none" if spec.recompute == AUTO else spec.recompute
     offload: Offload = "none" if spec.offload == AUTO else spec.offload
     return layout, groups, *sizes, (recompute, offload)
-
-
-def known_peak(cluster: ClusterSpec, machine: Machine, device: str, compute: str) -> tuple[float | None, str]:
-    """Return the data sheet's dense bf16 rate of the GPU at hand (or of the one that the recipe names) and its source.
-
-    A derived chip has none: its rate is a lower bound, by which every run would look efficient.
-    """
-    if device != "cuda" or compute != "bf16" or is_derived(machine):
-        return None, ""
-    chip = chip_of(machine)[0] if machine.gpu_names else cluster.accelerator
-    if chip is None or not chip.bf16_tflops:
-        return None, ""
-    return chip.bf16_tflops * 1e12, f"dense bf16 peak of {chip.name} by its data sheet"
-
-
-def resolve_device(cluster: ClusterSpec, machine: Machine) -> Literal["cpu", "cuda"]:
-    if cluster.device != AUTO:
-        return cluster.device
-    return "cuda" if machine.gpu_names else "cpu"
-
-
-def resolve_devices_per_node(spec: RunSpec, device: str, machine: Machine) -> int:
-    if spec.cluster.devices_per_node != AUTO:
-        return spec.cluster.devices_per_node
-    if device == "cuda":
-        return len(machine.gpu_names)
-    # On CPUs one process with every core makes more tokens than several that share the cores (1.4 times those of two
-    # in the quickstart on two cores), so there are only as many as the layout and the replica groups ask for.
-    asked = {axis: size_of(spec.layout, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")}
-    data_parallel = max(asked["dp_replicate"] * asked["dp_shard"], asked["ep"])
-    processes = data_parallel * asked["cp"] * asked["tp"] * asked["pp"] * fixed_groups(spec)
-    return math.ceil(processes / spec.cluster.num_nodes)
 
 
 def resolve_compute(spec: RunSpec, machine: Machine) -> Literal["bf16", "fp32"]:
@@ -257,3 +246,54 @@ def _divide(total: int, part: int, path: str, what: str) -> int:
         hint = f"near sizes that divide {total}: {', '.join(map(str, sorted(near)))}"
         raise RecipeError(Problem("not_divisible", message, path, hint))
     return total // part
+
+
+# Without one
+
+
+def relative_times(model: ModelSpec, tokens: float, seq_len: int, layout: Layout) -> LayerTimes:
+    """FLOPs of the forward in place of seconds: the backward has as much the more everywhere."""
+    layers = layer_works(model, tokens, seq_len, layout)
+    kinds = {id(works): sum(work.flops for work in works) for works in layers}
+    head = head_work(model, tokens, layout)
+    return LayerTimes([kinds[id(works)] for works in layers], 0.0, head.flops if head else 0.0)
+
+
+CANDIDATES: tuple[WireFormat, ...] = ("full", "bf16", "int8")
+"""The formats to choose from; where two take equally long, the first is chosen. int4
+has cost a tiny llama up to 0.44% of its loss (docs/benchmarks.md): it is for a recipe to ask for."""
+
+
+def choose_formats(plan: Plan, machine: Machine) -> WireFormats:
+    """Return the formats of the plan's exchanges, with no `auto` left."""
+    comm = plan.spec.comm
+    if AUTO not in (comm.gradients, comm.across_nodes):
+        return comm.fixed
+    # Why the planner cannot tell the formats' times apart.
+    hindrance = ""
+    cluster = plan.spec.cluster
+    if plan.device == "cuda" and not is_known(plan, machine):
+        hindrance = "the catalogue does not have this GPU, so that nothing says what encoding takes"
+    elif plan.device == "cpu" and cluster.num_nodes > 1 and not cluster.nic_gbit_per_s:
+        hindrance = "nothing says how fast the links between the nodes are (cluster.nic_gbit_per_s)"
+    if hindrance:
+        return replace(comm.fixed, reason=hindrance)
+    setup = setup_of(plan, machine)
+    eff = efficiency_of(plan.spec.cluster)
+
+    def step_s(formats: WireFormats) -> float:
+        return estimate_step(replace(setup, software=replace(setup.software, wire=formats)), eff).total_s
+
+    # What the recipe leaves open; in full, what can be, is the first.
+    formats = []
+    for inside in CANDIDATES if comm.gradients == AUTO else (comm.gradients,):
+        across = CANDIDATES if comm.across_nodes == AUTO else (comm.across_nodes or inside,)
+        formats += [WireFormats(inside, comm.parameters, beyond) for beyond in across]
+    full, *others = ((step_s(each), each) for each in formats)
+    best = min([full, *others], key=lambda found: found[0])
+    if best[1] == full[1]:
+        least_s = min(seconds for seconds, _ in others)
+        reason = f"encoding takes more than it saves: {format_duration(least_s)} a step at least, predicted,"
+        return replace(full[1], reason=f"{reason} against {format_duration(full[0])}")
+    reason = f"{format_duration(best[0])} a step predicted, against {format_duration(full[0])} in full"
+    return replace(best[1], reason=reason)

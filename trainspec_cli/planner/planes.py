@@ -10,10 +10,9 @@ import heapq
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Literal
 
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, PlanesSpec, ReliabilitySpec
 from trainspec_cli.recipe.results.blueprint import Part, PlanesFigures, PlanesPlan, SprayedEvent
@@ -28,6 +27,13 @@ def size_planes(spec: PlanesSpec) -> PlanesFigures:
     radix = radix_of(spec)
     tiers = spec.switch_tiers
     switches = (3 if tiers == 2 else 5) * spec.planes / radix
+    # Part of a synchronous job's speed that each loss costs. A T0 switch has k/2 links up: one less takes 2/k of what
+    # its NICs send beyond it in that plane, and sprayed traffic loads all planes alike. A NIC's port, its T0 switch or
+    # a plane take one plane from it, its transceiver all of them.
+    link = 2 / radix
+    plane = 1 / spec.planes
+    lost_speed: dict[Part, float] = {"link": link, "port": plane, "t1_switch": link, "t0_switch": plane}
+    lost_speed |= {"plane": plane, "transceiver": 1.0}
     return PlanesFigures(
         planes=spec.planes,
         radix=radix,
@@ -37,19 +43,8 @@ def size_planes(spec: PlanesSpec) -> PlanesFigures:
         switches_per_nic=switches,
         optics_per_nic=2.0 * tiers,
         one_hop_nics=radix // 2,
-        lost_speed=lost_speeds(spec.planes, radix),
+        lost_speed=lost_speed,
     )
-
-
-def lost_speeds(planes: int, radix: int) -> dict[Part, float]:
-    """Part of a synchronous job's speed that each loss costs.
-
-    A T0 switch has k/2 links up: one less takes 2/k of what its NICs send beyond it in that plane, and sprayed traffic
-    loads all planes alike. A NIC's port, its T0 switch or a plane take one plane from it, its transceiver all of them.
-    """
-    link = 2 / radix
-    plane = 1 / planes
-    return {"link": link, "port": plane, "t1_switch": link, "t0_switch": plane, "plane": plane, "transceiver": 1.0}
 
 
 def single_plane(spec: PlanesSpec) -> PlanesSpec:
@@ -59,14 +54,11 @@ def single_plane(spec: PlanesSpec) -> PlanesSpec:
     return alone if size_planes(alone).most_nics >= most else replace(alone, switch_tiers=3)
 
 
-def t0_switches(spec: PlanesSpec, nics: int) -> int:
-    """The switches of a plane's lowest tier, for a job of so many NICs."""
-    return max(1, math.ceil(nics / (radix_of(spec) // 2)))
-
-
 def t1_switches(spec: PlanesSpec, nics: int) -> int:
-    """The next tier's: half as many as T0, whose ports half go up; one where a single T0 switch joins all."""
-    return max(1, math.ceil(t0_switches(spec, nics) / 2))
+    """The switches of a plane's second tier, for a job of so many NICs: half as many as T0, whose ports half go up; one
+    where a single T0 switch joins all."""
+    t0_switches = max(1, math.ceil(nics / (radix_of(spec) // 2)))
+    return max(1, math.ceil(t0_switches / 2))
 
 
 # A synchronous job over a fabric whose queue pairs spray packets over every plane, while parts of it fail and return.
@@ -99,25 +91,6 @@ class Failure:
     """The T0 switch, or that of a link."""
 
 
-PathState = Literal["good", "denied", "assumed_bad"]
-
-
-@dataclass
-class PathCounts:
-    """The paths of all queue pairs together, by state (arXiv:2606.18170). A path that lost a packet is assumed bad
-    until a probe is answered; one whose port the NIC knows to be down is denied until the port is up, then probed."""
-
-    good: int
-    denied: int = 0
-    assumed_bad: int = 0
-
-    def move(self, before: PathState, after: PathState, number: int) -> None:
-        """Move `number` paths from one state to another, or all that are in it."""
-        moved = min(number, getattr(self, before))
-        setattr(self, before, getattr(self, before) - moved)
-        setattr(self, after, getattr(self, after) + moved)
-
-
 class SprayedFabric:
     """The parts of a fabric that are down, and the speed that is left."""
 
@@ -126,7 +99,7 @@ class SprayedFabric:
         self.nics = nics
         self.nics_per_t0 = min(nics, radix_of(spec) // 2)
         self.uplinks = radix_of(spec) // 2
-        self.t0s, self.t1s = t0_switches(spec, nics), t1_switches(spec, nics)
+        self.t1s = t1_switches(spec, nics)
         self._down: Counter[tuple[Part, int, int]] = Counter()
         """(part, plane, which of them), of what is down."""
 
@@ -160,19 +133,15 @@ class SprayedFabric:
 
     def _of_nic(self, missing: set[int], t0: int | None) -> float:
         usable = [plane for plane in range(self.spec.planes) if plane not in missing]
-        narrowest = min((self._uplinks_up(plane, t0) for plane in usable), default=0.0)
+        narrowest = 1.0 if usable else 0.0
+        for plane in usable:
+            # Uplinks to T1 switches that are down lead nowhere.
+            down = sum(times for (part, of, _), times in self._down.items() if part == "t1_switch" and of == plane)
+            lost = self.uplinks / self.t1s * down
+            if t0 is not None:
+                lost += self._down.get(("link", plane, t0), 0)
+            narrowest = min(narrowest, max(0.0, 1 - lost / self.uplinks))
         return len(usable) / self.spec.planes * narrowest
-
-    def _uplinks_up(self, plane: int, t0: int | None) -> float:
-        """Part of a T0 switch's uplinks in a plane: those to T1 switches that are down lead nowhere."""
-        lost = (
-            self.uplinks
-            / self.t1s
-            * sum(times for (part, of, _), times in self._down.items() if part == "t1_switch" and of == plane)
-        )
-        if t0 is not None:
-            lost += self._down.get(("link", plane, t0), 0)
-        return max(0.0, 1 - lost / self.uplinks)
 
     # What a failure touches
 
@@ -205,24 +174,45 @@ def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str
     that is back are used after the next probe.
     """
     fabric = SprayedFabric(spec, nics)
-    paths = PathCounts(good=round(nics * fabric.paths_per_plane * spec.planes))
+    # Paths of all queue pairs together that lost a packet, or whose port the NIC knows to be down, are not used until a
+    # probe is answered (arXiv:2606.18170).
+    paths = round(nics * fabric.paths_per_plane * spec.planes)
+    bad = 0
     now_s = 0.0
     slow_s = 0.0
     lost_s = 0.0
     lowest = 1.0
     most_bad = 0
     speed = 1.0
-    for at_s, change, failure in _timeline(failures):
+    heap: list[tuple[float, int, str, Failure]] = []
+    numbers = count()
+    for failure in failures:
+        back_s = failure.at_s + max(failure.for_s, DETECT_S)
+        moments = {"fails": failure.at_s, "noticed": failure.at_s + DETECT_S, "probed": back_s + PROBE_S}
+        for change, at_s in moments.items():
+            heapq.heappush(heap, (at_s, next(numbers), change, failure))
+    while heap:
+        at_s, _, change, failure = heapq.heappop(heap)
         lost_s += (1 - speed) * (at_s - now_s)
         slow_s += (at_s - now_s) * (speed < 1)
         now_s = at_s
         if failure.part == "transceiver":
             break
-        _take(change, failure, fabric, paths)
-        speed = fabric.speed * (1 - _resent(spec, failure) * (change == "fails"))
+        resent = 0.0
+        if change == "fails":
+            fabric.change(failure, 1)
+            # A queue pair's packets that are lost before anybody knows: its paths through the part.
+            part = 1.0 if failure.part in ("port", "t0_switch", "plane") else 2 / radix_of(spec)
+            resent = 1 / spec.planes * part
+        elif change == "noticed":
+            bad = min(paths, bad + fabric.paths_through(failure.part))
+        else:
+            bad = max(0, bad - fabric.paths_through(failure.part))
+            fabric.change(failure, -1)
+        speed = fabric.speed * (1 - resent)
         if change != "fails":
             lowest = min(lowest, speed)
-        most_bad = max(most_bad, paths.denied + paths.assumed_bad)
+        most_bad = max(most_bad, bad)
     return SprayedEvent(
         name=name,
         lowest_speed=lowest,
@@ -232,41 +222,6 @@ def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str
         most_bad_paths=most_bad,
         ends_job=any(failure.part == "transceiver" for failure in failures),
     )
-
-
-def _resent(spec: PlanesSpec, failure: Failure) -> float:
-    """Part of a queue pair's packets that are lost before anybody knows: its paths through the part."""
-    return 1 / spec.planes * (1.0 if failure.part in ("port", "t0_switch", "plane") else 2 / radix_of(spec))
-
-
-def _timeline(failures: Iterable[Failure]) -> Iterable[tuple[float, str, Failure]]:
-    """Each failure's moments, in the order of time: it comes, is noticed, ends, and is probed."""
-    heap: list[tuple[float, int, str, Failure]] = []
-    numbers = count()
-    for failure in failures:
-        back_s = failure.at_s + max(failure.for_s, DETECT_S)
-        moments = {"fails": failure.at_s, "noticed": failure.at_s + DETECT_S, "back": back_s}
-        for change, at_s in (moments | {"probed": back_s + PROBE_S}).items():
-            heapq.heappush(heap, (at_s, next(numbers), change, failure))
-    while heap:
-        at_s, _, change, failure = heapq.heappop(heap)
-        yield at_s, change, failure
-
-
-def _take(change: str, failure: Failure, fabric: SprayedFabric, paths: PathCounts) -> None:
-    """The NIC's own port is seen to be down and its paths are denied; other paths are given up for their losses."""
-    through = fabric.paths_through(failure.part)
-    denied = through // ENDS if failure.part in ("port", "t0_switch") else 0
-    if change == "fails":
-        fabric.change(failure, 1)
-    elif change == "noticed":
-        paths.move("good", "denied", denied)
-        paths.move("good", "assumed_bad", through - denied)
-    elif change == "back":
-        paths.move("denied", "assumed_bad", denied)
-    else:
-        paths.move("assumed_bad", "good", through)
-        fabric.change(failure, -1)
 
 
 def flaps_by_chance(spec: PlanesSpec, nics: int, per_hour: float, hours: float, seed: int) -> list[Failure]:
@@ -297,14 +252,22 @@ def plan_planes(cluster: ClusterSpec, nics: int) -> PlanesPlan | None:
     spec = cluster.fabric.planes
     if spec is None:
         return None
+    reliability = cluster.reliability
+    events = [*_events(spec, nics)]
+    dips_s = dips_per_s(spec, reliability, nics)
+    if dips_s:  # a month of them; less where they come more often than is of use
+        hours = min(MONTH_HOURS, MOST_FLAPS / (dips_s * 3600))
+        flaps = flaps_by_chance(spec, nics, dips_s * 3600, hours, seed=0)
+        name = f"{hours / 24:.3g} days, in which {len(flaps):,} ports flap by chance"
+        events.append(simulate(spec, nics, flaps, name))
     return PlanesPlan(
         nics=nics,
         figures=size_planes(spec),
         single=size_planes(single_plane(spec)),
         t1_switches=t1_switches(spec, nics),
-        events=(*_events(spec, nics), *_by_chance(spec, cluster.reliability, nics)),
-        dips_per_day=dips_per_s(spec, cluster.reliability, nics) * DAY_S,
-        dip_share=dip_share(spec, cluster.reliability, nics),
+        events=tuple(events),
+        dips_per_day=dips_s * DAY_S,
+        dip_share=dip_share(spec, reliability, nics),
     )
 
 
@@ -329,15 +292,6 @@ def _events(spec: PlanesSpec, nics: int) -> Iterator[SprayedEvent]:
     yield simulate(spec, nics, [Failure("transceiver", 0.0, down_s)], "a NIC's transceiver flaps")
 
 
-def _by_chance(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> Iterator[SprayedEvent]:
-    """A month of the network's failures, where planes survive them; less where they come more often than is of use."""
-    per_hour = dips_per_s(spec, reliability, nics) * 3600
-    if per_hour:
-        hours = min(MONTH_HOURS, MOST_FLAPS / per_hour)
-        flaps = flaps_by_chance(spec, nics, per_hour, hours, seed=0)
-        yield simulate(spec, nics, flaps, f"{hours / 24:.3g} days, in which {len(flaps):,} ports flap by chance")
-
-
 def dips_per_s(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> float:
     """Failures of the network that planes survive, of the whole job."""
     fraction = spec.network_fraction * (1 - spec.fatal_fraction) * (spec.planes > 1)
@@ -353,9 +307,9 @@ def dip_share(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> floa
     return min(1.0, dips_per_s(spec, reliability, nics) * one_s)
 
 
-def ending_failures(spec: PlanesSpec | None, reliability: ReliabilitySpec) -> ReliabilitySpec:
+def ending_failures(spec: PlanesSpec, reliability: ReliabilitySpec) -> ReliabilitySpec:
     """Return the failures that still end a job where those of the network cost a dip."""
-    if spec is None or spec.planes == 1:
+    if spec.planes == 1:
         return reliability
     left = 1 - spec.network_fraction * (1 - spec.fatal_fraction)
     return replace(reliability, mtbf_device_hours=reliability.mtbf_device_hours / left)

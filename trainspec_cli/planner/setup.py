@@ -7,9 +7,8 @@ from functools import lru_cache
 from typing import TypeVar
 
 from trainspec_cli.core.printable import GIB
-from trainspec_cli.planner.hardware.topology import Fabric
-from trainspec_cli.planner.memory.engine.run import is_hidden, state_bytes
-from trainspec_cli.planner.memory.engine.units import block_unit, expert_matrices, outside_unit
+from trainspec_cli.planner.hardware.cluster import Fabric
+from trainspec_cli.planner.memory.engine.units import block_unit, expert_matrices, is_hidden, outside_unit, state_bytes
 from trainspec_cli.recipe.keys.framework import FrameworkSpec, StateFacts, SumFormat
 from trainspec_cli.recipe.keys.layout import Layout, Sharding
 from trainspec_cli.recipe.keys.model import ModelSpec, TextModel, has_layer_list
@@ -52,64 +51,44 @@ RECOMPUTE = {
 
 @dataclass(frozen=True)
 class Software:
-    """The training framework's properties that change time and memory."""
+    """The training framework's properties that change time and memory. Those without a word here are the facts of their
+    names in `FrameworkSpec` and `StateFacts`, as a run compiles its blocks or not."""
 
     counted: bool = True
-    """trainspec's own engine, whose eager steps are counted tensor by tensor."""
     fused_attention: bool = True
-    """FlashAttention or alike; False materialises the score matrix."""
     attention_generation: int = 9
-    """Generation of the tensor cores that the attention kernels were written for: FlashAttention 1 to 3, and 9 where a
-    maker's library keeps up with its chips (cuDNN, XLA, ROCm)."""
     fused_kernels: bool = True
-    """Norms, activations, losses as single kernels (Transformer Engine, torch.compile, XLA)."""
     fused_loss: bool = False
-    """Softmax and loss over the vocabulary as one kernel each way."""
     plain_loss: bool = False
     """The loss stays in plain operations where the blocks are compiled."""
     cut_logit_bytes: float | None = None
-    """Bytes of a logit in a loss of plain operations over a vocabulary that is cut; None: as over a whole one."""
     fused_accumulation: bool = True
-    """Weight gradients are added up by the matrix products that make them."""
     overlap_dp: bool = True
-    """Gradients are reduced, and parameters gathered, while others are computed."""
     overlap_tp: bool = True
     split_sends: bool = True
-    """Pipeline stages send each tensor-parallel rank's part alone and gather it at the other end (arXiv:2104.04473)."""
     grouped_experts: bool = True
-    """Experts run as one grouped kernel, and their tokens cross the network once a node."""
     expandable_segments: bool = False
-    """The framework's launcher makes PyTorch's allocator grow its segments, where the devices allow it."""
     graphs: bool = False
-    """Launches are replayed (CUDA graphs) or few (compiled programs)."""
     grad_bytes: float = 4.0
     """Bytes of a gradient while it is accumulated."""
     shards_states: bool = True
     """What `zero_stage` says is sharded, over ranks of dp_shard and cp; False: each replica has all (DDP)."""
     unshards_pipelines: bool = False
-    """With stages, ZeRO-3 keeps gathered parameters, and sums gradients unsharded, until the last micro-batch (FSDP2
-    under torch's schedules: an exchange a micro-batch would cost more than the memory)."""
     reduce_bytes: float = 4.0
     """Bytes of a gradient on the wire, in full."""
     wire: WireFormats = field(default_factory=WireFormats)
     """The formats in which gradients and parameters travel."""
     master_bytes: float = 4.0
-    """Bytes of the parameter that the optimizer updates, when weights are kept in the compute format beside it."""
     optimizer: KeptState = "adamw"
     moment_bytes: float = 8.0
     """Bytes of the optimizer's moments, a parameter."""
     bucket_bytes: float = 0.3 * GIB
-    """Flat gradient and parameter buckets in flight."""
     step_bytes: float = 0.0
     """A parameter, flat copies that the optimizer steps from: too large to lie where activations were."""
     step_temporary_bytes: float = 0.0
-    """A parameter, temporaries of optimizers over lists of tensors: these lie where activations were."""
     model_groups: bool = False
-    """Communicators besides the axes': of all ranks, and of a pipeline's ends (Megatron and its descendants)."""
     shifted_logits: bool = False
-    """A copy of the logits, shifted by a token, goes into the loss."""
     weight_bytes: float = 2.0
-    """Bytes of a parameter as kept between steps; 4 where a sharded fp32 copy is all there is (FSDP)."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +117,6 @@ class Setup:
     """Replica groups among the replicas of `layout`, which exchange gradients once a step; 0: each replica is one."""
     outer_bytes: float = 0.0
     """Bytes that an outer optimizer keeps for each trained parameter."""
-    offload_layers: float = 0.0
-    """Part of the layers whose activations wait in host memory."""
-
     tabled: bool = False
     """A row of a table of measured runs, timed as when the efficiencies were fitted to them: where layers of each kind
     stand is unknown, so that each counts as their average, and full recomputation counts the head among its layers."""

@@ -8,19 +8,17 @@ from dataclasses import replace
 
 from trainspec_cli.balance.batch.division import count_micro_batches, turns_of
 from trainspec_cli.planner.capacity import software_of, template_of
-from trainspec_cli.planner.hardware.cluster import chip_of, describe_fabric, efficiency_of
+from trainspec_cli.planner.hardware.cluster import axis_groups, chip_of, describe_fabric, efficiency_of
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.hardware.topology import axis_groups
-from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
-from trainspec_cli.planner.memory.local import peak_memory, tensor_bytes
-from trainspec_cli.planner.memory.predict import predict_memory
-from trainspec_cli.planner.setup import RECOMPUTE, Setup
-from trainspec_cli.planner.time.local import planned_links, step_parts_s
-from trainspec_cli.planner.time.step import assemble_step, micro_batch
+from trainspec_cli.planner.memory.engine.step import outer_bytes_of
+from trainspec_cli.planner.memory.predict import feedback_bytes, memory_limit_bytes, predict_memory
+from trainspec_cli.planner.setup import RECOMPUTE, UPDATE_BYTES, Setup, matrix_share, moment_bytes, newton_schulz_flops
+from trainspec_cli.planner.time.step import ENCODING_BYTES, GRADIENT_BYTES, assemble_step, micro_batch
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec
-from trainspec_cli.recipe.results.plan import LocalPrediction, Plan
-from trainspec_cli.recipe.results.tools import MachineProbe
+from trainspec_cli.recipe.keys.model import DecoderModel, loss_chunk_tokens
+from trainspec_cli.recipe.keys.training import WireFormat
+from trainspec_cli.recipe.results.plan import LocalPrediction, Plan, PlannedLink
+from trainspec_cli.recipe.results.tools import PROBED_HEAD_SIZES, PROBED_HEADS, PROBED_TOKENS, Curve, MachineProbe
 
 # The CPU
 
@@ -33,38 +31,31 @@ DEPARTURES = (
 
 def is_predictable(plan: Plan) -> bool:
     """A probe speaks of llamas on the CPU, trained whole, whose blocks are eager, kept whole, and spread by data
-    parallelism alone."""
+    parallelism alone. A llama departs from the plain decoder in nothing but its sizes and positions."""
     layout = plan.layout
+    model = plan.spec.model
     whole = (layout.cp, layout.tp, layout.pp, layout.ep) == (1, 1, 1, 1)
     eager = not plan.spec.compile and plan.recompute == "none" and plan.offload == "none"
     trained = plan.device == "cpu" and plan.num_nodes == 1 and not plan.spec.lora.rank
-    return trained and whole and eager and is_llama(plan.spec.model)
-
-
-def is_llama(model: ModelSpec) -> bool:
-    """A decoder that departs from the llama in nothing but its sizes and positions."""
-    if not isinstance(model, DecoderModel):
+    if not (trained and whole and eager and isinstance(model, DecoderModel)):
         return False
-    plain = {name: DecoderModel.__dataclass_fields__[name].default for name in DEPARTURES}
-    return all(getattr(model, name) == value for name, value in plain.items())
+    return all(getattr(model, name) == DecoderModel.__dataclass_fields__[name].default for name in DEPARTURES)
 
 
 def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
-    """Predict a plan that `is_predictable`."""
-    model = plan.spec.model
-    assert isinstance(model, DecoderModel), "other families are not predictable"
-    return LocalPrediction(
-        time_s=step_parts_s(plan, model, probe),
-        memory=peak_memory(plan, model, probe),
-        links=planned_links(plan, model, probe),
-    )
+    """Predict a plan that `is_predictable`: its step, and the resident bytes of one process at its peak, which is in a
+    step's backward, or in the loss before it."""
+    memory = {
+        "worker": probe.bare_bytes,
+        **tensor_bytes(plan),
+        "fragmentation": fragmentation(probe) * sum(step_bytes(plan).values()),
+    }
+    return LocalPrediction(time_s=_step_parts_s(plan, probe), memory=memory, links=_planned_links(plan, probe))
 
 
 def least_memory(plan: Plan) -> LocalPrediction:
     """Predict the tensors alone of a plan that `is_predictable`, on a machine without a probe; it has no times."""
-    model = plan.spec.model
-    assert isinstance(model, DecoderModel), "other families are not predictable"
-    return LocalPrediction(time_s={}, memory=tensor_bytes(plan, model))
+    return LocalPrediction(time_s={}, memory=tensor_bytes(plan))
 
 
 PASSING = ("gradients", "activations", "loss", "logits", "collectives", "fragmentation")
@@ -142,8 +133,8 @@ def gpu_parts_s(setup: Setup, eff: Efficiency) -> dict[str, float]:
     once = micro_batch(setup, groups, eff)
     time = assemble_step(setup, once, groups, eff)
     # The step's model has no times of passes: its work is split in the proportion of a mean layer and the head.
-    forward = sum(part.time.forward for part in (once.layer, once.head))
-    backward = sum(part.time.backward for part in (once.layer, once.head))
+    forward = sum(part.forward for part in (once.layer, once.head))
+    backward = sum(part.backward for part in (once.layer, once.head))
     work_s = time.matmul_s + time.attention_s + time.memory_bound_s
     forward_s = work_s * forward / (forward + backward)
     parts = {"data_wait": time.data_s, "forward": forward_s, "optimizer": time.optimizer_s, "other": time.host_s}
@@ -171,3 +162,269 @@ def suggest(plan: Plan, predict: Predict, limit_bytes: float) -> str:
             if predict(other).needed_bytes <= limit_bytes:
                 return " ".join(filter(None, (words, f"batching.micro_batch_size={micro}")))
     return ""
+
+
+# The CPU: a step's parts and a process's memory, of an eager decoder, from a probe.
+#
+# A step is what a model next to nothing takes (its blocks, hooks and small collectives), and what sizes add to that:
+# each operation's time over size beyond its call's own cost, as the probe has measured it; all of it held against
+# reference models that the probe has trained.
+
+
+COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
+ADAMW_TRAFFIC_BYTES = 28.0
+"""Bytes that one kernel of AdamW moves, a value: it reads a gradient, and reads and writes a weight and two moments."""
+CAST_BYTES = 6.0
+"""Bytes that a cast from fp32 to bf16 moves through memory, a value."""
+LOSS_BYTES_A_LOGIT = 12
+"""fp32 logits and their softmax (2 x 4), and logits and their gradient in bf16 (2 x 2); in fp32 a third one (4)."""
+
+
+def _decoder(plan: Plan) -> DecoderModel:
+    assert isinstance(plan.spec.model, DecoderModel), "no other family is predictable, and the engine probes with these"
+    return plan.spec.model
+
+
+def block_matrices(model: DecoderModel) -> tuple[int, ...]:
+    """Elements of each matrix of a block."""
+    query = model.num_heads * model.head_dim
+    key = model.num_kv_heads * model.head_dim
+    hidden = model.hidden_size
+    ffn = model.ffn_size
+    return (hidden * query, hidden * key, hidden * key, query * hidden, hidden * ffn, hidden * ffn, ffn * hidden)
+
+
+def unit_params(plan: Plan) -> tuple[int, int]:
+    """Parameters of a block, and of all that lies outside the blocks: the two kinds of sharded units."""
+    model = _decoder(plan)
+    block = sum(block_matrices(model)) + 2 * model.hidden_size
+    return block, plan.params - model.num_layers * block
+
+
+def micro_tokens(plan: Plan) -> int:
+    return plan.micro_batch_size * plan.spec.data.seq_len
+
+
+def _step_parts_s(plan: Plan, probe: MachineProbe) -> dict[str, float]:
+    """Seconds by part of a step, named as in the step events.
+
+    The curves give how parts differ between models; the reference models, which were really trained, how long they
+    take here and now. Cold caches and other programs' load lengthen both alike; peers are waited for in proportion to
+    the work that they do meanwhile.
+    """
+    parts = curve_parts_s(plan, probe)
+    references = [(curve_parts_s(one.plan, probe), one.parts_s) for one in probe.references]
+    held = {}
+    for part, seconds in parts.items():
+        # The references' measured time over the curves': straight in the logarithm between two of them.
+        ratios = {own[part]: took[part] / own[part] for own, took in references if own[part] > 0 and took[part] > 0}
+        sizes = tuple(sorted(ratios))
+        ratio = Curve(sizes, tuple(ratios[size] for size in sizes)).at(min(seconds, sizes[-1])) if ratios else 1.0
+        held[part] = seconds * ratio
+    # Beyond what their messages take, processes wait for one another for a share of the passes' time.
+    took = probe.large.parts_s
+    beyond_s = took["exposed_comm"] - curve_parts_s(probe.large.plan, probe)["exposed_comm"]
+    waiting_s = max(0.0, beyond_s) / (took["forward"] + took["backward"]) * (held["forward"] + held["backward"])
+    return held | {"exposed_comm": parts["exposed_comm"] + waiting_s}
+
+
+def curve_parts_s(plan: Plan, probe: MachineProbe) -> dict[str, float]:
+    """Seconds of each part of a step, by the curves alone."""
+    layers = _decoder(plan).num_layers
+    parts = {part: own + layers * probe.empty_block_s[part] for part, own in probe.empty_step_s.items()}
+    passes_s = zip(_block_passes_s(plan, probe), _outside_passes_s(plan, probe), strict=True)
+    for part, (block_s, outside_s) in zip(("forward", "backward"), passes_s, strict=True):
+        parts[part] = plan.grad_accum_steps * (parts[part] + layers * block_s + outside_s)
+    # FSDP2 exchanges one unit at a time: each block, and all that lies outside the blocks.
+    block, outside = unit_params(plan)
+    blocks_s = layers * _unit_collectives_s(plan, block, probe, is_block=True)
+    parts["exposed_comm"] += blocks_s + _unit_collectives_s(plan, outside, probe, is_block=False)
+    parts["optimizer"] += _update_s(plan, probe)
+    return parts
+
+
+def _update_s(plan: Plan, probe: MachineProbe) -> float:
+    """Return the seconds of an update, beyond its calls' own cost: AdamW's as measured; of other optimizers by what
+    their operations move beside AdamW's, and Newton-Schulz as the products of matrices that it consists of."""
+    optimizer = plan.spec.optim.kept_state
+    model = _decoder(plan)
+    usual_s = probe.optimizer.beyond_call(plan.params / plan.layout.dp_shard)
+    if optimizer == "adamw8bit":
+        return usual_s * UPDATE_BYTES[optimizer] / ADAMW_TRAFFIC_BYTES
+    if optimizer == "muon":
+        elements = sum(newton_schulz_flops(model)) / plan.layout.dp_shard / (2 * PROBED_TOKENS)
+        products_s = _products_s(probe.matmul.forward, int(elements), PROBED_TOKENS)
+        return usual_s * (1 + matrix_share(model) * UPDATE_BYTES[optimizer] / ADAMW_TRAFFIC_BYTES) + products_s
+    return usual_s
+
+
+def _block_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
+    """-> (forward, backward) of one block on one micro-batch, beyond its calls' own cost."""
+    model = _decoder(plan)
+    tokens = micro_tokens(plan)
+    hidden = model.hidden_size
+    query = model.num_heads * model.head_dim
+    key = model.num_kv_heads * model.head_dim
+    params, _ = unit_params(plan)
+    forward = backward = 0.0
+    for elements in block_matrices(model):
+        forward += _products_s(probe.matmul.forward, elements, tokens)
+        backward += _products_s(probe.matmul.input_gradient, elements, tokens)
+        backward += _products_s(probe.matmul.weight_gradient, elements, tokens)
+    for operation, elements in (
+        (probe.norm, tokens * hidden),
+        (probe.norm, tokens * hidden),
+        (probe.rope, tokens * query),
+        (probe.rope, tokens * key),
+        (probe.swiglu, tokens * model.ffn_size),
+    ):
+        forward += operation.forward.beyond_call(elements)
+        backward += operation.backward.beyond_call(elements)
+    forward += _attention_s(probe.attention_narrow.forward, probe.attention.forward, plan)
+    backward += _attention_s(probe.attention_narrow.backward, probe.attention.backward, plan)
+    # Residuals: two sums forward; backward their gradients meet, and those of q, k, v and of gate, up.
+    forward += 2 * probe.add.beyond_call(tokens * hidden) + probe.cast.beyond_call(params)
+    backward += 5 * probe.add.beyond_call(tokens * hidden) + 2 * probe.cast.beyond_call(params)
+    return forward, backward
+
+
+def _outside_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
+    """-> (forward, backward) of embedding, last norm, head and loss. The loss makes its gradients in the forward; the
+    backward scales them."""
+    model = _decoder(plan)
+    tokens = micro_tokens(plan)
+    hidden = model.hidden_size
+    head = model.vocab_size * hidden
+    _, params = unit_params(plan)
+    products = (probe.matmul.forward, probe.matmul.input_gradient, probe.matmul.weight_gradient)
+    forward = sum(_products_s(curve, head, tokens) for curve in products)
+    chunk = min(tokens, loss_chunk_tokens(model.vocab_size))
+    forward += tokens / chunk * probe.loss.beyond_call(chunk * model.vocab_size)
+    forward += tokens / chunk * 2 * probe.cast.beyond_call(head) + probe.cast.beyond_call(params)
+    forward += probe.norm.forward.beyond_call(tokens * hidden) + probe.add.beyond_call(tokens * hidden)
+    backward = probe.norm.backward.beyond_call(tokens * hidden) + 2 * probe.add.beyond_call(tokens * hidden)
+    # Scaled, cast, the embedding's gradient zeroed and filled, then gathered for the collective.
+    backward += 2 * probe.cast.beyond_call(head) + 2 * probe.add.beyond_call(head) + 2 * probe.cast.beyond_call(params)
+    return forward, backward
+
+
+def _attention_s(narrow: Curve, wide: Curve, plan: Plan) -> float:
+    """Straight over the head size, through both that were probed."""
+    seq_len = plan.spec.data.seq_len
+    small, large = PROBED_HEAD_SIZES
+    model = _decoder(plan)
+    own = narrow.at(seq_len)
+    probed = max(0.0, own + (wide.at(seq_len) - own) * (model.head_dim - small) / (large - small))
+    return probed * micro_tokens(plan) / PROBED_TOKENS * model.num_heads / PROBED_HEADS
+
+
+def _products_s(curve: Curve, elements: int, tokens: int) -> float:
+    return max(0.0, curve.at(elements) * tokens / PROBED_TOKENS - curve.seconds[0])
+
+
+def _planned_links(plan: Plan, probe: MachineProbe) -> tuple[PlannedLink, ...]:
+    """Return the links of the data-parallel axes that have several ranks; in a ring that brings all to all, each rank
+    sends all but its own part."""
+    params = max(unit_params(plan))
+    layout = plan.layout
+    links = []
+    if (ranks := layout.dp_shard) > 1:
+        gathered_bytes = params * COMPUTE_BYTES[plan.compute]
+        rate = gathered_bytes * (ranks - 1) / ranks / probe.all_gather.at(gathered_bytes)
+        links.append(PlannedLink("dp_shard", rate))
+    if (ranks := layout.dp_replicate) > 1:
+        summed_bytes = params / layout.dp_shard * COMPUTE_BYTES[plan.spec.precision.reduce]
+        rate = 2 * (summed_bytes * (ranks - 1) / ranks) / probe.all_reduce.at(summed_bytes)
+        links.append(PlannedLink("dp_replicate", rate))
+    return tuple(links)
+
+
+def _unit_collectives_s(plan: Plan, params: int, probe: MachineProbe, *, is_block: bool) -> float:
+    """Parameters are gathered in the compute format, gradients reduced in that of `precision.reduce`."""
+    layout = plan.layout
+    seconds = 0.0
+    reduced_bytes = params * COMPUTE_BYTES[plan.spec.precision.reduce]
+    if layout.dp_shard > 1:
+        # A block is freed after its forward, and gathered again in the backward.
+        gatherings = 1 if layout.keeps_parameters else plan.grad_accum_steps * (2 if is_block else 1)
+        seconds += gatherings * probe.all_gather.at(params * COMPUTE_BYTES[plan.compute])
+        exchanges = plan.grad_accum_steps if layout.exchanges_every_backward else 1
+        seconds += exchanges * _reduce_s(plan.comm.gradients, params, reduced_bytes, probe)
+    if layout.dp_replicate > 1 and plan.comm.gradients == "full":
+        seconds += probe.all_reduce.beyond_call(reduced_bytes / layout.dp_shard)
+    elif layout.dp_replicate > 1:
+        seconds += 2 * _reduce_s(plan.comm.gradients, params / layout.dp_shard, 0.0, probe)
+    return seconds
+
+
+def _reduce_s(chosen: WireFormat, values: float, full_bytes: float, probe: MachineProbe) -> float:
+    """Seconds of a reduce-scatter. An all-to-all moves as much as a gathering; encoding moves memory as casts do."""
+    if chosen == "full":
+        return probe.reduce_scatter.at(full_bytes)
+    encoding_s = ENCODING_BYTES[chosen] / CAST_BYTES * probe.cast.beyond_call(values)
+    return probe.all_gather.at(values * GRADIENT_BYTES[chosen]) + encoding_s
+
+
+def tensor_bytes(plan: Plan) -> dict[str, float]:
+    """Bytes by cause that are the same on every machine, and so known before a probe."""
+    found = {"parameters": parameter_bytes(plan), **step_bytes(plan), "checkpoint copy": copy_bytes(plan)}
+    if kept := feedback_bytes(_decoder(plan), plan.as_one_group.layout, plan.comm):
+        found["error feedback"] = kept
+    if outer := outer_bytes_of(plan.spec) * plan.params / plan.layout.dp_shard:
+        found["outer optimizer"] = outer
+    return found
+
+
+def copy_bytes(plan: Plan) -> float:
+    """The state copied aside to be written: the ranks share out what is theirs together. In host memory it is held
+    twice."""
+    checkpoint = plan.spec.checkpoint
+    moments = moment_bytes(plan.spec.model, plan.spec.optim.kept_state, plan.spec.lora)
+    held = (4 + moments) * plan.params / plan.world_size
+    if checkpoint.memory_interval_steps is not None:
+        return 2 * held
+    return held if checkpoint.interval_steps is not None and checkpoint.mode == "async" else 0.0
+
+
+def fragmentation(probe: MachineProbe) -> float:
+    """Return the share that the heap's holes add to what steps allocate, as the larger reference model has shown.
+
+    The first step's temporaries leave holes that the optimizer's moments are laid into, so both count.
+    """
+    plan = probe.large.plan
+    grown_bytes = probe.large.grown_bytes - parameter_bytes(plan)
+    return max(0.0, grown_bytes / sum(step_bytes(plan).values()) - 1.0)
+
+
+def parameter_bytes(plan: Plan) -> float:
+    """Own ones in fp32, and in the compute format those that are gathered."""
+    block, outside = unit_params(plan)
+    freed = plan.layout.shards_parameters
+    gathered = (2 * block if freed else _decoder(plan).num_layers * block) + outside
+    return 4 * plan.params / plan.layout.dp_shard + COMPUTE_BYTES[plan.compute] * gathered
+
+
+def step_bytes(plan: Plan) -> dict[str, float]:
+    """Bytes that the first step allocates: the optimizer's moments last, all else is freed and allocated again."""
+    model = _decoder(plan)
+    moments = moment_bytes(model, plan.spec.optim.kept_state, plan.spec.lora)
+    formats = COMPUTE_BYTES[plan.compute] + COMPUTE_BYTES[plan.spec.precision.reduce]
+    own = plan.params / plan.layout.dp_shard
+    # A chunk of logits with all that is made of them, and the head's gradient in fp32.
+    chunk = min(micro_tokens(plan), loss_chunk_tokens(model.vocab_size))
+    return {
+        "optimizer": moments * own,
+        "gradients": 4 * own,
+        "activations": micro_tokens(plan) * model.num_layers * activation_bytes_per_token(model, plan.compute),
+        "loss": chunk * model.vocab_size * LOSS_BYTES_A_LOGIT + 4.0 * model.vocab_size * model.hidden_size,
+        "collectives": formats * max(unit_params(plan)),
+    }
+
+
+def activation_bytes_per_token(model: DecoderModel, compute: str) -> int:
+    """Bytes that a block saves for its backward, a token: inputs of norms (twice, in fp32) and of matrices, the
+    attention's q, k, v, output and log-sums, and the feed-forward's gate, its activation, up and their product."""
+    unit = COMPUTE_BYTES[compute]
+    norms = 2 * (8 + unit) * model.hidden_size + 8
+    attention = unit * model.head_dim * 2 * (model.num_heads + model.num_kv_heads) + 4 * model.num_heads
+    return norms + attention + 4 * unit * model.ffn_size

@@ -9,18 +9,22 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 
 from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.planner.capacity import best_candidate, pin_layout
 from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.hardware.topology import Fabric
-from trainspec_cli.planner.search.auto import best_candidate, pin_layout
 from trainspec_cli.planner.search.space import Space, open_layout
 from trainspec_cli.planner.setup import Setup
-from trainspec_cli.planner.this_machine import gpu_parts_s, is_known, is_predictable, predict_local, setup_of
-from trainspec_cli.planner.time.local import curve_parts_s
+from trainspec_cli.planner.this_machine import (
+    curve_parts_s,
+    gpu_parts_s,
+    is_known,
+    is_predictable,
+    predict_local,
+    setup_of,
+)
 from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.layout import MESH_AXES, Layout
-from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import Curve, MachineProbe, MatmulCurves, Passes
 from trainspec_cli.recipe.rules.check import check_built
@@ -86,14 +90,21 @@ def _on_gpus(plan: Plan, machine: Machine, *, may_change: bool) -> Outlook:
     fast_chip = replace(fabric.chip, **{name: 2 * getattr(fabric.chip, name) for name in rates})
     near_tiers = tuple(replace(tier, latency_s=_half(tier.latency_s)) for tier in fabric.described)
     near = replace(fabric, described=near_tiers, link_latency_s=_half(fabric.link_latency_s))
+    wide_tiers = tuple(replace(tier, gbit_per_s=2 * tier.gbit_per_s) for tier in fabric.described)
+    links = {name: 2 * getattr(fabric, name) for name in ("link_gb_per_s", "nic_gbit_per_s")}
+    wide = replace(fabric, described=wide_tiers, **links)
     others: list[tuple[str, Setup, Efficiency]] = [
         # A chip of twice the rates runs each kernel's fixed time in half of it too.
         (FASTER, replace(setup, fabric=replace(fabric, chip=fast_chip)), replace(eff, kernel_s=eff.kernel_s / 2)),
-        (WIDER, replace(setup, fabric=_wider(fabric)), eff),
+        (WIDER, replace(setup, fabric=wide), eff),
         (SOONER, replace(setup, fabric=near), sooner),
     ]
-    if may_change and (other := _searched(plan, machine)):
-        others.append((_describe_change(plan, other), setup_of(other, machine), eff))
+    if may_change:
+        # The layout that the planner's search puts first; nothing where nothing fits, or it is this one.
+        open_spec = replace(plan.spec, layout=open_layout(plan.spec), offload=plan.offload)
+        best = best_candidate(open_spec, machine, plan.devices_per_node)
+        if best and (other := _other(plan, best.layout, best.micro_batch_size, best.grad_accum_steps, best.recompute)):
+            others.append((_describe_change(plan, other), setup_of(other, machine), eff))
     changes = (PlannedChange(what, _factors(before, gpu_parts_s(one, its))) for what, one, its in others)
     basis = f"shares of the passes, and what would help, are planned for {fabric.num_devices} x {fabric.chip.name}"
     time = estimate_step(setup, eff)
@@ -110,24 +121,8 @@ RATES = ("_tflops", "_tb_per_s", "_exponentials_per_s", "tdp_w")
 """Ends of the names of an accelerator's own rates; and its power, so that its clock does not fall."""
 
 
-def _wider(fabric: Fabric) -> Fabric:
-    tiers = tuple(replace(tier, gbit_per_s=2 * tier.gbit_per_s) for tier in fabric.described)
-    rates = {name: 2 * getattr(fabric, name) for name in ("link_gb_per_s", "nic_gbit_per_s")}
-    return replace(fabric, described=tiers, **rates)
-
-
 def _half(seconds: float | None) -> float | None:
     return None if seconds is None else seconds / 2
-
-
-def _searched(plan: Plan, machine: Machine) -> Plan | None:
-    """Return the plan in the layout that the planner's search puts first; None where nothing fits, or it is this
-    one."""
-    open_spec = replace(plan.spec, layout=open_layout(plan.spec), offload=plan.offload)
-    best = best_candidate(open_spec, machine, plan.devices_per_node)
-    if best is None:
-        return None
-    return _other(plan, best.layout, best.micro_batch_size, best.grad_accum_steps, best.recompute)
 
 
 # CPUs
@@ -150,9 +145,7 @@ def _on_cpu(plan: Plan, machine: Machine, probe: MachineProbe, *, may_change: bo
 
 def _curve_parts(plan: Plan, probe: MachineProbe) -> dict[str, float]:
     """Return planned seconds by part, exposed communication without waiting; ranks wait in proportion to the work."""
-    model = plan.spec.model
-    assert isinstance(model, DecoderModel), "other families are not predictable"
-    parts = curve_parts_s(plan, model, probe)
+    parts = curve_parts_s(plan, probe)
     known = {part: parts[part] for part in (*COMPUTE_PARTS, "exposed_comm")}
     return known | {WAITING: parts["forward"] + parts["backward"]}
 

@@ -10,7 +10,7 @@ from trainspec_cli.balance.batch.division import even_division
 from trainspec_cli.balance.decisions.balance import PAUSE_S, PAUSE_STEPS, LayerChange, LayerScheduler, with_stages
 from trainspec_cli.balance.decisions.shares import ShareScheduler
 from trainspec_cli.balance.decisions.speeds import Speed, slowest
-from trainspec_cli.planner.partition import LayerTimes, cut_evenly
+from trainspec_cli.planner.pipeline import LayerTimes, cut_evenly
 from trainspec_cli.recipe.keys.layout import Layout
 
 SAMPLES, LAYERS = 32, 12

@@ -7,8 +7,8 @@ import pytest
 from trainspec_cli.engine.build.exchanges import STEP_EXCHANGES
 from trainspec_cli.engine.tools.trace import trace_rank
 from trainspec_cli.planner.blueprint import draw_blueprint
+from trainspec_cli.planner.hardware.cluster import Fabric
 from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator
-from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.recipe.keys.cluster import FabricSpec
 from trainspec_cli.recipe.keys.layout import Layout

@@ -15,8 +15,7 @@ from trainspec_cli.engine.optim.adamw8bit import Codebook, dynamic_map
 from trainspec_cli.engine.optim.muon import Muon
 from trainspec_cli.engine.optim.optimizer import build_optimizer, guarded_update
 from trainspec_cli.engine.shares import Cut, Share
-from trainspec_cli.planner.memory.engine.run import state_bytes
-from trainspec_cli.planner.memory.engine.units import Unit
+from trainspec_cli.planner.memory.engine.units import Unit, state_bytes
 from trainspec_cli.planner.setup import QUANTISED_BYTES, UPDATE_BYTES
 from trainspec_cli.recipe.keys.training import OptimizerName, OptimSpec
 

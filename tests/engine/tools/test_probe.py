@@ -11,7 +11,7 @@ from lab import measured
 from trainspec_cli.engine.models.decoder import Block
 from trainspec_cli.engine.models.rope import rope_angles
 from trainspec_cli.engine.tools.probe import scheduled_s
-from trainspec_cli.planner.memory.local import activation_bytes_per_token
+from trainspec_cli.planner.this_machine import activation_bytes_per_token
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.results.tools import MachineProbe
 from trainspec_cli.run.folder.event_types.events import PARTS

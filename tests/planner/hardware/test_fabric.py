@@ -9,20 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainspec_cli.planner.hardware.cluster import describe_fabric
-from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator, models
-from trainspec_cli.planner.hardware.topology import (
+from trainspec_cli.planner.hardware.cluster import (
     Crossing,
     Fabric,
     Group,
     all_gather_s,
+    all_reduce_s,
     all_to_all_s,
     axis_groups,
+    describe_fabric,
     group_of,
     latency_s,
     reduce_scatter_s,
     send_s,
 )
+from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator, models
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, FabricSpec, TierSpec
@@ -176,3 +177,63 @@ def test_between_cpus_collectives_are_gloos_and_a_hop_is_a_round_trip() -> None:
         assert found_s == pytest.approx([times * 1e-6, times * 20e-6, times * 50e-6])
     pair = replace(group_of(of_cpus, 8, 1, FREE), link_bytes_per_s=1.0)
     assert reduce_scatter_s(pair, 1e3, FREE) == pytest.approx(1e3 * 7 / 8)
+
+
+# Collectives and the links they run over
+
+
+def fabric_of_collectives(scaleup: int = 8, nic: float = 400.0) -> Fabric:
+    chip = find_accelerator("H100-SXM-80GB")
+    assert chip is not None
+    return Fabric(chip, 1024, 8, scaleup, 450.0, nic)
+
+
+@pytest.mark.parametrize(
+    ("group", "seconds"),
+    [
+        (Group(4, 4, 10.0, 1.0), 80 * 3 / 4 / 10),
+        (Group(16, 8, 10.0, 1.0), 80 * 15 / 16 / 8),
+        (Group(16, 8, 10.0, 2.0), 80 * 15 / 16 / 10),
+        (Group(4, 1, 10.0, 1.0), 80 * 3 / 4),
+        (Group(1, 1, 10.0, 1.0), 0),
+    ],
+    ids=["one node", "two nodes' cards", "two nodes' links", "one rank a node", "alone"],
+)
+def test_bytes_go_over_the_narrower_of_links_and_cards(group: Group, seconds: float) -> None:
+    assert all_gather_s(group, 80.0, FREE) == pytest.approx(seconds)
+    assert all_reduce_s(group, 80.0, FREE) == pytest.approx(2 * seconds)
+    assert all_gather_s(group, 0.0, EFF) == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "copies", "seconds"),
+    [
+        (Group(4, 4, 10.0, 1.0), 1, 80 * 3 / 4 / 5),
+        (Group(4, 4, 10.0, 1.0), 8, 80 * 3 / 4 / 5),
+        (Group(16, 8, 10.0, 1.0), 1, 80 * 8 / 16),
+        (Group(16, 8, 10.0, 1.0), 4, 80 / 4 * (1 - 0.5**4)),
+        (Group(32, 8, 10.0, 1.0), 2, 80 / 2 * 3 * (1 - 0.75**2)),
+        (Group(16, 8, 10.0, 1e9), 1, 80 * 7 / 16 / 5),
+        (Group(1, 1, 10.0, 1.0), 1, 0),
+    ],
+    ids=["one node", "copies in one node", "two nodes", "each once a node", "fewer copies than nodes", "a fast network",
+         "alone"],
+)  # fmt: skip
+def test_tokens_go_to_their_experts(group: Group, copies: int, seconds: float) -> None:
+    assert all_to_all_s(group, 80.0, copies, FREE) == pytest.approx(seconds)
+    assert all_to_all_s(group, 0.0, copies, EFF) == 0
+    latency = replace(FREE, collective_latency_s=1.0)
+    assert all_to_all_s(group, 80.0, copies, latency) == pytest.approx(seconds + (group.size > 1))
+
+
+def test_a_neighbour_is_reached_over_its_link_unless_every_rank_is_on_another_node() -> None:
+    latency = replace(FREE, collective_latency_s=3.0)
+    groups = (Group(4, 4, 10.0, 1.0), Group(4, 2, 10.0, 1.0), Group(4, 1, 10.0, 1.0), Group(1, 1, 10.0, 1.0))
+    assert [send_s(group, 80.0, latency) for group in groups] == [11, 11, 83, 0]
+
+
+def test_trees_over_domains_grow_with_the_logarithm() -> None:
+    latency = replace(FREE, hop_latency_s=1.0)
+    assert [latency_s(Group(size, 4, 1.0, 1.0), latency) for size in (4, 8, 12, 16, 20)] == [3, 5, 7, 7, 9]
+    assert latency_s(Group(72, 72, 1.0, 1.0), latency) == 7, "a switch is no longer than eight"
+    assert latency_s(Group(1, 1, 1.0, 1.0), replace(latency, collective_latency_s=1.0)) == 0

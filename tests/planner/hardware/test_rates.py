@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from trainspec_cli.planner.hardware import rates as catalogue
+from trainspec_cli.planner.hardware.cluster import Fabric, Group, axis_groups, group_of
 from trainspec_cli.planner.hardware.rates import (
     Efficiency,
-    exponentials_per_s,
+    accelerators,
+    find_accelerator,
+    find_model,
     link_bytes_per_s,
-    load_store_bytes_per_s,
     matmul_flops_per_s,
     memory_bytes_per_s,
-    sustained_fraction,
 )
-from trainspec_cli.planner.hardware.topology import Fabric, Group, axis_groups, group_of
+from trainspec_cli.planner.time.step import rates_of
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.recipe.keys.layout import Layout
 
@@ -69,17 +72,18 @@ def test_a_large_product_in_each_format_or_the_next_wider(fmt: str, changes: dic
 @pytest.mark.parametrize(("tdp_w", "fraction"), [(0, 0.75), (70, 0.8), (700, 0.8), (35, 0.8 * 0.5**0.3)])
 def test_a_rate_that_was_not_measured_is_usual_less_where_power_is_short(tdp_w: float, fraction: float) -> None:
     unmeasured = replace(CHIP, matmul_bf16_tflops=0.0, tdp_w=tdp_w)
-    assert sustained_fraction(unmeasured) == pytest.approx(fraction)
-    assert sustained_fraction(replace(CHIP, tdp_w=tdp_w)) == 0.6
+    assert matmul_flops_per_s(unmeasured, "bf16", EFF) == pytest.approx(0.375 * fraction * 100e12)
+    assert matmul_flops_per_s(replace(CHIP, tdp_w=tdp_w), "bf16", EFF) == pytest.approx(0.375 * 0.6 * 100e12)
 
 
 def test_rates_beside_the_products() -> None:
-    assert exponentials_per_s(CHIP) == pytest.approx(0.4e12)
-    assert exponentials_per_s(replace(CHIP, bf16_tflops=0.0)) == pytest.approx(0.32e12)
-    assert exponentials_per_s(replace(CHIP, tera_exponentials_per_s=7.0)) == 7e12
+    rates = rates_of(CHIP, "bf16", "bf16", EFF)
+    assert (rates.exponentials, rates.load_store) == pytest.approx((0.4e12, 4.7 * 3e12))
+    assert rates_of(replace(CHIP, bf16_tflops=0.0), "bf16", "bf16", EFF).exponentials == pytest.approx(0.32e12)
+    described = replace(CHIP, tera_exponentials_per_s=7.0, load_store_tb_per_s=9.0)
+    rates = rates_of(described, "bf16", "bf16", EFF)
+    assert (rates.exponentials, rates.load_store) == (7e12, 9e12)
     assert memory_bytes_per_s(CHIP, EFF) == 0.625 * 3e12
-    assert load_store_bytes_per_s(CHIP) == pytest.approx(4.7 * 3e12)
-    assert load_store_bytes_per_s(replace(CHIP, load_store_tb_per_s=9.0)) == 9e12
 
 
 @pytest.mark.parametrize(
@@ -156,3 +160,79 @@ def test_stages_are_as_far_apart_as_their_ranks_are_many() -> None:
         (Layout(pp=4, dp_replicate=2, dp_shard=2, cp=2), 1),
     ):
         assert axis_groups(layout, FABRIC, EFF)["pp"].per_domain == per_domain
+
+
+# Chips and models by the labels that drivers, papers and tables give them
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("H100-SXM-80GB", "H100-SXM-80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM-80GB"),
+        ("H100", "H100-SXM-80GB"),
+        ("NVIDIA H100 PCIe", "H100-PCIe-80GB"),
+        ("NVIDIA H100 NVL", "H100-NVL-94GB"),
+        ("NVIDIA H200", "H200-SXM-141GB"),
+        ("NVIDIA H200 NVL", "H200-NVL"),
+        ("NVIDIA A100-SXM4-80GB", "A100-SXM-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-SXM-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe-80GB"),
+        ("Tesla V100-SXM2-16GB", "V100-SXM2-16GB"),
+        ("Tesla V100-SXM2-32GB", "V100-SXM2-32GB"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA B200", "B200-SXM"),
+        ("NVIDIA GH200 480GB", "GH200"),
+    ],
+)
+def test_a_label_names_the_chip_that_is_meant(label: str, name: str) -> None:
+    """The words that tell variants apart are in a label that means them; memory alone names no chip."""
+    found = find_accelerator(label)
+    assert found is not None and found.name == name
+
+
+@pytest.mark.parametrize("label", ["", "NVIDIA", "80GB", "Abacus-9000 80GB", "GPU SXM"])
+def test_a_label_that_shares_no_number_with_a_chip_names_none(label: str) -> None:
+    assert find_accelerator(label) is None
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("llama3-8b", "llama3_8b"),
+        ("Llama3 8B", "llama3_8b"),
+        ("llama3_70b_instruct", "llama3_70b"),
+        ("mixtral-8x7b", "mixtral_8x7b"),
+        ("8b", None),
+    ],
+)
+def test_a_model_by_its_name_or_its_beginning(label: str, name: str | None) -> None:
+    found = find_model(label)
+    assert found is (catalogue.models()[name] if name else None)
+
+
+def test_chips_are_read_without_their_sources_so_that_they_can_be_keys() -> None:
+    assert len({chip.name for chip in accelerators()}) == len(set(accelerators())) == len(accelerators()) > 30
+    assert all(chip.sources is None for chip in accelerators())
+
+
+def test_a_users_own_description_comes_before_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "conf" / "accelerator"
+    folder.mkdir(parents=True)
+    figures = "vendor: me\nbf16_tflops: 1\nmemory_gb: 2\nmemory_tb_per_s: 3\n"
+    (folder / "h100_sxm.yaml").write_text(f"name: Abacus-9000\n{figures}")
+    monkeypatch.chdir(tmp_path)
+    accelerators.cache_clear()
+    find_accelerator.cache_clear()
+    try:
+        names = [chip.name for chip in accelerators()]
+        assert "Abacus-9000" in names and "H100-SXM-80GB" not in names and "H200-NVL" in names
+        own = find_accelerator("abacus 9000")
+        assert own is not None and own.memory_gb == 2
+    finally:
+        accelerators.cache_clear()
+        find_accelerator.cache_clear()

@@ -16,8 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from trainspec_cli.engine.models.decoder import Block
 from trainspec_cli.engine.parallel.expert import apply_recompute
 from trainspec_cli.planner.hardware.rates import models
-from trainspec_cli.planner.memory.engine.blocks import BlockProfile, profile_block
-from trainspec_cli.planner.memory.engine.run import Shape
+from trainspec_cli.planner.memory.engine.blocks import BlockProfile, Shape, profile_block
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import Recompute

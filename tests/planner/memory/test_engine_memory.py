@@ -20,10 +20,15 @@ from trainspec_cli.core.printable import GIB
 from trainspec_cli.engine.models.rope import apply_rope
 from trainspec_cli.engine.tools.ledger import Ledger
 from trainspec_cli.planner.hardware.rates import models
-from trainspec_cli.planner.memory.engine import engine_peak, is_counted, run_of, tensors_by_cause
-from trainspec_cli.planner.memory.engine.blocks import rotate
-from trainspec_cli.planner.memory.engine.run import linear, rank_peaks
-from trainspec_cli.planner.memory.engine.step import shape_of
+from trainspec_cli.planner.memory.engine.blocks import linear, rotate
+from trainspec_cli.planner.memory.engine.step import (
+    engine_peak,
+    is_counted,
+    rank_peaks,
+    run_of,
+    shape_of,
+    tensors_by_cause,
+)
 from trainspec_cli.planner.memory.engine.tape import Tape
 from trainspec_cli.planner.memory.engine.units import block_unit, outside_unit
 from trainspec_cli.planner.workload import count_params
@@ -185,8 +190,6 @@ DEFAULT_RUNS = (
     Run("llama_6m", fsdp(2), samples=4, seq_len=512, optimizer="muon"),
     Run("llama_6m", fsdp(2), samples=4, seq_len=512, lora=NF4),
 )
-
-
 IN_CI = 15
 
 

@@ -8,12 +8,10 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.core.printable import GIB, format_bytes
-from trainspec_cli.planner.capacity import SLACK, plan_capacity, search_of, setup_of
+from trainspec_cli.planner.capacity import SLACK, as_plan, plan_capacity, search_of, setup_of
 from trainspec_cli.planner.hardware.cluster import accelerator_of, describe_fabric, efficiency_of
-from trainspec_cli.planner.memory.frameworks import memory_limit_bytes, peak_of
-from trainspec_cli.planner.memory.predict import layer_memory, predict_memory
+from trainspec_cli.planner.memory.predict import layer_memory, memory_limit_bytes, peak_of, predict_memory
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.planner.search.auto import as_plan
 from trainspec_cli.planner.this_machine import device_limit_bytes, predict_device
 from trainspec_cli.planner.workload import count_params
 from trainspec_cli.recipe.keys.cluster import Machine

@@ -1,30 +1,34 @@
 """The forecast of a whole run, from a capacity plan made by hand."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainspec_cli.balance.batch.batch import schedule_batches, step_batch
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.planner.capacity import plan_capacity
+from trainspec_cli.planner.capacity import PREDICTED_SIZES, as_plan, main_size, plan_capacity, plan_other_recovery
 from trainspec_cli.planner.hardware.rates import models
 from trainspec_cli.planner.planes import Failure, simulate
 from trainspec_cli.planner.run import forecast as forecast_module
 from trainspec_cli.planner.run import goodput
-from trainspec_cli.planner.run.cost import occupation
 from trainspec_cli.planner.run.forecast import (
     STEP_TIME_KNOWN_WITHIN,
     checkpoint_bytes,
     checkpoint_times,
     describe_job,
     expect_goodput,
+    expect_work,
     forecast_run,
     gather_assumptions,
+    occupation,
     recovery_modes,
 )
-from trainspec_cli.planner.search.variants import plan_other_recovery
 from trainspec_cli.recipe.keys.cluster import (
     AcceleratorSpec,
     ClusterSpec,
@@ -38,9 +42,9 @@ from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.run import CheckpointSpec, DataSpec, RunSpec, TrainSection
-from trainspec_cli.recipe.keys.training import BatchingSpec, LoraSpec, OptimSpec
-from trainspec_cli.recipe.results.forecast import Interval, RunForecast
-from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan, MemoryBreakdown, StepTime
+from trainspec_cli.recipe.keys.training import BatchingSpec, BatchScheduleSpec, LoraSpec, OptimSpec, RampStage
+from trainspec_cli.recipe.results.forecast import RunForecast
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan, MemoryBreakdown, SizedStep, StepTime
 
 H100 = AcceleratorSpec(
     name="H100", vendor="nvidia", bf16_tflops=989, memory_gb=80, memory_tb_per_s=3.35, tdp_w=700, price_usd_per_hour=2.5
@@ -99,34 +103,24 @@ def forecast(cluster: ClusterSpec = CLUSTER, **changes: object) -> RunForecast:
     return forecast_run(replace(SPEC, cluster=cluster, **changes), PLAN, CANDIDATE)
 
 
-def holds(interval: Interval | None) -> bool:
-    return interval is not None and 0 < interval.low < interval.value < interval.high
-
-
-def test_the_run_takes_its_steps_over_its_goodput() -> None:
+def test_a_forecast_adds_up_and_comes_with_intervals() -> None:
     run = forecast()
+    useful = run.goodput.goodput
     assert run.tokens == 200_000 * 2048 * 8192
-    assert run.wall_time_s.value == pytest.approx(200_000 * 6.0 / run.goodput.goodput.value)
+    assert run.wall_time_s.value == pytest.approx(200_000 * 6.0 / useful.value)
     assert run.goodput.failures == pytest.approx(run.wall_time_s.value / run.goodput.mtbf_s)
-
-
-def test_everything_comes_with_an_interval() -> None:
-    run = forecast()
-    assert all(map(holds, (run.wall_time_s, run.goodput.goodput, run.energy_joules, run.carbon_kg, run.cost_usd)))
-
-
-def test_goodput_and_losses_sum_to_one() -> None:
-    run = forecast()
-    for useful in (run.goodput, *run.alternatives):
-        assert useful.goodput.value + sum(useful.lost.values()) == pytest.approx(1)
-
-
-def test_parts_sum_to_the_expected_energy_and_money() -> None:
-    run = forecast()
+    slow = math.hypot(math.log(STEP_TIME_KNOWN_WITHIN), math.log(useful.value / useful.low))
+    quick = math.hypot(math.log(STEP_TIME_KNOWN_WITHIN), math.log(useful.high / useful.value))
+    assert run.wall_time_s.high / run.wall_time_s.value == pytest.approx(math.exp(slow))
+    assert run.wall_time_s.value / run.wall_time_s.low == pytest.approx(math.exp(quick))
+    for one in (run.goodput, *run.alternatives):
+        assert one.goodput.value + sum(one.lost.values()) == pytest.approx(1)
     assert run.energy_joules and run.cost_usd
     assert sum(run.energy_parts_joules.values()) == pytest.approx(run.energy_joules.value)
     assert sum(run.cost_parts_usd.values()) == pytest.approx(run.cost_usd.value)
     assert run.cost_usd.value == pytest.approx(16_384 * run.wall_time_s.value / 3600 * 2.5)
+    for interval in (useful, run.energy_joules, run.carbon_kg, run.cost_usd):
+        assert interval is not None and 0 < interval.low < interval.value < interval.high
 
 
 def test_shrinking_and_healing_is_compared_where_the_layout_has_groups() -> None:
@@ -177,18 +171,6 @@ def test_owned_machines_are_paid_by_use_and_rent_does_not_matter() -> None:
     run = forecast(owned)
     assert set(run.cost_parts_usd) == {"machines", "operation", "electricity"}
     assert "cluster.accelerator.price_usd_per_hour" not in {assumption.key for assumption in run.assumptions}
-
-
-def test_spare_nodes_are_paid_for_too() -> None:
-    spared = replace(CLUSTER, reliability=replace(CLUSTER.reliability, spare_nodes=64))
-    run = forecast(spared)
-    hours = run.wall_time_s.value / 3600
-    assert run.cost_usd and run.cost_usd.value == pytest.approx((16_384 + 64 * 8) * hours * 2.5)
-
-
-def test_what_is_not_known_of_the_accelerator_is_not_made_up() -> None:
-    run = forecast(replace(CLUSTER, accelerator=None))
-    assert run.energy_joules is None and run.carbon_kg is None and run.cost_usd is None
 
 
 def test_a_checkpoint_written_beside_training_holds_it_up_for_the_copy_alone() -> None:
@@ -242,30 +224,32 @@ def test_a_checkpoint_holds_weights_and_moments_and_of_frozen_weights_no_moments
 
 
 def test_nodes_share_the_writing_and_devices_the_copying() -> None:
-    beside = checkpoint_times(replace(SPEC, checkpoint=CheckpointSpec(mode="async")), PLAN)
-    assert beside.written_s == pytest.approx(SIZE / (2048 * 1.2e9))
-    assert beside.blocked_s == pytest.approx(SIZE / (16_384 * 50e9))
+    blocked_s, written_s = checkpoint_times(replace(SPEC, checkpoint=CheckpointSpec(mode="async")), PLAN)
+    assert written_s == pytest.approx(SIZE / (2048 * 1.2e9))
+    assert blocked_s == pytest.approx(SIZE / (16_384 * 50e9))
     at_once = checkpoint_times(replace(SPEC, checkpoint=CheckpointSpec(mode="sync")), PLAN)
-    assert at_once.blocked_s == at_once.written_s == beside.written_s
+    assert at_once == (written_s, written_s)
 
 
 def test_the_simulated_job_is_the_recipes() -> None:
     spec = replace(SPEC, checkpoint=CheckpointSpec(interval_steps=1000))
-    job, times = describe_job(spec, PLAN, CANDIDATE, spec.resilience), checkpoint_times(spec, PLAN)
+    job = describe_job(spec, PLAN, CANDIDATE, spec.resilience)
+    blocked_s, written_s = checkpoint_times(spec, PLAN)
     assert (job.work_s, job.step_time_s, job.devices, job.replica_groups) == (1_200_000, 6, 16_384, 128)
-    assert (job.interval_s, job.blocked_s, job.written_s) == (6000, times.blocked_s, times.written_s)
-    assert job.load_s == times.written_s
+    assert (job.interval_s, job.blocked_s, job.written_s) == (6000, blocked_s, written_s)
+    assert job.load_s == written_s
     assert job.state_bytes_per_device == SIZE / 128
 
 
 def test_a_run_reports_its_own_interval_and_times() -> None:
     spec = replace(SPEC, checkpoint=CheckpointSpec(interval_steps=1000), resilience=ResilienceSpec(mode="elastic"))
     run = forecast_run(spec, PLAN, CANDIDATE)
-    useful, times = run.goodput, checkpoint_times(spec, PLAN)
+    useful = run.goodput
+    blocked_s, written_s = checkpoint_times(spec, PLAN)
     assert (useful.mode, useful.checkpoint_interval_s, useful.checkpoint_interval_steps) == ("elastic", 6000, 1000)
-    assert (useful.checkpoint_s, useful.checkpoint_bytes) == (times.blocked_s, SIZE)
+    assert (useful.checkpoint_s, useful.checkpoint_bytes) == (blocked_s, SIZE)
     assert useful.mtbf_s == pytest.approx(50_677 * 3600 / 16_384)
-    assert useful.restart_s == pytest.approx(60 + 120 + 300 + times.written_s)
+    assert useful.restart_s == pytest.approx(60 + 120 + 300 + written_s)
     assert useful.wall_time_s == pytest.approx(1_200_000 / useful.goodput.value)
     assert (run.steps, run.notes) == (200_000, ())
     assert [other.mode for other in run.alternatives] == ["restart"]
@@ -313,16 +297,6 @@ def test_the_median_run_and_nine_in_ten(monkeypatch: pytest.MonkeyPatch) -> None
     assert useful.failures == pytest.approx(useful.wall_time_s / useful.mtbf_s)
     runs[0] = goodput.SimulatedRun(100.0, -10.0, {"rework": 110.0}, 3)
     assert expect_goodput(SPEC, PLAN, CANDIDATE, SPEC.resilience) is None
-
-
-def test_wall_time_is_known_as_well_as_a_step_and_the_goodput() -> None:
-    run = forecast()
-    useful = run.goodput.goodput
-    assert run.wall_time_s.value == pytest.approx(1_200_000 / useful.value)
-    slow = math.hypot(math.log(STEP_TIME_KNOWN_WITHIN), math.log(useful.value / useful.low))
-    quick = math.hypot(math.log(STEP_TIME_KNOWN_WITHIN), math.log(useful.high / useful.value))
-    assert run.wall_time_s.high / run.wall_time_s.value == pytest.approx(math.exp(slow))
-    assert run.wall_time_s.value / run.wall_time_s.low == pytest.approx(math.exp(quick))
 
 
 @pytest.mark.parametrize("name", ["llama3_70b", "mixtral_8x7b", "resnet50"])
@@ -433,3 +407,147 @@ def test_on_several_planes_failures_of_the_network_cost_dips_and_end_nothing() -
     assert {assumption.key for assumption in gather_assumptions(sprayed, CANDIDATE)} >= {
         "cluster.fabric.planes.network_fraction", "cluster.fabric.planes.flap_s",
     }  # fmt: skip
+
+
+# The steps of a run whose batch changes, against plans of each size alone and against one step after another
+
+
+CHIP = AcceleratorSpec("chip", "maker", 500.0, 80.0, 3.0, link_gb_per_s=300.0, link_kind="nvswitch", tdp_w=500)
+SEESAW = BatchScheduleSpec(kind="seesaw", growth=2.0)
+CONSTANT = BatchScheduleSpec()
+
+
+def make_spec(schedule: BatchScheduleSpec, size: int = 32, layout: LayoutSpec | None = None) -> RunSpec:
+    return RunSpec(
+        model=DecoderModel(4, 1024, 8, 8, 128, 4096, 8192),
+        data=DataSpec(seq_len=2048, source="tokens"),
+        optim=OptimSpec(lr=1e-4),
+        batching=BatchingSpec(global_batch_size=size, micro_batch_size=2, schedule=schedule),
+        train=TrainSection(max_steps=5000),
+        cluster=ClusterSpec(num_nodes=2, devices_per_node=4, accelerator=CHIP, nic_gbit_per_s=400.0),
+        layout=layout or LayoutSpec(dp_shard=8, dp_replicate=1),
+    )
+
+
+def best(spec: RunSpec) -> Candidate:
+    found = plan_capacity(spec).best
+    assert found is not None
+    return found
+
+
+def test_each_size_is_predicted_as_a_run_of_that_size_alone() -> None:
+    sized = best(make_spec(SEESAW)).sized_steps
+    assert [step.samples for step in sized] == [32, 64, 128, 256]
+    for step in sized:
+        assert step.time == best(make_spec(CONSTANT, step.samples)).time
+
+
+def test_micro_batches_that_are_not_full_count_as_whole_ones() -> None:
+    ramp = BatchScheduleSpec(kind="ramp", stages=(RampStage(10**6, 40),))
+    _, larger = best(make_spec(ramp)).sized_steps
+    assert larger.time == best(make_spec(CONSTANT, 48)).time
+
+
+def test_an_interleaved_pipeline_takes_micro_batches_in_turns() -> None:
+    pipeline = LayoutSpec(dp_shard=4, dp_replicate=1, pp=2, pipeline_schedule="interleaved", virtual_stages=2)
+    ramp = BatchScheduleSpec(kind="ramp", stages=(RampStage(10**6, 36),))
+    _, larger = best(make_spec(ramp, layout=pipeline)).sized_steps
+    assert larger.time == best(make_spec(CONSTANT, 48, pipeline)).time
+
+
+@pytest.mark.parametrize("schedule", [CONSTANT, BatchScheduleSpec(kind="noise", max_global_batch_size=256)])
+def test_where_no_other_size_is_known_nothing_else_is_predicted(schedule: BatchScheduleSpec) -> None:
+    spec = make_spec(schedule)
+    candidate = best(spec)
+    work = expect_work(spec, candidate)
+    assert (candidate.sized_steps, work.batches) == ((), ())
+    assert (work.steps, work.step_time_s, work.time) == (5000, candidate.step_time_s, candidate.time)
+
+
+def test_of_many_sizes_some_are_predicted_and_the_others_lie_between() -> None:
+    spec = make_spec(replace(SEESAW, growth=1.05))
+    candidate = best(spec)
+    work = expect_work(spec, candidate)
+    assert len(candidate.sized_steps) == PREDICTED_SIZES
+    assert len(work.batches) > 2 * PREDICTED_SIZES
+    assert all(a.step_time_s < b.step_time_s for a, b in pairwise(work.batches[:-1]))
+    by_size = {batch.step_samples: batch.step_time_s for batch in work.batches}
+    assert all(by_size[step.samples] == pytest.approx(step.time.total_s) for step in candidate.sized_steps)
+
+
+def test_the_work_is_that_of_the_steps_one_after_the_other() -> None:
+    """With steps of 0.5 s and 0.01 s a sample, predicted at three sizes alone."""
+    spec = make_spec(replace(SEESAW, growth=1.2))
+    sizes = spec.batching.sizes_up_to(320)
+    sized = tuple(SizedStep(size, StepTime(0.01 * size, dp_comm_s=0.5)) for size in (32, 144, max(sizes) + 50))
+    candidate = replace(best(make_spec(CONSTANT)), sized_steps=sized)
+    work, schedule = expect_work(spec, candidate), schedule_batches(spec)
+    taken: list[int] = []
+    while sum(taken) < schedule.run_samples:
+        taken.append(step_batch(schedule, sum(taken)).samples)
+    assert work.steps == len(taken)
+    assert work.time.dp_comm_s == pytest.approx(0.5)
+    last_as_the_others = taken[-2] - taken[-1]
+    assert work.work_s == pytest.approx(0.5 * len(taken) + 0.01 * (sum(taken) + last_as_the_others))
+
+
+def test_layouts_are_ranked_for_the_size_that_trains_most_samples() -> None:
+    """Of a ramp to 16 times the batch: those of that batch alone, as far as the first size divides over them."""
+    long_ramp = BatchScheduleSpec(kind="ramp", stages=(RampStage(10**6, 512),))
+    free = LayoutSpec(dp_replicate=1, pp="auto", tp="auto")
+    growing, constant = make_spec(long_ramp, layout=free), make_spec(CONSTANT, 512, layout=free)
+    plans = [plan_capacity(spec) for spec in (growing, constant)]
+    layouts = [[candidate.layout for candidate in plan.candidates] for plan in plans]
+    of_the_first = [candidate.layout for candidate in plan_capacity(make_spec(CONSTANT, layout=free)).candidates]
+    assert layouts[0] == layouts[1] != of_the_first
+    first, same = plans[0].candidates[0], plans[1].candidates[0]
+    assert (first.step_time_s, first.tokens_per_s, first.mfu) == (same.step_time_s, same.tokens_per_s, same.mfu)
+    assert "layouts are ranked by steps of 512 samples, which train most of the run" in plans[0].assumptions
+    assert as_plan(growing, first, plans[0], "bf16").grad_accum_steps == same.grad_accum_steps // 16
+
+
+def test_a_forecast_is_of_the_steps_that_the_run_makes() -> None:
+    constant, seesaw = make_spec(CONSTANT), make_spec(SEESAW)
+    runs = [forecast_run(spec, plan_capacity(spec), best(spec)) for spec in (constant, seesaw)]
+    assert [run.tokens for run in runs] == [5000 * 32 * 2048] * 2
+    assert runs[0].steps == 5000
+    assert runs[0].batches == ()
+    assert runs[1].steps == sum(batch.steps for batch in runs[1].batches) < 0.7 * 5000
+    work_s = sum(batch.steps * batch.step_time_s for batch in runs[1].batches)
+    goodput = runs[1].goodput.goodput.value
+    assert runs[1].wall_time_s.value == pytest.approx(work_s / goodput)
+    assert runs[1].goodput.wall_time_s == pytest.approx(work_s / goodput)
+    assert runs[1].wall_time_s.value < runs[0].wall_time_s.value
+    assert runs[1].energy_joules is not None
+    assert runs[0].energy_joules is not None
+    assert runs[1].energy_joules.value < runs[0].energy_joules.value
+    step_time_s = next(one for one in runs[1].assumptions if one.key == "step_time_s")
+    assert step_time_s.value == pytest.approx(work_s / runs[1].steps)
+
+
+def test_a_device_that_waits_in_large_steps_takes_less_energy() -> None:
+    spec = make_spec(SEESAW)
+    candidate = best(spec)
+    busy = (SizedStep(32, StepTime(matmul_s=1.0)), SizedStep(256, StepTime(matmul_s=8.0)))
+    waiting = (SizedStep(32, StepTime(matmul_s=1.0)), SizedStep(256, StepTime(matmul_s=1.0, bubble_s=7.0)))
+    energies = [
+        forecast_run(spec, plan_capacity(spec), replace(candidate, sized_steps=steps)).energy_joules
+        for steps in (busy, waiting)
+    ]
+    assert energies[0] is not None
+    assert energies[1] is not None
+    assert energies[1].value < energies[0].value
+
+
+def test_the_main_size_trains_most_samples_however_large_others_are() -> None:
+    tokens = 32 * 5000 * 2048
+    stages = (RampStage(tokens // 10, 64), RampStage(tokens - tokens // 10, 512))
+    assert main_size(make_spec(BatchScheduleSpec(kind="ramp", stages=stages))) == 64
+    assert main_size(make_spec(CONSTANT)) == 32
+
+
+def test_a_batch_that_follows_the_noise_is_forecast_as_the_first_and_says_so() -> None:
+    spec = make_spec(BatchScheduleSpec(kind="noise", max_global_batch_size=256))
+    run = forecast_run(spec, plan_capacity(spec), best(spec))
+    assert run.steps == 5000
+    assert any("counts on 32 samples a step throughout, and up to 256 make fewer" in note for note in run.notes)

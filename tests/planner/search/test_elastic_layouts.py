@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from trainspec_cli.balance.batch.division import even_division
-from trainspec_cli.planner.search.auto import pin_layout
-from trainspec_cli.planner.search.space import NOT_RUN, Space, divisors, schedules_of, splits_heads, stages_of
-from trainspec_cli.planner.validation.fit import frameworks
+from trainspec_cli.planner.capacity import pin_layout
+from trainspec_cli.planner.search.space import NOT_RUN, Space, schedules_of, splits_heads, stages_of
+from trainspec_cli.planner.validation.table import frameworks
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
 from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, ExpertSpec, HybridModel
@@ -174,16 +174,6 @@ def compiled_zero_bubble_is_refused() -> bool:
     return bool(check_built(replace(SPEC, layout=layout, compile=True)))
 
 
-@pytest.mark.parametrize(
-    ("batch", "wanted", "evenly"),
-    [(64, LayoutSpec(tp=AUTO), True), (60, LayoutSpec(tp=AUTO), True), (60, LayoutSpec(), False),
-     (33, LayoutSpec(tp=AUTO), False), (33, LayoutSpec(tp=AUTO, pp=AUTO), True), (31, LayoutSpec(tp=AUTO), False)],
-)  # fmt: skip
-def test_whether_a_batch_divides_evenly_over_some_layout(batch: int, wanted: LayoutSpec, evenly: bool) -> None:
-    """60 samples do over four data-parallel ranks of eight devices each."""
-    assert Space(replace(SPEC, layout=wanted, batching=BatchingSpec(batch)), 32, 8).divides_evenly() is evenly
-
-
 def test_chunks_of_interleaved_stages() -> None:
     model = replace(SPEC.model, num_layers=64)  # type: ignore[type-var]
     interleaved = LayoutSpec(pp=2, pipeline_schedule="interleaved", virtual_stages="auto")
@@ -253,9 +243,3 @@ def test_convolutions_are_not_cut_and_scans_have_no_heads_to_cut() -> None:
     conv = ConvModel("resnet", (32, 32), (4, 8))
     assert (splits_heads(conv, 1), splits_heads(conv, 2)) == (True, False)
     assert splits_heads(HybridModel(64, 512, 4), 4), "no heads divide by anything"
-
-
-def test_divisors_in_order() -> None:
-    assert [divisors(number) for number in (1, 2, 12, 16, 17)] == [
-        [1], [1, 2], [1, 2, 3, 4, 6, 12], [1, 2, 4, 8, 16], [1, 17]
-    ]  # fmt: skip

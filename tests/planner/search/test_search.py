@@ -9,21 +9,26 @@ from itertools import islice
 import pytest
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.planner.capacity import plan_best, plan_capacity, search_of, template_of
-from trainspec_cli.planner.cut import cut, is_open, planned_times
-from trainspec_cli.planner.hardware.cluster import describe_fabric
+from trainspec_cli.planner.capacity import plan_best, plan_capacity, search_of, softwares_of, template_of
+from trainspec_cli.planner.hardware.cluster import axis_groups, describe_fabric
 from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator, models
-from trainspec_cli.planner.hardware.topology import axis_groups
-from trainspec_cli.planner.memory.frameworks import memory_limit_bytes, peak_bytes
-from trainspec_cli.planner.memory.predict import SURELY, expected_step_s, fit_probability
-from trainspec_cli.planner.search.search import ABOUT, Search, recompute_names
+from trainspec_cli.planner.memory.predict import (
+    SURELY,
+    expected_step_s,
+    fit_probability,
+    mean_layer_memory,
+    memory_limit_bytes,
+    peak_of,
+)
+from trainspec_cli.planner.pipeline import cut, is_open
+from trainspec_cli.planner.search.search import ABOUT, Costs, Search, costs_of, recompute_names
 from trainspec_cli.planner.search.space import Space
-from trainspec_cli.planner.setup import RECOMPUTE, Software
-from trainspec_cli.planner.time.step import estimate_step, micro_batch
-from trainspec_cli.planner.workload.adapters import adapter_params
+from trainspec_cli.planner.setup import RECOMPUTE, Software, changed
+from trainspec_cli.planner.time.step import assemble_step, estimate_step, mean_times, micro_batch, planned_times
+from trainspec_cli.planner.workload import adapter_params
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
-from trainspec_cli.recipe.keys.layout import SHARDINGS, LayoutSpec
+from trainspec_cli.recipe.keys.layout import SHARDINGS, Layout, LayoutSpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
 from trainspec_cli.recipe.keys.training import BatchingSpec, LoraSpec, OptimSpec
@@ -75,7 +80,7 @@ def test_pruning_loses_nothing(pp: int | str) -> None:
         for name in recompute_names("auto"):
             setup = replace(template, layout=layout, micro_batch_size=float(micro), grad_accum=accum)
             setup = replace(setup, recompute=RECOMPUTE[name], software=software)
-            if (peak := peak_bytes(setup)) <= limit_bytes:
+            if (peak := peak_of(setup, mean_layer_memory(setup))) <= limit_bytes:
                 if is_open(layout, spec.model):
                     once = micro_batch(setup, axis_groups(layout, fabric, eff), eff)
                     setup = replace(setup, layout=cut(planned_times(once, setup), layout))
@@ -190,12 +195,6 @@ def test_candidates_fit_and_are_sorted_and_their_parts_sum_to_the_step() -> None
         assert 0.05 < candidate.mfu <= candidate.hfu < 0.9
 
 
-def test_pinned_axes_stay_pinned() -> None:
-    layout = replace(OPEN, tp=4, pp=2)
-    plan = plan_capacity(run_of("llama3_8b", nodes=4, layout=layout))
-    assert plan.candidates and all(c.layout.tp == 4 and c.layout.pp == 2 for c in plan.candidates)
-
-
 def test_where_nothing_fits_the_smallest_is_shown() -> None:
     plan = plan_capacity(run_of("llama3_405b", nodes=1, batch=64))
     assert plan.best is None and plan.candidates[0].peak_memory_bytes > plan.candidates[0].memory_limit_bytes
@@ -230,3 +229,55 @@ def test_corrections_change_the_plan_and_unknown_ones_are_refused() -> None:
     assert plan_capacity(slower).candidates[0].step_time_s > 1.2 * plan_capacity(spec).candidates[0].step_time_s
     with pytest.raises(RecipeError, match="warp"):
         plan_capacity(replace(spec, cluster=replace(spec.cluster, efficiency={"warp": 9.0})))
+
+
+# What searches compute once is what each layout would be given by itself
+
+
+EFF = Efficiency()
+
+
+def test_a_step_of_shared_parts_is_that_of_the_layout_alone() -> None:
+    spec = run_of("mixtral_8x7b", nodes=2, batch=64)
+    template = template_of(spec, describe_fabric(spec.cluster, None))
+    costs = costs_of(template, tuple(softwares_of(spec).items()), EFF)
+    for layout, micro, accum in list(Space(spec, 16, 8).layouts())[::7]:
+        setup = costs.setup(layout, micro, accum, "full")
+        groups = axis_groups(layout, setup.fabric, EFF)
+        once = micro_batch(setup, groups, EFF)
+        whole = replace(setup, layout=cut(mean_times(once, setup), layout)) if is_open(layout, spec.model) else setup
+        assert costs.steps.step_s(setup) == assemble_step(whole, once, groups, EFF).total_s
+
+
+def test_searches_that_differ_in_what_they_may_choose_share_the_costs() -> None:
+    spec = run_of("llama3_8b", nodes=2, batch=64)
+    fabric = describe_fabric(spec.cluster, None)
+    one, other = (costs_of(template_of(spec, fabric), tuple(softwares_of(spec).items()), EFF) for _ in range(2))
+    eight = replace(spec, precision=replace(spec.precision, matmul="fp8"))
+    assert one is other
+    assert costs_of(template_of(eight, fabric), tuple(softwares_of(eight).items()), EFF) is not one
+
+
+def test_searches_that_differ_in_replica_groups_share_all_but_the_exchanges() -> None:
+    """Groups exchange once more, over their own ranks."""
+    spec = run_of("llama3_8b", nodes=2, batch=64)
+    fabric = describe_fabric(spec.cluster, None)
+    softwares = tuple(softwares_of(spec).items())
+    plain = template_of(spec, fabric)
+    grouped = replace(plain, replica_groups=2)
+    one, two = (costs_of(template, softwares, EFF) for template in (plain, grouped))
+    layout = Layout(dp_replicate=16, dp_shard=1)
+    assert one.works_s(layout, 1, 1) is two.works_s(layout, 1, 1)
+    assert one.least_exchange_s(layout, 1, 1, "none") != two.least_exchange_s(layout, 1, 1, "none")
+    alone = Costs(grouped, dict(softwares), EFF)
+    assert two.least_exchange_s(layout, 1, 1, "none") == alone.least_exchange_s(layout, 1, 1, "none")
+    assert two.steps.step_s(two.setup(layout, 1, 1)) == alone.steps.step_s(alone.setup(layout, 1, 1))
+
+
+def test_a_record_is_changed_as_replace_does() -> None:
+    spec = run_of("llama3_8b", nodes=2, batch=64)
+    setup = template_of(spec, describe_fabric(spec.cluster, None))
+    assert changed(setup, grad_accum=3, layout=Layout(tp=2)) == replace(setup, grad_accum=3, layout=Layout(tp=2))
+    assert changed(setup.layout, pp=4) == replace(setup.layout, pp=4)
+    assert hash(changed(setup, grad_accum=3)) == hash(replace(setup, grad_accum=3))
+    assert setup.grad_accum == 1

@@ -6,36 +6,43 @@ from dataclasses import replace
 
 import pytest
 
+from trainspec_cli.balance.decisions.speeds import Speed
+from trainspec_cli.planner.capacity import plan_on_what_divides
+from trainspec_cli.planner.capacity import setup_of as setup_of_candidate
+from trainspec_cli.planner.hardware.cluster import Fabric, Group, all_reduce_s, axis_groups, efficiency_of, group_of
 from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator
-from trainspec_cli.planner.hardware.topology import Fabric, Group, all_reduce_s, axis_groups, group_of
 from trainspec_cli.planner.pipeline import Action, actions
 from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup, Software
-from trainspec_cli.planner.time.compute import LayerTime, Rates, rates_of
+from trainspec_cli.planner.time.samples import StepParts, step_parts
 from trainspec_cli.planner.time.step import (
-    LayerComm,
     LayersPart,
     MicroBatch,
+    Rates,
     across_groups_s,
+    alignment,
     assemble_step,
+    attention_s,
     bubble_s,
     data_parallel_s,
     estimate_step,
     exchanges_of,
+    gemm_s,
     host_wait_s,
-    layer_comm,
+    micro_batch,
     optimizer_s,
     own_work_s,
     part_of,
     pipeline_sends_s,
     rank_parts,
+    rates_of,
     recompute_part_s,
-    waiting_share,
-    with_prediction_layers,
 )
-from trainspec_cli.planner.workload.work import Work
+from trainspec_cli.planner.workload import Gemm, Work
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.results.plan import StepTime
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.plan import Candidate, StepTime
+from trainspec_cli.session.recipe.load import load_for_planning
 
 EFF = Efficiency(
     collective_latency_s=0.0,
@@ -59,13 +66,11 @@ EFF = Efficiency(
 CHIP = find_accelerator("H100-SXM-80GB")
 assert CHIP is not None
 RATES = Rates(100.0, 100.0, 10.0, 5.0, 20.0, 100.0, 2.0, 2.0, 3)
-LAYER = LayersPart(LayerTime(1, 2, 3, 5, 7, 11, 13, 2), LayerComm(17, 19, 23), 100, 40)
+LAYER = LayersPart(1, 2, 3, 5, 7, 11, 13, 2, 17, 19, 23, 100, 40)
 """Forward 1 + 3 + 7, backward 2 + 5 + 11; exchanges of 17 and 23 forward and backward, of 19 three times."""
 OWN_S = 11 + 18 + 2 * 17 + 3 * 19 + 2 * 23
-EMBEDDING = LayersPart(LayerTime(memory_f=1, memory_b=2, kernels=4), params=50)
-HEAD = LayersPart(LayerTime(matmul_f=20, matmul_b=40, memory_f=9, memory_b=18, kernels=12), LayerComm(tp=5), 60)
-
-
+EMBEDDING = LayersPart(memory_f=1, memory_b=2, kernels=4, params=50)
+HEAD = LayersPart(matmul_f=20, matmul_b=40, memory_f=9, memory_b=18, kernels=12, tp=5, params=60)
 ZERO_1 = Layout(dp_shard=8, zero_stage=1)
 
 
@@ -93,7 +98,7 @@ def ring(size: int, per_domain: int | None = None) -> Group:
 def test_exchanges_inside_a_layer(software: Software, ep: Group, expected: tuple[float, float, float]) -> None:
     work = Work(tp_exchanges=2, tp_bytes=100, cp_bytes=400, ep_bytes=300, expert_copies=2, experts=16)
     groups = {"tp": ring(2), "cp": ring(2), "ep": ep}
-    found = layer_comm(work, setup_of(Layout(tp=2), software=software), groups, EFF)
+    found = part_of(work, setup_of(Layout(tp=2), software=software), RATES, groups, EFF)
     assert (found.tp, found.cp, found.ep) == pytest.approx(expected)
 
 
@@ -103,7 +108,7 @@ def test_a_part_without_work_takes_nothing_and_others_know_their_parameters() ->
     assert part_of(None, setup, RATES, groups, EFF) == LayersPart()
     found = part_of(Work(params=3, expert_params=4, pass_bytes=10), setup, RATES, groups, EFF)
     assert (found.params, found.expert_params) == (3, 4)
-    assert found.time.memory_f > 0
+    assert found.memory_f > 0
 
 
 @pytest.mark.parametrize(
@@ -125,8 +130,8 @@ def test_stages_have_their_layers_and_the_ends_what_stands_there() -> None:
     assert own_work_s(LAYER) == OWN_S
     once = MicroBatch.of([LAYER], [0] * 5, EMBEDDING, HEAD, RATES)
     first, last = (rank.whole for rank in rank_parts(once, Layout(pp=2, stage_layers=(2, 3))))
-    assert first == LayersPart(LayerTime(2, 4, 6, 10, 15, 24, 30, 4), LayerComm(34, 38, 46), 250, 80)
-    assert last == LayersPart(LayerTime(23, 46, 9, 15, 30, 51, 51, 6), LayerComm(56, 57, 69), 360, 120)
+    assert first == LayersPart(2, 4, 6, 10, 15, 24, 30, 4, 34, 38, 46, 250, 80)
+    assert last == LayersPart(23, 46, 9, 15, 30, 51, 51, 6, 56, 57, 69, 360, 120)
 
 
 def test_stages_have_the_kinds_of_layers_that_stand_there() -> None:
@@ -156,9 +161,10 @@ def test_the_head_is_never_done_again_but_in_tables_of_measured_runs() -> None:
 
 def test_further_predictions_repeat_a_layer_and_the_head() -> None:
     setup = setup_of()
-    assert with_prediction_layers(HEAD, LAYER, setup) == HEAD
     twice = replace(setup, model=replace(setup.model, prediction_layers=2))  # type: ignore[type-var]
-    assert with_prediction_layers(HEAD, LAYER, twice) == HEAD.plus(HEAD.plus(LAYER), 2)
+    groups = axis_groups(setup.layout, setup.fabric, EFF)
+    plain, longer = (micro_batch(one, groups, EFF) for one in (setup, twice))
+    assert longer.head == plain.head.plus(plain.head.plus(plain.layer), 2)
 
 
 def test_neighbouring_stages_send_for_every_micro_batch_and_wait_at_both_ends() -> None:
@@ -237,11 +243,6 @@ def test_gradients_and_parameters_travel_beside_the_work(layout: Layout, beside:
     assert data_parallel_s(LAYER, apart, GROUPS, EFF) == pytest.approx(alone)
 
 
-def test_what_is_computed_again_hides_gradients_too() -> None:
-    setup = setup_of(Layout(dp_replicate=2), recompute=RECOMPUTE["full"])
-    assert data_parallel_s(LAYER, setup, GROUPS, EFF) == pytest.approx(exposed(2 * REDUCE_S, BACKWARD_S + 70))
-
-
 @pytest.mark.parametrize("inside", [Layout(dp_shard=2, zero_stage=3), Layout(dp_shard=2, zero_stage=1), Layout()])
 @pytest.mark.parametrize(("groups", "asked"), [(4, 4), (4, 0), (2, 2)])
 def test_replica_groups_exchange_inside_each_and_then_over_all(inside: Layout, groups: int, asked: int) -> None:
@@ -286,13 +287,6 @@ def test_frozen_weights_send_no_gradients() -> None:
     assert data_parallel_s(LAYER, once, GROUPS, EFF) == pytest.approx(0.1 * (REDUCE_S + GATHER_S))
 
 
-@pytest.mark.parametrize(("devices", "share"), [(1, 0), (8, 0), (16, 0.01), (64, 0.03)])
-def test_more_devices_wait_longer_for_the_slowest(devices: int, share: float) -> None:
-    setup = setup_of()
-    wide = replace(setup, fabric=replace(setup.fabric, num_devices=devices))
-    assert waiting_share(wide, EFF) == pytest.approx(share)
-
-
 @pytest.mark.parametrize(("graphs", "between"), [(False, 5.0), (True, 3.0)])
 def test_a_step_is_that_of_its_slowest_stage(graphs: bool, between: float) -> None:
     """Two layers a stage and eight micro-batches; the head makes the last stage the slowest. 16 devices wait 1%."""
@@ -320,10 +314,6 @@ def test_a_step_is_that_of_its_slowest_stage(graphs: bool, between: float) -> No
     for name in StepTime.__dataclass_fields__:
         wanted = between + waits if name == "host_s" else getattr(expected, name)
         assert getattr(found, name) == pytest.approx(wanted), name
-
-
-def test_times_of_a_micro_batch_are_of_the_chips_own_rates() -> None:
-    assert rates_of(CHIP, "bf16", "bf16", EFF).memory == pytest.approx(EFF.memory * 3.35e12)
 
 
 # Pipelines: the closed forms agree with a simulation of the schedule's own actions
@@ -393,3 +383,303 @@ def test_stages_of_a_small_model_wait_for_one_another_s_launches() -> None:
         return step.total_s
 
     assert total_s(4) > 0.8 * total_s(1)
+
+
+# Round rates, so that times can be worked out on paper
+
+ROUND = Rates(
+    matmul=200.0,
+    plain_matmul=100.0,
+    memory=10.0,
+    exponentials=5.0,
+    load_store=20.0,
+    cache_bytes=100.0,
+    element_bytes=2.0,
+    wide_element_bytes=1.0,
+    generation=3,
+)
+ROUND_EFF = Efficiency(
+    gemm_memory=0.5,
+    kernel_s=1.0,
+    tail_waves=1 / (128 * 256 * 128),
+    misalignment=0.25,
+    attention_forward=0.8,
+    attention_backward=0.4,
+    attention_older=0.5,
+    exponentials=0.5,
+    cache_reuse=0.5,
+    elementwise=2.0,
+    elementwise_eager=3.0,
+    issue=1.0,
+    cast_fp8=0.5,
+    expert_imbalance=0.25,
+    experts_ungrouped=1.5,
+    conv=0.5,
+    conv_memory=4.0,
+)
+ALONE = axis_groups(Layout(), setup_of().fabric, EFF)
+
+
+def timed(work: Work, setup: Setup, rates: Rates = ROUND) -> LayersPart:
+    """Time work that exchanges nothing."""
+    return part_of(work, setup, rates, ALONE, ROUND_EFF)
+
+
+PRODUCT = Gemm(2, 64, 32)
+"""A dimension of 64 fills the tiles; one of 32 falls short by a halving: a loss of 0.25 x (0 + 1) / 2."""
+
+
+@pytest.mark.parametrize(
+    ("size", "halvings"), [(64, 0), (128, 0), (192, 0), (32, 1), (96, 1), (48, 2), (1, 6), (0, 6), (2.5, 6)]
+)
+def test_dimensions_fall_short_of_tiles_by_halvings(size: float, halvings: int) -> None:
+    assert alignment(size) == halvings
+
+
+def test_a_product_takes_its_arithmetic_half_its_traffic_its_tail_and_a_launch() -> None:
+    wide = gemm_s(replace(PRODUCT, count=3), ROUND, ROUND_EFF)
+    assert wide == pytest.approx((
+        3 * (8192 / 200 * 1.125 + 0.5 * (64 + 2048 + 2 * 128) / 10) + 64 / 200 * 1.125 + 1,
+        3 * (8192 / 200 * 1.125 + 0.5 * (128 + 2048 + 2 * 64) / 10) + 128 / 200 * 1.125 + 1,
+        3 * (8192 / 200 * 1.125 + 0.5 * (64 + 128 + 2 * 2048) / 10) + 4 / 200 * 1.125 + 1,
+    ))  # fmt: skip
+    plain = gemm_s(replace(PRODUCT, wide=False), ROUND, ROUND_EFF)
+    assert plain[0] == pytest.approx(8192 / 100 * 1.125 + 0.5 * 2 * (64 + 2048 + 128) / 10 + 64 / 100 * 1.125 + 1)
+
+
+def test_a_convolution_multiplies_or_loads_its_patches_whichever_takes_longer() -> None:
+    assert gemm_s(Gemm(10, 64, 32, 4), ROUND, ROUND_EFF, convolves=True) == pytest.approx(
+        (163_840 / 50 * 1.125 + 1,) * 3
+    )
+    assert gemm_s(Gemm(10, 1, 32, 4), ROUND, ROUND_EFF, convolves=True) == pytest.approx(
+        (2 * 10 * 32 * 4 / 20 + 1,) * 3
+    )
+
+
+@pytest.mark.parametrize(
+    ("software", "forward", "backward"),
+    [
+        (Software(), 1000 / 80 + 5, 2500 / 40 + 5),
+        (Software(attention_generation=2), 1000 / 40 + 5, 2500 / 20 + 5),
+        (Software(attention_generation=1), 1000 / 20 + 5, 2500 / 10 + 5),
+        (Software(fused_attention=False), 2000 / 70 + 6 * 7, 4000 / 70 + 8 * 7),
+    ],
+    ids=["of its chip", "a generation older", "two generations older", "in plain products"],
+)
+def test_attention_takes_its_products_and_its_exponentials(software: Software, forward: float, backward: float) -> None:
+    work = Work(attention_flops=1000, attention_head_dim=5, score_bytes=70)
+    assert attention_s(work, setup_of(software=software), ROUND, ROUND_EFF) == pytest.approx((forward, backward))
+    assert attention_s(Work(score_bytes=70), setup_of(software=software), ROUND, ROUND_EFF) == (0, 0)
+
+
+PASSES = Work(pass_bytes=400, loss_bytes=300, eager_bytes=60, tensor_bytes=300, kernels=7)
+"""A quarter of the tensors fits the cache, which saves half of it."""
+
+
+@pytest.mark.parametrize(
+    ("work", "software", "forward", "backward"),
+    [
+        (PASSES, Software(), 2 * 0.875 * 70 + 35, 2),
+        (PASSES, Software(fused_loss=True), 2 * 0.875 * 50 + 25, 2),
+        (PASSES, Software(fused_kernels=False), 3 * 0.875 * 72 + 36, 2),
+        (replace(PASSES, convolves=True), Software(), 4 * 0.875 * 70 + 35, 2),
+        (replace(PASSES, leaf=True), Software(), 2 * 0.875 * 70 + 35, 1),
+        (replace(PASSES, frozen=True), Software(), 2 * 0.875 * 70 + 35, 0),
+    ],
+    ids=["fused", "fused loss", "eager", "convolution", "first", "frozen"],
+)
+def test_passes_over_memory(work: Work, software: Software, forward: float, backward: int) -> None:
+    found = timed(work, setup_of(software=software))
+    assert (found.memory_f, found.memory_b) == pytest.approx((forward, backward * forward))
+    waiting = timed(replace(work, serial_kernels=2), setup_of(software=software))
+    assert (waiting.memory_f, waiting.memory_b) == pytest.approx((forward + 2, backward * forward))
+    assert found.kernels == 7
+    wider = timed(work, setup_of(software=software), replace(ROUND, element_bytes=4.0))
+    assert wider.memory_f == pytest.approx(2 * forward)
+
+
+def test_products_of_a_layer_forward_and_backward() -> None:
+    """Weights' gradients are added up apart: read in 2 bytes, and added to 4 that are read and written."""
+    ahead, inputs, weights = gemm_s(PRODUCT, ROUND, ROUND_EFF)
+    work = Work(gemms=(PRODUCT, PRODUCT), experts=16)
+    setup = setup_of(accum=1)
+    whole = timed(work, setup)
+    assert (whole.matmul_f, whole.matmul_b) == pytest.approx((2 * ahead, 2 * (inputs + weights)))
+    assert whole.experts == 16
+    assert timed(replace(work, frozen=True), setup).backward == 0
+    leaf = timed(replace(work, leaf=True), setup)
+    assert leaf.matmul_b == pytest.approx(2 * weights)
+    adapters = timed(work, replace(setup, trainable=0.01))
+    assert adapters.matmul_b == pytest.approx(2 * inputs)
+    uneven = timed(replace(work, expert_params=1), setup)
+    assert (uneven.matmul_f, uneven.matmul_b) == pytest.approx((2.5 * ahead, 2.5 * (inputs + weights)))
+    ungrouped = timed(work, replace(setup, software=Software(grouped_experts=False)))
+    assert (ungrouped.matmul_f, ungrouped.matmul_b) == pytest.approx((3 * ahead, 3 * (inputs + weights)))
+    added = timed(work, setup_of(software=Software(fused_accumulation=False)))
+    assert added.matmul_b - whole.matmul_b == pytest.approx(10 * 2 * 2048 / 10)
+    fused = timed(work, setup_of(software=Software(grad_bytes=2.0)))
+    assert fused.matmul_b - whole.matmul_b == pytest.approx(0.5 * 2 * 2 * 2 * 2048 / 10)
+
+
+@pytest.mark.parametrize(("experts", "slowness"), [(0, 1), (1, 1), (2, 1.125), (4, 1.25), (16, 1.5)])
+def test_experts_one_after_the_other_are_slower_by_their_number(experts: int, slowness: float) -> None:
+    grouped, apart = (setup_of(software=Software(grouped_experts=together)) for together in (True, False))
+    times = [timed(Work(gemms=(PRODUCT,), experts=experts), one) for one in (grouped, apart)]
+    assert times[1].matmul_f / times[0].matmul_f == pytest.approx(slowness)
+
+
+@pytest.mark.parametrize(("matmul", "kernels"), [("bf16", 0), ("fp8", 3), ("mxfp8", 6), ("nvfp4", 8)])
+def test_inputs_of_eight_bits_are_cast_twice_and_weights_once_a_step(matmul: str, kernels: int) -> None:
+    work = Work(gemms=(PRODUCT, replace(PRODUCT, wide=False)), kernels=10)
+    found = timed(work, replace(setup_of(accum=4), matmul=matmul))
+    cast = 0.5 * (2 * 32 + 32 * 64 / 4) * (2 + 2 * 1) / 10 if kernels else 0
+    assert (found.memory_f, found.memory_b, found.kernels) == (pytest.approx(cast), pytest.approx(cast), 10 + kernels)
+
+
+@pytest.mark.parametrize(
+    ("matmul", "compute", "element", "wide"),
+    [("bf16", "bf16", 2, 2), ("fp32", "fp32", 4, 2), ("tf32", "tf32", 4, 2), ("fp8", "bf16", 2, 1),
+     ("mxfp8", "bf16", 2, 1.03), ("nvfp4", "bf16", 2, 0.56)],
+)  # fmt: skip
+def test_formats_have_their_widths(matmul: str, compute: str, element: float, wide: float) -> None:
+    rates = rates_of(replace(CHIP, cache_mb=50.0), matmul, compute, EFF)
+    assert (rates.element_bytes, rates.wide_element_bytes, rates.cache_bytes) == (element, wide, 50e6)
+
+
+def test_tensor_cores_have_a_generation_by_what_they_multiply() -> None:
+    plain = replace(CHIP, matmul_bf16_tflops=0.0, fp8_tflops=0.0, fp4_tflops=0.0)
+    old = replace(plain, bf16_tflops=0.0, fp16_tflops=100.0)
+    chips = [old] + [
+        replace(plain, fp8_tflops=fp8, fp4_tflops=fp4) for fp8, fp4 in ((0.0, 0.0), (1.0, 0.0), (1.0, 2.0))
+    ]
+    assert [rates_of(chip, "bf16", "bf16", EFF).generation for chip in chips] == [1, 2, 3, 4]
+
+
+# A step taken apart by who processes which samples: the parts are the whole, and grow as the estimate does
+
+
+LAYOUTS = {
+    "sharded": ["recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=2"],
+    "pipeline": ["recipe=llama3_70b", "cluster=h100", "cluster.num_nodes=8", "layout.pp=4", "layout.tp=4"],
+    "experts": ["recipe=mixtral_8x7b", "cluster=h100", "cluster.num_nodes=8", "layout.ep=8"],
+}
+
+
+@pytest.fixture(scope="module", params=list(LAYOUTS))
+def planned(request: pytest.FixtureRequest) -> tuple[RunSpec, Candidate]:
+    spec, capacity = plan_on_what_divides(load_for_planning(LAYOUTS[request.param]).spec)
+    assert capacity.best is not None
+    return spec, capacity.best
+
+
+def assembled_s(parts: StepParts, samples: float, micro_batches: int) -> float:
+    """A step of ranks that all have as many samples."""
+    lines = [
+        sum(line.time_s(samples, micro_batches) for line in (stage.compute, stage.scaleup, stage.network))
+        for stage in parts.stages
+    ]
+    slowest = max(range(len(lines)), key=lines.__getitem__)
+    waits_s = (sum(lines) - lines[slowest]) / micro_batches * parts.bubble
+    busy_s = max(lines[slowest], micro_batches * parts.stages[slowest].launch_s)
+    exchanged_s = micro_batches * parts.gradients_each_s + parts.gradients_once_s
+    return busy_s + waits_s + parts.sends.time_s(samples, micro_batches) + exchanged_s + parts.rest_s
+
+
+def test_the_parts_of_a_step_sum_to_the_step(planned: tuple[RunSpec, Candidate]) -> None:
+    spec, candidate = planned
+    parts = step_parts(setup_of_candidate(candidate, spec, None), efficiency_of(spec.cluster))
+    samples = candidate.micro_batch_size * candidate.grad_accum_steps
+    assert assembled_s(parts, samples, candidate.grad_accum_steps) == pytest.approx(candidate.step_time_s, rel=1e-9)
+
+
+def test_they_hold_for_another_number_of_micro_batches(planned: tuple[RunSpec, Candidate]) -> None:
+    spec, candidate = planned
+    setup, eff = setup_of_candidate(candidate, spec, None), efficiency_of(spec.cluster)
+    more = candidate.grad_accum_steps + 3
+    step_s = estimate_step(replace(setup, grad_accum=more), eff).total_s
+    found_s = assembled_s(step_parts(setup, eff), candidate.micro_batch_size * more, more)
+    assert found_s == pytest.approx(step_s, rel=1e-3)
+
+
+# Which links each exchange takes
+
+SAMPLES_EFF, NONE = Efficiency(), Speed(0.0, 0.0)
+
+
+def small_setup(layout: Layout, per_node: int = 8, **more: object) -> Setup:
+    """A small decoder of eight layers on H100s; launching its kernels takes next to no time beside 4096 tokens."""
+    chip = find_accelerator("H100-SXM-80GB")
+    assert chip is not None
+    fabric = Fabric(chip, layout.world_size, per_node, per_node, 450.0, 400.0)
+    model = DecoderModel(8, 2048, 16, 16, 128, 8192, 32_000)
+    return replace(Setup(model, layout, fabric, 4096, 2.0, 4), **more)  # type: ignore[arg-type]
+
+
+def test_gradients_cross_nodes_where_the_ranks_do() -> None:
+    inside, across = (step_parts(small_setup(Layout(dp_shard=8), per_node), SAMPLES_EFF) for per_node in (8, 4))
+    assert (inside.gradients_tier, across.gradients_tier) == ("scaleup", "network")
+    assert across.gradients_each_s > inside.gradients_each_s > 0
+
+
+def test_sharded_parameters_are_exchanged_for_each_micro_batch_and_whole_ones_once() -> None:
+    sharded = step_parts(small_setup(Layout(dp_shard=8)), SAMPLES_EFF)
+    whole = step_parts(small_setup(Layout(dp_replicate=8)), SAMPLES_EFF)
+    assert sharded.gradients_each_s > 10 * abs(sharded.gradients_once_s)
+    assert whole.gradients_each_s == pytest.approx(0.0, abs=1e-12) and whole.gradients_once_s > 0
+    setup = small_setup(Layout(dp_replicate=8))
+    groups = axis_groups(setup.layout, setup.fabric, SAMPLES_EFF)
+    (stage,) = rank_parts(micro_batch(setup, groups, SAMPLES_EFF), setup.layout)
+    assert whole.gradients_once_s == pytest.approx(data_parallel_s(stage.whole, setup, groups, SAMPLES_EFF))
+
+
+def test_exchanges_inside_layers_take_the_links_of_their_axis() -> None:
+    """Tensor parallelism inside a node; context parallelism of 4 over nodes of 4, with 2 tensor-parallel ranks."""
+    (near,) = step_parts(small_setup(Layout(tp=8)), SAMPLES_EFF).stages
+    assert near.scaleup != NONE and near.network == NONE
+    (both,) = step_parts(small_setup(Layout(tp=2, cp=4), per_node=4), SAMPLES_EFF).stages
+    assert both.scaleup != NONE and both.network != NONE
+    (alone,) = step_parts(small_setup(Layout(dp_shard=8)), SAMPLES_EFF).stages
+    assert alone.scaleup == alone.network == NONE
+    setup = small_setup(Layout(tp=2, cp=4), per_node=4)
+    once = micro_batch(setup, axis_groups(setup.layout, setup.fabric, SAMPLES_EFF), SAMPLES_EFF)
+    assert both.scaleup.time_s(2, 1) == pytest.approx(2 * (8 * once.layer.tp + once.head.tp))
+    assert both.network.time_s(2, 1) == pytest.approx(8 * 3 * once.layer.cp)
+
+
+def test_a_stage_computes_forward_backward_and_what_is_done_again() -> None:
+    """Eight devices wait for nobody; sixteen wait 1% of the work for the slowest."""
+    for recompute in ("none", "full"):
+        setup = small_setup(Layout(dp_shard=8), recompute=RECOMPUTE[recompute])
+        groups = axis_groups(setup.layout, setup.fabric, SAMPLES_EFF)
+        (whole,) = rank_parts(micro_batch(setup, groups, SAMPLES_EFF), setup.layout)
+        (stage,) = step_parts(setup, SAMPLES_EFF).stages
+        again_s = recompute_part_s(whole.layers, setup.recompute)
+        time = whole.whole
+        assert stage.compute.time_s(2, 1) == pytest.approx(time.forward + time.backward + again_s)
+        assert stage.compute.fixed_s >= 0 and stage.compute.per_sample_s > 0
+        wide = replace(setup, fabric=replace(setup.fabric, num_devices=16))
+        (waiting,) = step_parts(wide, SAMPLES_EFF).stages
+        assert waiting.compute.per_sample_s == pytest.approx((1 + SAMPLES_EFF.jitter) * stage.compute.per_sample_s)
+
+
+def test_sends_between_stages_take_the_pipelines_links() -> None:
+    near, far = (step_parts(small_setup(Layout(pp=8), per_node), SAMPLES_EFF) for per_node in (8, 1))
+    assert (near.sends_tier, far.sends_tier) == ("scaleup", "network")
+    assert far.sends.per_sample_s > near.sends.per_sample_s > 0
+    assert len(near.stages) == 8
+    one = step_parts(small_setup(Layout(dp_shard=8)), SAMPLES_EFF)
+    assert (one.sends, one.bubble) == (NONE, 0.0)
+    assert step_parts(small_setup(Layout(pp=8)), SAMPLES_EFF).bubble == pytest.approx(SAMPLES_EFF.bubble)
+    interleaved = Layout(pp=4, dp_shard=2, pipeline_schedule="interleaved", virtual_stages=2)
+    assert step_parts(small_setup(interleaved), SAMPLES_EFF).bubble == pytest.approx(SAMPLES_EFF.bubble / 2)
+
+
+def test_between_steps_the_host_works_for_a_while_that_graphs_shorten() -> None:
+    plain, graphed = (
+        step_parts(small_setup(Layout(dp_shard=8), software=Software(graphs=graphs)), SAMPLES_EFF)
+        for graphs in (False, True)
+    )
+    assert plain.rest_s - graphed.rest_s == pytest.approx(SAMPLES_EFF.step_s - SAMPLES_EFF.step_graphed_s)
+    assert plain.rest_s > SAMPLES_EFF.step_s, "and the optimizer"
+    (stage,), (launched,) = graphed.stages, plain.stages
+    assert stage.launch_s == 0.0 < launched.launch_s

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from planner.test_this_machine import GPU_SPEC, H100S, RAW, as_told, made
 from planner.test_this_machine import MACHINE as CPU
-from planner.test_this_machine import RAW, as_told, made
-from planner.test_this_machine_gpus import H100S
-from planner.test_this_machine_gpus import SPEC as GPU_SPEC
 from reporter.diagnosis.conftest import Folder
 
 from trainspec_cli.planner.plan import plan

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from trainspec_cli.balance.batch.division import Division, count_micro_batches, largest_that_fits
 from trainspec_cli.balance.decisions.ski_rental import SkiRental
 from trainspec_cli.balance.decisions.speeds import Speed
-from trainspec_cli.planner.partition import Counts, LayerTimes, Room, cut_by_times, cut_evenly, rank_times_s
+from trainspec_cli.planner.pipeline import Counts, LayerTimes, Room, cut_by_times, cut_evenly, rank_times_s
 from trainspec_cli.recipe.field_types import AUTO, AutoInt
 from trainspec_cli.recipe.keys.layout import Layout
 

@@ -29,7 +29,7 @@ from trainspec_cli.engine.parallel.expert import SpreadDispatch, even_splits
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.shares import local_part
 from trainspec_cli.engine.tools.ledger import Ledger
-from trainspec_cli.planner.memory.caching_allocator import grows_segments
+from trainspec_cli.planner.memory.caching_allocator import GROWS_SEGMENTS
 from trainspec_cli.recipe.keys.kernels import KernelSpec
 from trainspec_cli.recipe.keys.layout import MESH_AXES
 from trainspec_cli.recipe.keys.model import TextModel
@@ -54,7 +54,7 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan.layout, "cpu")
         chip = plan.spec.cluster.accelerator
-        ledger = Ledger(expandable_segments=chip is None or grows_segments(chip.vendor))
+        ledger = Ledger(expandable_segments=chip is None or chip.vendor in GROWS_SEGMENTS)
         with FakeTensorMode(allow_non_fake_inputs=True), ledger, kernels_of(plan.device):
             state = build_train_state(plan, CPU, mesh)
             for part in state.parts:

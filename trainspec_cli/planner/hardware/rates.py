@@ -114,31 +114,18 @@ class Efficiency:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-def sustained_fraction(chip: AcceleratorSpec) -> float:
-    """Best large matmul over the bf16 peak: as measured, else 0.8, less where board power is short for the peak."""
-    if chip.matmul_bf16_tflops and chip.bf16_tflops:
-        return chip.matmul_bf16_tflops / chip.bf16_tflops
-    if not chip.tdp_w or not chip.bf16_tflops:
-        return 0.75
-    power = chip.tdp_w / chip.bf16_tflops / REFERENCE_W_PER_TFLOP
-    return 0.80 * float(min(1.0, power) ** 0.3)
-
-
-EXPONENTIALS_PER_FLOP = 1 / 250
-"""Exponential rate of a chip whose rate is not described, over its bf16 peak (H100: 16 a clock a multiprocessor)."""
-
-
-def exponentials_per_s(chip: AcceleratorSpec) -> float:
-    """Rate of the special-function units, which softmax needs: they did not grow with the tensor cores."""
-    return (chip.tera_exponentials_per_s or (chip.bf16_tflops or chip.fp16_tflops) * EXPONENTIALS_PER_FLOP) * 1e12
-
-
 def matmul_flops_per_s(chip: AcceleratorSpec, fmt: str, eff: Efficiency) -> float:
     """Rate of a large matrix product in `fmt`: bf16, fp16, tf32, fp32, fp8, mxfp8 or nvfp4.
 
     A chip without a format multiplies in the next wider one that it has.
     """
-    fraction = sustained_fraction(chip)
+    # The best large product over the bf16 peak: as measured, else 0.8, less where board power is short for the peak.
+    fraction = 0.75
+    if chip.matmul_bf16_tflops and chip.bf16_tflops:
+        fraction = chip.matmul_bf16_tflops / chip.bf16_tflops
+    elif chip.tdp_w and chip.bf16_tflops:
+        power = chip.tdp_w / chip.bf16_tflops / REFERENCE_W_PER_TFLOP
+        fraction = 0.80 * float(min(1.0, power) ** 0.3)
     half = (chip.bf16_tflops or chip.fp16_tflops) * 1e12
     if fmt in ("fp8", "mxfp8") and chip.fp8_tflops:
         measured = chip.matmul_fp8_tflops or chip.fp8_tflops * fraction * 0.95
@@ -171,15 +158,6 @@ def memory_bytes_per_s(chip: AcceleratorSpec, eff: Efficiency) -> float:
     return eff.memory * chip.memory_tb_per_s * 1e12
 
 
-LOADS_OVER_MEMORY = 4.7
-"""First-level cache bandwidth over the memory's, of a chip that does not describe it (A100: 4.8, H100: 4.7)."""
-
-
-def load_store_bytes_per_s(chip: AcceleratorSpec) -> float:
-    """Rate of the multiprocessors' load and store units: it grows with their number and clock, not with the memory."""
-    return (chip.load_store_tb_per_s or LOADS_OVER_MEMORY * chip.memory_tb_per_s) * 1e12
-
-
 def link_bytes_per_s(chip: AcceleratorSpec, link_gb_per_s: float, peers: int, eff: Efficiency) -> float:
     """Achieved by a collective of `peers` devices inside the scale-up domain, one direction.
 
@@ -208,30 +186,35 @@ class LeftOutWarning(UserWarning):
     """A file of the user's ./conf is broken, and no option of its name is known to the tables of this process."""
 
 
-def conf_folders() -> list[Path]:
-    """The user's own ./conf first, then the installed one, or the checkout's."""
-    package = Path(__file__).resolve().parents[2]
-    return [Path.cwd() / "conf", package / "_data" / "conf", package.parent / "conf"]
-
-
 def load_group(group: str, build: Callable[[JsonObject], T]) -> dict[str, T]:
-    """Return what `build` makes of every option of a group, by file name; the first folder that has one wins.
+    """Return what `build` makes of every option of a group, by file name; the first folder that has one wins: the
+    user's own ./conf, then the installed one, or the checkout's.
 
     An option has what its `defaults` take from others of the group. A broken file of the user's own is left out with a
     LeftOutWarning, so that a command which does not need it goes on; the shipped option of its name is left out too,
     since nobody asked for that one. Raises UnreadableFileError or RecipeError where a shipped file is broken.
     """
+    from trainspec_cli.core.reading.yaml_file import read_yaml  # deferred: `plan` never needs it
+
+    package = Path(__file__).resolve().parents[2]
     options: dict[str, JsonObject] = {}
     files: dict[str, Path] = {}
     broken: dict[str, str] = {}
-    for folder in conf_folders():
+    for folder in (Path.cwd() / "conf", package / "_data" / "conf", package.parent / "conf"):
         for path in sorted((folder / group).glob("*.yaml")):
-            if path.stem not in files:
-                files[path.stem] = path
-                try:
-                    options[path.stem] = _read_option(path)
-                except UnreadableFileError as error:
-                    broken[path.stem] = _why_left_out(path, error)
+            if path.stem in files:
+                continue
+            files[path.stem] = path
+            try:
+                content = read_yaml(path)
+                if not isinstance(content, dict):
+                    raise unreadable(path, f"holds {show_kind(content)}; `key: value` lines are needed", line=1)
+                if odd := [key for key in content if not isinstance(key, str)]:
+                    line = _line_of(path, str(odd[0]))
+                    raise unreadable(path, f"has a key that is no text: {odd[0]!r}", line=line)
+                options[path.stem] = content
+            except UnreadableFileError as error:
+                broken[path.stem] = _why_left_out(path, error)
     built: dict[str, T] = {}
     for name in options:
         try:
@@ -241,17 +224,6 @@ def load_group(group: str, build: Callable[[JsonObject], T]) -> dict[str, T]:
     for name in sorted(broken):
         warnings.warn(broken[name], LeftOutWarning, stacklevel=2)
     return built
-
-
-def _read_option(path: Path) -> JsonObject:
-    from trainspec_cli.core.reading.yaml_file import read_yaml  # deferred: `plan` never needs it
-
-    content = read_yaml(path)
-    if not isinstance(content, dict):
-        raise unreadable(path, f"holds {show_kind(content)}; `key: value` lines are needed", line=1)
-    if odd := [key for key in content if not isinstance(key, str)]:
-        raise unreadable(path, f"has a key that is no text: {odd[0]!r}", line=_line_of(path, str(odd[0])))
-    return content
 
 
 def _why_left_out(path: Path, error: TrainspecError) -> str:

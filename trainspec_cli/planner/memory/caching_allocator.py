@@ -34,13 +34,12 @@ MEDIUM_SEGMENT = 20 * MIB
 LARGE_ROUNDING = 2 * MIB
 
 
-def grows_segments(vendor: str) -> bool:
-    """Return whether runs on this vendor's devices set `expandable_segments:True`, in the launcher and the planner.
+GROWS_SEGMENTS = frozenset({"nvidia"})
+"""Vendors on whose devices runs set `expandable_segments:True`, in the launcher and the planner.
 
-    Builds for ROCm before torch 2.12 ignore it with a warning, and later ones were reported to crash with it (pytorch
-    issue 187343) and to lose the contents of live blocks (ROCm issue 6603), so that it is set on NVIDIA's alone.
-    """
-    return vendor == "nvidia"
+Builds for ROCm before torch 2.12 ignore it with a warning, and later ones were reported to crash with it (pytorch issue
+187343) and to lose the contents of live blocks (ROCm issue 6603), so that it is set on NVIDIA's alone.
+"""
 
 
 class MemoryBlock:
@@ -179,7 +178,11 @@ class CachingAllocator:
         little."""
         if self.expandable:
             return self._expand(pool, size)
-        segment = segment_size(size)
+        segment = -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
+        if size <= SMALL_REQUEST:
+            segment = SMALL_SEGMENT
+        elif size < MEDIUM_REQUEST:
+            segment = MEDIUM_SEGMENT
         if self.reserved_bytes + segment > self.capacity_bytes:
             return None
         block = MemoryBlock(pool.end, segment, pool)
@@ -227,15 +230,6 @@ class CachingAllocator:
         unmapped.is_mapped = False
         self.reserved_bytes -= last - first
         pool.add(_joined(unmapped))
-
-
-def segment_size(size: int) -> int:
-    """Return the bytes that are asked of the device for a block of `size` bytes, without expandable segments."""
-    if size <= SMALL_REQUEST:
-        return SMALL_SEGMENT
-    if size < MEDIUM_REQUEST:
-        return MEDIUM_SEGMENT
-    return -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
 
 
 def _cut(block: MemoryBlock, size: int) -> MemoryBlock:

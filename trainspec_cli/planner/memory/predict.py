@@ -1,6 +1,6 @@
 """The memory of a run on devices: `predict_memory` is the one answer that plans, launches and refusals give.
 
-`layer_memory` is for searches alone, which look at thousands of layouts: with it `frameworks.peak_of` gives a rough
+`layer_memory` is for searches alone, which look at thousands of layouts: with it `peak_of` gives a rough
 estimate, at most `SLACK` times the answer, so that a search drops nothing that fits. People never see that estimate.
 """
 
@@ -8,25 +8,349 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
+from trainspec_cli.core.printable import GIB
+from trainspec_cli.planner.memory.caching_allocator import GROWS_SEGMENTS
 from trainspec_cli.planner.memory.engine.blocks import profile_block
-from trainspec_cli.planner.memory.engine.run import WIDTHS, EngineRun, fuses_countably, is_counted, rank_peaks
-from trainspec_cli.planner.memory.engine.step import loss_bytes, shape_of
-from trainspec_cli.planner.memory.frameworks import (
-    DEFAULT_MEMORY,
-    LayerMemory,
-    estimate_memory,
-    mean_layer_memory,
-    with_overhead,
+from trainspec_cli.planner.memory.engine.step import (
+    WIDTHS,
+    EngineRun,
+    fuses_countably,
+    is_counted,
+    loss_bytes,
+    rank_peaks,
+    shape_of,
 )
+from trainspec_cli.planner.pipeline import Room, layers_per_rank
 from trainspec_cli.planner.setup import Setup
-from trainspec_cli.recipe.keys.layout import MESH_AXES
-from trainspec_cli.recipe.keys.model import has_layer_list
+from trainspec_cli.planner.time.step import EIGHT_BIT
+from trainspec_cli.planner.workload import Work, count_params, embedding_work, head_work, layer_kinds
+from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
+from trainspec_cli.recipe.keys.layout import MESH_AXES, Layout
+from trainspec_cli.recipe.keys.model import ModelSpec, has_layer_list
 from trainspec_cli.recipe.keys.run import Recompute
+from trainspec_cli.recipe.keys.training import NF4_BLOCK, NF4_SCALE_BLOCK, WireFormats
 from trainspec_cli.recipe.results.plan import MemoryBreakdown
+
+# The estimate of any framework, by cause, for each pipeline stage.
+#
+# Activations after Korthikanti et al. 2022 (arXiv:2205.05198), recounted for fused attention and gated feed-forwards;
+# states after ZeRO (arXiv:1910.02054). Known error: 5% on published peaks, mostly over, for the reserve is meant to
+# leave none more than 3% under; up to 20% over where a framework documents its copies poorly (InternEvo's ZeRO-3).
+
+
+CONTEXT_BYTES = 1.2 * GIB
+"""The device's context, kernels and libraries' workspaces."""
+GROUP_BYTES = 0.3 * GIB
+"""Buffers of one communicator (NCCL's channels)."""
+FRAGMENTATION = 0.08
+"""Memory lost to fragmentation, as a fraction of the allocator's activations and temporaries, where a backward finds
+all that it needs: what the allocator's rules make of traces of the engine's steps (5% of all that is allocated;
+`planner/memory/caching_allocator.py`)."""
+RECOMPUTE_FRAGMENTATION = 0.17
+"""The same that comes to it where forwards run again between backwards, whose blocks fit those of the first forwards
+badly: 22% of all in such traces, and 25% of activations in the tables of runs with full recomputation."""
+STATES_FRAGMENTATION = 0.04
+"""The same of parameters, gradients and optimizer states: allocated once, rounded up to whole blocks."""
+GROWN_FRAGMENTATION = 0.02
+"""With expandable segments, where holes join what lies next to them and no segment is rounded up, the fraction of all
+tensors that is lost: the mean over traces of the engine's steps of more than 1 GiB, by the same rules."""
+GROWN_RECOMPUTE_FRAGMENTATION = 0.05
+"""The same that comes to it under full recomputation: 7% of all in such traces."""
+LOGIT_BYTES = 10.0
+"""A logit: 2 in the compute format, 4 in the loss, 4 its gradient before it is cast back."""
+LOGIT_BYTES_EAGER = 12.0
+"""And that cast."""
+REUSE = 0.5
+"""Fraction of the memory freed by the backward that is used again, as far as the optimizer's temporaries fit into its
+blocks."""
+RESERVE = 0.06
+"""Fraction of the whole that is added: runs of one configuration differ by that much (published pairs: 2 to 15%), and a
+plan that is under ends out of memory where one that is over wastes a little."""
+NF4_BYTES = (4 + 8 / NF4_BLOCK + 32 / (NF4_BLOCK * NF4_SCALE_BLOCK)) / 8
+"""Bytes of a weight in 4-bit NormalFloat, with its part of the scales."""
+FEEDBACK_BYTES = 2 * 2
+"""Bytes of a value: in bf16, as of the last update and as of the step that is being made."""
+USABLE = 0.97
+"""Fraction of a device's memory that can be used before allocation fails or thrashes."""
+
+
+def memory_limit_bytes(chip: AcceleratorSpec) -> float:
+    """Bytes that a plan may take. A device sold as 80 GB has 79.6 GiB: what makers name is nearer to GiB than to GB."""
+    return USABLE * chip.memory_gb * GIB
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """One layer's average: parameters of a rank, and activations of one micro-batch."""
+
+    params: float
+    expert_params: float
+    kept_bytes: float
+    """Kept from forward to backward."""
+    working_bytes: float
+    """Live while the layer itself runs."""
+    output_bytes: float
+    """Bytes of its output, which it hands to the next."""
+    logits_bytes: float
+    """Of the last stage: logits and what the loss makes of them, for as many tokens as it takes at a time."""
+
+
+def saved_of(work: Work, setup: Setup) -> float:
+    """Activations that one part of a layer keeps without recomputation."""
+    saved = work.saved_bytes
+    if setup.trainable < 1 and setup.software.weight_bytes >= 2.0 and not work.attention_flops:
+        # Adapters stand in the attention: other matmuls, frozen, need no inputs (those of a quantised base keep them).
+        saved -= work.saved_gemm_bytes
+    elif setup.matmul in EIGHT_BIT:
+        saved -= 0.5 * work.saved_gemm_bytes
+    if not setup.software.fused_attention:  # frameworks of that time keep dropout's masks, a byte an element
+        saved += 0.5 * work.input_bytes
+        saved += 2.5 * work.score_bytes if work.attention_flops else 0.0
+    if not setup.software.fused_kernels and setup.software.fused_attention:
+        saved += work.saved_eager_bytes
+    return saved if setup.compute not in ("fp32", "tf32") else 2.0 * saved
+
+
+def kept_of(works: tuple[Work, ...], setup: Setup) -> float:
+    """Bytes that a layer keeps for its backward: full recomputation keeps its input alone."""
+    saved = sum(saved_of(work, setup) for work in works)
+    again = setup.recompute
+    if again.full:
+        kept = works[0].input_bytes
+    else:
+        scores = sum(2.5 * work.score_bytes for work in works if work.attention_flops)
+        core = scores if not setup.software.fused_attention else 0.0
+        kept = saved - again.attention * core
+        # What element-wise kernels and the repeated matmuls keep is roughly all but the matmuls' inputs.
+        rest = kept - sum(work.saved_gemm_bytes for work in works) - works[0].input_bytes
+        kept -= max(again.matmul, again.elementwise) * max(0.0, rest)
+    return again.layers * kept + (1 - again.layers) * saved
+
+
+def mean_layer_memory(setup: Setup) -> LayerMemory:
+    count = setup.model.num_layers
+    params = experts = kept = working = output = 0.0
+    for number, works in layer_kinds(setup.model, setup.tokens, setup.seq_len, setup.layout):
+        params += number * sum(work.params for work in works)
+        experts += number * sum(work.expert_params for work in works)
+        kept += number * kept_of(works, setup)
+        working = max(working, sum(saved_of(work, setup) for work in works))
+        output = max(output, works[0].input_bytes)
+    return LayerMemory(params / count, experts / count, kept / count, working, output, logits_bytes(setup))
+
+
+def logits_bytes(setup: Setup) -> float:
+    if setup.model.unit == "samples":
+        return 0.0
+    software = setup.software
+    is_plain = software.plain_loss or not software.fused_kernels
+    each = LOGIT_BYTES_EAGER if is_plain else LOGIT_BYTES
+    if is_plain and setup.layout.tp > 1 and software.cut_logit_bytes is not None:
+        each = software.cut_logit_bytes
+    each += 2.0 * software.shifted_logits
+    return each * setup.tokens * setup.model.vocab_size / setup.layout.tp
+
+
+def in_flight(setup: Setup, stage: int) -> float:
+    """Micro-batches whose activations a stage holds at its fullest."""
+    layout = setup.layout
+    total = setup.grad_accum
+    if layout.pp == 1:
+        return 1.0
+    if layout.pipeline_schedule == "gpipe":
+        # All forwards come before the first backward.
+        return float(total)
+    if layout.virtual_stages > 1:
+        # The warm-up of the interleaved schedule (arXiv:2104.04473); a chunk is one of a rank's virtual stages.
+        chunks = 2 * (layout.pp - stage - 1) + (layout.virtual_stages - 1) * layout.pp + 1
+        return min(chunks, total * layout.virtual_stages) / layout.virtual_stages
+    # 1F1B: a stage is ahead by as many micro-batches as there are stages from it to the last one.
+    return float(min(layout.pp - stage, total))
+
+
+def sharding_stage(setup: Setup) -> int:
+    """Return the ZeRO stage, 0 where nothing is sharded. Ranks of context parallelism share the shards too."""
+    is_sharded = setup.layout.shards > 1 and setup.software.shards_states
+    return setup.layout.zero_stage if is_sharded else 0
+
+
+def keeps_unsharded(setup: Setup) -> bool:
+    """Return whether a pipeline's stage keeps gathered parameters and whole gradients until its last micro-batch."""
+    return setup.layout.pp > 1 and setup.software.unshards_pipelines
+
+
+def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) -> tuple[float, float, float]:
+    """-> (parameters, gradients, optimizer) between steps, of parameters shared by `shards` ranks.
+
+    `ends`: the embedding and the head, which are not quantised.
+    """
+    software = setup.software
+    stage = sharding_stage(setup)
+    trained = params * setup.trainable
+    each = software.weight_bytes
+    if setup.trainable < 1 and setup.matmul in EIGHT_BIT:
+        each = 1.0  # a frozen base is kept as it is multiplied
+    if ends:
+        each = max(each, 2.0)
+    weights = each * params / (shards if stage == 3 else 1)
+    if setup.lora.is_quantised and not ends:
+        weights = NF4_BYTES * params + each * trained / (shards if stage == 3 else 1)
+    gradients = software.grad_bytes * trained / (shards if stage >= 2 else 1)
+    if stage == 3 and software.weight_bytes == 4.0:
+        # FSDP's sharded gradients have the format of its fp32 parameters, whatever format they are reduced in.
+        gradients = 4.0 * trained / shards
+    replicated = software.counted and setup.group_layout.dp_replicate > 1 and setup.grad_accum > 1
+    if stage >= 2 and (keeps_unsharded(setup) or replicated):
+        # With replicas the engine exchanges once a step (`Layout.exchanges_every_backward`): sums stay whole till then.
+        gradients += software.reduce_bytes * trained
+    moments = trained * software.moment_bytes / (shards if stage else 1)
+    master = trained * software.master_bytes / (shards if stage else 1)
+    outer = trained * setup.outer_bytes / (shards if stage else 1)
+    # Offloaded moments and master weights lie in the host's memory; the outer optimizer's state stays.
+    return weights, gradients, outer if setup.offload_optimizer else moments + master + outer
+
+
+def gathered_bytes(layer: LayerMemory, layers: int, outside: float, setup: Setup) -> float:
+    """ZeRO-3: two layers' parameters and a layer's gradients unsharded, and the embedding and head."""
+    params = layer.params + layer.expert_params
+    if setup.lora.is_quantised:  # about the largest matrix in 2 bytes, and in 6 on the way
+        return 2.0 * params + (2.0 * outside if sharding_stage(setup) == 3 else 0.0)
+    if sharding_stage(setup) < 3:
+        return 0.0
+    if keeps_unsharded(setup):
+        return 2.0 * (layers * params + outside)
+    gradient = (setup.software.reduce_bytes + 2.0) * params * min(1.0, setup.trainable * 1e3)
+    return 2 * 2.0 * params + gradient + 2.0 * outside
+
+
+def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory) -> MemoryBreakdown:
+    """Estimate the memory of one pipeline stage."""
+    layout = setup.layout
+    software = setup.software
+    last = stage == layout.pp - 1
+    shards = layout.shards
+    ends = [embedding_work(setup.model, setup.tokens, layout) if stage == 0 else None]
+    ends.append(head_work(setup.model, setup.tokens, layout) if last else None)
+    outside = sum(work.params for work in ends if work)
+    dense = state_bytes(layers * layer.params, shards, setup)
+    at_ends = state_bytes(outside, shards, setup, ends=True)
+    experts = state_bytes(layers * layer.expert_params, layout.expert_shards, setup)
+    gathered = gathered_bytes(layer, layers, outside, setup)
+
+    # Kept for the micro-batches in flight, and what one layer needs while it runs (after the logits are gone). Megatron
+    # frees what a stage has sent; others keep it until its gradient is back, each tensor-parallel rank a part.
+    logits = layer.logits_bytes if last else 0.0
+    held = in_flight(setup, stage)
+    sent = layer.output_bytes / layout.tp if layout.pp > 1 and not software.fused_kernels else 0.0
+    kept = (layers * layer.kept_bytes + sent) * held
+    activations = kept + max(0.0, layer.working_bytes - layer.kept_bytes - logits)
+
+    # What the optimizer's step takes besides what the backward has left free.
+    stepping = (layers * layer.params + outside) / shards + layers * layer.expert_params / layout.expert_shards
+    stepping *= setup.trainable
+    freed = REUSE * (activations + logits + gathered)
+    stepped = software.step_bytes * stepping + max(0.0, software.step_temporary_bytes * stepping - freed)
+
+    gradients = dense[1] + at_ends[1] + experts[1]
+    if software.counted and setup.grad_accum <= held:
+        # The engine has no buffers for gradients: the first ones are made as a micro-batch's activations are freed.
+        gradients = max(0.0, gradients - activations / held)
+    return with_overhead(
+        setup,
+        parameters=dense[0] + at_ends[0] + experts[0] + gathered,
+        gradients=gradients,
+        optimizer=dense[2] + at_ends[2] + experts[2] + stepped,
+        activations=activations,
+        logits=logits,
+        buffers=software.bucket_bytes if layout.data_parallel_size * layout.cp > 1 else 0.0,
+    )
+
+
+def with_overhead(
+    setup: Setup,
+    *,
+    parameters: float,
+    gradients: float,
+    optimizer: float,
+    activations: float,
+    logits: float,
+    buffers: float,
+    counted: bool = False,
+) -> MemoryBreakdown:
+    """Return the memory of a stage whose tensors take these bytes: with the error feedback of compressed gradients, the
+    communicators, the allocator's holes, the device's context, and the reserve. `counted`: gradients and buffers come
+    and go within a step, as in the engine, instead of lasting."""
+    feedback = feedback_bytes(setup.model, setup.layout, setup.software.wire)
+    again = setup.recompute.matmul * setup.recompute.layers
+    states = parameters + optimizer
+    work = activations + logits
+    if counted:
+        work += gradients + buffers
+    else:
+        states += gradients
+    if setup.software.expandable_segments and setup.fabric.chip.vendor in GROWS_SEGMENTS:
+        unused = GROWN_FRAGMENTATION + GROWN_RECOMPUTE_FRAGMENTATION * again
+        unused *= states + work
+    else:
+        unused = (FRAGMENTATION + RECOMPUTE_FRAGMENTATION * again) * work
+        unused += STATES_FRAGMENTATION * states
+    buffers += GROUP_BYTES * communicators(setup)
+    whole = parameters + gradients + optimizer + activations + logits + buffers
+    whole += feedback + unused + CONTEXT_BYTES
+    return MemoryBreakdown(
+        parameters_bytes=parameters,
+        gradients_bytes=gradients,
+        optimizer_bytes=optimizer,
+        feedback_bytes=feedback,
+        activations_bytes=activations,
+        logits_bytes=logits,
+        comm_buffers_bytes=buffers,
+        fragmentation_bytes=unused + RESERVE * whole,
+        context_bytes=CONTEXT_BYTES,
+    )
+
+
+def feedback_bytes(model: ModelSpec, layout: Layout, wire: WireFormats) -> float:
+    """Return the bytes of one rank's error feedback, what compressed gradients have lost so far: of whole gradients
+    where shards are summed, of its own shard where replicas are."""
+    if not {wire.gradients, wire.across_nodes} & {"int8", "int4"}:
+        return 0.0
+    whole = count_params(model) / (layout.tp * layout.pp)
+    return FEEDBACK_BYTES * whole * ((layout.shards > 1) + (layout.dp_replicate > 1) / layout.shards)
+
+
+def communicators(setup: Setup) -> int:
+    """One for each axis; some frameworks have one more for all ranks of several axes, and one for a pipeline's ends."""
+    layout = setup.layout
+    sizes = (layout.tp, layout.cp, layout.ep, layout.pp, layout.dp_shard, layout.dp_replicate)
+    axes = sum(size > 1 for size in sizes)
+    return axes + setup.software.model_groups * ((axes > 1) + (layout.pp > 1))
+
+
+def peak_of(setup: Setup, layer: LayerMemory, beyond_bytes: float = math.inf) -> float:
+    """Bytes of the fullest stage: the first, the last, or the first of those with the most layers. Where one takes more
+    than `beyond_bytes`, its bytes: how much more others take is not asked."""
+    counts = layers_per_rank(setup.model.num_layers, setup.layout)
+    peak = 0.0
+    for stage in {0, counts.index(max(counts)), len(counts) - 1}:
+        peak = max(peak, stage_memory(setup, stage, counts[stage], layer).total_bytes)
+        if peak > beyond_bytes:
+            break
+    return peak
+
+
+def estimate_memory(setup: Setup) -> tuple[MemoryBreakdown, ...]:
+    """Estimate the memory of every pipeline stage, in bytes."""
+    layer = mean_layer_memory(setup)
+    counts = layers_per_rank(setup.model.num_layers, setup.layout)
+    return tuple(stage_memory(setup, stage, count, layer) for stage, count in enumerate(counts))
+
+
+# The one answer: counted where the engine builds the run, else estimated.
 
 
 def predict_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
@@ -54,7 +378,6 @@ def _predict_stages(setup: Setup, recompute: str) -> Iterator[MemoryBreakdown]:
     for peak in rank_peaks(run):
         yield with_overhead(
             setup,
-            DEFAULT_MEMORY,
             parameters=peak["parameters"] + peak["gathered"],
             gradients=peak["gradients"],
             optimizer=peak["optimizer"],
@@ -123,7 +446,7 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
 # The probability that a layout fits, by the error of the memory model, and the step time to expect with that in it.
 #
 # On published runs the measured peak over the predicted one is about log-normal (`trainspec backtest`, 135 measured
-# peaks of 3 sources; tests/planner/validation/test_fit_probability.py counts it again). A run of yet another source
+# peaks of 3 sources; tests/planner/validation/test_backtest.py counts it again). A run of yet another source
 # errs by its source's mean and by its own deviation from that: ln(measured / predicted) has the mean of the sources'
 # means, m, and the variance of a run within its source plus that between sources, s^2. So a predicted peak M fits a
 # limit L with
@@ -156,3 +479,22 @@ def expected_step_s(step_s: float, probability: float, start_s: float) -> float:
     """Return the step to expect of a layout that fits with `probability`; `start_s` is a start's time over the steps of
     the run."""
     return step_s + (1 - probability) * (step_s * RELIEF + start_s)
+
+
+def room_within(setup: Setup, memory: Sequence[MemoryBreakdown], limits_bytes: Sequence[float] = ()) -> Room:
+    """Return the bytes that each rank's layers may take by the estimate of memory, scaled to the predicted `memory`,
+    and those of one layer there: the difference that one more in each stage makes. `limits_bytes`: of each rank, where
+    they differ."""
+    layout = setup.layout
+    estimated, predicted = (max(stage.total_bytes for stage in one) for one in (estimate_memory(setup), memory))
+    scale = estimated / predicted
+    limits_bytes = limits_bytes or [memory_limit_bytes(setup.fabric.chip)] * layout.pp
+    rounds = layout.num_stages // layout.pp
+    even = (replace(layout, stage_layers=(each,) * layout.num_stages) for each in (1, 2))
+    few, many = (estimate_memory(replace(setup, layout=layout)) for layout in even)
+    layer = [(two.total_bytes - one.total_bytes) / rounds for one, two in zip(few, many, strict=True)]
+    left = [
+        limit * scale - one.total_bytes + size * rounds
+        for limit, one, size in zip(limits_bytes, few, layer, strict=True)
+    ]
+    return Room([[size] * setup.model.num_layers for size in layer], left)

@@ -2,26 +2,295 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import NamedTuple
 
 from trainspec_cli.core.printable import format_duration
-from trainspec_cli.planner import workload
-from trainspec_cli.planner.capacity import SHOWN, choose_safest
+from trainspec_cli.planner.capacity import (
+    OFFLOADED,
+    OPEN,
+    SHOWN,
+    SLACK,
+    capacity_of,
+    choose_safest,
+    main_size,
+    plan_on_what_divides,
+    rate_candidate,
+    sizes_to_predict,
+    softwares_of,
+    start_s_a_step,
+    template_of,
+)
 from trainspec_cli.planner.capacity import assumptions as assumptions_of
-from trainspec_cli.planner.hardware.cluster import efficiency_of
-from trainspec_cli.planner.hardware.rates import peak_flops_per_s
-from trainspec_cli.planner.pipeline import layers_per_rank
-from trainspec_cli.planner.pools.describe import Pool, describe_pools, on_pools, pool_names
-from trainspec_cli.planner.pools.search import Placed, PoolSearch, stages_on
-from trainspec_cli.planner.run.batches import sizes_to_predict
+from trainspec_cli.planner.hardware.cluster import efficiency_of, on_pools, pool_names
+from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
+from trainspec_cli.planner.memory.predict import (
+    SURELY,
+    expected_step_s,
+    fit_probability,
+    layer_memory,
+    peak_of,
+    predict_memory,
+    room_within,
+    stage_memory,
+)
+from trainspec_cli.planner.pipeline import is_open, layers_per_rank
+from trainspec_cli.planner.pools.step import (
+    NOT_WHOLE,
+    Placement,
+    Pool,
+    PoolStep,
+    Setups,
+    Stopwatch,
+    describe_pools,
+    placements,
+)
 from trainspec_cli.planner.run.forecast import forecast_run
-from trainspec_cli.planner.search.advice import OFFLOADED, OPEN
-from trainspec_cli.planner.search.search import share_recomputed
-from trainspec_cli.planner.search.variants import plan_on_what_divides
-from trainspec_cli.recipe.keys.cluster import PoolSpec
+from trainspec_cli.planner.search.search import SLOWER, TOO_LARGE, LayerMemories, recompute_names
+from trainspec_cli.planner.search.space import Space
+from trainspec_cli.planner.setup import RECOMPUTE
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.blueprint import PoolChoice, PoolsPlan
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan, MemoryBreakdown, PoolPart, SizedStep
+
+KEPT = 2
+"""Layouts of each way to use the pools that are kept for each that is shown: which fit is seen when every tensor is
+counted."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A layout on all pools."""
+
+    setups: Setups
+    placement: Placement
+    recompute: str
+    step: PoolStep
+    memory: tuple[tuple[MemoryBreakdown, ...], ...] = ()
+    """The stages of each pool, once every tensor is counted."""
+
+    def fullest_pool(self, pools: Sequence[Pool]) -> int:
+        """Return the pool whose devices are nearest to their limit."""
+        return max(range(len(pools)), key=lambda pool: self.peak_bytes(pool) / pools[pool].limit_bytes)
+
+    def peak_bytes(self, pool: int) -> float:
+        return max(stage.total_bytes for stage in self.memory[pool])
+
+
+class _Unit(NamedTuple):
+    """Candidates that are tried with each recomputation."""
+
+    layout: Layout
+    micro_batch_size: int
+    micro_batches: int
+    placement: Placement
+    offloads: bool
+
+
+@dataclass
+class PoolSearch:
+    """Ranks layouts over all `pools` by the step to expect."""
+
+    spec: RunSpec
+    pools: Sequence[Pool]
+    eff: Efficiency
+    considered: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.watch = Stopwatch(self.pools, self.eff)
+        self.samples = main_size(self.spec)
+        self._softwares = softwares_of(self.spec)
+        templates = [template_of(self.spec, pool.fabric) for pool in self.pools]
+        compute = next((one.compute for one in templates if one.compute == "fp16"), templates[0].compute)
+        matmul = compute if self.spec.precision.matmul == "compute" else templates[0].matmul
+        self._templates = tuple(replace(one, compute=compute, matmul=matmul) for one in templates)
+        self._memory = LayerMemories(layer_memory)
+        self._best: dict[bool, list[tuple[float, int, Placed]]] = {False: [], True: []}
+        """Heaps of the layouts with whole replicas on every pool, and of those whose pipelines go through the pools."""
+        self._start_s = start_s_a_step(self.spec)
+        self._least_over = float("inf")
+        self._smallest: tuple[Setups, Placement, str] | None = None
+
+    def run(self, shown: int) -> list[Placed]:
+        """Return the best that fit when every tensor is counted, best first; where none does, the nearest."""
+        self._try_all(KEPT * shown)
+        counted = [placed for heap in self._best.values() for placed in self._count_some(heap, shown)]
+        fitting = [placed for placed in counted if self._part(placed) <= 1]
+        if fitting:
+            return sorted(fitting, key=self.expected_s)
+        if counted or self._smallest is None:
+            return counted[:shown]
+        setups, placement, name = self._smallest
+        return [self.count(Placed(setups, placement, name, self.watch.step(setups, placement, self.samples)))]
+
+    def _count_some(self, heap: list[tuple[float, int, Placed]], shown: int) -> Iterator[Placed]:
+        """Yield layouts of a heap, best first, until so many fit when every tensor is counted."""
+        ordered = [placed for *_, placed in sorted(heap, key=lambda item: item[:2], reverse=True)]
+        fitting = 0
+        for place, placed in enumerate(ordered):
+            if fitting == shown:
+                self.refused[SLOWER] += len(ordered) - place
+                return
+            counted = self.count(placed)
+            fits = self._part(counted) <= 1
+            fitting += fits
+            self.refused[TOO_LARGE] += not fits
+            yield counted
+
+    def expected_s(self, placed: Placed) -> float:
+        return expected_step_s(placed.step.time.total_s, self.fit_probability(placed), self._start_s)
+
+    def fit_probability(self, placed: Placed) -> float:
+        return fit_probability(self._part(placed), 1.0)
+
+    def _part(self, placed: Placed) -> float:
+        """Return the peak over the limit, of the pool that is nearest to its own."""
+        pool = placed.fullest_pool(self.pools)
+        return placed.peak_bytes(pool) / self.pools[pool].limit_bytes
+
+    def _try_all(self, keep: int) -> None:
+        """Try every layout, placed in every way, with each recomputation that the recipe leaves open."""
+        # Fast links must reach as far in every pool, since all have the same layout.
+        scaleup_devices = min(pool.fabric.scaleup_devices for pool in self.pools)
+        space = Space(self.spec, self.pools[0].fabric.num_devices, scaleup_devices)
+        names = recompute_names(self.spec.recompute)
+        offloads = (False, True) if self.spec.offload == AUTO else (self.spec.offload == "optimizer",)
+        units: list[tuple[float, int, _Unit]] = []
+        for layout, micro, accum in space.layouts():
+            placed = list(placements(layout, self.pools))
+            self.refused[NOT_WHOLE] += not placed
+            for placement, offload in product(placed, offloads):
+                unit = _Unit(layout, micro, accum, placement, offload)
+                lightest = self._setups(unit, names[0])
+                bound_s = self.watch.bound_s(lightest, placement, self.samples)
+                units.append((bound_s, len(units), unit))
+        for *_, unit in sorted(units):  # the most promising first, so that the others leave early
+            for name in names:
+                if self._try(self._setups(unit, name), unit.placement, name, keep):
+                    break  # heavier recomputation of a layout that surely fits is only slower
+        self.refused.update(space.refused)
+
+    def _setups(self, unit: _Unit, name: str) -> Setups:
+        return tuple(
+            replace(
+                template,
+                layout=unit.layout,
+                micro_batch_size=float(unit.micro_batch_size),
+                grad_accum=unit.micro_batches,
+                recompute=RECOMPUTE[name],
+                software=self._softwares[unit.layout.sharding],
+                offload_optimizer=unit.offloads,
+            )
+            for template in self._templates
+        )
+
+    def _try(self, setups: Setups, placement: Placement, name: str, keep: int) -> bool:
+        """-> whether heavier recomputation is no use: this surely fits, or is already too slow."""
+        self.considered += 1
+        best = self._best[bool(placement.order)]
+        worst_s = -best[0][0] if len(best) == keep else float("inf")
+        if self.watch.bound_s(setups, placement, self.samples) >= worst_s:
+            self.refused[SLOWER] += 1
+            return True
+        # The least that the layout takes by the estimate, over what there is.
+        if placement.order:
+            # The layers of the model over those that the stages of all pools have room for, each as the last of its
+            # pool, which keeps the fewest micro-batches.
+            room = 0.0
+            for pool, (setup, described) in enumerate(zip(setups, self.pools, strict=True)):
+                layer = self._memory.of(setup, name)
+                last = stages_on(pool, placement, setup.layout)[-1]
+                first, second = (stage_memory(setup, last, number, layer).total_bytes for number in (1, 2))
+                more = (SLACK * described.limit_bytes - first) / (second - first)
+                room += placement.ranks[pool] * max(0.0, 1 + more)
+            over = SLACK * setups[0].model.num_layers / max(room, 1e-9)
+        else:
+            # Of the pool with the most memory, with whole micro-batches: those of the fastest pool are about as large,
+            # and another size of them is tried too.
+            most = max(range(len(self.pools)), key=lambda pool: self.pools[pool].limit_bytes)
+            over = peak_of(setups[most], self._memory.of(setups[most], name)) / self.pools[most].limit_bytes
+        if over > SLACK:
+            return self._refuse(over, setups, placement, name)
+        step = self.watch.step(setups, placement, self.samples)
+        placed = Placed(setups, placement, name, step)
+        parts = []  # the estimated peak over the limit, by pool
+        for pool, setup in enumerate(self._of_step(placed)):
+            layer = self._memory.of(setup, placed.recompute)
+            counts = layers_per_rank(setup.model.num_layers, setup.layout)
+            stages = stages_on(pool, placed.placement, setup.layout)
+            fullest = {stages[0], max(stages, key=counts.__getitem__), stages[-1]}
+            sizes = (stage_memory(setup, stage, counts[stage], layer).total_bytes for stage in fullest)
+            parts.append(max(sizes) / self.pools[pool].limit_bytes)
+        over = max(parts)
+        if over > SLACK:
+            return self._refuse(over, setups, placement, name)
+        probability = fit_probability(over, 1.0)
+        expected_s = expected_step_s(step.time.total_s, probability, self._start_s)
+        push = heapq.heappush if len(best) < keep else heapq.heappushpop
+        self.refused[SLOWER] += len(best) == keep
+        push(best, (-expected_s, -self.considered, placed))
+        return probability >= SURELY
+
+    def _refuse(self, over: float, setups: Setups, placement: Placement, name: str) -> bool:
+        self.refused[TOO_LARGE] += 1
+        if over < self._least_over:
+            self._least_over = over
+            self._smallest = (setups, placement, name)
+        return False
+
+    def _of_step(self, placed: Placed) -> Setups:
+        """Return the setups with each pool's largest micro-batch."""
+        step = placed.step
+        return tuple(
+            replace(setup, layout=step.layout, micro_batch_size=float(size), grad_accum=step.micro_batches)
+            for setup, size in zip(placed.setups, step.largest, strict=True)
+        )
+
+    def count(self, placed: Placed) -> Placed:
+        """Return a layout with its layers cut by each one's own time, and every tensor counted: the best cut where that
+        fits, else the best that does by the estimate of memory, else the even one."""
+        even = self._counted(placed, placed.setups[0].layout)
+        if not is_open(placed.setups[0].layout, self.spec.model):
+            return even
+        # The bytes that each pipeline rank may take: its pool's, or the smallest of those that share it.
+        limits = [self.pools[pool].limit_bytes for pool in placed.placement.pool_of_stage_rank]
+        limits = limits or [min(pool.limit_bytes for pool in self.pools)] * placed.setups[0].layout.pp
+        for bounded in (False, True):
+            fullest = even.fullest_pool(self.pools)
+            room = room_within(self._of_step(even)[fullest], even.memory[fullest], limits) if bounded else None
+            layout = self.watch.cut(placed.setups, placed.placement, room, alike=False)
+            found = even if layout == placed.setups[0].layout else self._counted(placed, layout)
+            if self._part(found) <= 1:
+                return found
+        return even
+
+    def _counted(self, placed: Placed, layout: Layout) -> Placed:
+        setups = tuple(replace(setup, layout=layout) for setup in placed.setups)
+        timed = replace(placed, setups=setups, step=self.watch.step_as_cut(setups, placed.placement, self.samples))
+        known: dict[int, tuple[MemoryBreakdown, ...]] = {}
+        memory = []
+        for pool, setup in enumerate(self._of_step(timed)):
+            size = timed.step.largest[pool]
+            if size not in known:
+                known[size] = predict_memory(setup, placed.recompute)
+            stages = stages_on(pool, placed.placement, layout)
+            memory.append(tuple(known[size][stage] for stage in stages))
+        return replace(timed, memory=tuple(memory))
+
+
+def stages_on(pool: int, placement: Placement, layout: Layout) -> list[int]:
+    """Return the pipeline ranks that a pool holds."""
+    if not placement.order:
+        return list(range(layout.pp))
+    return [rank for rank, at in enumerate(placement.pool_of_stage_rank) if at == pool]
+
 
 SAME = 5e-3
 """Choices that differ by less than this part are as fast, or as cheap."""
@@ -33,15 +302,10 @@ def plan_pools(spec: RunSpec, shown: int = SHOWN) -> CapacityPlan:
     eff = efficiency_of(spec.cluster)
     search = PoolSearch(spec, pools, eff)
     candidates = [_candidate(placed, search) for placed in search.run(shown)]
-    length = 1 if spec.model.unit == "samples" else spec.data.seq_len
-    return CapacityPlan(
-        params=workload.count_params(spec.model),
-        adapter_params=workload.adapter_params(spec.model, spec.lora),
-        active_params=workload.count_active_params(spec.model),
-        flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora),
-        world_size=sum(pool.devices for pool in pools),
-        tokens_per_step=spec.batching.global_batch_size * length,
-        candidates=tuple(candidates),
+    return capacity_of(
+        spec,
+        sum(pool.devices for pool in pools),
+        candidates,
         rejected=dict(+search.refused),
         safest=choose_safest(candidates, ()),
         assumptions=tuple(_assumptions(spec, pools)),
@@ -50,50 +314,32 @@ def plan_pools(spec: RunSpec, shown: int = SHOWN) -> CapacityPlan:
 
 
 def _candidate(placed: Placed, search: PoolSearch) -> Candidate:
-    spec = search.spec
     pools = search.pools
     step = placed.step
-    length = 1 if spec.model.unit == "samples" else spec.data.seq_len
-    setup = placed.setups[0]
+    setup = replace(placed.setups[0], layout=step.layout, grad_accum=step.micro_batches)
     fullest = placed.fullest_pool(pools)
-    devices = setup.fabric.num_devices
-    tokens_per_s = search.samples * length / step.time.total_s
-    model_flops = workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora)
-    peak_flops = sum(pool.devices * peak_flops_per_s(pool.fabric.chip, setup.matmul) for pool in pools)
-    mfu = tokens_per_s * model_flops / peak_flops
-    attention = workload.mixing_flops_per_token(spec.model, spec.data.seq_len)
-    again = share_recomputed(setup, model_flops - attention, attention)
-    return Candidate(
-        layout=step.layout,
-        micro_batch_size=int(setup.micro_batch_size),
-        grad_accum_steps=step.micro_batches,
-        recompute=placed.recompute,
-        offload="optimizer" if setup.offload_optimizer else "none",
-        step_time_s=step.time.total_s,
-        tokens_per_s=tokens_per_s,
-        tokens_per_s_per_gpu=tokens_per_s / devices,
-        mfu=mfu,
-        hfu=mfu * (1 + again),
-        peak_memory_bytes=placed.peak_bytes(fullest),
-        memory_limit_bytes=pools[fullest].limit_bytes,
-        fit_probability=search.fit_probability(placed),
-        expected_step_s=search.expected_s(placed),
-        memory=_memory(placed, fullest),
-        time=step.time,
+    peaks = [pool.devices * peak_flops_per_s(pool.fabric.chip, setup.matmul) for pool in pools]
+    # The memory of each pipeline stage is that of the fullest pool where all have every stage.
+    memory = placed.memory[fullest]
+    if placed.placement.order:
+        of_pool = [iter(stages) for stages in placed.memory]
+        memory = tuple(next(of_pool[pool]) for pool in placed.placement.pool_of_stage_rank)
+    return rate_candidate(
+        search.spec,
+        setup,
+        step.time,
+        placed.recompute,
+        peak_flops=sum(peaks) / setup.fabric.num_devices,
+        memory=memory,
+        peak_bytes=placed.peak_bytes(fullest),
+        limit_bytes=pools[fullest].limit_bytes,
+        probability=search.fit_probability(placed),
         sized_steps=tuple(
             SizedStep(size, search.watch.step_as_cut(placed.setups, placed.placement, size).time)
-            for size in sizes_to_predict(spec)
+            for size in sizes_to_predict(search.spec)
         ),
         pools=tuple(_part(placed, pools, pool) for pool in range(len(pools))),
     )
-
-
-def _memory(placed: Placed, fullest: int) -> tuple[MemoryBreakdown, ...]:
-    """Return the memory of each pipeline stage, which is that of the fullest pool where all have every stage."""
-    if not placed.placement.order:
-        return placed.memory[fullest]
-    of_pool = [iter(stages) for stages in placed.memory]
-    return tuple(next(of_pool[pool]) for pool in placed.placement.pool_of_stage_rank)
 
 
 def _part(placed: Placed, pools: Sequence[Pool], pool: int) -> PoolPart:
@@ -137,8 +383,21 @@ def compare_pools(spec: RunSpec, capacity: CapacityPlan) -> PoolsPlan:
     fewer = [[place] for place in every]
     if len(pools) > 2:
         fewer = [*([place for place in every if place != left] for left in every), *fewer]
-    choices = [*_on_all(spec, names, capacity)]
-    choices += [_on_some(spec, [pools[place] for place in some], [names[place] for place in some]) for some in fewer]
+    # The best plan of each way to divide the work over all pools, the better one first.
+    best: dict[str, Candidate | None] = {}
+    for candidate in capacity.candidates:
+        if candidate.fits:
+            best.setdefault(division_of(candidate), candidate)
+    ways = best or {"samples": None}
+    choices = [_choice(spec, capacity, candidate, names, division) for division, candidate in ways.items()]
+    for places in fewer:
+        some = on_pools(spec, [pools[place] for place in places])
+        if len(places) > 1:
+            alone = plan_pools(some, shown=1)
+        else:
+            some, alone = plan_on_what_divides(some)
+        division = division_of(alone.best) if alone.best and alone.best.pools else "alone"
+        choices.append(_choice(some, alone, alone.best, [names[place] for place in places], division))
     return PoolsPlan(tuple(choices), _verdict(choices, len(pools)))
 
 
@@ -153,30 +412,9 @@ def advise_pools(spec: RunSpec, compared: PoolsPlan) -> Iterator[str]:
             yield f"{words} fits, with {format_duration(best.step_time_s)} a step in {best.layout.describe()}"
 
 
-def _on_all(spec: RunSpec, names: Sequence[str], capacity: CapacityPlan) -> Iterator[PoolChoice]:
-    """Yield the best plan of each way to divide the work over all pools, the better one first."""
-    seen = set()
-    for candidate in capacity.candidates:
-        if candidate.fits and (division := division_of(candidate)) not in seen:
-            seen.add(division)
-            yield _choice(spec, capacity, candidate, names, division)
-    if not seen:
-        yield _choice(spec, capacity, None, names, "samples")
-
-
 def division_of(candidate: Candidate) -> str:
     """Return what the pools of a candidate share: the `samples` of a step, or the `layers` of the model."""
     return "layers" if candidate.pipelines_cross_pools else "samples"
-
-
-def _on_some(spec: RunSpec, pools: Sequence[PoolSpec], names: Sequence[str]) -> PoolChoice:
-    some = on_pools(spec, pools)
-    if len(pools) > 1:
-        capacity = plan_pools(some, shown=1)
-    else:
-        some, capacity = plan_on_what_divides(some)
-    best = capacity.best
-    return _choice(some, capacity, best, names, division_of(best) if best and best.pools else "alone")
 
 
 def _choice(
@@ -225,17 +463,13 @@ def _compare(better: str, worse: str, best: tuple[PoolChoice, float] | None) -> 
     if best is None:
         return ""
     choice, ratio = best
-    if ratio > 1 + SAME:
-        return f"{_name(choice)} is {_percent(ratio, better)}{better} than all pools"
-    if ratio > 1 - SAME:
-        return f"{_name(choice)} is neither {better} nor {worse} than all pools"
-    return f"all pools are {_percent(1 / ratio, better)}{better} than {_name(choice)}"
-
-
-def _percent(ratio: float, better: str) -> str:
-    """`1.5 -> 50%`: how much more a rate is, or how much less a price."""
-    part = ratio - 1 if better == "faster" else 1 - 1 / ratio
-    return f"{part:.1%} "
+    name = _name(choice)
+    if 1 - SAME < ratio <= 1 + SAME:
+        return f"{name} is neither {better} nor {worse} than all pools"
+    who, other = (name, "all pools") if ratio > 1 else ("all pools", name)
+    more = ratio if ratio > 1 else 1 / ratio
+    part = more - 1 if better == "faster" else 1 - 1 / more  # how much more a rate is, or how much less a price
+    return f"{who} {'is' if ratio > 1 else 'are'} {part:.1%} {better} than {other}"
 
 
 def _name(choice: PoolChoice) -> str:

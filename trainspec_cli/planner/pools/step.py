@@ -2,42 +2,165 @@
 
 Whole replicas on every pool share the samples as the live scheduler divides them (`balance/decisions/balance.py`), by
 each pool's seconds for a micro-batch. Stages on pools of their own share the layers by speed
-(`planner/partition.py`), and the pipeline goes at the pace of its slowest stage.
+(`planner/pipeline.py`), and the pipeline goes at the pace of its slowest stage.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, count, pairwise, product, takewhile
+from itertools import accumulate, count, pairwise, permutations, product, takewhile
 
 from trainspec_cli.balance.batch.division import Division, even_division, micro_batches_of
 from trainspec_cli.balance.decisions.balance import best_division
 from trainspec_cli.balance.decisions.speeds import Speed
-from trainspec_cli.planner.cut import cut, is_open, mean_times, planned_times
+from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.planner.hardware.cluster import (
+    Crossing,
+    Fabric,
+    Group,
+    axis_groups,
+    cluster_of,
+    describe_fabric,
+    network_bytes_per_s,
+    pool_names,
+    send_s,
+)
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.hardware.topology import Group
-from trainspec_cli.planner.partition import Room
-from trainspec_cli.planner.pools.describe import Pool
-from trainspec_cli.planner.pools.placement import Placement, groups_of
-from trainspec_cli.planner.run.batches import weigh_times
-from trainspec_cli.planner.search.costs import Steps, part_key
+from trainspec_cli.planner.memory.predict import memory_limit_bytes
+from trainspec_cli.planner.pipeline import Room, cut, is_open
+from trainspec_cli.planner.search.search import Steps
 from trainspec_cli.planner.setup import Setup
-from trainspec_cli.planner.time.compute import EIGHT_BIT
 from trainspec_cli.planner.time.step import (
+    EIGHT_BIT,
     MicroBatch,
     TimedRank,
     assemble_step,
     bubble_s,
     layer_s,
+    mean_times,
     own_work_s,
+    planned_times,
     rank_parts,
     step_of_rank,
     waiting_share,
+    weigh_times,
 )
+from trainspec_cli.recipe.keys.cluster import ClusterSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.plan import StepTime
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Some nodes of one kind."""
+
+    name: str
+    devices: int
+    fabric: Fabric
+    """Its devices and links, as if all devices of the cluster were of its kind."""
+    link_gbit_per_s: float | None
+    """A device's share of what joins the pools; None: the pools' own NICs."""
+
+    @property
+    def limit_bytes(self) -> float:
+        return memory_limit_bytes(self.fabric.chip)
+
+
+def describe_pools(cluster: ClusterSpec) -> tuple[Pool, ...]:
+    """Raises RecipeError for accelerators and links that nothing can be computed with."""
+    total = sum(pool.num_nodes * pool.devices_per_node for pool in cluster.pools)
+    link = cluster.pool_link_gbit_per_s
+    if link is not None and cluster.oversubscription is not None:
+        link /= cluster.oversubscription
+    found = []
+    for place, (name, pool) in enumerate(zip(pool_names(cluster.pools), cluster.pools, strict=True)):
+        try:
+            fabric = describe_fabric(cluster_of(cluster, pool), None)
+        except RecipeError as error:  # what is wrong is stated of the pool's own keys
+            own = f"cluster.pools.{place}.accelerator"
+            problems = []
+            for problem in error.problems:
+                texts = (problem.message, problem.path, problem.hint)
+                message, path, hint = (text.replace("cluster.accelerator", own) for text in texts)
+                problems.append(replace(problem, message=message, path=path, hint=hint))
+            raise RecipeError(problems) from error
+        fabric = replace(fabric, num_devices=total)
+        found.append(Pool(name, pool.num_nodes * pool.devices_per_node, fabric, link))
+    return tuple(found)
+
+
+DATA_AXES = ("dp", "dp_shard", "dp_replicate", "expert_dp")
+NOT_WHOLE = "a pool's devices do not hold whole groups of the layout"
+MESSAGE_BYTES = 1e6
+"""A send between stages, by which the slowest of several links is found."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    ranks: tuple[int, ...]
+    """Data-parallel ranks of each pool, or pipeline ranks (`order`)."""
+    order: tuple[int, ...] = ()
+    """The pools in the order in which each pipeline goes through them; empty: every pool has whole replicas."""
+
+    @property
+    def pool_of_stage_rank(self) -> list[int]:
+        """Return the pool of each pipeline rank, where pipelines go through several."""
+        return [pool for pool in self.order for _ in range(self.ranks[pool])]
+
+
+def placements(layout: Layout, pools: Sequence[Pool]) -> Iterator[Placement]:
+    """Yield the ways to place a layout of all devices of `pools`."""
+    replica = layout.tp * layout.cp * layout.pp
+    ranks = tuple(pool.devices // replica for pool in pools)
+    shards_within = 1 < layout.dp_shard < layout.data_parallel_size
+    # Whole replicas on every pool: of a pipeline, each stage has whole nodes of every pool.
+    if all(
+        pool.devices % replica == 0
+        and (layout.pp == 1 or pool.devices // layout.pp % pool.fabric.devices_per_node == 0)
+        and pool.devices // layout.pp % (layout.ep * layout.etp) == 0
+        and not (shards_within and own % layout.dp_shard)
+        for pool, own in zip(pools, ranks, strict=True)
+    ):
+        yield Placement(ranks)
+    width = layout.tp * layout.cp * layout.data_parallel_size
+    if layout.pp >= len(pools) and all(pool.devices % width == 0 for pool in pools):
+        ranks = tuple(pool.devices // width for pool in pools)
+        unlike = {
+            tuple((pools[pool].fabric, ranks[pool]) for pool in order): order
+            for order in reversed([*permutations(range(len(pools)))])
+        }
+        yield from (Placement(ranks, order) for order in unlike.values())
+
+
+def groups_of(
+    layout: Layout, placement: Placement, pools: Sequence[Pool], eff: Efficiency
+) -> tuple[dict[str, Group], ...]:
+    """Return the groups of each axis as the ranks of each pool see them; those that span pools are as fast as the
+    slowest of their links."""
+    own = [axis_groups(layout, pool.fabric, eff) for pool in pools]
+    if placement.order:
+        slowest = max((groups["pp"] for groups in own), key=lambda group: send_s(group, MESSAGE_BYTES, eff))
+        joint = {"pp": _joined(slowest, placement, pools, eff)}
+    else:
+        axes = [axis for axis in DATA_AXES if axis != "dp_shard" or layout.dp_shard == layout.data_parallel_size]
+        slow = {axis: min((groups[axis] for groups in own), key=lambda group: group.ring_bytes_per_s) for axis in axes}
+        joint = {axis: _joined(group, placement, pools, eff) for axis, group in slow.items()}
+    return tuple(groups | joint for groups in own)
+
+
+def _joined(group: Group, placement: Placement, pools: Sequence[Pool], eff: Efficiency) -> Group:
+    """Return a group that spans the pools, over what joins them where that is described apart."""
+    link = pools[0].link_gbit_per_s
+    if link is None or group.size == 1:
+        return group
+    kind = min((pool.fabric.nic_kind for pool in pools), key=lambda kind: network_bytes_per_s(1.0, kind, eff))
+    smallest = min(pool.devices for pool in pools)
+    devices = pools[0].fabric.num_devices
+    inside = 1 if placement.order else max(1, group.size * smallest // devices)
+    return replace(group, outer=(*group.outer, Crossing(inside, network_bytes_per_s(link, kind, eff))))
+
 
 Setups = tuple[Setup, ...]
 """The same layout and micro-batch on the devices of each pool."""
@@ -138,7 +261,7 @@ class Stopwatch:
         """Return the least time of a sample in micro-batches up to the layout's size, of which each half of another is
         looked at. Gradients are added up where there are several micro-batches, and weights cast to 8 bits once a
         step: a sample takes least in one micro-batch, or with 8 bits in many."""
-        key = (pool, *part_key(setup), setup.recompute)
+        key = (pool, *self._steps[pool].key_of(setup), setup.recompute)
         if key in self._least_s:
             return self._least_s[key]
         least_s = math.inf

@@ -7,18 +7,18 @@ money has no interest.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from trainspec_cli.planner.run.cost import (
+from trainspec_cli.planner.run.forecast import (
     HOURS_PER_YEAR,
     JOULES_PER_KWH,
     SECONDS_PER_HOUR,
     operation_usd_per_year,
     rental_price,
 )
-from trainspec_cli.recipe.keys.cluster import ClusterSpec, CostSpec, ReliabilitySpec
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, ReliabilitySpec
 from trainspec_cli.recipe.results.tables import WAYS, Budget, BudgetedRun, BudgetYear, Sensitivity, Way
 
 MONTHS = 12
@@ -82,10 +82,25 @@ def make_budget(cluster: ClusterSpec, node_devices: int, runs: Sequence[Portfoli
     months: dict[str, tuple[float, ...]] = {way: tuple(accumulate(_monthly(table, way), initial=0.0)) for way in ways}
     own_hours = sum(run.device_hours * sum(run.per_year) for run in runs)
     joules_per_hour = sum(run.energy_joules * sum(run.per_year) for run in runs) / own_hours if own_hours else 0.0
+    budgeted = []
+    for run in runs:
+        shares = {way: total * run.device_hours / hours if hours else 0.0 for way, total in usd.items()}
+        one = BudgetedRun(
+            name=run.name,
+            per_year=tuple(run.times(year) for year in range(years)),
+            devices=run.devices,
+            wall_s=run.wall_s,
+            spot_wall_s=run.spot_wall_s,
+            tokens=run.tokens,
+            energy_joules=run.energy_joules,
+            usd=shares,
+            usd_per_million_tokens={way: share / run.tokens * 1e6 for way, share in shares.items()},
+        )
+        budgeted.append(one)
     return Budget(
         cluster=cluster.name,
         accelerator=cluster.accelerator.name if cluster.accelerator else "",
-        runs=tuple(_budgeted(run, years, usd, hours) for run in runs),
+        runs=tuple(budgeted),
         years=tuple(table),
         usd=usd,
         worth_usd=worth_usd,
@@ -110,8 +125,19 @@ def cash_of_years(
         bought.append(max(0, fleet - owned))
         present = owned + bought[-1]
         sold = bought[year - life + 1] if year >= life - 1 else 0
-        parts = _owned_cash(cluster, runs, year, present, bought[-1], sold)
         rent = rental_price(cluster)
+        cost = cluster.cost
+        price = _price(cluster)
+        idle_hours = max(0.0, present * HOURS_PER_YEAR - hours)
+        joules = sum(run.times(year) * run.energy_joules for run in runs) + idle_hours * _idle_joules(cluster)
+        parts = {
+            "machines": bought[-1] * price,
+            "operation": present * price * cost.operation_ratio,
+            "staff": present * cost.staff_usd_per_device_year,
+            "space": present * cost.space_usd_per_device_year,
+            "electricity": joules / JOULES_PER_KWH * cluster.site.electricity_usd_per_kwh,
+            "resale": 0.0 - sold * price * cost.resale_ratio,
+        }
         # A run that never ends on spot devices costs infinitely much, and nothing in a year without it.
         walls_s = ((run, math.inf if run.spot_wall_s is None else run.spot_wall_s) for run in runs if run.times(year))
         spot_hours = sum(run.times(year) * (run.devices * wall_s / SECONDS_PER_HOUR) for run, wall_s in walls_s)
@@ -132,24 +158,6 @@ def fleet_devices(runs: Sequence[PortfolioRun], year: int, hours: float, utilisa
     largest = max((run.devices for run in runs if run.times(year)), default=0)
     needed = max(largest, hours / (HOURS_PER_YEAR * utilisation))
     return math.ceil(needed / node_devices - 1e-9) * node_devices
-
-
-def _owned_cash(
-    cluster: ClusterSpec, runs: Sequence[PortfolioRun], year: int, present: int, bought: int, sold: int
-) -> dict[str, float]:
-    cost = cluster.cost
-    price = _price(cluster)
-    used_hours = sum(run.times(year) * run.device_hours for run in runs)
-    idle_hours = max(0.0, present * HOURS_PER_YEAR - used_hours)
-    joules = sum(run.times(year) * run.energy_joules for run in runs) + idle_hours * _idle_joules(cluster)
-    return {
-        "machines": bought * price,
-        "operation": present * price * cost.operation_ratio,
-        "staff": present * cost.staff_usd_per_device_year,
-        "space": present * cost.space_usd_per_device_year,
-        "electricity": joules / JOULES_PER_KWH * cluster.site.electricity_usd_per_kwh,
-        "resale": 0.0 - sold * price * cost.resale_ratio,
-    }
 
 
 def _price(cluster: ClusterSpec) -> float:
@@ -178,21 +186,6 @@ def _totals(cluster: ClusterSpec, table: Sequence[BudgetYear]) -> dict[str, floa
     usd = {str(way): sum(row.usd[way] for row in table) for way in ways}
     usd["owned"] -= _worth(cluster, table)
     return usd
-
-
-def _budgeted(run: PortfolioRun, years: int, usd: Mapping[str, float], hours: float) -> BudgetedRun:
-    shares = {way: total * run.device_hours / hours if hours else 0.0 for way, total in usd.items()}
-    return BudgetedRun(
-        name=run.name,
-        per_year=tuple(run.times(year) for year in range(years)),
-        devices=run.devices,
-        wall_s=run.wall_s,
-        spot_wall_s=run.spot_wall_s,
-        tokens=run.tokens,
-        energy_joules=run.energy_joules,
-        usd=shares,
-        usd_per_million_tokens={way: share / run.tokens * 1e6 for way, share in shares.items()},
-    )
 
 
 def _monthly(table: Sequence[BudgetYear], way: Way) -> list[float]:
@@ -235,10 +228,6 @@ def break_even_utilisation(cluster: ClusterSpec, joules_per_hour: float) -> floa
     return use if use <= 1 else None
 
 
-def _with_price(cost: CostSpec, key: str, value: float) -> CostSpec:
-    return replace(cost, **{key: value})  # type: ignore[arg-type]  # all of `SENSITIVE` are numbers
-
-
 def _sensitivities(
     cluster: ClusterSpec, node_devices: int, runs: Sequence[PortfolioRun], years: int
 ) -> list[Sensitivity]:
@@ -252,7 +241,7 @@ def _sensitivities(
             ends = (value / factor, min(1.0, value * factor) if key == "utilisation" else value * factor)
             low, high = (
                 _totals(changed, cash_of_years(changed, node_devices, runs, years))
-                for changed in (replace(cluster, cost=_with_price(cost, key, end)) for end in ends)
+                for changed in (replace(cluster, cost=replace(cost, **{key: end})) for end in ends)  # type: ignore[arg-type]
             )
             found.append(Sensitivity(f"cluster.cost.{key}", *ends, low, high))
     fewer, more = (

@@ -3,30 +3,65 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
+from trainspec_cli.balance.batch.batch import run_phases, schedule_batches
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.printable import GIB
-from trainspec_cli.planner.memory.caching_allocator import grows_segments
-from trainspec_cli.planner.memory.frameworks import DEFAULT_MEMORY, NF4_BYTES
+from trainspec_cli.planner.capacity import other_recovery
+from trainspec_cli.planner.hardware.cluster import cluster_of
+from trainspec_cli.planner.memory.caching_allocator import GROWS_SEGMENTS
+from trainspec_cli.planner.memory.predict import (
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    GROUP_BYTES,
+    GROWN_FRAGMENTATION,
+    GROWN_RECOMPUTE_FRAGMENTATION,
+    NF4_BYTES,
+    RECOMPUTE_FRAGMENTATION,
+    RESERVE,
+)
 from trainspec_cli.planner.planes import dip_share, ending_failures
-from trainspec_cli.planner.pools.describe import cluster_of
 from trainspec_cli.planner.run import goodput
-from trainspec_cli.planner.run.batches import RunWork, expect_work
-from trainspec_cli.planner.run.cost import add_costs, expect_carbon, expect_energy, expect_money, occupation
-from trainspec_cli.planner.run.uncertainty import propagate, within
 from trainspec_cli.planner.setup import moment_bytes
-from trainspec_cli.planner.workload.adapters import quantised_params
+from trainspec_cli.planner.time.step import weigh_times
+from trainspec_cli.planner.workload import quantised_params
 from trainspec_cli.recipe.field_types import AUTO
-from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec
-from trainspec_cli.recipe.keys.resilience import RecoveryMode, ResilienceSpec
+from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec, CostSpec
+from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.forecast import Assumption, Goodput, Interval, RunForecast
-from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
+from trainspec_cli.recipe.results.forecast import Assumption, BatchForecast, Goodput, Interval, RunForecast
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan, StepTime
 from trainspec_cli.run.recovery import reliability
 from trainspec_cli.run.recovery import reliability as cadence
+
+
+def within(value: float, factor: float) -> Interval:
+    """`value`, nine times in ten no further off than `factor` either way."""
+    return Interval(value, value / factor, value * factor)
+
+
+def propagate(result: Callable[[Mapping[str, float]], float], inputs: Mapping[str, Interval]) -> Interval:
+    """The interval of a positive `result` whose inputs err independently.
+
+    Each input goes to its bounds while the others stay; the logarithms of the changes add in quadrature. Exact for
+    products of log-normal factors, first order for the rest.
+    """
+    middle = {name: interval.value for name, interval in inputs.items()}
+    value = result(middle)
+    if value <= 0:
+        return Interval(value, value, value)
+    down = up = 0.0
+    for name, interval in inputs.items():
+        ends = [result({**middle, name: end}) / value for end in (interval.low, interval.high)]
+        changes = [math.log(end) for end in ends if end > 0]
+        down += min(0.0, *changes, 0.0) ** 2
+        up += max(0.0, *changes, 0.0) ** 2
+    return Interval(value, value * math.exp(-math.sqrt(down)), value * math.exp(math.sqrt(up)))
+
 
 SEEDS = 24
 STEP_TIME_KNOWN_WITHIN = 1.7
@@ -75,7 +110,18 @@ def forecast_run(
     work = expect_work(spec, candidate)
     inputs = {"step_time_s": within(work.step_time_s, STEP_TIME_KNOWN_WITHIN), "goodput": chosen.goodput}
     wall_time_s = propagate(lambda of: work.steps * of["step_time_s"] / of["goodput"], inputs)
-    energy, energy_parts, money, money_parts = _expect_costs(spec, plan, candidate, work, chosen, wall_time_s)
+    # Costs add up over the cluster's pools, each with its own power, waiting and price.
+    shares = [(spec.cluster, plan.world_size, work.time)]
+    if candidate.pools:
+        clusters = [cluster_of(spec.cluster, pool) for pool in spec.cluster.pools]
+        shares = [(own, part.devices, part.time) for own, part in zip(clusters, candidate.pools, strict=True)]
+    energies = []
+    monies = []
+    for cluster, devices, time in shares:
+        energies.append(expect_energy(cluster, devices, wall_time_s, occupation(chosen, time)))
+        monies.append(expect_money(cluster, devices, wall_time_s, energies[-1][0]))
+    energy, energy_parts = add_costs(energies)
+    money, money_parts = add_costs(monies)
     return RunForecast(
         steps=work.steps,
         tokens=spec.train.max_steps * plan.tokens_per_step,
@@ -93,34 +139,12 @@ def forecast_run(
     )
 
 
-def _expect_costs(
-    spec: RunSpec, plan: CapacityPlan, candidate: Candidate, work: RunWork, useful: Goodput, wall_time_s: Interval
-) -> tuple[Interval | None, dict[str, float], Interval | None, dict[str, float]]:
-    """-> (energy, its parts, money, its parts), added up over the cluster's pools, each with its own power, waiting and
-    price."""
-    shares = [(spec.cluster, plan.world_size, work.time)]
-    if candidate.pools:
-        clusters = [cluster_of(spec.cluster, pool) for pool in spec.cluster.pools]
-        shares = [(own, part.devices, part.time) for own, part in zip(clusters, candidate.pools, strict=True)]
-    energies = []
-    monies = []
-    for cluster, devices, time in shares:
-        energies.append(expect_energy(cluster, devices, wall_time_s, occupation(useful, time)))
-        monies.append(expect_money(cluster, devices, wall_time_s, energies[-1][0]))
-    return *add_costs(energies), *add_costs(monies)
-
-
 def recovery_modes(wanted: ResilienceSpec, replica_groups: int) -> tuple[ResilienceSpec, ...]:
     """Return what the run does about failures, and what it could do instead. One replica group can only restart,
     and so does one of several runs."""
     if replica_groups == 1 or wanted.is_one_of_several:
         return (replace(wanted, mode="restart"),)
     return wanted, other_recovery(wanted)
-
-
-def other_recovery(wanted: ResilienceSpec) -> ResilienceSpec:
-    other: RecoveryMode = "elastic" if wanted.mode == "restart" else "restart"
-    return replace(wanted, mode=other)
 
 
 def expect_goodput(
@@ -133,27 +157,33 @@ def expect_goodput(
     planes = spec.cluster.fabric.planes
     every = spec.cluster.reliability
     dips = dip_share(planes, every, plan.world_size) if planes else 0.0
-    cluster = ending_failures(planes, every)
+    cluster = ending_failures(planes, every) if planes else every
     spec = replace(spec, cluster=replace(spec.cluster, reliability=cluster))
     job = describe_job(spec, plan, candidate, resilience)
     outcomes = goodput.simulate_many(job, cluster, resilience, SEEDS)
     parts = [{cause: lost / outcome.wall_s for cause, lost in outcome.lost_s.items()} for outcome in outcomes]
+    # Mean parts of the simulated runs, scaled so that they and the median goodput sum to 1.
+    causes = sorted({cause for part in parts for cause in part})
+    mean = {cause: sum(part.get(cause, 0.0) for part in parts) / len(parts) for cause in causes}
+    whole = sum(mean.values())
     kept = [(1 - dips) * outcome.goodput for outcome in outcomes]
     if _quantile(kept, 0.05) <= 0:
         return None
+    total = 1 - _quantile(kept, 0.5) - dips
+    lost = {cause: value * total / whole if whole else 0.0 for cause, value in mean.items() if value > 0}
     mtbf_s = reliability.job_mtbf_s(cluster, plan.world_size)
-    saving = checkpoint_times(spec, plan)
+    blocked_s, written_s = checkpoint_times(spec, plan)
     rollback_s = reliability.rollback_mtbf_s(resilience, cluster, mtbf_s, job.replica_groups)
     return Goodput(
         mode=resilience.mode,
         goodput=Interval(_quantile(kept, 0.5), _quantile(kept, 0.05), _quantile(kept, 0.95)),
-        lost=_scale_lost(parts, 1 - _quantile(kept, 0.5) - dips) | ({"dip": dips} if dips else {}),
+        lost=lost | ({"dip": dips} if dips else {}),
         failures=job.work_s / _quantile(kept, 0.5) / mtbf_s,
         mtbf_s=mtbf_s,
         checkpoint_interval_s=job.interval_s,
         checkpoint_interval_steps=cadence.checkpoint_interval_steps(job.interval_s, job.step_time_s),
-        optimal_interval_s=cadence.checkpoint_interval_s(saving.blocked_s, saving.written_s, rollback_s),
-        checkpoint_s=saving.blocked_s,
+        optimal_interval_s=cadence.checkpoint_interval_s(blocked_s, written_s, rollback_s),
+        checkpoint_s=blocked_s,
         checkpoint_bytes=checkpoint_bytes(spec, plan.params),
         restart_s=reliability.durations(cluster, job.state_bytes_per_device, job.load_s).restart_s,
         wall_time_s=job.work_s / _quantile(kept, 0.5),
@@ -166,13 +196,13 @@ def describe_job(
     """The run as the simulation sees it, with the recipe's checkpoint interval or else the best."""
     groups = candidate.layout.dp_replicate
     work = expect_work(spec, candidate)
-    saving = checkpoint_times(spec, plan)
+    blocked_s, written_s = checkpoint_times(spec, plan)
     steps = spec.checkpoint.interval_steps
     if steps is None or steps == AUTO:
         mtbf_s = reliability.job_mtbf_s(spec.cluster.reliability, plan.world_size)
         rollback_s = reliability.rollback_mtbf_s(resilience, spec.cluster.reliability, mtbf_s, groups)
         interval_of = cadence.auto_interval_s if steps == AUTO else cadence.checkpoint_interval_s
-        best_s = interval_of(saving.blocked_s, saving.written_s, rollback_s)
+        best_s = interval_of(blocked_s, written_s, rollback_s)
         steps = cadence.checkpoint_interval_steps(min(best_s, work.work_s), work.step_time_s)
     return goodput.SimulatedJob(
         work_s=work.work_s,
@@ -180,10 +210,10 @@ def describe_job(
         devices=plan.world_size,
         replica_groups=groups,
         interval_s=steps * work.step_time_s,
-        blocked_s=saving.blocked_s,
-        written_s=saving.written_s,
+        blocked_s=blocked_s,
+        written_s=written_s,
         state_bytes_per_device=checkpoint_bytes(spec, plan.params) / (plan.world_size / groups),
-        load_s=saving.written_s,
+        load_s=written_s,
     )
 
 
@@ -195,21 +225,15 @@ def checkpoint_bytes(spec: RunSpec, params: int) -> float:
     return VALUE_BYTES * (params - quantised) + NF4_BYTES * quantised
 
 
-@dataclass(frozen=True)
-class CheckpointTimes:
-    blocked_s: float
-    """Training waits this long: until it is written, or (`checkpoint.mode=async`) copied to host memory."""
-    written_s: float
-    """The time until it is whole on disk; reading it back takes as long."""
-
-
-def checkpoint_times(spec: RunSpec, plan: CapacityPlan) -> CheckpointTimes:
-    """All nodes share the writing, and all devices the copying."""
+def checkpoint_times(spec: RunSpec, plan: CapacityPlan) -> tuple[float, float]:
+    """-> (the seconds that training waits for a checkpoint: until it is written, or with `checkpoint.mode=async` copied
+    to host memory; those until it is whole on disk, and reading it back takes as long). All nodes share the writing,
+    and all devices the copying."""
     size = checkpoint_bytes(spec, plan.params)
     cluster = spec.cluster
     written_s = size / (cluster.num_nodes * cluster.storage_gb_per_s * 1e9)
     copied_s = size / (plan.world_size * cluster.host_link_gb_per_s * 1e9)
-    return CheckpointTimes(copied_s if spec.checkpoint.mode == "async" else written_s, written_s)
+    return copied_s if spec.checkpoint.mode == "async" else written_s, written_s
 
 
 def _notes(spec: RunSpec, candidate: Candidate, useful: Goodput) -> list[str]:
@@ -236,26 +260,23 @@ def _quantile(ordered: list[float], part: float) -> float:
     return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
-def _scale_lost(parts: list[dict[str, float]], total: float) -> dict[str, float]:
-    """Mean parts of the simulated runs, scaled so that they and the median goodput sum to 1."""
-    causes = sorted({cause for part in parts for cause in part})
-    mean = {cause: sum(part.get(cause, 0.0) for part in parts) / len(parts) for cause in causes}
-    whole = sum(mean.values())
-    return {cause: value * total / whole if whole else 0.0 for cause, value in mean.items() if value > 0}
-
-
 def gather_assumptions(spec: RunSpec, candidate: Candidate) -> tuple[Assumption, ...]:
     """Return the assumptions that `forecast_run` uses, in the order of time, energy, money."""
     cluster = spec.cluster
     step_time_s = expect_work(spec, candidate).step_time_s
     elastic = ELASTIC_KEYS if candidate.layout.dp_replicate > 1 else ()
     spares = ("spare_nodes", "repair_s") if cluster.reliability.spare_nodes is not None else ()
+    fabric = cluster.fabric
+    planes = []
+    for key in ("network_fraction", "fatal_fraction", "flap_s") if fabric.planes else ():
+        source = fabric.sources.get(key, fabric.sources.get("default", ""))
+        planes.append(Assumption(f"cluster.fabric.planes.{key}", getattr(fabric.planes, key), source=source))
     return (
         Assumption("step_time_s", step_time_s, STEP_TIME_KNOWN_WITHIN, "predicted; see trainspec backtest"),
         Assumption("peak_memory_bytes", candidate.peak_memory_bytes, *_memory_knowledge(spec)),
         Assumption("cluster.storage_gb_per_s", cluster.storage_gb_per_s, source=STORAGE_SOURCE),
         *_of("cluster.reliability", cluster.reliability, (*RESTART_KEYS, *spares, *elastic)),
-        *_of_planes(spec),
+        *planes,
         *_of_accelerators(cluster, "tdp_w"),
         *_of("cluster.power", cluster.power, ("busy", "waiting", "idle", "host")),
         *_of("cluster.site", cluster.site, ("pue", "carbon_g_per_kwh")),
@@ -265,20 +286,19 @@ def gather_assumptions(spec: RunSpec, candidate: Candidate) -> tuple[Assumption,
 
 def _memory_knowledge(spec: RunSpec) -> tuple[float, str]:
     """-> (the factor within which a peak is known, what it counts besides the tensors)."""
-    memory = DEFAULT_MEMORY
     chip = spec.cluster.accelerator
-    grows = spec.framework.expandable_segments and (chip is None or grows_segments(chip.vendor))
-    idle = memory.fragmentation
-    again = memory.recompute_fragmentation
+    grows = spec.framework.expandable_segments and (chip is None or chip.vendor in GROWS_SEGMENTS)
+    idle = FRAGMENTATION
+    again = RECOMPUTE_FRAGMENTATION
     of = "the activations"
     if grows:
-        idle = memory.grown_fragmentation
-        again = memory.grown_recompute_fragmentation
+        idle = GROWN_FRAGMENTATION
+        again = GROWN_RECOMPUTE_FRAGMENTATION
         of = "all tensors"
     source = (
-        f"predicted, {memory.reserve:.0%} added for the spread between like runs; {idle:.0%} of {of} held idle "
-        f"({idle + again:.0%} where all are recomputed), {memory.context_bytes / GIB:.1f} GiB for the device's "
-        f"context, {memory.group_bytes / GIB:.2f} GiB for each communicator"
+        f"predicted, {RESERVE:.0%} added for the spread between like runs; {idle:.0%} of {of} held idle "
+        f"({idle + again:.0%} where all are recomputed), {CONTEXT_BYTES / GIB:.1f} GiB for the device's "
+        f"context, {GROUP_BYTES / GIB:.2f} GiB for each communicator"
     )
     return MEMORY_KNOWN_WITHIN if spec.framework.counted else MEMORY_ELSEWHERE_WITHIN, source
 
@@ -293,17 +313,6 @@ def _of(path: str, spec: Any, keys: Iterable[str]) -> list[Assumption]:
             verified=key not in spec.unverified,
         )
         for key in keys
-    ]
-
-
-def _of_planes(spec: RunSpec) -> list[Assumption]:
-    fabric = spec.cluster.fabric
-    if fabric.planes is None:
-        return []
-    keys = ("network_fraction", "fatal_fraction", "flap_s")
-    found = ((key, fabric.sources.get(key, fabric.sources.get("default", ""))) for key in keys)
-    return [
-        Assumption(f"cluster.fabric.planes.{key}", getattr(fabric.planes, key), source=source) for key, source in found
     ]
 
 
@@ -350,3 +359,182 @@ def _of_pool_price(cluster: ClusterSpec, place: int) -> list[Assumption]:
         return _of("cluster.cost", cluster.cost, ("price_usd_per_device_hour",)) if place == 0 else []
     within = cluster.cost.known_within.get("price_usd_per_device_hour", 1.0)
     return _of_accelerator(f"{path}.accelerator", pool.accelerator, "price_usd_per_hour", within)
+
+
+@dataclass(frozen=True)
+class RunWork:
+    """The undisturbed work of a run."""
+
+    steps: int
+    time: StepTime
+    """The mean step."""
+    step_time_s: float
+    batches: tuple[BatchForecast, ...] = ()
+    """The steps of each size; empty where the batch is constant, or nobody knows yet how it will change."""
+
+    @property
+    def work_s(self) -> float:
+        return self.steps * self.step_time_s
+
+
+def expect_work(spec: RunSpec, candidate: Candidate) -> RunWork:
+    """Add up the steps of `candidate` over the sizes of the run."""
+    if not candidate.sized_steps:
+        return RunWork(spec.train.max_steps, candidate.time, candidate.step_time_s)
+    phases = run_phases(schedule_batches(spec))
+    times = []
+    for phase in phases:
+        # Linear between the sizes that were predicted: a step is a fixed part and so much for each micro-batch.
+        time = candidate.sized_steps[-1].time
+        for below, above in pairwise(candidate.sized_steps):
+            if phase.step_samples <= above.samples:
+                part = (phase.step_samples - below.samples) / (above.samples - below.samples)
+                time = weigh_times((below.time, above.time), (1 - part, part))
+                break
+        times.append(time)
+    steps = sum(phase.steps for phase in phases)
+    shares = [phase.steps / steps for phase in phases]
+    mean = weigh_times(times, shares)
+    batches = tuple(
+        BatchForecast(phase.step_samples, phase.steps, time.total_s) for phase, time in zip(phases, times, strict=True)
+    )
+    return RunWork(steps, mean, mean.total_s, batches)
+
+
+JOULES_PER_KWH = 3.6e6
+SECONDS_PER_HOUR = 3600.0
+HOURS_PER_YEAR = 8766.0
+
+
+@dataclass(frozen=True)
+class Occupation:
+    """Parts of a device's wall time, summing to 1."""
+
+    busy: float
+    """It computes."""
+    waiting: float
+    """Fraction of the time that is spent waiting for a collective, a pipeline stage, data or a checkpoint."""
+    idle: float
+    """The job is down."""
+
+
+def operation_usd_per_year(device_price_usd: float, cost: CostSpec) -> float:
+    """Return what an owned device takes in a year beside electricity: repairs, staff and space."""
+    ratio_usd = device_price_usd * cost.operation_ratio
+    return ratio_usd + cost.staff_usd_per_device_year + cost.space_usd_per_device_year
+
+
+# Of a forecast, with intervals
+
+
+WAITING_PHASES = ("tp_comm_s", "cp_comm_s", "ep_comm_s", "pp_comm_s", "dp_comm_s", "bubble_s", "data_s", "host_s")
+
+
+def occupation(useful: Goodput, time: StepTime) -> Occupation:
+    """How a device spends the run: a step's own phases, checkpoints and stalls as waiting, restarts as idle."""
+    waiting_part = sum(getattr(time, phase) for phase in WAITING_PHASES) / time.total_s if time.total_s else 0.0
+    lost = useful.lost
+    idle = lost.get("restart", 0.0) + lost.get("shrunk", 0.0)
+    held_up = lost.get("checkpoint", 0.0) + lost.get("stall", 0.0)
+    training = 1 - idle - held_up
+    return Occupation(training * (1 - waiting_part), training * waiting_part + held_up, idle)
+
+
+def expect_energy(
+    cluster: ClusterSpec, devices: int, wall_time_s: Interval, spent: Occupation
+) -> tuple[Interval | None, dict[str, float]]:
+    """-> the energy and its parts, by what draws it; None where the accelerator's power is not known.
+
+    The mean power of an accelerator over its thermal design power is linear in the time spent in each state. At busy 1
+    with its host that is 1.35 of TDP; an eight-H100 node in training was measured at 1.38 (76% of 10.2 kW over 8 x 700
+    W, arXiv:2506.14551). The building takes (PUE - 1) of what the machines draw.
+    """
+    if cluster.accelerator is None or not cluster.accelerator.tdp_w:
+        return None, {}
+    tdp_w = cluster.accelerator.tdp_w
+    power = cluster.power
+
+    def parts(of: Mapping[str, float]) -> dict[str, float]:
+        ratio = of["busy"] * spent.busy + of["waiting"] * spent.waiting + of["idle"] * spent.idle
+        full_joules = devices * tdp_w * of["wall_s"]
+        machines_joules = full_joules * (ratio + of["host"])
+        return {
+            "accelerators": full_joules * ratio,
+            "hosts": full_joules * of["host"],
+            "building": machines_joules * (max(1.0, of["pue"]) - 1),
+        }
+
+    known = power.known_within
+    inputs = {name: within(getattr(power, name), known.get(name, 1)) for name in ("busy", "waiting", "idle", "host")}
+    inputs["wall_s"] = wall_time_s
+    inputs["pue"] = within(cluster.site.pue, cluster.site.known_within.get("pue", 1))
+    middle = parts({name: interval.value for name, interval in inputs.items()})
+    return propagate(lambda of: sum(parts(of).values()), inputs), middle
+
+
+Cost = tuple[Interval | None, dict[str, float]]
+"""An energy or a price, and its parts; None where it is not known."""
+
+
+def add_costs(costs: Sequence[Cost]) -> Cost:
+    """Return the sum of the costs of several pools, which rest on the same wall time; None where one is not known."""
+    # All pools share the wall time, which moves their costs together: ends add up to ends.
+    known = [interval for interval, _ in costs if interval is not None]
+    if len(known) < len(costs):
+        return None, {}
+    parts: dict[str, float] = {}
+    for _, own in costs:
+        parts = {name: parts.get(name, 0.0) + value for name, value in own.items()}
+    return Interval(*(sum(getattr(interval, end) for interval in known) for end in ("value", "low", "high"))), parts
+
+
+def expect_carbon(cluster: ClusterSpec, energy: Interval | None) -> Interval | None:
+    """Return the kg of CO2 equivalent from the site's grid, by location; making the machines is not counted."""
+    if energy is None:
+        return None
+    grid = within(cluster.site.carbon_g_per_kwh, cluster.site.known_within.get("carbon_g_per_kwh", 1))
+    inputs = {"energy": energy, "grid": grid}
+    return propagate(lambda of: of["energy"] / JOULES_PER_KWH * of["grid"] / 1000, inputs)
+
+
+def expect_money(
+    cluster: ClusterSpec, devices: int, wall_time_s: Interval, energy: Interval | None
+) -> tuple[Interval | None, dict[str, float]]:
+    """-> the price and its parts: rent, for down time too, or the run's share of machines that were bought,
+    straight-line over the hours in which they are used. None where no price is known, or the energy of machines that
+    are owned. Spare nodes that stand by are paid for too."""
+    spares = (cluster.reliability.spare_nodes or 0) * devices / cluster.num_nodes
+    paid_devices = devices + spares
+    cost = cluster.cost
+    price = cost.device_price_usd if cost.owned else rental_price(cluster)
+    if not price or (cost.owned and energy is None):
+        return None, {}
+    keys = ("device_price_usd", "useful_years", "utilisation", "operation_ratio") if cost.owned else ()
+    inputs = {key: within(getattr(cost, key), cost.known_within.get(key, 1)) for key in keys}
+    inputs["wall_s"] = wall_time_s
+    if cost.owned and energy is not None:
+        inputs["energy"] = energy
+    else:
+        inputs["price"] = within(price, cost.known_within.get("price_usd_per_device_hour", 1))
+
+    def parts(of: Mapping[str, float]) -> dict[str, float]:
+        if not cost.owned:
+            return {"rent": paid_devices * of["wall_s"] / SECONDS_PER_HOUR * of["price"]}
+        used_years = paid_devices * of["wall_s"] / SECONDS_PER_HOUR / HOURS_PER_YEAR / of["utilisation"]
+        bought_usd = of["device_price_usd"]
+        yearly_usd = operation_usd_per_year(bought_usd, replace(cost, operation_ratio=of["operation_ratio"]))
+        return {
+            "machines": used_years * bought_usd * (1 - cost.resale_ratio) / of["useful_years"],
+            "operation": used_years * yearly_usd,
+            "electricity": of["energy"] / JOULES_PER_KWH * cluster.site.electricity_usd_per_kwh,
+        }
+
+    middle = parts({name: interval.value for name, interval in inputs.items()})
+    return propagate(lambda of: sum(parts(of).values()), inputs), middle
+
+
+def rental_price(cluster: ClusterSpec) -> float:
+    """Dollars a device-hour: the cluster's own, else one seen for the accelerator; 0 when neither is known."""
+    if cluster.cost.price_usd_per_device_hour is not None:
+        return cluster.cost.price_usd_per_device_hour
+    return cluster.accelerator.price_usd_per_hour if cluster.accelerator else 0.0

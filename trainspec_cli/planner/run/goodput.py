@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
-from trainspec_cli.planner.run.standing import start_run
 from trainspec_cli.recipe.keys.cluster import ReliabilitySpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.run.recovery import recovery, reliability
+from trainspec_cli.run.recovery import recovery, reliability, run_state
 
 MAX_FAILURES = 1000
 """A simulation that has seen this many failures stops; its goodput is known to a percent by then."""
@@ -106,7 +107,8 @@ class Clock:
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (self.now_s + delay_s, next(self._counter), action))
 
-    def peek_s(self) -> float:
+    @property
+    def next_s(self) -> float:
         """Time of the next action; infinity when none is left."""
         return self._heap[0][0] if self._heap else float("inf")
 
@@ -148,7 +150,7 @@ class _Simulation:
     def run(self, max_failures: int) -> SimulatedRun:
         while self.failures < max_failures:
             finish_s = self.clock.now_s + self.progress.wall_to_finish_s()
-            if finish_s <= self.clock.peek_s():
+            if finish_s <= self.clock.next_s:
                 self.progress.advance(finish_s)
                 break
             self.clock.step()
@@ -278,3 +280,52 @@ class _Progress:
         training_s = (self.job.work_s - self.work_s) / self.rate + min(self.position_s, interval_s)
         checkpoints = max(0.0, -(-training_s // interval_s) - 1)
         return training_s + checkpoints * blocked_s - self.position_s
+
+
+Change = Literal["lost", "left", "returned"]
+"""What happens to groups: a node of theirs is lost, they are away until it is replaced, or they step again."""
+PATIENCE = 10**6
+"""Restarts an hour: somebody starts again what the recipe's limit would end, since what is asked is how long the work
+takes."""
+
+
+class Standing:
+    """A state of the run, and those that follow from it as far as they were asked for."""
+
+    def __init__(self, state: run_state.RunState, known: dict[run_state.RunState, Standing]) -> None:
+        self.state = state
+        self.is_lost = state.is_lost
+        self.groups = tuple(range(len(state.groups)))
+        self._known = known
+        known[state] = self
+        self._after: dict[tuple[Change, tuple[int, ...]], Standing] = {}
+
+    def after(self, change: Change, groups: tuple[int, ...]) -> Standing:
+        key = change, groups
+        if key not in self._after:
+            state = self.state
+            events: list[run_state.Event] = [run_state.NodeLost(0, "", "", groups)] if change == "lost" else []
+            for group in groups:
+                if change == "left":
+                    events.append(run_state.PresenceChanged(group, "awaited"))
+                    events.append(run_state.GroupEnded(group, done=False, from_outside=True))
+                if change == "returned":
+                    events += [run_state.PresenceChanged(group, "there"), run_state.Stepped(group)]
+            for event in events:
+                state, _ = recovery.next_action(state, event)
+            if change == "returned":
+                # Nothing but the limit of restarts asks for the starts of groups that are back: without them, fewer
+                # states differ.
+                fresh = list(state.groups)
+                for group in groups:
+                    fresh[group] = fresh[group]._replace(starts=1, restarts_s=(), start_at_s=-math.inf)
+                state = state._replace(groups=tuple(fresh))
+            self._after[key] = self._known.get(state) or Standing(state, self._known)
+        return self._after[key]
+
+
+def start_run(resilience: ResilienceSpec, groups: int) -> Standing:
+    """Return how a run of so many groups stands once it trains."""
+    patient = replace(resilience, max_restarts_per_hour=PATIENCE)
+    state, _ = recovery.next_action(recovery.begin(patient, groups, presence="there"), run_state.Tick(0.0))
+    return Standing(state, {})

@@ -15,20 +15,202 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from trainspec_cli.balance.batch.division import micro_batches_of
+from trainspec_cli.planner.hardware.cluster import Fabric, Group, axis_groups
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.memory.frameworks import LayerMemory, mean_layer_memory, memory_limit_bytes, peak_of
-from trainspec_cli.planner.memory.predict import SURELY, expected_step_s, fit_probability
-from trainspec_cli.planner.search.costs import LayerMemories, costs_of
+from trainspec_cli.planner.memory.predict import (
+    SURELY,
+    LayerMemory,
+    expected_step_s,
+    fit_probability,
+    mean_layer_memory,
+    memory_limit_bytes,
+    peak_of,
+)
+from trainspec_cli.planner.pipeline import cut, is_open
 from trainspec_cli.planner.search.space import Space, one_group
-from trainspec_cli.planner.setup import Setup, Software
+from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software, changed
+from trainspec_cli.planner.time.step import (
+    EIGHT_BIT,
+    MicroBatch,
+    TimedRank,
+    exchanges_of,
+    layer_s,
+    mean_times,
+    micro_batch,
+    own_work_s,
+    pipeline_sends_s,
+    recompute_part_s,
+    slowest_rank,
+    step_of_rank,
+    waiting_share,
+)
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.layout import Layout, Sharding
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Candidate
+
+
+class Steps:
+    """Steps of one model on one fabric. Layouts share micro-batches and slowest ranks, each of which is timed once: the
+    planner's search, the search at measured speeds and that over pools time thousands of layouts with them."""
+
+    def __init__(self, fabric: Fabric, eff: Efficiency):
+        self.fabric = fabric
+        self.eff = eff
+        self._parts: dict[tuple[object, ...], MicroBatch] = {}
+        self._groups: dict[tuple[object, ...], dict[str, Group]] = {}
+        self._slowest: dict[tuple[object, ...], TimedRank] = {}
+
+    def micro_batch(self, setup: Setup, key: tuple[object, ...] | None = None) -> MicroBatch:
+        """`key`: the setup's, where it is known."""
+        key = key or self.key_of(setup)
+        if key not in self._parts:
+            self._parts[key] = micro_batch(setup, self.groups(setup.layout), self.eff)
+        return self._parts[key]
+
+    def key_of(self, setup: Setup) -> tuple[object, ...]:
+        return part_key(setup.layout, setup.micro_batch_size, setup.grad_accum, setup.matmul, setup.software)
+
+    def groups(self, layout: Layout) -> dict[str, Group]:
+        key = layout.tp, layout.cp, layout.ep, layout.etp, layout.dp_shard, layout.dp_replicate, layout.pp
+        if key not in self._groups:
+            self._groups[key] = axis_groups(layout, self.fabric, self.eff)
+        return self._groups[key]
+
+    def step_s(self, setup: Setup) -> float:
+        """Return the seconds of a step. Layers without a cut are cut as if they were all the average one."""
+        layout = setup.layout
+        part = self.key_of(setup)
+        once = self.micro_batch(setup, part)
+        # The slowest rank does not depend on how samples are spread: layouts that differ in that alone share it.
+        cuts = layout.pp, layout.pipeline_schedule, layout.virtual_stages, layout.stage_layers
+        key = *part, *cuts, setup.recompute, layout.bubble_of(setup.grad_accum)
+        if key not in self._slowest:
+            is_cut = not is_open(layout, setup.model)
+            as_cut = setup if is_cut else replace(setup, layout=cut(mean_times(once, setup), layout))
+            self._slowest[key] = slowest_rank(once, as_cut, self.eff)
+        return step_of_rank(self._slowest[key], setup, once.rates, self.groups(layout), self.eff).total_s
+
+
+class Costs:
+    """Times of layouts of `template`'s model on its fabric, and bounds on them."""
+
+    def __init__(self, template: Setup, softwares: dict[Sharding, Software], eff: Efficiency) -> None:
+        self.template = template
+        self.softwares = softwares
+        self.eff = eff
+        self.steps = Steps(template.fabric, eff)
+        self.waiting = waiting_share(template, eff)
+        """Share of a step's work that waiting for the slowest device adds."""
+        self._works_s: dict[tuple[object, ...], dict[str, float]] = {}
+        self._least_exchange_s: dict[tuple[object, ...], float] = {}
+        self._densities: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
+
+    def setup(self, layout: Layout, micro: int, accum: int, recompute: str = "none", *, offload: bool = False) -> Setup:
+        return changed(
+            self.template,
+            layout=layout,
+            micro_batch_size=float(micro),
+            grad_accum=accum,
+            software=self.softwares[layout.sharding],
+            recompute=RECOMPUTE[recompute],
+            offload_optimizer=offload,
+        )
+
+    def works_s(self, layout: Layout, micro: int, accum: int) -> dict[str, float]:
+        """Return the work of one micro-batch in all layers, the embedding and the head, by what is recomputed."""
+        part = part_key(layout, micro, accum, self.template.matmul, self.softwares[layout.sharding])
+        if part not in self._works_s:
+            once = self.steps.micro_batch(self.setup(layout, micro, accum), part)
+            number = once.num_layers
+            embedding_s = own_work_s(once.embedding)
+            head_s = own_work_s(once.head)
+            self._works_s[part] = {
+                name: number * layer_s(once.layer, again) + embedding_s + head_s for name, again in RECOMPUTE.items()
+            }
+        return self._works_s[part]
+
+    def least_exchange_s(self, layout: Layout, micro: int, accum: int, recompute: str) -> float:
+        """Return what a step's exchanges add to the work of its mean stage at least: its pipeline's sends, and of data
+        parallelism's what no rank can hide."""
+        part = part_key(layout, micro, accum, self.template.matmul, self.softwares[layout.sharding])
+        spread = layout.pp, layout.virtual_stages, layout.dp_shard, layout.dp_replicate, layout.zero_stage
+        key = *part, *spread, accum, recompute
+        if key not in self._least_exchange_s:
+            setup = self.setup(layout, micro, accum, recompute)
+            stage_s = self.works_s(layout, micro, accum)[recompute] / layout.pp
+            groups = self.steps.groups(layout)
+            sends_s = pipeline_sends_s(setup, groups["pp"], self.eff)
+            # Of a micro-batch's work: the parameters that a second of layers has at least, and what the ends take. A
+            # stage may have layers of any kind: only the kind with the fewest parameters for its work bounds them all.
+            if (dense := (*part, recompute)) not in self._densities:
+                once = self.steps.micro_batch(setup, part)
+                kinds_s = [(kind, layer_s(kind, setup.recompute)) for kind in once.kinds]
+                ends = once.embedding, once.head
+                self._densities[dense] = (
+                    min(kind.params / time_s for kind, time_s in kinds_s),
+                    min(kind.expert_params / time_s for kind, time_s in kinds_s),
+                    sum(map(own_work_s, ends)),
+                    # Exchanges are timed as if the ends were recomputed too, and hide beside that.
+                    sum(recompute_part_s(end, setup.recompute) for end in ends),
+                )
+            params_per_s, experts_per_s, ends_s, ends_again_s = self._densities[dense]
+            # The slowest rank works no less than the mean stage, and what of that is not the ends are layers.
+            layers_s = max(0.0, stage_s - ends_s)
+            sent = exchanges_of(params_per_s * layers_s, experts_per_s * layers_s, setup, groups, self.eff)
+            beside_s = self.eff.dp_overlap * (stage_s + ends_again_s) if setup.software.overlap_dp else 0.0
+            each_s = max(0.0, sent.forward_s + sent.backward_s - beside_s)
+            exposed_s = sent.times * each_s + max(0.0, sent.across_s - beside_s / 2)
+            self._least_exchange_s[key] = sends_s + exposed_s
+        return self._least_exchange_s[key]
+
+
+class LayerMemories:
+    """A layer's memory by a recomputation, estimated once for all layouts that cut a layer alike."""
+
+    def __init__(self, estimate: Callable[[Setup, str], LayerMemory]):
+        self._estimate = estimate
+        self._known: dict[tuple[object, ...], LayerMemory] = {}
+
+    def of(self, setup: Setup, recompute: str) -> LayerMemory:
+        key = (*axes_of_layer(setup.layout), setup.micro_batch_size, recompute, id(setup.software))
+        if key not in self._known:
+            self._known[key] = self._estimate(setup, recompute)
+        return self._known[key]
+
+
+@lru_cache(maxsize=4)
+def costs_of(template: Setup, softwares: tuple[tuple[Sharding, Software], ...], eff: Efficiency) -> Costs:
+    """Return the costs that searches with the same of all these share. Searches that differ in the replica groups alone
+    share all but the exchanges."""
+    # How replicas are grouped changes what they exchange, but no micro-batch: two searches of one plan differ so.
+    alike = replace(template, replica_groups=1)
+    if template == alike:
+        return Costs(template, dict(softwares), eff)
+    costs = copy(costs_of(alike, softwares, eff))
+    costs.template = template
+    costs._least_exchange_s = {}
+    return costs
+
+
+def part_key(layout: Layout, micro: float, accum: int, matmul: str, software: Software) -> tuple[object, ...]:
+    """Return what a micro-batch's time depends on, of setups that differ in layout and micro-batches alone."""
+    # Weights are cast to 8 bits once a step, and micro-batches share that cost. In other formats it matters only
+    # whether gradients of several micro-batches are added up.
+    counted = accum if matmul in EIGHT_BIT else accum > 1
+    return *axes_of_layer(layout), layout.pp == 1, layout.shards_parameters, micro, counted, id(software)
+
+
+def axes_of_layer(layout: Layout) -> tuple[object, ...]:
+    """The axes that cut a layer."""
+    return layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel
+
 
 ABOUT = 1.1
 """A layout is about as fast as another whose step is this much shorter at most.
@@ -135,7 +317,12 @@ class Search:
     def safest(self) -> list[Estimated]:
         """Return the layouts that fit most probably of those about as fast as the best, the safest first; of those that
         surely fit, the fastest."""
-        while self._options and self._options[0].bound_s < self._slowest_safe_s():
+        while self._options:
+            slowest_s = ABOUT * self._least_s
+            if len(self._safest) == SAFEST and self._safest[0][0][0] >= SURELY:
+                slowest_s = min(slowest_s, -self._safest[0][0][1])
+            if self._options[0].bound_s >= slowest_s:  # no slower layout is wanted for being safe
+                break
             self._take_next()
         return [found for _, _, found in sorted(self._safest, key=lambda item: item[:2], reverse=True)]
 
@@ -252,48 +439,33 @@ class Search:
         found = self._estimate(option)
         if found.peak_bytes > self._limit:
             self.refused[TOO_LARGE] += 1
-            if found.peak_bytes < self._smallest_bytes:
+            if self.smallest is None or found.peak_bytes < self.smallest.peak_bytes:
                 self.smallest = found
             return False
         probability = fit_probability(found.peak_bytes, self._usable)
-        self._keep(found, probability, option.order)
+        self._least_s = min(self._least_s, found.expected_s)
+        heapq.heappush(self._found, ((found.expected_s,), option.order, found))
+        if found.step_time_s <= ABOUT * self._least_s:
+            push = heapq.heappush if len(self._safest) < SAFEST else heapq.heappushpop
+            # The least safe of those kept is on top of the heap: a safer one pushes it out. All that surely fit are
+            # equally safe, and rank by speed.
+            push(self._safest, ((min(probability, SURELY), -found.step_time_s), -option.order, found))
         return probability >= SURELY
 
     def _estimate(self, option: Option) -> Estimated:
         """Return the option's memory, and where it may fit its step too."""
-        name, (setup, peak) = self.recomputes[option.recompute], self.peak(option)
+        name = self.recomputes[option.recompute]
+        setup, peak = self.peak(option)
         if peak > self._limit:
             return Estimated(setup, name, peak)
         step_s = self._costs.steps.step_s(setup)
         probability = fit_probability(peak, self._usable)
         return Estimated(setup, name, peak, step_s, expected_step_s(step_s, probability, self.start_s))
 
-    def _keep(self, found: Estimated, probability: float, order: int) -> None:
-        """Take a layout up among those found, and among the safest where it is one of them."""
-        self._least_s = min(self._least_s, found.expected_s)
-        heapq.heappush(self._found, ((found.expected_s,), order, found))
-        if found.step_time_s <= ABOUT * self._least_s:
-            push = heapq.heappush if len(self._safest) < SAFEST else heapq.heappushpop
-            # The least safe of those kept is on top of the heap: a safer one pushes it out. All that surely fit are
-            # equally safe, and rank by speed.
-            push(self._safest, ((min(probability, SURELY), -found.step_time_s), -order, found))
-
-    @property
-    def _smallest_bytes(self) -> float:
-        return math.inf if self.smallest is None else self.smallest.peak_bytes
-
     @property
     def _beyond_bytes(self) -> float:
         """A layout that takes more neither fits nor is the smallest."""
-        return max(self._limit, self._smallest_bytes)
-
-    def _slowest_safe_s(self) -> float:
-        """Return the step beyond which no layout is wanted for being safe."""
-        about_s = ABOUT * self._least_s
-        if len(self._safest) < SAFEST:
-            return about_s
-        probability, negative_s = self._safest[0][0]
-        return about_s if probability < SURELY else min(about_s, -negative_s)
+        return max(self._limit, math.inf if self.smallest is None else self.smallest.peak_bytes)
 
     def _bound_s(self, layout: Layout, micro: int, accum: int, recompute: int) -> float:
         """Return the step that no schedule is faster than: the mean stage's own work and its wait for others that are
@@ -318,11 +490,3 @@ def complexity(spec: RunSpec, layout: Layout, recompute: str, offload: bool) -> 
 def recompute_names(wanted: str) -> tuple[str, ...]:
     """Lightest first. Selective recomputation saves the score matrix, which fused attention never writes."""
     return ("none", "full") if wanted == "auto" else (wanted,)
-
-
-def share_recomputed(setup: Setup, matmul_flops: float, attention_flops: float) -> float:
-    """Forward FLOPs done again, over those of forward and backward. Frozen weights' backward is half of others'."""
-    recompute = setup.recompute
-    passes = 3.0 if setup.trainable >= 1.0 else 2.0
-    again = recompute.matmul * matmul_flops / passes + recompute.attention * attention_flops / 3.0
-    return recompute.layers * again / (matmul_flops + attention_flops)

@@ -14,7 +14,7 @@ from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec, PipelineSchedule, ZeroStage
 from trainspec_cli.recipe.keys.model import ModelSpec, TextModel
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.rules.check import BUILT, KERNEL_RULES, apply, apply_in_range
+from trainspec_cli.recipe.rules.check import BUILT, KERNEL_RULES, apply_in_range
 from trainspec_cli.recipe.rules.layout import exchanged, whole_hosts
 from trainspec_cli.recipe.rules.run import forget_out_of_range, measurable_noise
 
@@ -22,7 +22,6 @@ MIN_TOKENS_PER_RANK = 512
 """Context parallelism does not cut sequences finer."""
 MAX_MICRO_BATCHES = 6
 """Sizes of a micro-batch that are tried: the smallest powers of two, and the whole."""
-
 ELASTIC_GROUPS = (2, 4, 8, 16, 32, 64, 128)
 """Replica groups that are tried: more lose less to a failure each, and share their state among fewer devices."""
 
@@ -47,7 +46,7 @@ class Space:
         pipeline = dict.fromkeys(("pipeline_schedule", "virtual_stages"), AUTO)
         layout = replace(self.spec.layout, **axes, **pipeline)  # type: ignore[arg-type]
         self._open: RunSpec = forget_out_of_range(replace(self.spec, layout=layout))[0]
-        self._anyhow = self._problems({})
+        self.anyhow = self._problems({})
         """What the engine refuses in any layout is the recipe's fault, and no reason to leave a layout out."""
         self._numbers: dict[tuple[int, int], tuple[list[int], int]] = {}
         """By the samples of a rank and the turns: the numbers of micro-batches, and how many others are left out."""
@@ -77,11 +76,6 @@ class Space:
                         continue
                     yield from self._data_parallel(tp, cp, pp)
 
-    def divides_evenly(self) -> bool:
-        """Return whether a layout gives every data-parallel rank the same number of samples."""
-        samples = self.spec.batching.global_batch_size
-        return any(samples % layout.data_parallel_size == 0 for layout, _, _ in self.layouts())
-
     def _axis(self, wanted: int | str, most: int) -> Sequence[int]:
         if wanted != AUTO:
             return (int(wanted),)
@@ -92,11 +86,6 @@ class Space:
             self.refused[reason] += 1
         return fine
 
-    def problems_of_pinned(self) -> list[Problem]:
-        """Return what the engine refuses of the layout that the recipe pins."""
-        pinned = apply((*BUILT, *KERNEL_RULES), self.spec) if self.spec.framework.counted else []
-        return [problem for problem in pinned if problem not in self._anyhow]
-
     def _is_run(self, **axes: object) -> bool:
         """Return whether the engine runs layouts with these axes, whatever the others are.
 
@@ -106,26 +95,12 @@ class Space:
             return True
         key = tuple(axes.items())
         if key not in self._runs:
-            self._runs[key] = all(problem in self._anyhow for problem in self._problems(axes))
+            self._runs[key] = all(problem in self.anyhow for problem in self._problems(axes))
         return self._keep(self._runs[key], NOT_RUN)
 
     def _problems(self, axes: dict[str, object]) -> list[Problem]:
         layout = replace(self._open.layout, **axes)  # type: ignore[arg-type]
         return apply_in_range((*BUILT, *KERNEL_RULES), replace(self._open, layout=layout))
-
-    def _fills(self, layout: Layout, accum: int) -> bool:
-        """Return whether a zero-bubble schedule has a micro-batch a stage, without which it gains nothing."""
-        chosen = self.spec.layout.pipeline_schedule == AUTO
-        starved = chosen and layout.splits_backward and accum < layout.pp
-        return self._keep(not starved, "a zero-bubble schedule needs a micro-batch a stage")
-
-    def _exchanges_as_asked(self, layout: Layout, accum: int) -> bool:
-        """Return whether the layout has the exchanges that the recipe compresses or measures."""
-        if not self.spec.framework.counted or not (self._limits_exchanges or self._measures_noise):
-            return True
-        one, groups = one_group(self.spec, layout)
-        problems = [*measurable_noise(self.spec, one, groups, accum), *exchanged(self.spec, one, groups)]
-        return self._keep(not problems, NOT_RUN)
 
     def _data_parallel(self, tp: int, cp: int, pp: int) -> Iterator[tuple[Layout, int, int]]:
         width = self.world_size // (tp * cp * pp)
@@ -146,8 +121,17 @@ class Space:
             for routed in self._expert_axes(sharded):
                 for layout in self._schedules(routed):
                     for accum in self._micro_batches(per_rank, turns_of(layout)):
-                        if self._fills(layout, accum) and self._exchanges_as_asked(layout, accum):
-                            yield layout, -(-per_rank // accum), accum
+                        # A zero-bubble schedule without a micro-batch a stage gains nothing.
+                        starved = wanted.pipeline_schedule == AUTO and layout.splits_backward and accum < layout.pp
+                        if not self._keep(not starved, "a zero-bubble schedule needs a micro-batch a stage"):
+                            continue
+                        # The layout has the exchanges that the recipe compresses or measures.
+                        if self.spec.framework.counted and (self._limits_exchanges or self._measures_noise):
+                            one, groups = one_group(self.spec, layout)
+                            noise = measurable_noise(self.spec, one, groups, accum)
+                            if not self._keep(not [*noise, *exchanged(self.spec, one, groups)], NOT_RUN):
+                                continue
+                        yield layout, -(-per_rank // accum), accum
 
     def _shardings(self, base: Layout, width: int) -> Iterator[Layout]:
         """Sharded over all ranks, or for ZeRO-3 over a node's and replicated across, or not at all.
@@ -158,8 +142,11 @@ class Space:
         wanted = self.spec.layout
         elastic = self.spec.resilience.mode == "elastic"
         node = max(1, self.scaleup_devices // (base.tp * base.cp))
-        asked = total_replicas(self.spec)
+        # The replicas of all groups: `layout.dp_replicate` counts those inside a group where
+        # `resilience.replica_groups` is given, else the groups.
         groups = asked_groups(self.spec)
+        open_replicas = wanted.dp_replicate == AUTO or (groups is None and wanted.dp_replicate == 1)
+        asked = None if open_replicas else int(wanted.dp_replicate) * (groups or 1)
         options = {width, 1, *([node] if width % node == 0 else [])}
         if asked is not None:
             options.add(width // asked if width % asked == 0 else width)
@@ -172,27 +159,22 @@ class Space:
             replicate = width // shard
             if wanted.dp_shard not in (AUTO, shard) or asked not in (None, replicate):
                 continue
-            if elastic and not self._divides_into_groups(replicate, groups):
-                continue
-            for stage in self._stages(shard, replicate):
+            if elastic:  # the replicas make whole replica groups, and each node holds whole groups or a part of one
+                number = groups or replicate
+                parts = number > 1 and not any(whole_hosts(self.spec.cluster.num_nodes, number))
+                if not (
+                    self._keep(number > 1, "resilience=elastic needs two replica groups")
+                    and self._keep(replicate % number == 0, "the replicas do not divide into resilience.replica_groups")
+                    and self._keep(parts, "nodes do not divide over the replica groups")
+                ):
+                    continue
+            # Of the ZeRO stages to try, those that the framework has; without sharding the stage means nothing.
+            facts = self.spec.framework
+            stages = stages_of(wanted, shard, replicate)
+            had = [stage for stage in stages if shard == 1 or stage in facts.zero_stages]
+            self._keep(had != [], f"{facts.name} has no such ZeRO stage")
+            for stage in had:
                 yield changed(base, dp_replicate=replicate, dp_shard=shard, zero_stage=stage)
-
-    def _divides_into_groups(self, replicate: int, groups: int | None) -> bool:
-        """Return whether the replicas make whole replica groups, and each node holds whole groups or a part of one."""
-        number = groups or replicate
-        if not self._keep(number > 1, "resilience=elastic needs two replica groups"):
-            return False
-        if not self._keep(replicate % number == 0, "the replicas do not divide into resilience.replica_groups"):
-            return False
-        parts = not any(whole_hosts(self.spec.cluster.num_nodes, number))
-        return self._keep(parts, "nodes do not divide over the replica groups")
-
-    def _stages(self, shard: int, replicate: int) -> Sequence[ZeroStage]:
-        """Return the ZeRO stages to try that the framework has; without sharding the stage means nothing."""
-        facts = self.spec.framework
-        stages = stages_of(self.spec.layout, shard, replicate)
-        had = [stage for stage in stages if shard == 1 or stage in facts.zero_stages]
-        return had if self._keep(had != [], f"{facts.name} has no such ZeRO stage") else ()
 
     def _expert_axes(self, base: Layout) -> Iterator[Layout]:
         experts = self.spec.model.experts
@@ -235,19 +217,17 @@ class Space:
         if not self._keep(schedules != [], f"{self.spec.framework.name} has no such pipeline"):
             return
         for schedule in schedules:
-            for chunks in self._chunks(schedule, base.pp, layers):
+            legal: Sequence[int] = (1,)
+            if schedule == "interleaved":
+                per_stage = -(-layers // base.pp)
+                sizes = [size for size in divisors(per_stage) if size > 1]
+                sizes = sizes if wanted.virtual_stages == AUTO else [int(wanted.virtual_stages)]
+                legal = [size for size in sizes if base.pp * size <= layers][:4]
+                self._keep(legal != [], "more pipeline stages than layers")
+            for chunks in legal:
                 if not self._is_run(pp=base.pp, pipeline_schedule=schedule, virtual_stages=chunks):
                     continue
                 yield changed(base, pipeline_schedule=schedule, virtual_stages=chunks, stage_layers=wanted.stage_layers)
-
-    def _chunks(self, schedule: PipelineSchedule, pp: int, layers: int) -> Sequence[int]:
-        wanted = self.spec.layout.virtual_stages
-        if schedule != "interleaved":
-            return (1,)
-        per_stage = -(-layers // pp)
-        sizes = [size for size in divisors(per_stage) if size > 1] if wanted == AUTO else [int(wanted)]
-        legal = [size for size in sizes if pp * size <= layers]
-        return legal[:4] if self._keep(legal != [], "more pipeline stages than layers") else ()
 
 
 def asked_groups(spec: RunSpec) -> int | None:
@@ -256,18 +236,6 @@ def asked_groups(spec: RunSpec) -> int | None:
         return 1
     groups = spec.resilience.replica_groups
     return None if groups == AUTO else int(groups)
-
-
-def total_replicas(spec: RunSpec) -> int | None:
-    """Return the replicas of all groups that the recipe asks for; None where it leaves them open.
-
-    `layout.dp_replicate` counts those inside a group where `resilience.replica_groups` is given, else the groups.
-    """
-    replicas = spec.layout.dp_replicate
-    groups = asked_groups(spec)
-    if replicas == AUTO or (groups is None and replicas == 1):
-        return None
-    return int(replicas) * (groups or 1)
 
 
 def one_group(spec: RunSpec, layout: Layout) -> tuple[Layout, int]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainspec_cli.balance.decisions.speeds import Speed
+from trainspec_cli.planner.hardware.cluster import Group, axis_groups
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.hardware.topology import Group, axis_groups
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import (
     PASSES,
@@ -113,7 +113,7 @@ def _stage_time(
     links: dict[Tier, Speed] = {"scaleup": Speed(0.0, 0.0), "network": Speed(0.0, 0.0)}
     for axis, passes in PASSES.items():
         tier = _tier(groups[axis])
-        own = _through(passes * getattr(stage.whole.comm, axis), passes * getattr(twice.whole.comm, axis), size)
+        own = _through(passes * getattr(stage.whole, axis), passes * getattr(twice.whole, axis), size)
         links[tier] = Speed(links[tier].fixed_s + own.fixed_s, links[tier].per_sample_s + own.per_sample_s)
     compute = _through(stage.compute_s(setup), twice.compute_s(setup), size)
     launch_s = host_wait_s(stage.whole, 0.0, setup, eff)

@@ -1,16 +1,20 @@
-"""Time of one optimizer step, by phase: compute, exposed communication by axis, pipeline bubble, optimizer, host."""
+"""Where the time of a step comes from: the work of a layer on one device, what it exchanges, and one optimizer step.
+
+A layer's work is a roofline that adds the part of the memory traffic its arithmetic does not hide (so that efficiency
+is a curve over size), a fixed time a kernel, and a loss where dimensions do not fill the tensor cores' tiles. A step is
+the slowest pipeline rank's micro-batches, exposed communication by axis, the bubble, the optimizer and the host.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import cast
 
-from trainspec_cli.planner.hardware.rates import Efficiency, matmul_flops_per_s, memory_bytes_per_s
-from trainspec_cli.planner.hardware.topology import (
+from trainspec_cli.planner.hardware.cluster import (
     Group,
     all_gather_s,
     all_reduce_s,
@@ -21,15 +25,289 @@ from trainspec_cli.planner.hardware.topology import (
     reduce_scatter_s,
     send_s,
 )
-from trainspec_cli.planner.pipeline import cut_layers
+from trainspec_cli.planner.hardware.rates import (
+    Efficiency,
+    matmul_flops_per_s,
+    memory_bytes_per_s,
+)
+from trainspec_cli.planner.pipeline import LayerTimes, cut_layers
 from trainspec_cli.planner.setup import UPDATE_BYTES, WIRE_BYTES, Recompute, Setup, matrix_share, newton_schulz_flops
-from trainspec_cli.planner.time.compute import LayerTime, Rates, layer_time, rates_of, ungrouped
-from trainspec_cli.planner.workload import embedding_work, head_work, layer_works
-from trainspec_cli.planner.workload.work import Work
+from trainspec_cli.planner.workload import Gemm, Work, embedding_work, head_work, layer_works
+from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import TextModel
 from trainspec_cli.recipe.keys.training import WireFormat
 from trainspec_cli.recipe.results.plan import StepTime
+
+FUSED_LOSS = 1 / 3
+"""Traffic of a softmax and loss that read the logits once each way and keep nothing, over one kernel an operation."""
+WAVE_OUTPUTS = 128 * 256 * 128
+"""Outputs of a wave: tiles of 128 x 256 on 128 multiprocessors, near enough for all chips of the table."""
+EIGHT_BIT = ("fp8", "mxfp8", "nvfp4")
+CAST_KERNELS = {"fp8": 3, "mxfp8": 6, "nvfp4": 8}
+"""Launched a matrix product: its inputs scaled and cast; with a scale a block, the scales arranged for the product."""
+APART_BYTES = 10.0
+"""A weight's gradient read in 2 bytes, and added to a sum in 4 that is read and written."""
+NF4_TRAFFIC_BYTES = 22.5
+"""Memory traffic of dequantising a weight, by kernels one after another: codes to indices, looked up in fp32, scaled,
+and written as computed with."""
+NF4_KERNELS = 14
+NF4_FUSED_BYTES = 2.5
+"""The same by a compiled kernel."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A chip's achieved rates under one setup's number formats."""
+
+    matmul: float
+    plain_matmul: float
+    """Rate of matrix products in the compute format."""
+    memory: float
+    exponentials: float
+    """Rate of the special-function units, which softmax needs: they did not grow with the tensor cores."""
+    load_store: float
+    """Rate of the multiprocessors' load and store units: it grows with their number and clock, not with the memory."""
+    cache_bytes: float
+    element_bytes: float
+    wide_element_bytes: float
+    generation: int
+    """Generation of its tensor cores, as attention kernels are written for them: 2 Ampere, 3 Hopper, 4 Blackwell."""
+
+
+EXPONENTIALS_PER_FLOP = 1 / 250
+"""Exponential rate of a chip whose rate is not described, over its bf16 peak (H100: 16 a clock a multiprocessor)."""
+LOADS_OVER_MEMORY = 4.7
+"""First-level cache bandwidth over the memory's, of a chip that does not describe it (A100: 4.8, H100: 4.7)."""
+
+
+@lru_cache(maxsize=512)
+def rates_of(chip: AcceleratorSpec, matmul: str, compute: str, eff: Efficiency) -> Rates:
+    peak_tflops = chip.bf16_tflops or chip.fp16_tflops
+    return Rates(
+        matmul=matmul_flops_per_s(chip, matmul, eff),
+        plain_matmul=matmul_flops_per_s(chip, compute, eff),
+        memory=memory_bytes_per_s(chip, eff),
+        exponentials=(chip.tera_exponentials_per_s or peak_tflops * EXPONENTIALS_PER_FLOP) * 1e12,
+        load_store=(chip.load_store_tb_per_s or LOADS_OVER_MEMORY * chip.memory_tb_per_s) * 1e12,
+        cache_bytes=chip.cache_mb * 1e6,
+        element_bytes=4.0 if compute in ("fp32", "tf32") else 2.0,
+        wide_element_bytes={"nvfp4": 0.56, "fp8": 1.0, "mxfp8": 1.03}.get(matmul, 2.0),
+        generation=2 + (chip.fp8_tflops > 0) + (chip.fp4_tflops > 0) if chip.bf16_tflops else 1,
+    )
+
+
+def alignment(size: float) -> int:
+    """Halvings by which a dimension's largest power of two falls short of 64."""
+    whole = int(size)
+    if whole != size or whole == 0:
+        return 6
+    power = whole & -whole
+    return max(0, 7 - power.bit_length())
+
+
+def product_s(m: float, n: float, k: float, gemm: Gemm, rates: Rates, eff: Efficiency) -> float:
+    """`gemm.count` products of m x k by k x n, launched as one: arithmetic, traffic it does not hide, and its end.
+
+    Tiles are given to multiprocessors in waves; on average a part of the last wave stands idle, for as long as a tile
+    of its inner dimension takes. Long inner dimensions with few tiles (tensor parallelism, small micro-batches) suffer.
+    """
+    rate, size = (rates.matmul, rates.wide_element_bytes) if gemm.wide else (rates.plain_matmul, rates.element_bytes)
+    loss = 1.0 + eff.misalignment * (alignment(gemm.n) + alignment(gemm.k)) / 2
+    traffic = size * (m * k + k * n) + rates.element_bytes * m * n
+    arithmetic = 2.0 * m * n * k / rate * loss
+    tail = eff.tail_waves * WAVE_OUTPUTS * 2.0 * k / rate * loss
+    return gemm.count * (arithmetic + eff.gemm_memory * traffic / rates.memory) + tail + eff.kernel_s
+
+
+def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency, *, convolves: bool = False) -> tuple[float, float, float]:
+    """-> (forward, backward of the inputs, backward of the weights)."""
+    if convolves:
+        # An implicit product, whose memory traffic is counted with the element-wise passes. Its patches (m x k) pass
+        # the load and store units: with few channels a group, that takes longer than multiplying.
+        loss = 1.0 + eff.misalignment * (alignment(gemm.n) + alignment(gemm.k)) / 2
+        multiply = gemm.flops / (rates.plain_matmul * eff.conv) * loss
+        load = rates.element_bytes * gemm.m * gemm.k * gemm.count / rates.load_store
+        once = max(multiply, load) + eff.kernel_s
+        return once, once, once
+    m = gemm.m
+    n = gemm.n
+    k = gemm.k
+    return (
+        product_s(m, n, k, gemm, rates, eff),
+        product_s(m, k, n, gemm, rates, eff),
+        product_s(k, n, m, gemm, rates, eff),
+    )
+
+
+def attention_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> tuple[float, float]:
+    """-> (forward, backward). Fused: FLOPs of the causal half, 2.5 times as many backward (FlashAttention-2,
+    arXiv:2307.08691). Unfused: the whole square twice over, and its score matrix through memory six and eight times.
+    """
+    if not work.attention_flops:
+        return 0.0, 0.0
+    if setup.software.fused_attention:
+        softmax = eff.exponentials * work.attention_flops / (4.0 * work.attention_head_dim * rates.exponentials)
+        behind = max(0, rates.generation - setup.software.attention_generation)
+        rate = rates.plain_matmul * eff.attention_older**behind
+        forward = work.attention_flops / (rate * eff.attention_forward) + softmax
+        backward = 2.5 * work.attention_flops / (rate * eff.attention_backward) + softmax
+        return forward, backward
+    arithmetic = 2.0 * work.attention_flops / (rates.plain_matmul * 0.7)
+    traffic = work.score_bytes / rates.memory
+    return arithmetic + 6 * traffic, 2 * arithmetic + 8 * traffic
+
+
+@dataclass(frozen=True)
+class LayersPart:
+    """Some layers on one rank: the seconds of a micro-batch through them by cause (`_f` forward, `_b` backward, nothing
+    done again), and their parameters."""
+
+    matmul_f: float = 0.0
+    matmul_b: float = 0.0
+    attention_f: float = 0.0
+    attention_b: float = 0.0
+    memory_f: float = 0.0
+    memory_b: float = 0.0
+    kernels: float = 0.0
+    """Launched forward."""
+    experts: float = 0.0
+    tp: float = 0.0
+    """Exposed communication inside layers, forward, as of cp and ep; a whole micro-batch takes `PASSES` times as
+    long."""
+    cp: float = 0.0
+    ep: float = 0.0
+    params: float = 0.0
+    expert_params: float = 0.0
+
+    def plus(self, other: LayersPart, times: float = 1.0) -> LayersPart:
+        return LayersPart(
+            self.matmul_f + times * other.matmul_f,
+            self.matmul_b + times * other.matmul_b,
+            self.attention_f + times * other.attention_f,
+            self.attention_b + times * other.attention_b,
+            self.memory_f + times * other.memory_f,
+            self.memory_b + times * other.memory_b,
+            self.kernels + times * other.kernels,
+            self.experts + times * other.experts,
+            self.tp + times * other.tp,
+            self.cp + times * other.cp,
+            self.ep + times * other.ep,
+            self.params + times * other.params,
+            self.expert_params + times * other.expert_params,
+        )
+
+    @property
+    def forward(self) -> float:
+        """Seconds on the device, without communication."""
+        return self.matmul_f + self.attention_f + self.memory_f
+
+    @property
+    def backward(self) -> float:
+        return self.matmul_b + self.attention_b + self.memory_b
+
+
+PASSES = {"tp": 2, "cp": 3, "ep": 2}
+"""Number of times that a micro-batch exchanges in each layer what its forward does: once more in the backward, and for
+context parallelism twice more, which gathers keys and values again and reduces their gradients."""
+
+
+def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> LayersPart:
+    """Time one part of a layer, or an end of the model."""
+    if work is None:
+        return LayersPart()
+    software = setup.software
+    # Experts that run one after the other: none is slower with one expert a rank, and `experts_ungrouped` with 16.
+    slow = 1.0
+    if not software.grouped_experts and work.experts > 1:
+        slow = 1.0 + (eff.experts_ungrouped - 1.0) * math.log2(work.experts) / 4
+
+    times = [gemm_s(gemm, rates, eff, convolves=work.convolves) for gemm in work.gemms]
+    uneven = 1.0 + eff.expert_imbalance if work.expert_params else 1.0
+    products = uneven * sum(time[0] for time in times)
+    backward = 0.0 if work.leaf else uneven * sum(time[1] for time in times)
+    if setup.trainable >= 1.0:
+        # A micro-batch's weight gradients are added to those before: at the end of the product itself, or by a kernel.
+        added = 0.0
+        if setup.grad_accum > 1 and not setup.layout.shards_parameters:
+            weights = sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms)
+            if software.fused_accumulation:
+                added = eff.gemm_memory * 2 * software.grad_bytes * weights / rates.memory
+            else:
+                added = APART_BYTES * weights / rates.memory
+        backward += uneven * sum(time[2] for time in times) + added
+    backward *= not work.frozen
+    attention_f, attention_b = attention_s(work, setup, rates, eff)
+
+    scale = eff.elementwise if software.fused_kernels else eff.elementwise_eager
+    if work.convolves:
+        scale *= eff.conv_memory / eff.elementwise
+    pass_bytes = work.pass_bytes + work.loss_bytes * (FUSED_LOSS if software.fused_loss else 1.0)
+    if not software.fused_kernels:
+        pass_bytes += work.eager_bytes / scale
+    cached = rates.cache_bytes / (rates.cache_bytes + work.tensor_bytes)
+    passes = scale * (1 - eff.cache_reuse * cached) * pass_bytes * rates.element_bytes / 2 / rates.memory
+    passes += eff.issue * pass_bytes * rates.element_bytes / 2 / rates.load_store
+    passes = slow * passes
+    # The inputs of products in 8 bits or fewer are scaled and cast: read in 2 bytes, written twice (transposed too).
+    casts = 0.0
+    if setup.matmul in EIGHT_BIT:
+        share = 1.0 / setup.grad_accum  # weights are cast once a step
+        elements = sum((g.m * g.k + share * g.k * g.n) * g.count for g in work.gemms if g.wide)
+        casts = eff.cast_fp8 * elements * (2.0 + 2.0 * rates.wide_element_bytes) / rates.memory
+    casts = slow * casts
+    kernels = float(work.kernels)
+    if setup.lora.is_quantised:  # frozen weights are dequantised before each product
+        each = NF4_FUSED_BYTES if software.fused_kernels else NF4_TRAFFIC_BYTES
+        casts += each * sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms if gemm.wide) / rates.memory
+        kernels += NF4_KERNELS * len(work.gemms)
+    # Each expert's inputs and weights are cast apart, even where its products are grouped.
+    kernels += CAST_KERNELS.get(setup.matmul, 0) * sum(gemm.count for gemm in work.gemms if gemm.wide)
+    waits = work.serial_kernels * eff.kernel_s
+
+    copies = work.expert_copies if software.grouped_experts else 1
+    first = 1 / setup.layout.tp  # chunk of a ring, before there is anything to multiply
+    hidden_tp = eff.tp_overlap * (1 - first) if software.overlap_tp else 0.0
+    hidden_ep = eff.ep_overlap
+    if groups["ep"].crosses and software.grouped_experts:
+        hidden_ep = eff.ep_overlap_network
+    # Tokens are sent to their experts, and the results back.
+    ep = 2 * all_to_all_s(groups["ep"], work.ep_bytes, copies, eff) * (1 - hidden_ep)
+    return LayersPart(
+        matmul_f=slow * products,
+        matmul_b=slow * backward,
+        attention_f=attention_f,
+        attention_b=attention_b,
+        memory_f=passes + casts + waits,
+        memory_b=0.0 if work.frozen else (2 - work.leaf) * passes + casts,
+        kernels=kernels,
+        experts=work.experts,
+        tp=work.tp_exchanges * all_reduce_s(groups["tp"], work.tp_bytes, eff) * (1 - hidden_tp),
+        cp=all_gather_s(groups["cp"], work.cp_bytes, eff) * (1 - eff.cp_overlap),
+        ep=ep * slow,
+        params=work.params,
+        expert_params=work.expert_params,
+    )
+
+
+def recompute_part_s(part: LayersPart, again: Recompute) -> float:
+    """Forward work, and where matmuls are among it its communication, done again in the backward."""
+    work = again.matmul * part.matmul_f + again.attention * part.attention_f + again.elementwise * part.memory_f
+    if again.full:
+        work += part.tp + part.cp + part.ep
+    return again.layers * work
+
+
+def own_work_s(part: LayersPart) -> float:
+    """One micro-batch through it and back, nothing done again."""
+    work_s = part.forward + part.backward
+    return work_s + PASSES["tp"] * part.tp + PASSES["cp"] * part.cp + PASSES["ep"] * part.ep
+
+
+def layer_s(part: LayersPart, again: Recompute) -> float:
+    """One micro-batch through layers and back, with what the backward recomputes."""
+    return own_work_s(part) + recompute_part_s(part, again)
+
 
 # The costs of data parallelism's exchanges in each format: bytes on the wire, and the encoding of what goes there.
 #
@@ -88,70 +366,6 @@ PACKET_BYTES = 2**20
 """Gradients that cross replica groups at once, at least (`LARGE_BYTES` of `engine/elastic/cross_group.py`)."""
 BLOCK_MATRICES = 7
 """Weight matrices of a block: four of attention, three of a gated MLP."""
-PASSES = {"tp": 2, "cp": 3, "ep": 2}
-"""Number of times that a micro-batch exchanges in each layer what its forward does: once more in the backward, and for
-context parallelism twice more, which gathers keys and values again and reduces their gradients."""
-
-
-@dataclass(frozen=True)
-class LayerComm:
-    """Exposed communication inside layers, forward; a whole micro-batch takes `PASSES` times as long."""
-
-    tp: float = 0.0
-    cp: float = 0.0
-    ep: float = 0.0
-
-    def plus(self, other: LayerComm, times: float = 1.0) -> LayerComm:
-        return LayerComm(self.tp + times * other.tp, self.cp + times * other.cp, self.ep + times * other.ep)
-
-
-def layer_comm(work: Work, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> LayerComm:
-    """Exposed, forward, of one part of a layer."""
-    copies = work.expert_copies if setup.software.grouped_experts else 1
-    first = 1 / setup.layout.tp  # chunk of a ring, before there is anything to multiply
-    hidden_tp = eff.tp_overlap * (1 - first) if setup.software.overlap_tp else 0.0
-    tp = work.tp_exchanges * all_reduce_s(groups["tp"], work.tp_bytes, eff) * (1 - hidden_tp)
-    cp = all_gather_s(groups["cp"], work.cp_bytes, eff) * (1 - eff.cp_overlap)
-    hidden_ep = eff.ep_overlap
-    if groups["ep"].crosses and setup.software.grouped_experts:
-        hidden_ep = eff.ep_overlap_network
-    # Tokens are sent to their experts, and the results back.
-    ep = 2 * all_to_all_s(groups["ep"], work.ep_bytes, copies, eff) * (1 - hidden_ep)
-    return LayerComm(tp, cp, ep * ungrouped(work, setup, eff))
-
-
-@dataclass(frozen=True)
-class LayersPart:
-    """Some layers, one micro-batch: compute, communication, parameters of a rank."""
-
-    time: LayerTime = field(default_factory=LayerTime)
-    comm: LayerComm = field(default_factory=LayerComm)
-    params: float = 0.0
-    expert_params: float = 0.0
-
-    def plus(self, other: LayersPart, times: float = 1.0) -> LayersPart:
-        return LayersPart(
-            self.time.plus(other.time, times),
-            self.comm.plus(other.comm, times),
-            self.params + times * other.params,
-            self.expert_params + times * other.expert_params,
-        )
-
-
-def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> LayersPart:
-    if work is None:
-        return LayersPart()
-    comm = layer_comm(work, setup, groups, eff)
-    return LayersPart(layer_time(work, setup, rates, eff), comm, work.params, work.expert_params)
-
-
-def recompute_part_s(part: LayersPart, again: Recompute) -> float:
-    """Forward work, and where matmuls are among it its communication, done again in the backward."""
-    time = part.time
-    work = again.matmul * time.matmul_f + again.attention * time.attention_f + again.elementwise * time.memory_f
-    if again.full:
-        work += part.comm.tp + part.comm.cp + part.comm.ep
-    return again.layers * work
 
 
 @dataclass(frozen=True)
@@ -211,23 +425,22 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     layers = layer_works(model, setup.tokens, setup.seq_len, layout)
     # `layer_works` has one object for each kind of layer: 100 equal layers are timed once.
     kinds = dict(zip(map(id, layers), layers, strict=True))
-    parts = [sum_of(part_of(work, setup, rates, groups, eff) for work in works) for works in kinds.values()]
+    parts = []
+    for works in kinds.values():
+        total = LayersPart()
+        for work in works:
+            total = total.plus(part_of(work, setup, rates, groups, eff))
+        parts.append(total)
     places = {kind: place for place, kind in enumerate(kinds)}
     order = list(map(places.__getitem__, map(id, layers)))
     head = part_of(head_work(model, setup.tokens, layout), setup, rates, groups, eff)
     embedding = part_of(embedding_work(model, setup.tokens, layout), setup, rates, groups, eff)
     once = MicroBatch.of(parts, order, embedding, head, rates)
-    head = with_prediction_layers(head, once.layer, setup)
+    if model.prediction_layers:  # each repeats a layer and the head on the last stage
+        head = head.plus(head.plus(once.layer), model.prediction_layers)
     if setup.tabled:
         return MicroBatch.of((once.layer,), [0] * len(order), embedding, head, rates)
     return replace(once, head=head)
-
-
-def sum_of(parts: Iterable[LayersPart]) -> LayersPart:
-    total = LayersPart()
-    for part in parts:
-        total = total.plus(part)
-    return total
 
 
 def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
@@ -267,13 +480,13 @@ def step_of_rank(timed: TimedRank, setup: Setup, rates: Rates, groups: dict[str,
     between = between_steps_s(setup, eff)
     sends = pipeline_sends_s(setup, groups["pp"], eff)
     busy = StepTime(
-        matmul_s=micro * (part.time.matmul_f + part.time.matmul_b),
-        attention_s=micro * (part.time.attention_f + part.time.attention_b),
-        memory_bound_s=micro * (part.time.memory_f + part.time.memory_b),
+        matmul_s=micro * (part.matmul_f + part.matmul_b),
+        attention_s=micro * (part.attention_f + part.attention_b),
+        memory_bound_s=micro * (part.memory_f + part.memory_b),
         recompute_s=micro * again,
-        tp_comm_s=micro * PASSES["tp"] * part.comm.tp,
-        cp_comm_s=micro * PASSES["cp"] * part.comm.cp,
-        ep_comm_s=micro * PASSES["ep"] * part.comm.ep,
+        tp_comm_s=micro * PASSES["tp"] * part.tp,
+        cp_comm_s=micro * PASSES["cp"] * part.cp,
+        ep_comm_s=micro * PASSES["ep"] * part.ep,
         pp_comm_s=sends,
         bubble_s=timed.bubble_s,
         optimizer_s=optimizer_s(part, setup, rates, groups, eff),
@@ -292,15 +505,6 @@ def between_steps_s(setup: Setup, eff: Efficiency) -> float:
 def waiting_share(setup: Setup, eff: Efficiency) -> float:
     """Share of a step's work that waiting for the slowest device adds."""
     return eff.jitter * math.log2(max(1.0, setup.fabric.num_devices / 8))
-
-
-def with_prediction_layers(head: LayersPart, layer: LayersPart, setup: Setup) -> LayersPart:
-    """Multi-token prediction repeats a layer and the head on the last stage."""
-    model = setup.model
-    if model.prediction_layers:
-        once = head.plus(layer)
-        return head.plus(once, model.prediction_layers)
-    return head
 
 
 @dataclass(frozen=True)
@@ -322,7 +526,7 @@ class RankParts:
 
     def compute_s(self, setup: Setup) -> float:
         """The same without what layers exchange, except in the forward that is done again."""
-        return self.whole.time.forward + self.whole.time.backward + recompute_part_s(self.layers, setup.recompute)
+        return self.whole.forward + self.whole.backward + recompute_part_s(self.layers, setup.recompute)
 
 
 @dataclass(frozen=True)
@@ -349,17 +553,6 @@ def rank_parts(once: MicroBatch, layout: Layout) -> list[RankParts]:
     return ranks
 
 
-def own_work_s(part: LayersPart) -> float:
-    """One micro-batch through it and back, nothing done again."""
-    work_s = part.time.forward + part.time.backward
-    return work_s + PASSES["tp"] * part.comm.tp + PASSES["cp"] * part.comm.cp + PASSES["ep"] * part.comm.ep
-
-
-def layer_s(part: LayersPart, again: Recompute) -> float:
-    """One micro-batch through layers and back, with what the backward recomputes."""
-    return own_work_s(part) + recompute_part_s(part, again)
-
-
 def bubble_s(stage_s: Sequence[float], layout: Layout, micro_batches: int) -> float:
     """Return how long a step's slowest stage waits while the pipeline fills and drains."""
     return layout.bubble_of(micro_batches) * (sum(stage_s) - max(stage_s))
@@ -382,7 +575,7 @@ def host_wait_s(part: LayersPart, device_s: float, setup: Setup, eff: Efficiency
     """Seconds by which launching a micro-batch's kernels takes longer than running them."""
     if setup.software.graphs:
         return 0.0
-    kernels = part.time.kernels + (0 if setup.software.grouped_experts else 6 * part.time.experts)
+    kernels = part.kernels + (0 if setup.software.grouped_experts else 6 * part.experts)
     # A backward launches about two kernels for each one of the forward.
     launches = kernels * (3.0 + setup.recompute.matmul * setup.recompute.layers)
     if setup.software.fused_kernels:
@@ -491,8 +684,8 @@ def across_groups_s(params: float, number: int, setup: Setup, eff: Efficiency) -
 
 def data_parallel_s(part: LayersPart, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> float:
     """Exposed time of gradients' reduction and parameters' gathering."""
-    forward = part.time.forward + part.comm.tp + part.comm.ep
-    backward = part.time.backward + part.comm.tp + part.comm.ep + recompute_part_s(part, setup.recompute)
+    forward = part.forward + part.tp + part.ep
+    backward = part.backward + part.tp + part.ep + recompute_part_s(part, setup.recompute)
     sent = exchanges_of(part.params, part.expert_params, setup, groups, eff)
     each = exposed_s(sent.forward_s, forward, setup, eff) + exposed_s(sent.backward_s, backward, setup, eff)
     return sent.times * each + exposed_s(sent.across_s, backward / 2, setup, eff)
@@ -505,3 +698,30 @@ def exposed_s(comm: float, beside: float, setup: Setup, eff: Efficiency) -> floa
     # Collectives and kernels share the chip: what is hidden still slows the work that hides it.
     hidden = min(comm, eff.dp_overlap * beside)
     return comm - hidden + eff.contention * hidden
+
+
+# By a chip's times
+
+
+def planned_times(once: MicroBatch, setup: Setup) -> LayerTimes:
+    """Seconds of one micro-batch, forward and backward, with what is done again and the layers' own communication."""
+    kinds_s = [layer_s(kind, setup.recompute) for kind in once.kinds]
+    layers_s = [kinds_s[once.kind_of(layer)] for layer in range(once.num_layers)]
+    return LayerTimes(layers_s, own_work_s(once.embedding), own_work_s(once.head))
+
+
+def mean_times(once: MicroBatch, setup: Setup) -> LayerTimes:
+    """The same with each layer as long as the average one: to cut by in a search over many layouts."""
+    layers_s = [layer_s(once.layer, setup.recompute)] * once.num_layers
+    return LayerTimes(layers_s, own_work_s(once.embedding), own_work_s(once.head))
+
+
+def weigh_times(times: Sequence[StepTime], shares: Sequence[float]) -> StepTime:
+    """Return the mean of steps, part by part."""
+    names = [field.name for field in fields(StepTime)]
+    return StepTime(
+        **{
+            name: sum(share * float(getattr(time, name)) for time, share in zip(times, shares, strict=True))
+            for name in names
+        }
+    )

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from trainspec_cli.core.printable import GIB
-from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.memory.frameworks import (
-    DEFAULT_MEMORY,
+from trainspec_cli.planner.hardware.rates import FRACTIONS, Efficiency
+from trainspec_cli.planner.memory.predict import (
+    GROUP_BYTES,
+    RESERVE,
     communicators,
     estimate_memory,
-    kept_activation_bytes,
+    in_flight,
+    mean_layer_memory,
     memory_limit_bytes,
-    peak_bytes,
+    peak_of,
 )
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
 from trainspec_cli.planner.time.step import estimate_step
-from trainspec_cli.planner.validation.fit import FittedRow, fit, framework_of
-from trainspec_cli.planner.validation.table import Row, RowRefused, Stated, number, state
-from trainspec_cli.recipe.results.plan import MemoryBreakdown
+from trainspec_cli.planner.validation.table import Row, RowRefused, Stated, framework_of, number, state
 from trainspec_cli.recipe.results.tables import BacktestReport, BacktestSummary, ErrorSummary, PredictedRow, Ranking
 
 # Interpret a measured memory figure: the part of a prediction that it is compared with.
@@ -60,23 +61,21 @@ def predicted_as(metric: str, setup: Setup) -> float:
     if "weights+optimizer" in metric:
         return stages[0].parameters_bytes + stages[0].gradients_bytes + stages[0].optimizer_bytes
     fullest = max(stages, key=lambda stage: stage.total_bytes)
-    if "reserved" in metric:
-        return resident_bytes(fullest, setup) - outside_bytes(fullest, setup)
-    if "torch" in metric or "lora max" in metric or "allocated" in metric:
-        tensors = fullest.total_bytes - fullest.fragmentation_bytes - outside_bytes(fullest, setup)
-        return tensors * (1 + DEFAULT_MEMORY.reserve)  # the same reserve as the whole
-    return resident_bytes(fullest, setup)
+    # PyTorch's allocator does not see the device's context and NCCL's own buffers.
+    outside = fullest.context_bytes + GROUP_BYTES * communicators(setup)
+    if "reserved" not in metric and any(name in metric for name in ("torch", "lora max", "allocated")):
+        tensors = fullest.total_bytes - fullest.fragmentation_bytes - outside
+        return tensors * (1 + RESERVE)  # the same reserve as the whole
+    # nvidia-smi: before a device is full, the allocator hands its unused blocks back.
+    needed = (fullest.total_bytes - fullest.fragmentation_bytes) * (1 + RESERVE)
+    resident = max(needed, min(fullest.total_bytes, setup.fabric.chip.memory_gb * GIB))
+    return resident - outside if "reserved" in metric else resident
 
 
-def resident_bytes(memory: MemoryBreakdown, setup: Setup) -> float:
-    """Bytes that nvidia-smi shows: before a device is full, the allocator hands its unused blocks back."""
-    needed = (memory.total_bytes - memory.fragmentation_bytes) * (1 + DEFAULT_MEMORY.reserve)
-    return max(needed, min(memory.total_bytes, setup.fabric.chip.memory_gb * GIB))
-
-
-def outside_bytes(memory: MemoryBreakdown, setup: Setup) -> float:
-    """Bytes that PyTorch's allocator does not see: the device's context and NCCL's own buffers."""
-    return memory.context_bytes + DEFAULT_MEMORY.group_bytes * communicators(setup)
+def kept_activation_bytes(setup: Setup) -> float:
+    """Bytes that the first stage keeps from forward to backward, without the running layer's own temporaries."""
+    layer = mean_layer_memory(setup)
+    return layer.kept_bytes * in_flight(setup, 0) * setup.model.num_layers / setup.layout.pp
 
 
 @dataclass(frozen=True)
@@ -117,14 +116,10 @@ class Prediction:
 @dataclass(frozen=True)
 class Backtest:
     predictions: tuple[Prediction, ...]
-    ranking: tuple[Ranking, ...] = field(default=())
 
     def errors(self, keep: Callable[[Prediction], bool] = lambda _: True) -> list[float]:
         found = (p.step_error for p in self.predictions if p.judged and keep(p))
         return [error for error in found if error is not None]
-
-    def memory_errors(self) -> list[float]:
-        return [p.memory_error for p in self.predictions if p.memory_error is not None]
 
     def points(self) -> list[tuple[float, float, str]]:
         """(measured, predicted, source) of the judged rows."""
@@ -141,13 +136,6 @@ class Backtest:
                 groups[prediction.row.get(column) or "?"].append(prediction.step_error)
         found = {name: ErrorSummary.of(errors) for name, errors in groups.items()}
         return {name: summary for name, summary in sorted(found.items(), key=lambda kv: -len(groups[kv[0]])) if summary}
-
-    def refusals(self) -> dict[str, int]:
-        counts: dict[str, int] = defaultdict(int)
-        for prediction in self.predictions:
-            if prediction.refused:
-                counts[prediction.refused] += 1
-        return dict(counts)
 
 
 FITTED_SOURCES = frozenset(
@@ -172,8 +160,7 @@ SWEEP_KEYS = (
 
 
 def backtest(rows: Iterable[Row], eff: Efficiency) -> Backtest:
-    predictions = tuple(predict(row, eff) for row in rows)
-    return Backtest(predictions, tuple(rank_sweeps(predictions)))
+    return Backtest(tuple(predict(row, eff) for row in rows))
 
 
 def predict(row: Row, eff: Efficiency) -> Prediction:
@@ -181,15 +168,23 @@ def predict(row: Row, eff: Efficiency) -> Prediction:
         stated = state(row)
         setup = close_recompute(stated)
         step = estimate_step(setup, eff).total_s
-        rate = stated.samples * setup.seq_len / step / setup.fabric.num_devices
+        devices = setup.fabric.num_devices
+        rate = stated.samples * setup.seq_len / step / devices
         memory, measured_memory = memory_figure(row, setup)
+        # The measured step is in whichever of the columns is filled.
+        measured = number(row, "step_time_s")
+        if not measured and (samples_s := number(row, "samples_s_gpu")):
+            measured = stated.samples / samples_s / devices
+        elif not measured:
+            tokens_s = number(row, "tokens_s_gpu")
+            measured = stated.samples * stated.setup.seq_len / tokens_s / devices if tokens_s else None
         return Prediction(
             row=row,
             setup=setup,
             step_time_s=step,
-            measured_step_time_s=measured_step_s(row, stated),
+            measured_step_time_s=measured,
             tokens_s_gpu=rate,
-            peak_memory_bytes=peak_bytes(setup),
+            peak_memory_bytes=peak_of(setup, mean_layer_memory(setup)),
             memory_bytes=memory,
             measured_memory_bytes=measured_memory,
             assumed=stated.assumed,
@@ -202,29 +197,16 @@ def predict(row: Row, eff: Efficiency) -> Prediction:
 
 def close_recompute(stated: Stated) -> Setup:
     """Settle a recompute that the row leaves open: full in as few layers as fit the chip (none, mostly)."""
-    if not stated.recompute_open:
-        return stated.setup
     setup = stated.setup
+    if not stated.recompute_open:
+        return setup
     limit = memory_limit_bytes(setup.fabric.chip)
-    plain = peak_bytes(setup)
-    full = peak_bytes(replace(setup, recompute=RECOMPUTE["full"]))
+    again = replace(setup, recompute=RECOMPUTE["full"])
+    plain, full = (peak_of(one, mean_layer_memory(one)) for one in (setup, again))
     if plain <= limit or full >= plain:
         return setup
     share = math.ceil(10 * min(1.0, (plain - limit) / (plain - full))) / 10
     return replace(setup, recompute=replace(RECOMPUTE["full"], layers=share))
-
-
-def measured_step_s(row: Row, stated: Stated) -> float | None:
-    """Seconds of a step, from whichever of the measured columns is filled."""
-    step = number(row, "step_time_s")
-    if step:
-        return step
-    devices = stated.setup.fabric.num_devices
-    rate = number(row, "samples_s_gpu")
-    if rate:
-        return stated.samples / rate / devices
-    rate = number(row, "tokens_s_gpu")
-    return stated.samples * stated.setup.seq_len / rate / devices if rate else None
 
 
 def rank_sweeps(predictions: Sequence[Prediction]) -> list[Ranking]:
@@ -269,12 +251,12 @@ def report(result: Backtest, fitted: Collection[str] = FITTED_SOURCES) -> Backte
     """Summarise a backtest, and describe each of its rows. `fitted`: the sources that its efficiencies were fitted to;
     where none are known, the summary does not divide the rows by that."""
     total = ErrorSummary.of(result.errors())
-    memory = ErrorSummary.of(result.memory_errors())
-    refused = sum(p.refused is not None for p in result.predictions)
+    memory = ErrorSummary.of([p.memory_error for p in result.predictions if p.memory_error is not None])
+    refusals = Counter(p.refused for p in result.predictions if p.refused)
     summary = BacktestSummary(
         rows=len(result.predictions),
-        predicted=len(result.predictions) - refused,
-        refused=refused,
+        predicted=len(result.predictions) - refusals.total(),
+        refused=refusals.total(),
         step_time_mape=total.mape if total else None,
         step_time_median_ape=total.median_ape if total else None,
         bias=total.bias if total else None,
@@ -283,24 +265,128 @@ def report(result: Backtest, fitted: Collection[str] = FITTED_SOURCES) -> Backte
         memory_worst_under=memory.worst_under if memory else None,
         fitted=ErrorSummary.of(result.errors(lambda p: p.row.get("source") in fitted)) if fitted else None,
         unseen=ErrorSummary.of(result.errors(lambda p: p.row.get("source") not in fitted)) if fitted else None,
-        refused_by_reason=result.refusals(),
+        refused_by_reason=dict(refusals),
         by_source=result.by("source"),
         by_model=result.by("model"),
         by_gpu=result.by("gpu"),
-        sweeps=result.ranking,
+        sweeps=tuple(rank_sweeps(result.predictions)),
     )
-    return BacktestReport(summary, tuple(map(_row, result.predictions)))
+    rows = tuple(
+        PredictedRow(
+            id=prediction.row.get("id"),
+            predicted_step_time_s=prediction.step_time_s,
+            measured_step_time_s=prediction.measured_step_time_s,
+            predicted_tokens_s_gpu=prediction.tokens_s_gpu,
+            peak_memory_bytes=prediction.peak_memory_bytes,
+            compared_memory_bytes=prediction.memory_bytes,
+            measured_memory_bytes=prediction.measured_memory_bytes,
+            assumed=prediction.assumed,
+            refused=prediction.refused,
+        )
+        for prediction in result.predictions
+    )
+    return BacktestReport(summary, rows)
 
 
-def _row(prediction: Prediction) -> PredictedRow:
-    return PredictedRow(
-        id=prediction.row.get("id"),
-        predicted_step_time_s=prediction.step_time_s,
-        measured_step_time_s=prediction.measured_step_time_s,
-        predicted_tokens_s_gpu=prediction.tokens_s_gpu,
-        peak_memory_bytes=prediction.peak_memory_bytes,
-        compared_memory_bytes=prediction.memory_bytes,
-        measured_memory_bytes=prediction.measured_memory_bytes,
-        assumed=prediction.assumed,
-        refused=prediction.refused,
-    )
+# Fit the efficiencies to measured runs: robust Gauss-Newton on the logarithm of the step time.
+#
+# Each parameter is pulled towards its present value, so that a handful of runs moves only what they measure (a
+# Bayesian's prior, a ridge in logarithms). Huber's weights keep outliers from steering (Huber 1964).
+
+
+HUBER = 0.08
+"""Errors beyond 8% count linearly: identical configurations already differ by 4% on average."""
+STEP = 0.05
+"""Relative change by which a derivative is taken."""
+
+
+@dataclass(frozen=True)
+class FittedRow:
+    setup: Setup
+    step_time_s: float
+    weight: float = 1.0
+
+
+def fit(
+    cases: Sequence[FittedRow], start: Efficiency, prior: float = 0.3, iterations: int = 8, derivatives: Any = None
+) -> Efficiency:
+    """The efficiencies nearest to the measurements. `prior`: the relative change of a parameter that costs as much
+    as one run's error of one Huber width. `derivatives`: the cases' at `start`, which then serve every iteration;
+    deriving takes nearly all the time.
+    """
+    import numpy as np
+
+    origin = log_values(start)
+    theta = origin.copy()
+    case_weights = np.array([case.weight for case in cases])
+    best = start
+    best_cost = math.inf
+    best_theta = theta
+    damping = 1.0
+    for iteration in range(iterations + 1):
+        current = moved_to(start, theta)
+        errors = log_errors(cases, current)
+        size = abs(errors)
+        huber = np.where(size < HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER))
+        shift = theta - origin
+        cost = float((case_weights * huber).sum() + 0.5 * (HUBER / prior) ** 2 * (shift**2).sum())
+        if cost < best_cost:
+            best = current
+            best_cost = cost
+            best_theta = theta
+            damping = max(0.1, damping / 2)
+        else:
+            theta = best_theta
+            damping = damping * 4
+            current = best
+            errors = log_errors(cases, best)
+        if iteration < iterations:
+            jacobian = derive(cases, current) if derivatives is None else derivatives
+            theta = theta - newton_step(jacobian, errors, case_weights, theta - origin, prior, damping)
+    return best
+
+
+def newton_step(jacobian: Any, errors: Any, case_weights: Any, shift: Any, prior: float, damping: float = 0.0) -> Any:
+    """Return by how much the logarithms of the efficiencies, `shift` from where the prior has them, are to fall."""
+    import numpy as np
+
+    weights = case_weights * np.minimum(1.0, HUBER / np.maximum(abs(errors), 1e-9))
+    ridge = (HUBER / prior) ** 2
+    normal = (jacobian * weights[:, None]).T @ jacobian + ridge * np.eye(len(shift))
+    normal += damping * 0.02 * np.diag(np.diag(normal))
+    gradient = (jacobian * weights[:, None]).T @ errors + ridge * shift
+    return np.clip(np.linalg.solve(normal, gradient), -0.4, 0.4)
+
+
+def log_values(eff: Efficiency) -> Any:
+    import numpy as np
+
+    return np.log(np.array([max(value, 1e-9) for value in eff.as_dict().values()]))
+
+
+def moved_to(start: Efficiency, theta: Sequence[float]) -> Efficiency:
+    """Return efficiencies whose logarithms are `theta`, fractions kept below 1."""
+    values = {name: math.exp(float(value)) for name, value in zip(start.as_dict(), theta, strict=True)}
+    return replace(start, **{name: min(v, 0.98) if name in FRACTIONS else v for name, v in values.items()})
+
+
+def log_errors(cases: Sequence[FittedRow], eff: Efficiency) -> Any:
+    """Return the logarithm of predicted over measured, of each case."""
+    import numpy as np
+
+    return np.array([math.log(estimate_step(case.setup, eff).total_s / case.step_time_s) for case in cases])
+
+
+def derive(cases: Sequence[FittedRow], at: Efficiency) -> Any:
+    """Derivatives of each case's logarithm of the step time by the logarithm of each efficiency: cases x efficiencies.
+    What was measured has no part in them."""
+    import numpy as np
+
+    theta = log_values(at)
+    errors = log_errors(cases, at)
+    columns = []
+    for index in range(len(theta)):
+        moved = theta.copy()
+        moved[index] += STEP
+        columns.append((log_errors(cases, moved_to(at, moved)) - errors) / STEP)
+    return np.stack(columns, axis=1)

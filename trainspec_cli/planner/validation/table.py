@@ -5,18 +5,27 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from trainspec_cli.planner.hardware.rates import find_accelerator, find_model
-from trainspec_cli.planner.hardware.topology import Fabric
-from trainspec_cli.planner.setup import Setup, Software, describe_software
-from trainspec_cli.planner.validation.fit import UnknownFramework, framework_of
-from trainspec_cli.planner.validation.prose import network_of, recompute_of
+from trainspec_cli.planner.hardware.cluster import Fabric, usual_gbit
+from trainspec_cli.planner.hardware.rates import (
+    find_accelerator,
+    find_model,
+    load_group,
+    without_defaults,
+)
+from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup, Software, describe_software
+from trainspec_cli.planner.workload import count_params
 from trainspec_cli.recipe.field_types import LARGEST_OF
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
+from trainspec_cli.recipe.keys.framework import FrameworkSpec
 from trainspec_cli.recipe.keys.layout import Layout, PipelineSchedule, Sharding, ZeroStage
 from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec, HybridModel, LatentAttentionSpec, ModelSpec
+from trainspec_cli.recipe.records import from_plain
 
 Row = Mapping[str, str]
+SHARDED = ("fsdp", "hsdp", "zero2", "zero3")
+"""Words of the column dp_mode that say that parameters (with zero2, gradients) are sharded."""
 ADAPTER_SHARE = 0.002
 """Parameters of rank-16 adapters over the base's."""
 
@@ -94,26 +103,9 @@ def experts_of(row: Row, layers: int, plain: DecoderModel) -> ExpertSpec | None:
     total = number(row, "params_b")
     if not total:
         return experts
-    from trainspec_cli.planner.workload import count_params
-
     options = [experts, replace(experts, every=2), replace(experts, first_dense_layers=1)]
     options.append(replace(experts, first_dense_layers=min(3, layers - 1)))
     return min(options, key=lambda option: abs(count_params(replace(plain, experts=option)) / 1e9 - total))
-
-
-def latent_of(row: Row) -> LatentAttentionSpec | None:
-    """DeepSeek's ranks, where the row names latent attention or leaves out the head's width as tables of it do."""
-    name = (row.get("model") or "").lower() + (row.get("act_ckpt") or "")
-    if "mla" in name or (number(row, "head_dim") is None and re.search(r"deepseek-?v[23]|kimi", name)):
-        return LatentAttentionSpec(kv_lora_rank=512, q_lora_rank=1536)
-    return None
-
-
-def positions_of(row: Row, gated: bool) -> int:
-    """Return the rows of a position table: tables do not state it. Rotations came with gates, or with keys that several
-    queries share; what has neither is a GPT, with a table of positions or with ALiBi's slopes, which cost nothing."""
-    is_gpt = not gated and whole(row, "kv_heads", whole(row, "heads", 1)) == whole(row, "heads", 1)
-    return whole(row, "seq_len", 1) if is_gpt else 0
 
 
 def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
@@ -123,26 +115,31 @@ def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
     head_dim = number(row, "head_dim") or hidden / heads
     stated = number(row, "gated_mlp")
     gated = stated is None or bool(stated)
+    kv_heads = whole(row, "kv_heads", heads)
+    # Tables do not state positions. Rotations came with gates, or with keys that several queries share; what has
+    # neither is a GPT, with a table of positions or with ALiBi's slopes, which cost nothing.
+    is_gpt = not gated and kv_heads == heads
+    # DeepSeek's ranks, where the row names latent attention or leaves out the head's width as tables of it do.
+    text = (row.get("model") or "").lower() + (row.get("act_ckpt") or "")
+    is_latent = "mla" in text or (number(row, "head_dim") is None and re.search(r"deepseek-?v[23]|kimi", text))
     # A width that heads do not divide (bloom's trials) is kept by rounding the width of one head.
     model = DecoderModel(
         num_layers=layers,
         hidden_size=hidden,
         num_heads=heads,
-        num_kv_heads=whole(row, "kv_heads", heads),
+        num_kv_heads=kv_heads,
         head_dim=int(head_dim) if head_dim == int(head_dim) else round(head_dim),
         ffn_size=int(number(row, "ffn") or 4 * hidden),
         vocab_size=int(number(row, "vocab") or 32000),
         name=row.get("model", ""),
         gated_mlp=gated,
-        mla=latent_of(row),
-        learned_positions=positions_of(row, gated),
+        mla=LatentAttentionSpec(kv_lora_rank=512, q_lora_rank=1536) if is_latent else None,
+        learned_positions=whole(row, "seq_len", 1) if is_gpt else 0,
     )
     total = number(row, "params_b")
     experts = experts_of(row, layers, model)
     model = replace(model, experts=experts)
     if total and experts is None:
-        from trainspec_cli.planner.workload import count_params
-
         options = [model, replace(model, tied_embeddings=True)]
         if stated is None:
             options += [replace(option, gated_mlp=False) for option in options]
@@ -193,11 +190,12 @@ def fabric_of(row: Row, chip: AcceleratorSpec, num_devices: int) -> tuple[Fabric
     intra = (row.get("intra_node") or "").lower()
     rack = "nvl72" in intra or chip.name in ("GB200", "GB300")
     scaleup = 72 if rack else per_node
-    network = network_of(row.get("interconnect") or "", whole(row, "gpus_per_node", per_node), chip)
+    network = row.get("interconnect") or ""
+    gbit_per_s, kind, is_assumed = network_of(network, whole(row, "gpus_per_node", per_node), chip)
     if "pcie" in intra and "nvlink" not in intra and chip.link_kind != "pcie":
         chip = replace(chip, link_kind="pcie", link_gb_per_s=63.0 if "5" in intra else 31.0)
-    assumed = ("interconnect",) if network.assumed and num_devices > scaleup else ()
-    fabric = Fabric(chip, num_devices, per_node, scaleup, chip.link_gb_per_s, network.gbit_per_device, network.kind)
+    assumed = ("interconnect",) if is_assumed and num_devices > scaleup else ()
+    fabric = Fabric(chip, num_devices, per_node, scaleup, chip.link_gb_per_s, gbit_per_s, kind)
     return fabric, assumed
 
 
@@ -207,7 +205,16 @@ def layout_of(row: Row, num_devices: int, model: ModelSpec) -> Layout:
     cp = whole(row, "cp", 1)
     dp = whole(row, "dp", max(1, num_devices // (tp * pp * cp)))
     mode = (row.get("dp_mode") or "ddp").lower()
-    shard, stage = sharding_of(mode, dp, cp, number(row, "shard_group"))
+    shard = 1
+    stage: ZeroStage = 1
+    if any(word in mode for word in SHARDED):
+        group = number(row, "shard_group")  # counts context-parallel ranks, which share the shards
+        shard = max(1, min(dp, round(group / cp))) if group else (min(8, dp) if "hsdp" in mode else dp)
+        while dp % shard:
+            shard -= 1
+        stage = 2 if "zero2" in mode else 3
+    elif "zero1" in mode or "distributed" in mode:
+        shard = dp
     vpp = whole(row, "vpp", 1) if pp > 1 else 1
     schedule: PipelineSchedule = "interleaved" if vpp > 1 or "interleaved" in (row.get("pp_schedule") or "") else "1f1b"
     etp = re.search(r"ETP=(\d+)", row.get("notes") or "")
@@ -225,18 +232,6 @@ def layout_of(row: Row, num_devices: int, model: ModelSpec) -> Layout:
         pipeline_schedule=schedule,
         virtual_stages=vpp,
     )
-
-
-def sharding_of(mode: str, dp: int, cp: int, group: float | None) -> tuple[int, ZeroStage]:
-    """-> (dp_shard, ZeRO stage). A shard group counts context-parallel ranks, which share the shards."""
-    if "fsdp" in mode or "zero3" in mode or "hsdp" in mode or "zero2" in mode:
-        shard = max(1, min(dp, round(group / cp))) if group else (min(8, dp) if "hsdp" in mode else dp)
-        while dp % shard:
-            shard -= 1
-        return shard, 2 if "zero2" in mode else 3
-    if "zero1" in mode or "distributed" in mode:
-        return dp, 1
-    return 1, 1
 
 
 def formats_of(row: Row, chip: AcceleratorSpec) -> tuple[str, str]:
@@ -267,6 +262,7 @@ def state(row: Row) -> Stated:
     recompute, is_open = recompute_of(row, model, layout)
     software, framework_open = software_of(row)
     images = model.unit == "samples"
+    is_adapter = any("lora" in (row.get(column) or "").lower() for column in ("task", "metric"))
     setup = Setup(
         model=model,
         layout=layout,
@@ -278,7 +274,7 @@ def state(row: Row) -> Stated:
         matmul=matmul,
         recompute=recompute,
         software=software,
-        trainable=ADAPTER_SHARE if is_adapter(row) else 1.0,
+        trainable=ADAPTER_SHARE if is_adapter else 1.0,
         tabled=True,
     )
     opened = ("recompute",) * is_open + ("framework",) * framework_open
@@ -286,8 +282,6 @@ def state(row: Row) -> Stated:
 
 
 STATED_SUMS = re.compile(r"gradients? (?:are )?accumulated? in fp32|fp32 grad")
-SHARDED = ("fsdp", "hsdp", "zero2", "zero3")
-"""Words of the column dp_mode that say that parameters (with zero2, gradients) are sharded."""
 QUANTISED_BYTES = {"nf4": 0.69, "nf4-dq": 0.64, "fp4": 0.69, "int8": 1.1}
 """Bytes a parameter of a quantised base under adapters: 4 bits, a scale for 64 (in 8 bits with -dq), and 1 bit for what
 bitsandbytes keeps besides (litgpt's tables)."""
@@ -318,10 +312,6 @@ def software_of(row: Row) -> tuple[Software, bool]:
     return (software if base_bytes is None else replace(software, weight_bytes=base_bytes)), is_open
 
 
-def is_adapter(row: Row) -> bool:
-    return "lora" in (row.get("task") or "").lower() or "lora" in (row.get("metric") or "").lower()
-
-
 def batch_of(row: Row, layout: Layout) -> tuple[float, int, float, tuple[str, ...]]:
     """-> (micro-batch, accumulation, samples a step, assumed). The stated global batch is kept."""
     micro = number(row, "mbs")
@@ -349,3 +339,138 @@ def batch_of(row: Row, layout: Layout) -> tuple[float, int, float, tuple[str, ..
     if micro * accum * width != samples:
         micro = samples / width / accum
     return micro, int(accum), samples, ()
+
+
+GENERATIONS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
+
+
+def network_of(text: str, per_node: int, chip: AcceleratorSpec) -> tuple[float, str, bool]:
+    """`8x400 Gbps/node IB`, `4x ConnectX-7 IB NDR 400Gb/s`, `400 Gbps/GPU class` -> (Gbit/s of a device, the kind of
+    network, whether the rate is assumed), of the compute network alone."""
+    lower = text.lower()
+    kind = "infiniband"
+    if "omni" in lower:
+        kind = "omnipath"
+    elif "efa" in lower:
+        kind = "efa"
+    elif "roc" in lower:
+        kind = "roce"
+    elif ("ethernet" in lower or "gbe" in lower) and "infiniband" not in lower and " ib" not in lower:
+        kind = "ethernet"
+    compute = re.search(r"compute:([^;]*?)(?:,\s*management|,\s*storage|$)", lower)
+    part = compute.group(1) if compute else lower
+    if not compute and "storage" in part:
+        part = re.sub(r"storage[^,]*,", "", part)
+    each = re.search(r"(\d+)\s*x\s*(?:\(?[a-z0-9 .\-]*?)?\s(\d+)\s*g(?:b|bps|bit|be)", " " + part.replace("x", "x ", 1))
+    plain = re.search(r"(\d+)\s*x\s*(\d+)\s*g", part)
+    per_gpu = re.search(r"(\d+)\s*gbps\s*/\s*gpu", part)
+    per_host = re.search(r"(\d+)\s*gbps\s*/\s*node", part)
+    bytes_each = re.search(r"pcie-nic:\s*(\d+)\s*gb/s", part)
+    if per_gpu:
+        return float(per_gpu.group(1)), kind, False
+    if plain:
+        return int(plain.group(1)) * int(plain.group(2)) / per_node, kind, False
+    if per_host:
+        return int(per_host.group(1)) / per_node, kind, False
+    if bytes_each:
+        return min(400.0, int(bytes_each.group(1)) * 8 / per_node), kind, False
+    if each:
+        return int(each.group(1)) * int(each.group(2)) / per_node, kind, False
+    named = (float(rate) for name, rate in GENERATIONS.items() if name in part)
+    return next(named, usual_gbit(chip)), kind, True
+
+
+def recompute_of(row: Mapping[str, str], model: ModelSpec, layout: Layout) -> tuple[Recompute, bool]:
+    """-> (recompute, whether the row leaves it open)."""
+    text = (row.get("act_ckpt") or "unstated").lower()
+    if text in ("none", "no", "0", "off"):
+        return RECOMPUTE["none"], False
+    blocks = re.match(r"full_block\((\d+)", text)
+    if blocks:
+        stage = max(1.0, model.num_layers / layout.pp)
+        return Recompute(1.0, 1.0, 1.0, layers=min(1.0, int(blocks.group(1)) / stage)), False
+    if text.startswith("full"):
+        return RECOMPUTE["full"], False
+    if text.startswith("selective_op"):
+        return RECOMPUTE["selective_op"], False
+    every = re.match(r"selective_layer\((\d+)", text)
+    if every:
+        return Recompute(1.0, 1.0, 1.0, layers=1 / max(1, int(every.group(1)))), False
+    if text.startswith("selective("):
+        return Recompute(matmul=0.05, elementwise=0.3, attention=1.0 if "core" in text else 0.0), False
+    if text.startswith("selective"):
+        return RECOMPUTE["selective"], False
+    if "remat" in text:
+        return Recompute(attention=1.0, elementwise=1.0), False
+    return RECOMPUTE["none"], True
+
+
+# The framework of a table's row, by the names that the files of conf/framework list: whole words, nothing guessed.
+
+
+UNSTATED = "pytorch"
+"""The file that is taken where a row names no framework at all: its facts are those of PyTorch alone."""
+
+
+class UnknownFramework(ValueError):  # noqa: N818 - an answer, not a fault
+    """No file has the framework's name; the message says which there are and what to write."""
+
+
+@lru_cache(maxsize=1)
+def frameworks() -> dict[str, FrameworkSpec]:
+    """Return every framework of conf/framework by the name of its file."""
+    return load_group("framework", lambda values: from_plain(FrameworkSpec, without_defaults(values)))
+
+
+def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:
+    """-> (framework, in its version of the row's year; whether nothing names it). Raises UnknownFramework.
+
+    Tables that a file claims whole come first, then the column `framework`, and where that is empty what `source` says.
+    """
+    stated = (row.get("framework") or "").strip()
+    source = (row.get("source") or "").strip()
+    claimed = [
+        (one, table)
+        for one in frameworks().values()
+        for table in one.tables
+        if table.source.casefold() == source.casefold()
+    ]
+    year = round(float(row["year"])) if row.get("year") else claimed[0][1].year if claimed else None
+    if claimed:
+        return of_year([one for one, _ in claimed], year), False
+    named = named_in(stated or source)
+    if named:
+        return of_year(named, year), False
+    if stated:
+        there_are = ", ".join(sorted(frameworks()))
+        raise UnknownFramework(
+            f"unknown framework {stated[:40]}: write conf/framework/NAME.yaml ({there_are} are there)"
+        )
+    return frameworks()[UNSTATED], True
+
+
+def named_in(text: str) -> list[FrameworkSpec]:
+    """Return the versions of the framework that a text names first; of two that begin at one word, the longer name."""
+    words = words_of(text)
+    for start in range(len(words)):
+        found: dict[tuple[str, ...], list[FrameworkSpec]] = {}
+        for one in frameworks().values():
+            for name in set(map(words_of, one.names)):
+                if name and words[start : start + len(name)] == name:
+                    found.setdefault(name, []).append(one)
+        if found:
+            return found[max(found, key=len)]
+    return []
+
+
+@lru_cache(maxsize=1024)
+def words_of(text: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"[a-z0-9.]+", text.casefold()))
+
+
+def of_year(versions: list[FrameworkSpec], year: int | None) -> FrameworkSpec:
+    """Return the version that a run of that year had; the newest where the year is not known."""
+    latest = 10**4
+    reach = [one for one in versions if year is None or (one.until_year or latest) >= year]
+    order = sorted(reach or versions, key=lambda one: one.until_year or latest)
+    return order[-1] if year is None or not reach else order[0]

@@ -5,18 +5,101 @@ Each family's own arithmetic is in the module that its record names (`FamilyReco
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-from trainspec_cli.planner.workload.adapters import adapted_decoder, quantised_params
-from trainspec_cli.planner.workload.adapters import adapter_params as adapter_params
-from trainspec_cli.planner.workload.work import Gemm, Kinds, Layers, Work
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import ModelSpec
-from trainspec_cli.recipe.keys.training import LoraSpec
+from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec
+from trainspec_cli.recipe.keys.training import NF4_BLOCK, NF4_SCALE_BLOCK, LoraSpec
 
+
+@dataclass(frozen=True)
+class Gemm:
+    """`count` matrix products of m x k by k x n."""
+
+    m: float
+    n: float
+    k: float
+    count: float = 1.0
+    wide: bool = True
+    """Multiplies in the linear layers' format (fp8, ...); the router, the head and frozen parts stay in bf16."""
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.count
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sizes are of one rank. Bytes of activations are of the compute format (2 bytes an element)."""
+
+    gemms: tuple[Gemm, ...] = ()
+    attention_flops: float = 0.0
+    """Forward, over the causal half (or the window) alone."""
+    attention_head_dim: float = 128.0
+    score_bytes: float = 0.0
+    """Bytes of the score matrix, were it materialised in 2 bytes."""
+    pass_bytes: float = 0.0
+    """Memory traffic of the element-wise kernels, forward."""
+    loss_bytes: float = 0.0
+    """The same of the loss over the vocabulary."""
+    eager_bytes: float = 0.0
+    """Besides, where operations are kernels of their own: norms, rotations, gates that a fused kernel does in one."""
+    tensor_bytes: float = 1e9
+    """Bytes of one activation that passes from kernel to kernel."""
+    kernels: int = 0
+    """Launched by an eager framework, forward."""
+    serial_kernels: int = 0
+    """Small ones that wait for one another, whatever the batch: their time is their latency."""
+    tp_bytes: float = 0.0
+    """Bytes of one tensor-parallel exchange (a whole activation); the forward has `tp_exchanges`."""
+    tp_exchanges: int = 0
+    cp_bytes: float = 0.0
+    """Keys and values that context parallelism passes on, whole sequence."""
+    ep_bytes: float = 0.0
+    """Bytes that a rank sends to the experts, one way."""
+    expert_copies: int = 1
+    """Experts that each token is sent to."""
+    experts: float = 0.0
+    """Held by this rank."""
+    params: float = 0.0
+    """Shared by the data-parallel ranks, on this rank."""
+    expert_params: float = 0.0
+    saved_bytes: float = 0.0
+    """Activations kept for the backward."""
+    saved_gemm_bytes: float = 0.0
+    """The part of them that are inputs of matmuls alone, kept in 8 bits where those multiply in 8 bits."""
+    saved_eager_bytes: float = 0.0
+    """Kept besides by a framework without fused norms and activations: fp32 copies, the gate's output."""
+    input_bytes: float = 0.0
+    """The layer's input: all that full recomputation keeps."""
+    leaf: bool = False
+    """Its input is the data, and needs no gradient."""
+    frozen: bool = False
+    """Has no backward: neither it nor anything before it is trained."""
+
+    convolves: bool = False
+    """Its products are convolutions, whose kernels have rates of their own."""
+
+    @property
+    def flops(self) -> float:
+        """Forward."""
+        return sum(gemm.flops for gemm in self.gemms) + self.attention_flops
+
+    @property
+    def all_params(self) -> float:
+        return self.params + self.expert_params
+
+
+Layers = tuple[tuple[Work, ...], ...]
+"""The parts of each layer of a model, in its order; layers of one kind share theirs."""
+Kinds = tuple[tuple[int, tuple[Work, ...]], ...]
+"""(how many, their parts) for each kind of layer of a model, in the order in which they first come."""
 WHOLE = LoraSpec()
 LOSS_BYTES = 12.0
 """Memory traffic of a logit's softmax and loss, forward: written in 2 bytes, read, kept in 4, read."""
@@ -50,16 +133,6 @@ def count_params(model: ModelSpec) -> int:
 def count_active_params(model: ModelSpec) -> int:
     """Count the parameters that one token meets."""
     return _work_of(model).count_params(model, active=True)
-
-
-def trained_share(model: ModelSpec, lora: LoraSpec) -> float:
-    """Part of the parameters that have gradients."""
-    return adapter_params(model, lora) / count_params(model) if adapted_decoder(model, lora) else 1.0
-
-
-def sharded_share(model: ModelSpec, lora: LoraSpec) -> float:
-    """Return the part of the parameters that sharding spreads and gathers; each rank has a copy of quantised ones."""
-    return 1.0 - quantised_params(model, lora) / count_params(model)
 
 
 def flops_per_token(model: ModelSpec, seq_len: int, lora: LoraSpec = WHOLE) -> float:
@@ -119,3 +192,67 @@ def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
         saved_bytes=4.0 * tokens * hidden / split,
         input_bytes=2.0 * tokens * hidden / split,
     )
+
+
+def adapted_matrices(
+    model: DecoderModel, is_expert_layer: bool, lora: LoraSpec, tp: int = 1
+) -> Iterator[tuple[int, int]]:
+    """(outputs, inputs) of a rank's part of each matrix of a layer that has an adapter; routed experts have none."""
+    if not lora.rank:
+        return
+    widths = _attention(model, tp) | _feed_forward(model, is_expert_layer, tp)
+    yield from (widths[target] for target in lora.targets if target in widths)
+
+
+def _attention(model: DecoderModel, tp: int) -> dict[str, tuple[int, int]]:
+    hidden = model.hidden_size
+    heads = model.num_heads // tp
+    if model.mla:
+        size = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim
+        queries = heads * size, model.mla.q_lora_rank or hidden
+        return {"q": queries, "out": (hidden, heads * model.mla.v_head_dim)}
+    query = heads * model.head_dim
+    key = model.num_kv_heads * model.head_dim // tp
+    return {"q": (query, hidden), "k": (key, hidden), "v": (key, hidden), "out": (hidden, query)}
+
+
+def _feed_forward(model: DecoderModel, is_expert_layer: bool, tp: int) -> dict[str, tuple[int, int]]:
+    """The shared experts' where there are routed ones."""
+    width = model.ffn_size
+    if is_expert_layer:
+        assert model.experts is not None
+        width = model.experts.shared_experts * (model.experts.shared_expert_ffn_size or model.experts.expert_ffn_size)
+    if not width:
+        return {}
+    up = (width // tp, model.hidden_size)
+    down = (model.hidden_size, width // tp)
+    return {"up": up, "down": down} | ({"gate": up} if model.gated_mlp else {})
+
+
+def quantised_bytes(rows: int, columns: int, tp: int = 1) -> float:
+    """Bytes of a rank's part of a matrix in 4-bit NormalFloat with double quantisation (arXiv:2305.14314, section 3): 4
+    bits a weight, 8 for the scale of a block; and of the whole matrix 32 for that of 256 scales, and their mean."""
+    blocks = rows * math.ceil(columns / NF4_BLOCK)
+    return rows * columns / 2 + blocks + 4.0 * (math.ceil(tp * blocks / NF4_SCALE_BLOCK) + 1)
+
+
+def quantised_params(model: ModelSpec, lora: LoraSpec) -> int:
+    """Return the number of weights that are kept in 4 bits: those of the matrices of all blocks."""
+    decoder = adapted_decoder(model, lora)
+    if decoder is None or not lora.is_quantised or decoder.experts is not None:
+        return 0
+    matrices = _attention(decoder, tp=1) | _feed_forward(decoder, is_expert_layer=False, tp=1)
+    return decoder.num_layers * sum(rows * columns for rows, columns in matrices.values())
+
+
+def adapted_decoder(model: ModelSpec, lora: LoraSpec) -> DecoderModel | None:
+    """The model where it has adapters: no other family has any."""
+    return model if lora.rank and isinstance(model, DecoderModel) else None
+
+
+def adapter_params(model: ModelSpec, lora: LoraSpec) -> int:
+    decoder = adapted_decoder(model, lora)
+    if decoder is None:
+        return 0
+    layers = (decoder.is_expert_layer(layer) for layer in range(decoder.num_layers))
+    return lora.rank * sum(sum(sum(sizes) for sizes in adapted_matrices(decoder, experts, lora)) for experts in layers)

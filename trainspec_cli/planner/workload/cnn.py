@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from trainspec_cli.planner.workload.work import Gemm, Layers, Work
+from trainspec_cli.planner.workload import Gemm, Layers, Work
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import STEM_CHANNELS, ConvModel
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainspec_cli.planner.workload.work import Gemm, Layers, Work
+from trainspec_cli.planner.workload import Gemm, Layers, Work
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import OwnModel
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from trainspec_cli.planner.workload import transformer
-from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params, expert_work
-from trainspec_cli.planner.workload.work import Gemm, Layers, Work
+from trainspec_cli.planner.workload import Gemm, Layers, Work, transformer
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import CONV_TAPS, LETTERS, HybridModel
 
@@ -47,8 +45,8 @@ def layer_params(model: HybridModel, active: bool) -> int:
     total += model.attention_layers * transformer.attention_params(decoder)
     total += model.mlp_layers * transformer.mlp_params(decoder)
     if model.experts is not None:
-        count = active_expert_params if active else expert_layer_params
-        total += model.expert_layers * count(model.experts, model.hidden_size, model.gated_mlp)
+        own = transformer.expert_layer_params(model.experts, model.hidden_size, model.gated_mlp, active=active)
+        total += model.expert_layers * own
     return total
 
 
@@ -68,6 +66,26 @@ def mixing_flops_per_token(model: HybridModel, seq_len: int) -> float:
     """Attention's products and the scan, forward and backward."""
     attention = 6.0 * model.attention_layers * model.num_heads * model.head_dim * seq_len
     return attention + 3.0 * model.mamba_layers * scan_flops_per_token(model)
+
+
+@lru_cache(maxsize=1024)
+def layer_works(model: HybridModel, tokens: float, seq_len: int, layout: Layout) -> Layers:
+    """The parts of each layer: one mixer."""
+    decoder = model.as_decoder
+    kinds: dict[str, Work] = {}
+    for letter in dict.fromkeys(model.layers):
+        mixer = LETTERS[letter]
+        if mixer == "mamba":
+            kinds[letter] = mamba_work(model, tokens, layout)
+        elif mixer == "attention":
+            kinds[letter] = transformer.attention_work(decoder, tokens, seq_len, layout)
+        elif mixer == "feed_forward":
+            kinds[letter] = transformer.mlp_work(decoder, tokens, layout)
+        else:
+            assert model.experts is not None
+            kinds[letter] = transformer.expert_work(model.experts, model.hidden_size, model.gated_mlp, tokens, layout)
+    parts = {letter: (work,) for letter, work in kinds.items()}
+    return tuple(parts[letter] for letter in model.layers)
 
 
 def mamba_work(model: HybridModel, tokens: float, layout: Layout) -> Work:
@@ -90,23 +108,3 @@ def mamba_work(model: HybridModel, tokens: float, layout: Layout) -> Work:
         saved_gemm_bytes=2.0 * tokens * (hidden / split + inner),
         input_bytes=2.0 * tokens * hidden / split,
     )
-
-
-@lru_cache(maxsize=1024)
-def layer_works(model: HybridModel, tokens: float, seq_len: int, layout: Layout) -> Layers:
-    """The parts of each layer: one mixer."""
-    kinds = {letter: (_work_of(model, letter, tokens, seq_len, layout),) for letter in dict.fromkeys(model.layers)}
-    return tuple(kinds[letter] for letter in model.layers)
-
-
-def _work_of(model: HybridModel, letter: str, tokens: float, seq_len: int, layout: Layout) -> Work:
-    decoder = model.as_decoder
-    mixer = LETTERS[letter]
-    if mixer == "mamba":
-        return mamba_work(model, tokens, layout)
-    if mixer == "attention":
-        return transformer.attention_work(decoder, tokens, seq_len, layout)
-    if mixer == "feed_forward":
-        return transformer.mlp_work(decoder, tokens, layout)
-    assert model.experts is not None
-    return expert_work(model.experts, model.hidden_size, model.gated_mlp, tokens, layout)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params, expert_work
-from trainspec_cli.planner.workload.work import Gemm, Layers, Work
+from trainspec_cli.planner.workload import Gemm, Layers, Work
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import DecoderModel, Layer
+from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec, Layer
 
 
 def attention_params(model: DecoderModel) -> int:
@@ -33,9 +32,8 @@ def layer_matmul_params(model: DecoderModel, layer: int, active: bool) -> int:
     attention = attention_params(model)
     if not model.is_expert_layer(layer):
         return attention + mlp_params(model)
-    count = active_expert_params if active else expert_layer_params
     assert model.experts is not None
-    return attention + count(model.experts, model.hidden_size, model.gated_mlp)
+    return attention + expert_layer_params(model.experts, model.hidden_size, model.gated_mlp, active=active)
 
 
 @lru_cache(maxsize=256)
@@ -49,25 +47,19 @@ def matmul_params(model: DecoderModel, *, active: bool) -> int:
 def count_params(model: DecoderModel, *, active: bool = False) -> int:
     """Every parameter once; tied embeddings count once."""
     rows = (1 if model.tied_embeddings else 2) * model.vocab_size + model.learned_positions
-    return rows * model.hidden_size + matmul_params(model, active=active) + vector_params(model)
-
-
-def vector_params(model: DecoderModel) -> int:
-    """Norms, the attention's biases and its sinks, of all layers; of a prediction layer three norms more."""
-    layer = 2 * model.hidden_size + attention_vector_params(model)
-    extra = model.prediction_layers * (layer + 3 * model.hidden_size)
-    return model.num_layers * layer + model.hidden_size + extra
-
-
-def attention_vector_params(model: DecoderModel) -> int:
+    # Norms, the attention's biases and its sinks, of all layers; of a prediction layer three norms more.
     mla = model.mla
-    queries = model.num_heads * model.head_dim
-    keys = model.num_kv_heads * model.head_dim
     if mla is not None:
-        return mla.q_lora_rank + mla.kv_lora_rank
-    biases = {"none": 0, "qkv": queries + 2 * keys, "all": queries + 2 * keys + model.hidden_size}
-    norms = 2 * model.head_dim if model.qk_norm else 0
-    return biases[model.attention_bias] + norms + (model.num_heads if model.attention_sinks else 0)
+        own = mla.q_lora_rank + mla.kv_lora_rank
+    else:
+        biases = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        of_kind = {"none": 0, "qkv": biases, "all": biases + model.hidden_size}
+        own = of_kind[model.attention_bias] + (2 * model.head_dim if model.qk_norm else 0)
+        own += model.num_heads if model.attention_sinks else 0
+    layer = 2 * model.hidden_size + own
+    vectors = model.num_layers * layer + model.hidden_size
+    vectors += model.prediction_layers * (layer + 3 * model.hidden_size)
+    return rows * model.hidden_size + matmul_params(model, active=active) + vectors
 
 
 def attention_width(model: DecoderModel) -> float:
@@ -84,12 +76,6 @@ def context(window: int | None, seq_len: int) -> float:
     return window * (1 - window / (2 * seq_len))
 
 
-@lru_cache(maxsize=1024)
-def mean_context(model: DecoderModel, seq_len: int) -> float:
-    """The same on average over layers."""
-    return sum(context(model.window_of(layer), seq_len) for layer in range(model.num_layers)) / model.num_layers
-
-
 def flops_per_token(model: DecoderModel, seq_len: int) -> float:
     """Model FLOPs of forward and backward, a token.
 
@@ -104,7 +90,8 @@ def flops_per_token(model: DecoderModel, seq_len: int) -> float:
 def mixing_flops_per_token(model: DecoderModel, seq_len: int) -> float:
     """Attention's two products, forward and backward, a token."""
     layers = model.num_layers + model.prediction_layers
-    return 12.0 * layers * attention_width(model) * mean_context(model, seq_len)
+    contexts = (context(model.window_of(layer), seq_len) for layer in range(model.num_layers))
+    return 12.0 * layers * attention_width(model) * (sum(contexts) / model.num_layers)
 
 
 def attention_gemms(model: DecoderModel, tokens: float, tp: int) -> tuple[Gemm, ...]:
@@ -204,3 +191,65 @@ def _parts(model: DecoderModel, layer: Layer, tokens: float, seq_len: int, layou
         return attention, mlp_work(model, tokens, layout)
     assert model.experts is not None
     return attention, expert_work(model.experts, model.hidden_size, model.gated_mlp, tokens, layout)
+
+
+def shared_width(experts: ExpertSpec) -> int:
+    """Feed-forward width of all shared experts together."""
+    return experts.shared_experts * (experts.shared_expert_ffn_size or experts.expert_ffn_size)
+
+
+def expert_layer_params(experts: ExpertSpec, hidden: int, gated: bool, *, active: bool) -> int:
+    """Count the parameters of all experts, or those that one token meets (`active`), and of what every token meets: the
+    shared experts, their gate, and the router."""
+    routed = (experts.top_k if active else experts.num_experts) * routed_expert_params(experts, hidden, gated)
+    shared = (3 if gated else 2) * hidden * shared_width(experts) + (hidden if experts.shared_gate else 0)
+    return routed + shared + experts.num_experts * (hidden + (1 if experts.bias else 0))
+
+
+def routed_expert_params(experts: ExpertSpec, hidden: int, gated: bool) -> int:
+    """Count the parameters of one expert: its matrices, and their biases where it has any."""
+    halves = 2 if gated else 1
+    width = experts.expert_ffn_size
+    return (halves + 1) * hidden * width + (halves * width + hidden if experts.bias else 0)
+
+
+def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, layout: Layout) -> Work:
+    """Norm, router, experts and residual of one layer, its copies of tokens spread evenly over the experts.
+
+    Experts are split by `etp`; the tokens of a tensor-parallel group are spread over it first (sequence parallel).
+    """
+    tp = layout.tp
+    etp = layout.etp
+    ep = layout.ep
+    split = tp if layout.sequence_parallel else 1
+    gates = 2 if gated else 1
+    copies = tokens * experts.top_k * etp / tp
+    local = experts.num_experts / ep
+    width = experts.expert_ffn_size / etp
+    shared = shared_width(experts) / tp
+    rows = copies / local
+    gemms = [Gemm(rows, gates * width, hidden, local), Gemm(rows, hidden, width, local)]
+    if shared:
+        gemms += [Gemm(tokens, gates * shared, hidden), Gemm(tokens, hidden, shared)]
+    matrices = 3 if gated else 2
+    routed = routed_expert_params(experts, hidden, gated) * experts.num_experts / (ep * etp)
+    # Each copy is permuted before and after the experts, and weighed and summed on its return.
+    permute = 2.0 * copies * hidden * 6
+    return Work(
+        gemms=(*gemms, Gemm(tokens / split, experts.num_experts, hidden, wide=False)),
+        pass_bytes=2.0 * (tokens * 7 * hidden / split + copies * (gates + 1) * width + tokens * (gates + 1) * shared)
+        + permute,
+        tensor_bytes=2.0 * copies * hidden,
+        kernels=100,
+        tp_bytes=2.0 * tokens * hidden,
+        tp_exchanges=1 if (shared and tp > 1) or etp > 1 else 0,
+        ep_bytes=2.0 * copies * hidden,
+        expert_copies=experts.top_k,
+        experts=local,
+        params=matrices * hidden * shared + hidden * (experts.num_experts + 1),
+        expert_params=routed,
+        saved_bytes=2.0
+        * (2 * tokens * hidden / split + copies * (hidden + (gates + 1) * width) + tokens * (gates + 1) * shared),
+        saved_gemm_bytes=2.0 * (copies * (hidden + width) + tokens * (hidden / split + shared)),
+        input_bytes=2.0 * tokens * hidden / split,
+    )

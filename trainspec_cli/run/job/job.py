@@ -23,7 +23,7 @@ import trainspec_cli
 from trainspec_cli.core.environment_names import GENERATION, LAUNCH_ID
 from trainspec_cli.core.node import cpu_name
 from trainspec_cli.core.trust import make_folder
-from trainspec_cli.planner.memory.caching_allocator import grows_segments
+from trainspec_cli.planner.memory.caching_allocator import GROWS_SEGMENTS
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.generations import GenerationRecord
@@ -241,7 +241,7 @@ def growing_segments(machine: Machine) -> dict[str, str]:
     holes; the user's own setting stays."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     is_amd = any(word in name.lower() for name in machine.gpu_names for word in ("amd", "instinct", "radeon"))
-    if any(name in os.environ for name in names) or not grows_segments("amd" if is_amd else "nvidia"):
+    if any(name in os.environ for name in names) or ("amd" if is_amd else "nvidia") not in GROWS_SEGMENTS:
         return {}
     return {names[0]: "expandable_segments:True"}
 

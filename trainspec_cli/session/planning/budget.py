@@ -10,8 +10,7 @@ from typing import Annotated
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.reading.files import exists
 from trainspec_cli.planner.run.budget import PortfolioRun, make_budget, spot_reliability
-from trainspec_cli.planner.run.cost import rental_price
-from trainspec_cli.planner.run.forecast import forecast_run
+from trainspec_cli.planner.run.forecast import forecast_run, rental_price
 from trainspec_cli.recipe.compose.folders import locate, read_yaml
 from trainspec_cli.recipe.field_types import NonNegativeFloat, Range
 from trainspec_cli.recipe.keys.cluster import ClusterSpec

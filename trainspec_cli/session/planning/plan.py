@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, Literal
 
 from trainspec_cli.core.errors import MachineError, PlanError, Problem, RecipeError, TrainspecError
 from trainspec_cli.core.wings import Point
-from trainspec_cli.planner.capacity import blueprint_of
-from trainspec_cli.planner.hardware.cluster import accelerator_of, chip_of
-from trainspec_cli.planner.memory.engine import tensors_by_cause
+from trainspec_cli.planner.blueprint import draw_blueprint
+from trainspec_cli.planner.capacity import (
+    advise,
+    as_plan,
+    pin_layout,
+    plan_on_what_divides,
+    plan_other_recovery,
+    setup_of,
+)
+from trainspec_cli.planner.hardware.cluster import accelerator_of, chip_of, efficiency_of, on_pools
+from trainspec_cli.planner.memory.engine.step import tensors_by_cause
 from trainspec_cli.planner.plan import in_engine_format
 from trainspec_cli.planner.planes import plan_planes
-from trainspec_cli.planner.pools.describe import on_pools
 from trainspec_cli.planner.run.forecast import forecast_run
-from trainspec_cli.planner.search.advice import advise
-from trainspec_cli.planner.search.auto import as_plan, pin_layout
-from trainspec_cli.planner.search.variants import plan_on_what_divides, plan_other_recovery
 from trainspec_cli.recipe.compose.folders import DISTURB
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
@@ -80,13 +84,17 @@ def plan_loaded(
     if best is None:
         capacity = replace(capacity, advice=tuple(advise(spec, machine)))
     run = forecast_run(spec, capacity, best, plan_other_recovery(spec, machine)) if best else None
+    blueprint = None
+    if best and capacity.world_size > 1:
+        setup = setup_of(best, spec, machine)
+        blueprint = draw_blueprint(setup, spec.cluster.fabric, efficiency_of(spec.cluster))
     return PlanReport(
         spec,
         capacity,
         run,
-        blueprint=blueprint_of(best, spec, machine) if best and capacity.world_size > 1 else None,
+        blueprint=blueprint,
         defaults=defaults,
-        planes=plan_planes(spec.cluster, capacity.world_size),
+        planes=plan_planes(spec.cluster, capacity.world_size) if spec.cluster.fabric.planes else None,
         sections=_sections(spec, capacity, best) if best else (),
         simulation=disturbed.simulate(spec, best, machine) if disturbed and best else None,
         trace=_trace(spec, capacity) if trace and capacity.candidates else None,

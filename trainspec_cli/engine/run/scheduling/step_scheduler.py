@@ -55,7 +55,7 @@ from trainspec_cli.engine.run.coordinator import TrainProgress
 from trainspec_cli.engine.run.scheduling.directives import Directives, largest_stage_layers, watches_speeds
 from trainspec_cli.engine.run.step_report import BucketFigures, SpeedFigures
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
-from trainspec_cli.planner.partition import LayerTimes
+from trainspec_cli.planner.pipeline import LayerTimes
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.recipe.results.plan import Plan

@@ -13,18 +13,9 @@ from math import prod
 from typing import cast
 
 from trainspec_cli.planner.memory.engine.blocks import BlockProfile, profile
-from trainspec_cli.planner.memory.engine.run import (
-    MASTER_WIDTH,
-    WIDTHS,
-    Account,
-    EngineRun,
-    Sharded,
-    Sharding,
-    state_bytes,
-    update_bytes,
-)
+from trainspec_cli.planner.memory.engine.step import MASTER_WIDTH, WIDTHS, Account, EngineRun, Sharded, Sharding
 from trainspec_cli.planner.memory.engine.tape import INDEX, PRECISE, Tape, Value
-from trainspec_cli.planner.memory.engine.units import Matrix, Unit
+from trainspec_cli.planner.memory.engine.units import Matrix, Unit, state_bytes, update_bytes
 from trainspec_cli.recipe.keys.model import STEM_CHANNELS, ConvModel
 from trainspec_cli.recipe.keys.run import Recompute
 

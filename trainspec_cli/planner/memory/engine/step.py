@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import cast
+from importlib import import_module
+from typing import Protocol, cast
 
-from trainspec_cli.planner.memory.engine.blocks import BlockProfile, profile_block
-from trainspec_cli.planner.memory.engine.run import (
-    MASTER_WIDTH,
-    WIDTHS,
-    Account,
-    EngineRun,
-    Shape,
-    Sharded,
-    Sharding,
-    state_bytes,
-    update_bytes,
-)
+from trainspec_cli.core.wings import Point
+from trainspec_cli.planner.memory.engine.blocks import BlockProfile, Shape, profile_block
 from trainspec_cli.planner.memory.engine.tape import Event, Stretch
 from trainspec_cli.planner.memory.engine.units import (
     Unit,
@@ -26,11 +18,305 @@ from trainspec_cli.planner.memory.engine.units import (
     experts_unit,
     freeze,
     outside_unit,
+    state_bytes,
+    update_bytes,
     whole_experts,
 )
 from trainspec_cli.planner.pipeline import Action, actions, cut_layers
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import Layer, TextModel, loss_chunk_tokens
+from trainspec_cli.recipe.keys.model import (
+    Layer,
+    ModelSpec,
+    TextModel,
+    has_layer_list,
+    loss_chunk_tokens,
+)
+from trainspec_cli.recipe.keys.run import Recompute, RunSpec
+from trainspec_cli.recipe.keys.training import KeptState, LoraSpec
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.rules.check import parts_for
+
+KEPT_BYTES: Point[float] = Point("kept_bytes")
+"""Bytes that a wing keeps on the device for each trained parameter, sharded as the optimizer's state is."""
+WIDTHS = {"bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0, "fp64": 8.0}
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    model: ModelSpec
+    layout: Layout
+    seq_len: int
+    samples: int
+    """Samples of a micro-batch."""
+    micro_batches: int
+    compute: str
+    reduce: str
+    recompute: Recompute
+    optimizer: KeptState
+    matmul: str = "compute"
+    lora: LoraSpec = field(default_factory=LoraSpec)
+    compiled: bool = False
+    """Blocks are compiled (torch.compile)."""
+    outer_bytes: float = 0.0
+    """Bytes that an outer optimizer keeps for each trained parameter (`KEPT_BYTES`)."""
+
+
+def run_of(plan: Plan) -> EngineRun:
+    model, spec = plan.spec.model, plan.spec
+    return EngineRun(
+        model,
+        plan.layout,
+        spec.data.seq_len,
+        plan.micro_batch_size,
+        plan.grad_accum_steps,
+        plan.compute,
+        spec.precision.reduce,
+        plan.recompute,
+        spec.optim.kept_state,
+        spec.precision.matmul,
+        spec.lora,
+        spec.compile and fuses_countably(model, spec.lora, spec.precision.matmul, plan.compute),
+        outer_bytes_of(spec),
+    )
+
+
+def outer_bytes_of(spec: RunSpec) -> float:
+    """Return the bytes that the wings which a recipe uses keep for each trained parameter."""
+    return sum(parts_for(KEPT_BYTES, spec), 0.0)
+
+
+def is_counted(model: ModelSpec, offload: str) -> bool:
+    """The engine builds the model, its family says how to count it, and nothing is offloaded."""
+    return bool(model.record.memory) and model.is_built and offload == "none"
+
+
+def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str) -> bool:
+    """Return whether what a compiler fuses in the model's blocks is counted: those of whole attention and feed-forwards
+    in one format, all trained. Other blocks' compiled graphs were not held against the count."""
+    if not has_layer_list(model) or lora.rank or matmul not in ("compute", compute):
+        return False
+    layers = set(model.layer_list)
+    plain = all(set(layer.mixers) <= {"attention", "feed_forward"} for layer in layers)
+    return plain and all(layer.window is None for layer in layers) and not model.as_decoder.attention_sinks
+
+
+def engine_peak(run: EngineRun, pipeline_rank: int) -> dict[str, float]:
+    """Return the bytes by cause (`CAUSES`) at the fullest moment of one pipeline rank, where `is_counted`."""
+    family = cast("FamilyMemory", import_module(run.model.record.memory))
+    return family.replay(run, pipeline_rank)
+
+
+class FamilyMemory(Protocol):
+    """The functions of the module that a family's record names (`FamilyRecord.memory`)."""
+
+    def replay(self, run: EngineRun, pipeline_rank: int) -> dict[str, float]:
+        """Bytes by cause (`CAUSES`) at the fullest moment of a step on one rank of the pipeline."""
+
+
+def rank_peaks(run: EngineRun) -> Iterator[dict[str, float]]:
+    """Yield the peaks of all pipeline ranks.
+
+    A rank that has no more layers of any kind than one before it holds no more than that one, which keeps them for more
+    micro-batches, and is not counted by itself, unless it has the head.
+    """
+    counted: list[tuple[Counter[Layer], dict[str, float]]] = []
+    for rank, layers in enumerate(_layers_of_ranks(run)):
+        fuller = [peak for others, peak in counted if layers <= others]
+        if fuller and rank < run.layout.pp - 1:
+            yield fuller[0]
+        else:
+            counted.append((layers, engine_peak(run, rank)))
+            yield counted[-1][1]
+
+
+def _layers_of_ranks(run: EngineRun) -> list[Counter[Layer]]:
+    """Layers of each kind on each rank of the pipeline."""
+    if run.layout.pp == 1:
+        return [Counter()]
+    if not has_layer_list(run.model):  # no rank is known to hold as much as another one
+        return [Counter({Layer((), rank): 1}) for rank in range(run.layout.pp)]
+    layers = run.model.layer_list
+    stages = cut_layers(len(layers), run.layout)
+    return [
+        Counter(layers[layer] for stage in run.layout.stages_of_rank(rank) for layer in stages[stage])
+        for rank in range(run.layout.pp)
+    ]
+
+
+def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
+    """Bytes of the fullest stage's tensors, blocks eager; None where the engine's memory is not counted."""
+    if not is_counted(plan.spec.model, plan.offload):
+        return None
+    return max(rank_peaks(run_of(plan)), key=lambda peak: sum(peak.values()))
+
+
+CAUSES = ("parameters", "optimizer", "gradients", "gathered", "activations", "logits", "collectives", "temporaries")
+"""Gradients: sharded ones, which the optimizer reads, and whole ones until they are exchanged. Collectives: the buffers
+of data parallelism's exchanges, and pipelines' messages. Within a block's backward its own gradients count as
+activations until it ends."""
+
+
+class Account:
+    def __init__(self) -> None:
+        self.live = dict.fromkeys(CAUSES, 0.0)
+        self.at_peak = dict(self.live)
+        self._total = self._peak = 0.0
+
+    def add(self, cause: str, size: float) -> None:
+        self.live[cause] += size
+        self._total += size
+        if self._total > self._peak:
+            self.touch(0.0)
+
+    def touch(self, size: float, cause: str = "temporaries") -> None:
+        """`size` more bytes are live for a moment."""
+        if self._total + size > self._peak:
+            self._peak = self._total + size
+            self.at_peak = {**self.live, cause: self.live[cause] + size}
+
+
+# FSDP2 (torch 2.13) on an account: units are gathered, let go, and their gradients reduced.
+#
+# What it holds is as read from its source: a forward keeps its all-gather's buffer until the next one's parameters are
+# copied out, a backward gathers the unit before while it works on its own, and the buffer of a reduce-scatter lives
+# until the next one.
+
+
+MASTER_WIDTH = 4.0
+"""Bytes of a parameter as it is kept, of its gradient there and of each moment."""
+
+
+@dataclass
+class Sharded:
+    """A unit's state."""
+
+    unit: Unit
+    is_gathered: bool = False
+    prefetched: bool = False
+    gradient_bytes: float = 0.0
+    """Unsharded gradients, as autograd made them."""
+    accumulated_bytes: float = 0.0
+    """The same in the format of the exchange, waiting for the last micro-batch."""
+    has_gradient: bool = False
+
+
+class Sharding:
+    """The sharded parameters of one stage. `keeps`: they are gathered once a step; else they are freed after each
+    forward and each backward."""
+
+    def __init__(self, account: Account, width: float, reduce_width: float, *, keeps: bool):
+        self.account, self.width, self.reduce_width, self.keeps = account, width, reduce_width, keeps
+        self.buffer_bytes = 0.0
+        """Bytes of the last forward's all-gather."""
+        self.reduced_bytes = 0.0
+        """Bytes of the last reduce-scatter."""
+
+    def gather(self, part: Sharded) -> None:
+        """Gather the part's parameters in a forward."""
+        if part.is_gathered or not part.unit.full:
+            return
+        size, account = part.unit.gathered * self.width, self.account
+        if part.unit.shards > 1:
+            self.prefetch(part)
+            account.add("collectives", -self.buffer_bytes)
+            self.buffer_bytes, part.prefetched = size, False
+        self._copy_out(part, size)
+
+    def _copy_out(self, part: Sharded, size: float) -> None:
+        self.account.add("gathered", size)
+        self.account.touch(size if part.unit.reorders else 0.0)
+        part.is_gathered = True
+
+    def end_forward(self) -> None:
+        self.account.add("collectives", -self.buffer_bytes)
+        self.buffer_bytes = 0.0
+
+    def free_after_forward(self, part: Sharded) -> None:
+        if not self.keeps and part.unit.shards > 1:
+            self.free(part)
+
+    def free(self, part: Sharded) -> None:
+        if part.is_gathered:
+            self.account.add("gathered", -part.unit.gathered * self.width)
+            part.is_gathered = False
+
+    def prefetch(self, part: Sharded | None) -> None:
+        if part is None or part.is_gathered or part.prefetched or part.unit.shards == 1:
+            return
+        self.account.touch((part.unit.gathered + part.unit.own) * self.width, "collectives")
+        self.account.add("collectives", part.unit.gathered * self.width)
+        part.prefetched = True
+
+    def gather_again(self, part: Sharded) -> None:
+        """Gather the part's parameters in a backward, where the buffer is freed at once."""
+        if part.is_gathered:
+            return
+        size = part.unit.gathered * self.width
+        self._copy_out(part, size)
+        if part.prefetched:
+            self.account.add("collectives", -size)
+        part.prefetched = False
+
+    def make_early_gradient(self, part: Sharded) -> None:
+        size = part.unit.early * self.width
+        self.account.add("gradients", size)
+        part.gradient_bytes += size
+
+    def make_gradient(self, part: Sharded, *, put_off: bool = False) -> None:
+        """Or what was put off of it. A second one is added to the first, into new memory."""
+        size = (part.unit.trained.full - (part.unit.early if put_off else 0.0)) * self.width
+        if part.gradient_bytes:
+            self.account.touch(part.unit.trained.largest * self.width, "gradients")
+        self.account.add("gradients", size - part.gradient_bytes)
+        part.gradient_bytes = size
+
+    def after_backward(self, part: Sharded, *, exchanges: bool, last: bool) -> None:
+        """Free the parameters, unless micro-batches follow for which they are kept; where nothing is exchanged yet,
+        gradients take the format of the exchange."""
+        if last or not self.keeps:
+            self.free(part)
+        if not exchanges and part.gradient_bytes and self.reduce_width != self.width and not part.accumulated_bytes:
+            part.accumulated_bytes = part.unit.trained.full * self.reduce_width
+            self.account.add("gradients", part.accumulated_bytes)
+        if part.accumulated_bytes:
+            self.account.add("gradients", -part.gradient_bytes)
+            part.gradient_bytes = 0.0
+        if exchanges:
+            self._reduce(part)
+
+    def _reduce(self, part: Sharded) -> None:
+        """Copied into one buffer, summed over ranks; the own part stays: over one rank, the buffer itself."""
+        waiting = part.gradient_bytes + part.accumulated_bytes
+        if not waiting:
+            return
+        account, size = self.account, part.unit.trained.gathered * self.reduce_width
+        if part.unit.shards == 1 and self.reduce_width == MASTER_WIDTH and not part.has_gradient:
+            account.add("collectives", -self.reduced_bytes)
+            account.add("gradients", size)
+            account.add("gradients", -waiting)
+            part.gradient_bytes = part.accumulated_bytes = self.reduced_bytes = 0.0
+            part.has_gradient = True
+            return
+        account.touch(part.unit.trained.largest * self.width if part.unit.reorders else 0.0, "collectives")
+        account.add("collectives", -self.reduced_bytes)
+        account.add("collectives", size)
+        # foreach_reduce frees its list of whole gradients after the copy, but a loop's variable keeps the last one
+        # until the function returns: of a first stage that is the whole embedding's.
+        last_rows, row = part.unit.trained.matrices[-1]
+        last = last_rows * row * (self.reduce_width if part.accumulated_bytes else self.width)
+        lingering = last if part.unit.shards > 1 else 0.0
+        account.add("gradients", lingering - waiting)
+        own = part.unit.trained.own * MASTER_WIDTH
+        narrow = part.unit.trained.own * (self.reduce_width if self.reduce_width < MASTER_WIDTH else 0.0)
+        account.touch(narrow + own, "collectives" if part.has_gradient else "gradients")
+        account.add("gradients", 0.0 if part.has_gradient else own)
+        account.add("gradients", -lingering)
+        part.gradient_bytes = part.accumulated_bytes = 0.0
+        self.reduced_bytes, part.has_gradient = size, True
+
+    def end_backward(self) -> None:
+        self.account.add("collectives", -self.reduced_bytes)
+        self.reduced_bytes = 0.0
 
 
 def replay(run: EngineRun, pipeline_rank: int) -> dict[str, float]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trainspec_cli.planner.workload.adapters import adapted_decoder, adapted_matrices
-from trainspec_cli.planner.workload.adapters import quantised_bytes as quantised_bytes_of
+from trainspec_cli.planner.workload import adapted_decoder, adapted_matrices
+from trainspec_cli.planner.workload import quantised_bytes as quantised_bytes_of
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import CONV_TAPS, DecoderModel, HybridModel, Layer, TextModel
-from trainspec_cli.recipe.keys.training import LoraSpec
+from trainspec_cli.recipe.keys.model import (
+    CONV_TAPS,
+    DecoderModel,
+    HybridModel,
+    Layer,
+    TextModel,
+)
+from trainspec_cli.recipe.keys.training import BLOCK, QUANTISED_ROW, QUANTISED_SIZE, STACKED_VALUES, KeptState, LoraSpec
 
 Matrix = tuple[int, int]
 """(rows, elements of a row), after tensor parallelism."""
@@ -186,3 +192,61 @@ def outside_unit(model: TextModel, layout: Layout, first: bool, last: bool) -> U
     matrices += [(model.hidden_size, 1)] if last else []
     matrices += [table] if last and not model.tied_embeddings else []
     return Unit(tuple(matrices), layout.shards)
+
+
+# The state of the optimizers of the engine, tensor by tensor, and what an update allocates beside it.
+
+
+MOMENT = 4.0
+"""Bytes of a moment that is not quantised, and of a block's scale."""
+CHUNK_VALUES = 2**24
+"""Values that adamw8bit updates at a time (`engine/optim/adamw8bit.py`)."""
+CHUNK_BYTES = 22.0
+"""Bytes of each of them: gradient and moments in fp32, and, while one is quantised, its blocks and their codes."""
+MATRICES_AT_ONCE = 9
+"""Copies of the largest matrix, or stack of small ones, that muon has at a time in the format that it computes in:
+Newton-Schulz's own five, the parts that are exchanged and those that arrive."""
+
+
+def state_bytes(optimizer: KeptState, unit: Unit, *, in_block: bool, outer_bytes: float = 0.0) -> float:
+    """Return the bytes of the optimizer's state of a unit's trained parameters, on the rank with the largest part;
+    `outer_bytes`: of a parameter, those of an outer optimizer."""
+    own = sum(
+        _bytes_of_row(optimizer, (rows, row), in_block) * -(-rows // unit.shards) for rows, row in unit.trained.matrices
+    )
+    return own + outer_bytes * unit.trained.own
+
+
+def _bytes_of_row(optimizer: KeptState, matrix: Matrix, in_block: bool) -> float:
+    rows, row = matrix
+    if isinstance(optimizer, float):
+        return optimizer * row
+    if optimizer == "sgd":
+        return 0.0
+    if optimizer == "muon" and in_block and is_hidden(matrix):
+        return MOMENT * row
+    if optimizer == "adamw8bit" and rows * row >= QUANTISED_SIZE and row >= QUANTISED_ROW:
+        return 2 * (row + MOMENT * -(-row // BLOCK))
+    return 2 * MOMENT * row
+
+
+def is_hidden(matrix: Matrix) -> bool:
+    """Return whether muon orthogonalises a matrix of a block; vectors and the taps of convolutions it leaves to adamw.
+
+    Stacked biases count as matrices, as they are few.
+    """
+    return matrix[1] not in (1, CONV_TAPS)
+
+
+def update_bytes(optimizer: KeptState, blocks: Iterable[Unit], outside: Iterable[Unit], width: float) -> float:
+    """Return the bytes of an update's temporaries, of which the largest parameter has the most; muon computes in a
+    format of `width` bytes."""
+    of_blocks = [matrix for unit in blocks for matrix in unit.trained.matrices]
+    own = [-(-rows // unit.shards) * row for unit in (*blocks, *outside) for rows, row in unit.trained.matrices]
+    if optimizer == "adamw8bit":
+        return CHUNK_BYTES * min(CHUNK_VALUES, max(own, default=0))
+    if optimizer == "muon":
+        hidden = [rows * row for rows, row in of_blocks if is_hidden((rows, row))]
+        stacked = min(STACKED_VALUES, sum(hidden))
+        return MATRICES_AT_ONCE * width * max(stacked, max(hidden, default=0))
+    return 0.0

@@ -11,14 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainspec_cli.planner.capacity import plan_capacity, template_of
-from trainspec_cli.planner.hardware.cluster import efficiency_of
+from trainspec_cli.planner.hardware.cluster import axis_groups, efficiency_of, on_pools
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.hardware.topology import axis_groups
-from trainspec_cli.planner.pools.describe import describe_pools, on_pools
-from trainspec_cli.planner.pools.placement import Placement, groups_of, placements
-from trainspec_cli.planner.pools.plan import compare_pools, plan_pools
-from trainspec_cli.planner.pools.search import PoolSearch, stages_on
-from trainspec_cli.planner.pools.step import Stopwatch
+from trainspec_cli.planner.pools.plan import PoolSearch, compare_pools, plan_pools, stages_on
+from trainspec_cli.planner.pools.step import Placement, Stopwatch, describe_pools, groups_of, placements
 from trainspec_cli.planner.run.forecast import forecast_run
 from trainspec_cli.planner.time.step import micro_batch, rank_parts
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec, PoolSpec

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.planner.hardware.rates import find_accelerator, find_model, models
+from trainspec_cli.planner.hardware.rates import models
 from trainspec_cli.planner.workload import (
+    Gemm,
+    Work,
+    adapted_matrices,
+    adapter_params,
     count_active_params,
     count_params,
     embedding_work,
@@ -18,12 +22,8 @@ from trainspec_cli.planner.workload import (
     layer_works,
     mixing_flops_per_token,
 )
-from trainspec_cli.planner.workload.adapters import adapted_matrices, adapter_params
-from trainspec_cli.planner.workload.cnn import layer_works as conv_works
-from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params
 from trainspec_cli.planner.workload.ssm import mamba_params
-from trainspec_cli.planner.workload.transformer import attention_work
-from trainspec_cli.planner.workload.work import Gemm, Work
+from trainspec_cli.planner.workload.transformer import expert_layer_params
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import (
     ConvModel,
@@ -86,45 +86,6 @@ def test_parts_hold_every_parameter_once(name: str) -> None:
     assert parts + extra == pytest.approx(count_params(model), rel=0.01)
 
 
-def test_expert_parallelism_splits_the_experts_alone() -> None:
-    model = models()["mixtral_8x7b"]
-    for ep in (1, 8):
-        ((_, (attention, experts)),) = layer_kinds(model, 4096.0, 4096, Layout(dp_shard=8, ep=ep))
-        assert experts.expert_params == pytest.approx(8 * 3 * 4096 * 14336 / ep)
-        assert attention.params == pytest.approx(4096 * 128 * 2 * 40, rel=0.01)
-
-
-def test_a_window_bounds_attention() -> None:
-    windowed, seq_len = models()["mistral_7b"], 32768
-    per_token = flops_per_token(windowed, seq_len) - flops_per_token(windowed, 1)
-    assert per_token < 12 * 32 * 4096 * 4096
-
-
-@pytest.mark.parametrize(
-    ("label", "name"),
-    [
-        ("NVIDIA H100 80GB HBM3", "H100-SXM-80GB"),
-        ("A100-SXM-40GB", "A100-SXM-40GB"),
-        ("H100-96GB-HBM2e-500W", "H100-96GB-HBM2e-500W"),
-        ("GB300", "GB300"),
-        ("MI325X", "MI325X"),
-        ("RTX Pro 6000", "RTX Pro 6000"),
-        ("NVIDIA RTX A5000", "NVIDIA RTX A5000"),
-        ("L4", "L4"),
-        ("V100-SXM2-16GB", "V100-SXM2-16GB"),
-    ],
-)
-def test_labels_find_their_chip(label: str, name: str) -> None:
-    chip = find_accelerator(label)
-    assert chip is not None and chip.name == name
-
-
-def test_labels_find_their_model() -> None:
-    found = find_model("resnet50-v1.5")
-    assert found is not None and found.name == "resnet50"
-    assert find_model("no-such-net") is None
-
-
 def test_frozen_weights_take_four_flops_a_token_and_adapters_six() -> None:
     model, lora = models()["llama3_8b"], LoraSpec(rank=8, targets=("q", "v"))
     adapters = 8 * 32 * ((4096 + 4096) + (4096 + 1024))
@@ -138,8 +99,8 @@ def test_frozen_weights_take_four_flops_a_token_and_adapters_six() -> None:
 def test_shared_experts_have_a_gate_matrix_only_where_the_model_gates(gated: bool, matrices: int) -> None:
     experts = ExpertSpec(num_experts=4, top_k=2, expert_ffn_size=10, shared_experts=2)
     router = 4 * 8
-    assert active_expert_params(experts, 8, gated) == (2 + 2) * matrices * 8 * 10 + router
-    assert expert_layer_params(experts, 8, gated) == (4 + 2) * matrices * 8 * 10 + router
+    assert expert_layer_params(experts, 8, gated, active=True) == (2 + 2) * matrices * 8 * 10 + router
+    assert expert_layer_params(experts, 8, gated, active=False) == (4 + 2) * matrices * 8 * 10 + router
 
 
 def test_a_mamba_layer_has_projections_convolutions_with_biases_and_a_norm() -> None:
@@ -283,48 +244,47 @@ def test_a_decoder_layer_on_a_rank_of_two_by_two() -> None:
     }
 
 
-def test_without_sequence_parallelism_every_rank_keeps_the_whole_residual_stream() -> None:
-    ((_, (attention, mlp)),) = layer_kinds(LLAMA, 10.0, 20, NOT_SPLIT)
-    assert told(attention) == LLAMA_ATTENTION | WHOLE_SEQUENCE | {
-        "pass_bytes": 2 * 10 * (7 * 8 + 24),
-        "eager_bytes": 10 * (24 * 8 + 16 * 12),
-        "cp_bytes": 160,
-        "saved_bytes": 2 * 10 * (2 * 8 + 24),
-        "saved_gemm_bytes": 2 * 10 * (8 + 8),
-        "saved_eager_bytes": 4 * 10 * 8,
-    }
-    assert told(mlp) == LLAMA_MLP | WHOLE_SEQUENCE | {
-        "pass_bytes": 2 * 10 * (7 * 8 + 24),
-        "eager_bytes": 10 * (24 * 8 + 4 * 8),
-        "saved_bytes": 2 * 10 * (2 * 8 + 24),
-        "saved_gemm_bytes": 2 * 10 * (8 + 8),
-        "saved_eager_bytes": 10 * (4 * 8 + 2 * 8),
-    }
-    embedding, head = embedding_work(LLAMA, 10.0, NOT_SPLIT), head_work(LLAMA, 10.0, NOT_SPLIT)
-    assert embedding is not None and head is not None
-    assert (embedding.pass_bytes, head.pass_bytes, head.saved_bytes, head.input_bytes) == (320, 640, 320, 160)
+FIGURES = (
+    *("attention_flops", "score_bytes", "pass_bytes", "eager_bytes", "tensor_bytes", "kernels", "tp_exchanges"),
+    *("cp_bytes", "ep_bytes", "params", "expert_params", "saved_bytes", "saved_gemm_bytes", "saved_eager_bytes"),
+    *("input_bytes",),
+)
 
 
-def test_a_gpt_layer_has_two_matrices_and_nothing_that_only_a_gate_needs() -> None:
-    layout = Layout(pp=3)
-    ((_, (attention, mlp)),) = layer_kinds(GPT, 10.0, 20, layout)
-    assert "eager_bytes" not in told(attention) and "saved_eager_bytes" not in told(attention)
-    assert told(mlp) == {
-        "gemms": [one(10, 16, 8), one(10, 8, 16)],
-        "pass_bytes": 2 * 10 * (7 * 8 + 2 * 16),
-        "tensor_bytes": 160,
-        "kernels": 8,
-        "tp_bytes": 160,
-        "tp_exchanges": 1,
-        "params": 2 * 8 * 16 + 8,
-        "saved_bytes": 2 * 10 * (2 * 8 + 2 * 16),
-        "saved_gemm_bytes": 2 * 10 * (8 + 16),
-        "input_bytes": 160,
-    }
-    tied = [head_work(GPT, 10.0, layout), head_work(GPT, 10.0, Layout())]
-    assert [work.params for work in tied if work] == [32 * 8, 0], "another stage than the embedding's has a copy"
-    embedding = embedding_work(GPT, 10.0, Layout(tp=2))
-    assert embedding is not None and embedding.params == 32 * 8 / 2 + 64 * 8
+@pytest.mark.parametrize(
+    ("model", "layout", "flops", "figures"),
+    [
+        (LLAMA, NOT_SPLIT, 25600,
+         (9600, 2400, 10560, 18240, 960, 94, 7, 480, 0, 1456, 0, 5120, 1920, 2400, 1120)),
+        (GPT, Layout(pp=3), 43520,
+         (19200, 4800, 9600, 0, 960, 88, 7, 960, 0, 2992, 0, 7040, 2880, 0, 1120)),
+        (GPT, Layout(tp=2), 21760,
+         (9600, 2400, 4800, 0, 480, 88, 7, 480, 0, 1648, 0, 3520, 1440, 0, 560)),
+        (WINDOW, Layout(), 51200,
+         (14592, 4800, 13440, 24960, 960, 94, 7, 960, 0, 2864, 0, 8000, 2880, 2880, 1120)),
+        (DEEPSEEK, Layout(tp=2, ep=4, dp_shard=4), 48720,
+         (10800, 2400, 14880, 12800, 640, 328, 7, 1080, 320, 1884, 1152, 8400, 2220, 800, 560)),
+        (PLAIN_QUERIES, CUT, 39920,
+         (10800, 2400, 11280, 14080, 560, 238, 7, 2160, 160, 1820, 2304, 6800, 1980, 1120, 560)),
+        (BIASED, Layout(tp=2, etp=2, ep=2, sequence_parallel=False), 35200,
+         (9600, 2400, 17040, 11520, 1440, 364, 7, 480, 960, 1072, 1920, 6800, 3120, 960, 1120)),
+        (BIASED, Layout(tp=2), 33280,
+         (9600, 2400, 10320, 8640, 720, 364, 4, 480, 480, 1072, 7680, 5200, 2160, 480, 560)),
+        (HYBRID, Layout(tp=2), 70400,
+         (205440, 800, 27120, 1920, 1280, 188, 6, 160, 320, 3812, 3072, 8560, 2520, 0, 960)),
+        (HYBRID, NOT_SPLIT, 71680,
+         (205440, 800, 33680, 1920, 1600, 188, 6, 160, 320, 3812, 3072, 10480, 3320, 0, 1920)),
+    ],
+    ids=["llama, whole stream", "gpt", "gpt, cut", "window", "latent experts", "plain queries", "cut experts",
+         "whole experts", "hybrid", "hybrid, whole stream"],
+)  # fmt: skip
+def test_work_of_small_models(model: ModelSpec, layout: Layout, flops: float, figures: tuple[float, ...]) -> None:
+    """Sums over all layers and both ends, for 10 tokens of a sequence of 20 (ends pass no tensors: 1e9 of them). The
+    llama's layer above is counted by hand; what other models and layouts change of it is in these sums."""
+    works = [work for works in layer_works(model, 10.0, 20, layout) for work in works]
+    works += [end for end in (embedding_work(model, 10.0, layout), head_work(model, 10.0, layout)) if end]
+    assert sum(map(gemm_flops, works)) == pytest.approx(flops)
+    assert [sum(getattr(work, name) % 1e9 for work in works) for name in FIGURES] == pytest.approx(figures)
 
 
 def test_a_window_is_met_by_two_layers_of_three() -> None:
@@ -335,82 +295,10 @@ def test_a_window_is_met_by_two_layers_of_three() -> None:
     assert wide.attention_flops == pytest.approx(4 * 10 * 16 * 10)
 
 
-def test_a_latent_expert_layer_on_a_rank() -> None:
-    (dense, _), (count, (attention, experts)) = layer_kinds(DEEPSEEK, 10.0, 20, Layout(tp=2, ep=4, dp_shard=4))
-    assert (dense, count) == (1, 2)
-    width = 4 * (4 + 2 + 3) / 2  # of queries and values, over all heads
-    assert told(attention) == LLAMA_ATTENTION | {
-        "gemms": [one(10, 10 + 6 + 2, 8), one(10, 4 * 6 / 2, 10), one(10, 4 * 7 / 2, 6), one(10, 8, 4 * 3 / 2)],
-        "attention_flops": 4 * 10 * (width / 2) * 10,
-        "attention_head_dim": width / 4,
-        "pass_bytes": 2 * 10 * (7 * 4 + 2 * 2 * width / 2 + 2 * 2 * 18),
-        "eager_bytes": 10 * (24 * 4 + 16 * width),
-        "kernels": 34,
-        "cp_bytes": 4 * 10 * width / 2,
-        "params": (10 * (8 + 24) + 8 * 8 + 6 * 28 + 12 * 8) / 2 + 8,
-        "saved_bytes": 2 * 10 * (2 * 4 + 4 * width / 2 + 2 * 18),
-        "saved_gemm_bytes": 2 * 10 * (4 + width / 2),
-    }
-    # 10 tokens have 20 copies, 10 of them here: 5 for each of two experts.
-    assert told(experts) == {
-        "gemms": [one(5, 24, 8, count=2), one(5, 8, 12, count=2), one(10, 12, 8), one(10, 8, 6),
-                  one(5, 8, 8, wide=False)],
-        "pass_bytes": 2 * (10 * 7 * 4 + 10 * 3 * 12 + 10 * 3 * 6) + 2 * 10 * 8 * 6,
-        "tensor_bytes": 2 * 10 * 8,
-        "kernels": 100,
-        "tp_bytes": 160,
-        "tp_exchanges": 1,
-        "ep_bytes": 2 * 10 * 8,
-        "expert_copies": 2,
-        "experts": 2,
-        "params": 3 * 8 * 6 + 8 * 9,
-        "expert_params": 3 * 8 * 12 * 2,
-        "saved_bytes": 2 * (2 * 10 * 4 + 10 * (8 + 36) + 10 * 18),
-        "saved_gemm_bytes": 2 * (10 * (8 + 12) + 10 * (4 + 6)),
-        "input_bytes": 80,
-    }  # fmt: skip
-
-
-def test_experts_that_are_cut_and_have_biases() -> None:
-    layout = Layout(tp=2, etp=2, ep=2, sequence_parallel=False)
-    ((_, (_, experts)),) = layer_kinds(BIASED, 10.0, 20, layout)
-    found = told(experts)
-    assert found["gemms"] == [one(5, 12, 8, count=4), one(5, 8, 6, count=4), one(10, 8, 8, wide=False)]
-    assert found["expert_params"] == (3 * 8 * 12 + 2 * 12 + 8) * 8 / 4
-    assert (found["ep_bytes"], found["tp_exchanges"], found["params"]) == (2 * 20 * 8, 1, 8 * 9)
-    assert found["saved_bytes"] == 2 * (2 * 10 * 8 + 20 * (8 + 3 * 6))
-    apart = layer_kinds(BIASED, 10.0, 20, Layout(tp=2))[0][1][1]
-    assert apart.tp_exchanges == 0, "whole experts without a shared one exchange nothing by tensor parallelism"
-
-
-def test_layers_of_a_hybrid() -> None:
-    kinds = layer_kinds(HYBRID, 10.0, 20, Layout(tp=2))
-    assert [(count, works[0].kernels) for count, works in kinds] == [(2, 24), (1, 16), (1, 8), (1, 100)]
-    inner, wide = 32 / 2, (2 * 32 + 2 * 2 * 3 + 8) / 2
-    assert told(kinds[0][1][0]) == {
-        "gemms": [one(10, wide, 16), one(10, 16, inner)],
-        "attention_flops": 2 * 10 * (256 * (2 * 3 + 32) + 4 * 3 * 32) / 2,
-        "attention_head_dim": 4,
-        "pass_bytes": 2 * 10 * (7 * 8 + 4 * wide + 16 * inner),
-        "tensor_bytes": 2 * 10 * inner,
-        "kernels": 24,
-        "tp_bytes": 2 * 10 * 16,
-        "tp_exchanges": 1,
-        "params": mamba_params(HYBRID) / 2 + 16,
-        "saved_bytes": 2 * 10 * (2 * 8 + 2 * wide + 2 * inner),
-        "saved_gemm_bytes": 2 * 10 * (8 + inner),
-        "input_bytes": 160,
-    }
-    assert [works[0].params for _, works in kinds[1:]] == [192 * 2 / 2 * 2 / 2 * 2 + 16, 2 * 16 * 24 / 2 + 16, 336]
+def test_the_layers_of_a_hybrid_are_in_the_order_of_its_letters() -> None:
     more = replace(HYBRID, mamba_layers=4, attention_layers=3, mlp_layers=2, expert_layers=5)
     letters = {24: "M", 16: "*", 8: "-", 100: "E"}
-    counts = {letters[works[0].kernels]: count for count, works in layer_kinds(more, 10.0, 20, Layout())}
-    assert counts == {"M": 4, "*": 3, "-": 2, "E": 5}
     assert "".join(letters[work.kernels] for (work,) in layer_works(more, 10.0, 20, Layout())) == more.layers
-    alone = HybridModel(16, 32, 2, mamba_head_dim=4, mamba_state_size=3, mamba_groups=2)
-    assert [count for count, _ in layer_kinds(alone, 10.0, 20, Layout())] == [2]
-    whole = layer_kinds(alone, 10.0, 20, NOT_SPLIT)[0][1][0]
-    assert (whole.input_bytes, whole.saved_gemm_bytes) == (2 * 10 * 16, 2 * 10 * (16 + inner))
 
 
 CONVS = {
@@ -450,20 +338,6 @@ def test_convolutions_of_small_networks(
     assert embedding_work(model, 2.0, Layout()) is head_work(model, 2.0, Layout()) is None
 
 
-def test_a_bottleneck_of_groups_whose_stride_is_two() -> None:
-    """ResNeXt's second stage: 8 channels at 8 x 16 to 16 at 4 x 8, through two groups of 4."""
-    (works,) = conv_works(CONVS["resnext"], 2.0, 1, Layout())
-    first, strided, shortcut = works[0], works[9], works[11]
-    assert first.gemms == (Gemm(2 * 16 * 32, 64, 3 * 49, 1, wide=False),)
-    assert strided.gemms == (Gemm(2 * 4 * 8, 8 / 2, 8 / 2 * 9, 2, wide=False),)
-    assert strided.params == 8 // 2 * 8 * 9 + 2 * 8
-    assert strided.input_bytes == 2 * 2 * 8 * 16 * 8, "it reads what lies before the stride"
-    assert (strided.tensor_bytes, strided.saved_bytes) == (2 * 64 * 8, 4 * 64 * 8)
-    assert strided.pass_bytes == 2 * (2 * 128 * 8 + 64 * 8 + 2 * 64 * 8)
-    assert shortcut.gemms == (Gemm(2 * 4 * 8, 16, 8, 1, wide=False),)
-    assert shortcut.kernels == 4
-
-
 ADAPTED = {
     "llama": (LLAMA, False, 2, {"q": (8, 8), "k": (4, 8), "v": (4, 8), "out": (8, 8), "gate": (8, 8), "up": (8, 8),
                                 "down": (8, 8)}),
@@ -490,13 +364,3 @@ def test_adapters_of_all_layers_are_counted() -> None:
     lora = LoraSpec(rank=2, targets=("q", "down"))
     assert adapter_params(DEEPSEEK, lora) == 2 * (3 * (24 + 10) + (8 + 16) + 2 * (8 + 12))
     assert adapter_params(HYBRID, lora) == adapter_params(LLAMA, LoraSpec()) == 0
-
-
-def test_a_model_with_a_table_of_positions_rotates_nothing() -> None:
-    """A rotation reads and writes each query and key: 2 bytes an element twice, and in plain operations 16 more."""
-    rotating = DecoderModel(2, 64, 4, 4, 16, 256, 1000)
-    seated = replace(rotating, learned_positions=128)
-    layout, tokens = Layout(), 8.0
-    turned, still = (attention_work(model, tokens, 128, layout) for model in (rotating, seated))
-    assert turned.pass_bytes - still.pass_bytes == 2 * 2 * tokens * (64 + 64)
-    assert turned.eager_bytes - still.eager_bytes == 16 * tokens * (64 + 64)
