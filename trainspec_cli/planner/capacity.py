@@ -57,8 +57,7 @@ from trainspec_cli.recipe.results.plan import (
     SizedStep,
     StepTime,
 )
-from trainspec_cli.recipe.rules.check import BUILT, apply, check
-from trainspec_cli.recipe.rules.layout import KERNEL_RULES
+from trainspec_cli.recipe.rules.check import BUILT, KERNEL_RULES, apply, check
 
 SHOWN = 10
 

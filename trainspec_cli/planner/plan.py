@@ -47,8 +47,8 @@ FILLING = 4
 def _fewest_processes(spec: RunSpec) -> int:
     """Return the processes of a node that the layout and the replica groups ask for.
 
-    On CPUs one process with every core makes more tokens than several that share the cores: 1.4 times those of two in the
-    quickstart on two cores.
+    On CPUs one process with every core makes more tokens than several that share the cores: 1.4 times those of two in
+    the quickstart on two cores.
     """
     asked = {axis: size_of(spec.layout, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")}
     data_parallel = max(asked["dp_replicate"] * asked["dp_shard"], asked["ep"])

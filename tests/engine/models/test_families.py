@@ -15,7 +15,7 @@ from trainspec_cli.engine.build.assemble import build_model
 from trainspec_cli.engine.models.lora import apply_lora
 from trainspec_cli.engine.parallel.expert import apply_recompute
 from trainspec_cli.planner.hardware.rates import models
-from trainspec_cli.planner.workload import adapter_params, count_params
+from trainspec_cli.planner.workload import adapter_params, count_params, flops_per_token
 from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, LatentAttentionSpec, TextModel
 from trainspec_cli.recipe.keys.training import LoraSpec
 
