@@ -22,7 +22,7 @@ from typing import cast
 from trainspec_cli.core.errors import Problem, closest
 from trainspec_cli.core.reading.files import expand, how_to_copy
 from trainspec_cli.core.wings import MISSING_WING, Part, Point, find_wings, parts_of
-from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.field_types import AUTO, AutoInt
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.kernels import IN_BLOCKS, KERNELS, TORCH, Backend
 from trainspec_cli.recipe.keys.layout import MESH_AXES
@@ -564,12 +564,13 @@ def close_axes(spec: RunSpec) -> RunSpec:
     """Return `spec` with the axes beside data parallelism set to 1 where they are `auto`, as a launch has them."""
     if spec.layout is UNKNOWN:
         return spec
-    layout = spec.layout
-    for axis in ("cp", "tp", "pp", "ep", "etp"):
-        size = getattr(layout, axis)
-        if size is not UNKNOWN and size == AUTO:
-            layout = replace(layout, **{axis: 1})  # type: ignore[arg-type]  # mypy cannot tell which field it is
-    return replace(spec, layout=layout)
+
+    def close(size: AutoInt) -> AutoInt:
+        return 1 if size is not UNKNOWN and size == AUTO else size
+
+    old = spec.layout
+    new = replace(old, cp=close(old.cp), tp=close(old.tp), pp=close(old.pp), ep=close(old.ep), etp=close(old.etp))
+    return replace(spec, layout=new)
 
 
 def own_framework(spec: RunSpec) -> Iterator[Problem]:
