@@ -17,9 +17,9 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.printable import format_bytes, format_duration
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
-from trainspec_cli.reporter.compare import MOST_RUNS, comparison_as_json, render_comparison, table
-from trainspec_cli.reporter.compare import compare as compare_reports
+from trainspec_cli.reporter.compare import MOST_RUNS, comparison_as_json, render_comparison
 from trainspec_cli.reporter.runs import RunLine, show_differences
+from trainspec_cli.reporter.style import aligned
 from trainspec_cli.run.folder.memory import Copies, list_copies, remove_folder
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.memory_limits import Learned, MemoryLimits, forget_limits, list_limits
@@ -80,7 +80,7 @@ def runs(
     if as_json:
         print(json_text([asdict(line) for line in lines]))
     elif lines:
-        print(table(_filled([HEADINGS, *map(_cells, lines)])))
+        print("\n".join(aligned(_filled([HEADINGS, *map(_cells, lines)]))))
         for line in filter(lambda line: line.damage, lines):
             print(f"damaged: {line.damage}", file=sys.stderr)
     else:
@@ -99,7 +99,7 @@ def _show_limits(*, clear: bool, as_json: bool) -> None:
         print("no run has run out of memory on this machine")
     else:
         rows = [_limit_cells(limits, learned) for limits in found for learned in limits.learned]
-        print(table([LIMITS_HEADINGS, *rows]))
+        print("\n".join(aligned([LIMITS_HEADINGS, *rows])))
         print("\nforgotten" if clear else "\ntrainspec runs --clear-limits forgets them")
 
 
@@ -132,7 +132,7 @@ def _show_copies(*, clear: bool, as_json: bool) -> None:
     elif not rows:
         print("no run has copies in this node's memory")
     else:
-        print(table([COPIES_HEADINGS, *(_copies_cells(*row) for row in rows)]))
+        print("\n".join(aligned([COPIES_HEADINGS, *(_copies_cells(*row) for row in rows)])))
         if clear:
             print(f"\ncleared {format_bytes(sum(copies.bytes for copies in cleared))}")
         elif any(status in FORSAKEN for _, status in rows):
@@ -173,11 +173,11 @@ def compare(runs: Runs, as_json: AsJson = False) -> None:
     if not 2 <= len(runs) <= MOST_RUNS:
         message = f"{len(runs)} run{'s'[: len(runs) != 1]} cannot be compared; 2 to {MOST_RUNS} can"
         raise RecipeError(Problem("usage", message, "RUN", "such as trainspec runs compare A B"))
-    compared = compare_reports([collect_run(name) for name in runs])
+    reports = [collect_run(name) for name in runs]
     if as_json:
-        print(json_text(comparison_as_json(compared)))
+        print(json_text(comparison_as_json(reports)))
     else:
-        PrintableConsole().report(render_comparison(compared, PrintableConsole().width))
+        PrintableConsole().report(render_comparison(reports, PrintableConsole().width))
 
 
 @app.command()

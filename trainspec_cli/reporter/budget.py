@@ -17,8 +17,9 @@ from trainspec_cli.reporter.page.parts import (
     table,
     tiles,
 )
+from trainspec_cli.reporter.page.svg import LineSeries, Segment, render_bar, render_curves, render_legend
 from trainspec_cli.reporter.plan.labels import format_money, percent
-from trainspec_cli.reporter.svg import LineSeries, Segment, render_bar, render_curves, render_legend
+from trainspec_cli.reporter.style import aligned
 
 NAMES: Mapping[Way, str] = {
     "owned": "buy",
@@ -42,7 +43,8 @@ Rows = Sequence[Sequence[str]]
 
 def render_budget(budget: Budget) -> str:
     blocks = ["\n".join([title_of(budget), *sentences(budget)])]
-    blocks += ["\n".join([f"{title}  {text}".rstrip(), *_aligned(rows)]) for title, text, rows in _tables(budget)]
+    for title, text, rows in _tables(budget):
+        blocks.append("\n".join([f"{title}  {text}".rstrip(), *aligned(rows, range(1, len(rows[0])))]))
     return printable("\n\n".join(blocks))
 
 
@@ -125,17 +127,6 @@ def _sensitivity_rows(budget: Budget, ways: Sequence[Way]) -> Iterator[Sequence[
 
 def _money(usd: float) -> str:
     return f"-{format_money(-usd)}" if usd < 0 else format_money(usd)
-
-
-def _aligned(rows: Rows) -> list[str]:
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def render_budget_page(budget: Budget, origin: PageOrigin | None = None) -> str:

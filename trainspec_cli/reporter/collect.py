@@ -14,8 +14,8 @@ from trainspec_cli.recipe.keys.kernels import KernelSpec, KernelTable
 from trainspec_cli.recipe.records import Absent, from_plain, to_plain
 from trainspec_cli.recipe.results.plan import LocalPrediction
 from trainspec_cli.recipe.results.verdict import RunVerdict
-from trainspec_cli.reporter.run_speed import RunSpeed, SpeedMeter
-from trainspec_cli.reporter.runs import History, name_of, read_history, status_of
+from trainspec_cli.reporter.run_speed import History, RunSpeed, SpeedMeter
+from trainspec_cli.reporter.runs import name_of, status_of
 from trainspec_cli.run.folder.accounting import Recovery, RecoveryLog, RunAccount, WallTime
 from trainspec_cli.run.folder.event_types.events import (
     AchievedEvent,
@@ -164,7 +164,9 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
     world_size = begin.world_size if begin else None
     files = _events_of_ranks(run, plan.replica_groups, world_size or 0)
     for rank, path in files.items():
-        history = read_history(read_log(path)) if rank else first
+        history = first if rank == 0 else History()
+        for event in read_log(path) if rank else ():
+            history.take(event)
         # Every rank warns for itself; the log of the first holds only its own.
         warnings += history.warnings
         meter.take(rank, history)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 from rich.console import Console
@@ -74,35 +73,6 @@ def showing_progress(console: Console) -> Iterator[ShowProgress]:
         )
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What is known beforehand of a run that is shown."""
-
-    max_steps: int | None = None
-    interval_steps: int | None = None
-    """Steps between two lines; None: a line comes every `LINE_S`."""
-    compiles: bool = False
-
-    @staticmethod
-    def of(plan: Plan | None) -> Expected:
-        """Of a command of the user's own, which has no plan, nothing is known."""
-        if plan is None:
-            return Expected()
-        return Expected(plan.total_steps, plan.spec.train.log_interval_steps, plan.spec.compile)
-
-
-class Screen(Protocol):
-    """The place that a view is drawn on."""
-
-    def say(self, text: str | Text) -> None:
-        """Add a line that stays."""
-
-    def show(self, phase: str, progress: Progress) -> None:
-        """Show what is going on now."""
-
-    def close(self) -> None: ...
-
-
 class LiveView:
     """Reads rank 0's events and shows them; `watch` is to be called again and again while the run goes on. `log` gets
     the lines that a console without a terminal gets."""
@@ -110,16 +80,16 @@ class LiveView:
     def __init__(
         self, run: RunDir, plan: Plan | None, console: Console, log: Console | None = None, *, last_bytes: int = 0
     ):
-        """`last_bytes`: of the events that are there already, so many are shown too."""
-        expected = Expected.of(plan)
-        interval_steps = expected.interval_steps
+        """`plan`: None for a command of the user's own. `last_bytes`: of the events that are there already, so many are
+        shown too."""
+        interval_steps = plan.spec.train.log_interval_steps if plan else None
         self._tail = EventTail(run.events(0), last_bytes)
-        self._progress = Progress(expected.max_steps)
+        self._progress = Progress(plan.total_steps if plan else None)
         self._next_advice_step = 0
         self._explains_xz = True
         self._has_plan = plan is not None
-        self._before_first_step = "compiling" if expected.compiles else "first step"
-        self._screens: list[Screen] = [
+        self._before_first_step = "compiling" if plan and plan.spec.compile else "first step"
+        self._screens: list[TerminalScreen | PlainScreen] = [
             TerminalScreen(console) if console.is_terminal else PlainScreen(console, interval_steps)
         ]
         if log:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 
 from trainspec_cli.core.printable import format_bytes, format_duration, format_si
 from trainspec_cli.recipe.results.plan import LocalPrediction
@@ -27,19 +26,21 @@ from trainspec_cli.reporter.page.parts import (
     text_row,
     tiles,
 )
+from trainspec_cli.reporter.page.svg import LineSeries, Point, Segment, render_bar, render_curves, render_legend, thin
 from trainspec_cli.reporter.run_speed import RunSpeed
 from trainspec_cli.reporter.runs import ALIVE
-from trainspec_cli.reporter.svg import LineSeries, Point, Segment, render_bar, render_curves, render_legend, thin
 from trainspec_cli.reporter.text import (
     describe_evaluation,
     describe_event,
     facts_of,
     format_units,
     heldout_title,
+    part_rows,
     scheduler_changes,
     speed_lines,
     standing_of,
     title_of,
+    wall_time_rows,
     warning_lines,
 )
 from trainspec_cli.reporter.verdicts import verdicts_section
@@ -116,17 +117,8 @@ def _segments(seconds: Mapping[str, float]) -> list[Segment]:
 
 
 def _parts(speed: RunSpeed, predicted: LocalPrediction | None) -> str:
-    by_rank = len(speed.ranks) > 1
-    headings = ["part", "#time", "#share", *(["#by rank"] if by_rank else []), *(["#predicted"] if predicted else [])]
-    rows = []
-    for part in speed.parts:
-        row = [part.name.replace("_", " "), format_duration(part.mean_s), f"{part.share:.1%}"]
-        row += [f"{format_duration(part.min_s)} - {format_duration(part.max_s)}"] if by_rank else []
-        row += [format_duration(predicted.time_s.get(part.name, 0.0))] if predicted else []
-        rows.append(number_row(row))
-    whole = ["whole step", format_duration(speed.step_time_s), "100.0%", *([""] if by_rank else [])]
-    rows.append(number_row([*whole, *([format_duration(predicted.step_time_s)] if predicted else [])]))
-    return table(headings, rows)
+    headings = ["part", "#time", "#share", *["#by rank"] * (len(speed.ranks) > 1), *["#predicted"] * bool(predicted)]
+    return table(headings, list(map(number_row, part_rows(speed, predicted))))
 
 
 def prediction_section(report: Report, predicted: LocalPrediction) -> str:
@@ -149,13 +141,10 @@ def wall_time_section(report: Report) -> str:
     wall_s = report.time_s.total_s
     if wall_s <= 0 or report.goodput is None:
         return ""
-    spent = [(bucket.name.replace("_", " "), getattr(report.time_s, bucket.name)) for bucket in fields(report.time_s)]
-    shown = [(name, seconds, f"{format_duration(seconds)}, {seconds / wall_s:.1%}") for name, seconds in spent]
-    rows = [
-        (name, render_bar([Segment("c-used", name, seconds, text)], wall_s), text)
-        for name, seconds, text in shown
-        if seconds > 0
-    ]
+    rows = []
+    for name, seconds, took, share in wall_time_rows(report):
+        shown = f"{took}, {share:.1%}"
+        rows.append((name, render_bar([Segment("c-used", name, seconds, shown)], wall_s), shown))
     text = f"Goodput {report.goodput:.1%}, of {format_duration(wall_s)} from the first launch on."
     return section("Wall time", text, bar_rows(rows))
 

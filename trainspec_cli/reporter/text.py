@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from operator import attrgetter
 
 from trainspec_cli.core.printable import cut_middle, format_bytes, format_count, format_duration, format_si
@@ -37,7 +38,6 @@ from trainspec_cli.run.folder.event_types.events import (
     NodesEvent,
     RecoveryEvent,
     StartEvent,
-    UsageEvent,
     WarningEvent,
 )
 
@@ -54,8 +54,11 @@ def describe_progress(progress: Progress) -> str:
     parts = [_loss(progress.loss)] if progress.has_stepped and progress.unit != STEPS else []
     if progress.tokens_per_s is not None and progress.mfu is not None:
         parts.append(describe_speed(progress.tokens_per_s, progress.mfu, progress.unit))
-    if progress.usage is not None:
-        parts.append(describe_usage(progress.usage))
+    if (usage := progress.usage) is not None:
+        # `1.9 cores · 1.2 GiB · GPU 93%, 31.0 GiB`
+        parts += [f"{usage.cores:.1f} cores", format_bytes(usage.rss_bytes)]
+        if not isinstance(usage.gpu_busy, Absent) and not isinstance(usage.gpu_bytes, Absent):
+            parts.append(f"GPU {usage.gpu_busy:.0%}, {format_bytes(usage.gpu_bytes)}")
     if progress.time_left_s:
         parts.append(f"{format_duration(progress.time_left_s)} left")
     return " · ".join(parts)
@@ -69,14 +72,6 @@ def describe_speed(units_per_s: float, mfu: float, unit: str = "tokens") -> str:
     return f"{format_units(units_per_s)} {unit}/s · {mfu:.1%} MFU"
 
 
-def describe_usage(event: UsageEvent) -> str:
-    """`1.9 cores · 1.2 GiB · GPU 93%, 31.0 GiB`."""
-    parts = [f"{event.cores:.1f} cores", format_bytes(event.rss_bytes)]
-    if not isinstance(event.gpu_busy, Absent) and not isinstance(event.gpu_bytes, Absent):
-        parts.append(f"GPU {event.gpu_busy:.0%}, {format_bytes(event.gpu_bytes)}")
-    return " · ".join(parts)
-
-
 def format_units(units_per_s: float) -> str:
     return f"{units_per_s:,.0f}" if units_per_s >= 100 else f"{units_per_s:.3g}"
 
@@ -85,15 +80,28 @@ def describe_event(event: Event) -> str:
     """Describe in a line or two what happens beside the steps; empty for events that need none."""
     match event:
         case StartEvent():
-            return describe_start(event)
+            processes = f"{event.world_size} process{'es' if event.world_size > 1 else ''}"
+            resumed = f", from step {event.step}" if event.step else ""
+            if event.unit == STEPS:
+                return f"steps are counted of {processes}, {event.device_name}{resumed}"
+            return (
+                f"{format_count(event.params)} parameters on {processes}, {event.device_name}{resumed}\n"
+                f"MFU is against {format_si(event.peak_flops, 'FLOP/s')} a process ({event.peak_source})"
+            )
         case FirstTextEvent():
             return "".join(text for text, _ in first_text_parts(event))
         case EvalEvent():
             return f"step {event.step}: held out {describe_evaluation(event)}"
         case CheckpointEvent():
-            return f"step {event.step}: checkpoint, {format_bytes(event.bytes)} {describe_saving(event)}"
+            # One that is written while the run trains on holds training up for a part of the time alone.
+            written_s = (
+                event.seconds if event.written_s is None or isinstance(event.written_s, Absent) else event.written_s
+            )
+            held = f", training held up for {format_duration(event.seconds)}" if event.seconds < written_s else ""
+            size = format_bytes(event.bytes)
+            return f"step {event.step}: checkpoint, {size} in {format_duration(written_s)}{held}"
         case CadenceEvent():
-            return f"step {event.step}: {describe_cadence(event)}"
+            return _describe_cadence(event)
         case RecoveryEvent():
             return describe_recovery(recovery_of(event)).line
         case DirectiveEvent():
@@ -152,32 +160,27 @@ def describe_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {shown}, ... ({len(ranks):,})" if len(ranks) > MANY else f"ranks {shown}"
 
 
-def describe_saving(event: CheckpointEvent) -> str:
-    """`in 320 ms`; of one written beside training `in 320 ms, training held up for 7 ms`."""
-    written_s = event.seconds if event.written_s is None or isinstance(event.written_s, Absent) else event.written_s
-    beside = f", training held up for {format_duration(event.seconds)}" if event.seconds < written_s else ""
-    return f"in {format_duration(written_s)}{beside}"
-
-
-def describe_cadence(event: CadenceEvent) -> str:
+def _describe_cadence(event: CadenceEvent) -> str:
     """Describe what `checkpoint.interval_steps: auto` has chosen, and why."""
-    cost_s = event.blocked_s + event.drag_s
-    mtbf_s = event.mtbf_s
-    failures = (
-        "no failures are expected" if mtbf_s is None else f"a failure is expected every {format_duration(mtbf_s)}"
-    )
+    failures = "no failures are expected"
+    if event.mtbf_s is not None:
+        failures = f"a failure is expected every {format_duration(event.mtbf_s)}"
     if not isinstance(event.failures, Absent) and not isinstance(event.observed_s, Absent):
         failures += f", by {event.failures:,} in {format_duration(event.observed_s)} and the cluster's figure"
-    return (
-        f"from here a checkpoint every {event.interval_steps:,} steps: one costs {format_duration(cost_s)} and is "
-        f"whole in {format_duration(event.written_s)}; {failures}"
-    )
+    whole = format_duration(event.written_s)
+    cost = f"one costs {format_duration(event.blocked_s + event.drag_s)} and is whole in {whole}"
+    return f"step {event.step}: from here a checkpoint every {event.interval_steps:,} steps: {cost}; {failures}"
 
 
 def describe_plan(plan: Plan) -> str:
     """Describe what a plan has resolved, a fact a line."""
     spec = plan.spec
     unit = plan.spec.data.unit
+    # `8 samples of 64 tokens`; a sample of images or volumes is one of them. A batch that changes has its schedule.
+    length = f" of {spec.data.seq_len} tokens" if unit == "tokens" else ""
+    kind = spec.batching.schedule.kind
+    changes = "" if kind == "constant" else f" at first ({kind})"
+    batch = f"{spec.batching.global_batch_size} samples{length}{changes}"
     micro = f"{plan.micro_batch_size} a process at a time, {plan.grad_accum_steps} times a step"
     groups = f"{plan.replica_groups} of {plan.group_size} each, which exchange over {plan.group_backend}"
     facts = {
@@ -186,20 +189,12 @@ def describe_plan(plan: Plan) -> str:
         "layout": plan.layout.describe(),
         **({"stages": f"{cut} layers"} if (cut := stages_label(plan.layout.stage_layers)) else {}),
         **({"groups": groups} if plan.replica_groups > 1 else {}),
-        "batch": f"{describe_batch(plan)}, {micro}",
+        "batch": f"{batch}, {micro}",
         "steps": f"{plan.total_steps}, {format_count(spec.train.max_steps * plan.tokens_per_step)} {unit} in all",
         **({"kernels": describe_choice(plan.kernels, None)} if plan.kernels.changed else {}),
         "compute": f"{format_si(plan.flops_per_token, 'FLOP')} a {unit.removesuffix('s')}",
     }
     return "\n".join(f"{name:<9} {fact}" for name, fact in facts.items())
-
-
-def describe_batch(plan: Plan) -> str:
-    """`8 samples of 64 tokens`; a sample of images or volumes is one of them. A batch that changes has its schedule."""
-    length = f" of {plan.spec.data.seq_len} tokens" if plan.spec.data.unit == "tokens" else ""
-    kind = plan.spec.batching.schedule.kind
-    changes = "" if kind == "constant" else f" at first ({kind})"
-    return f"{plan.spec.batching.global_batch_size} samples{length}{changes}"
 
 
 def describe_prediction(prediction: LocalPrediction, tokens_per_step: int) -> str:
@@ -211,17 +206,6 @@ def describe_prediction(prediction: LocalPrediction, tokens_per_step: int) -> st
     return (
         f"predicted: {format_duration(seconds)} a step, {tokens_per_step / seconds:,.0f} tokens/s · "
         f"{format_bytes(prediction.needed_bytes)} a process{tensors}"
-    )
-
-
-def describe_start(begin: StartEvent) -> str:
-    processes = f"{begin.world_size} process{'es' if begin.world_size > 1 else ''}"
-    resumed = f", from step {begin.step}" if begin.step else ""
-    if begin.unit == STEPS:
-        return f"steps are counted of {processes}, {begin.device_name}{resumed}"
-    return (
-        f"{format_count(begin.params)} parameters on {processes}, {begin.device_name}{resumed}\n"
-        f"MFU is against {format_si(begin.peak_flops, 'FLOP/s')} a process ({begin.peak_source})"
     )
 
 
@@ -335,50 +319,51 @@ def _join(numbers: Sequence[int]) -> str:
 
 def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
     """Return the speed, how MFU is reckoned, the steps that it is taken over, and what is unusual about them."""
+    steps = speed.left_out_steps
+    left_out = f"; steps {steps[0]}-{steps[-1]}, which compile and allocate, are left out" if steps else ""
+    over = f"over steps {speed.first_step}-{speed.last_step}{left_out}"
     if speed.unit == STEPS:
-        return [speed_line(speed), f"over steps {speed.first_step}-{speed.last_step}{_left_out(speed)}"]
+        return [speed_line(speed), over]
+    flops = f"{format_si(speed.flops_per_token, 'FLOP')} a {speed.unit.removesuffix('s')}"
     peak = f"({world_size} x {format_si(speed.peak_flops, 'FLOP/s')}, the {speed.peak_source})"
-    return [
-        speed_line(speed),
-        f"MFU = {speed.unit}/s x {format_si(speed.flops_per_token, 'FLOP')} a {speed.unit.removesuffix('s')} / {peak}",
-        f"over steps {speed.first_step}-{speed.last_step}{_left_out(speed)}",
-        *_unsteady(speed),
-        *_waiting(speed),
-        *_exchanges(speed),
-    ]
+    lines = [speed_line(speed), f"MFU = {speed.unit}/s x {flops} / {peak}", over]
+    quick_s, slow_s = speed.usual_s
+    # A prediction knows the load that there was when this machine was probed, not what came later.
+    if slow_s > UNSTEADY * quick_s:
+        usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (eight in ten)"
+        lines.append(f"steps took {usual}: something else was at work on this machine, which no prediction foresees")
+    # Reading ahead hides all that takes less than a step.
+    waited = next(part.share for part in speed.parts if part.name == "data_wait")
+    if waited > LONG_WAIT:
+        disk = "a faster or local disk" if speed.unit == "tokens" else "a faster disk, or more CPU cores to read with"
+        why = "reading a batch takes longer than a step; what helps is"
+        lines.append(f"steps waited {waited:.0%} of their time for data: {why} {disk}")
+    if speed.exchange and speed.exchange.seconds:
+        took = format_duration(speed.exchange.seconds)
+        exposed = speed.exchange.exposed_s / speed.exchange.seconds
+        lines.append(f"ranks exchanged for {took} a step, {exposed:.0%} of it while nothing was computed")
+    return lines
 
 
 def speed_line(speed: RunSpeed) -> str:
     return describe_speed(speed.tokens_per_s, speed.mfu, speed.unit)
 
 
-def _unsteady(speed: RunSpeed) -> Iterator[str]:
-    """A prediction knows of the load that there was when this machine was probed, not of what came later."""
-    quick_s, slow_s = speed.usual_s
-    if slow_s > UNSTEADY * quick_s:
-        usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (eight in ten)"
-        yield f"steps took {usual}: something else was at work on this machine, which no prediction foresees"
+def part_rows(speed: RunSpeed, predicted: LocalPrediction | None) -> Iterator[list[str]]:
+    """Yield (part, time, share) of the parts of the mean step, and of the whole; over several ranks also the least and
+    the greatest, and the predicted time where there is one."""
+    by_rank = len(speed.ranks) > 1
+    for part in speed.parts:
+        row = [part.name.replace("_", " "), format_duration(part.mean_s), f"{part.share:.1%}"]
+        row += [f"{format_duration(part.min_s)} - {format_duration(part.max_s)}"] if by_rank else []
+        yield row + ([format_duration(predicted.time_s.get(part.name, 0.0))] if predicted else [])
+    whole = ["whole step", format_duration(speed.step_time_s), "100.0%", *([""] if by_rank else [])]
+    yield whole + ([format_duration(predicted.step_time_s)] if predicted else [])
 
 
-def _exchanges(speed: RunSpeed) -> Iterator[str]:
-    if speed.exchange and speed.exchange.seconds:
-        took = speed.exchange.seconds
-        exposed = speed.exchange.exposed_s / speed.exchange.seconds
-        yield f"ranks exchanged for {format_duration(took)} a step, {exposed:.0%} of it while nothing was computed"
-
-
-def _waiting(speed: RunSpeed) -> Iterator[str]:
-    """Reading ahead hides all that takes less than a step."""
-    share = next(part.share for part in speed.parts if part.name == "data_wait")
-    if share > LONG_WAIT:
-        yield (
-            f"steps waited {share:.0%} of their time for data: reading a batch takes longer than a step; what helps is "
-            + ("a faster or local disk" if speed.unit == "tokens" else "a faster disk, or more CPU cores to read with")
-        )
-
-
-def _left_out(speed: RunSpeed) -> str:
-    steps = speed.left_out_steps
-    if not steps:
-        return ""
-    return f"; steps {steps[0]}-{steps[-1]}, which compile and allocate, are left out"
+def wall_time_rows(report: Report) -> list[tuple[str, float, str, float]]:
+    """Return (bucket, seconds, these as text, share) of the wall time of all attempts; buckets without any are left
+    out."""
+    spent = [(bucket.name.replace("_", " "), getattr(report.time_s, bucket.name)) for bucket in fields(report.time_s)]
+    wall_s = report.time_s.total_s
+    return [(name, seconds, format_duration(seconds), seconds / wall_s) for name, seconds in spent if seconds > 0]

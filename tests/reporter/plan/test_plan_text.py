@@ -15,8 +15,8 @@ from trainspec_cli.recipe.results.forecast import Assumption, BatchForecast
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
 from trainspec_cli.recipe.results.tools import TraceResult
 from trainspec_cli.reporter.plan.labels import PlanReport, SweepReport
-from trainspec_cli.reporter.plan.page import compare_trace, render_trace
 from trainspec_cli.reporter.plan.text import _memory_cell, bar, render_plan, render_sweep, run_rows
+from trainspec_cli.reporter.plan.trace import compare_trace, render_trace
 
 EXPECTED = Path(__file__).parent / "expected"
 """Whole texts, read through once by a person; each figure follows from those of conftest.py."""

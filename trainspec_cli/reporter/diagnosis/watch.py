@@ -62,7 +62,12 @@ class DiagnosisWatch:
             if place not in self._reported and (self._seen[place] >= SEEN_TWICE or one.cause == "hang"):
                 self._reported[place] = one
                 self._write(one, report, is_over=False)
-                self._look_deeper(one, self._reader)
+                if self._looks_deeper:
+                    # The suspected rank is asked for a deeper look; a disk that is full takes no such order.
+                    with suppress(OSError):
+                        orders = read_looks(self._run).orders
+                        if (order := next_look(one, self._reader.shape.nodes, orders)) is not None:
+                            write_looks(self._run, LooksRecord(orders=(*orders, order)))
             elif place in self._reported and one.code and not self._reported[place].code:
                 self._reported[place] = one
                 self._write(one, report, is_over=False)
@@ -71,19 +76,10 @@ class DiagnosisWatch:
             ended = found.get(place) or replace(known, until_step=self._reader.step)
             self._write(ended, report, is_over=True)
 
-    def _look_deeper(self, verdict: RunVerdict, reader: RunReader) -> None:
-        """Ask a rank for a deeper look at what a new verdict names; a disk that is full takes no such order."""
-        if not self._looks_deeper:
-            return
-        with suppress(OSError):
-            orders = read_looks(self._run).orders
-            if (order := next_look(verdict, reader.shape.nodes, orders)) is not None:
-                write_looks(self._run, LooksRecord(orders=(*orders, order)))
-
     def _write(self, verdict: RunVerdict, report: Callable[[VerdictEvent], None], *, is_over: bool) -> None:
         assert self._reader is not None, "something was read"
-        writer = EventWriter(self._run.verdicts, SUPERVISOR)
         event = VerdictEvent(step=self._reader.step, is_over=is_over, verdict=verdict)
+        writer = EventWriter(self._run.verdicts, SUPERVISOR)
         writer.write(event)
         writer.close()
         report(event)

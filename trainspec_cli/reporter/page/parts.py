@@ -103,6 +103,11 @@ def text_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return table(headings, [text_row(row, kinds) for row in rows])
 
 
+def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table without alignment, whatever its headings begin with."""
+    return table([heading.lstrip("#") for heading in headings], list(map(text_row, rows)))
+
+
 def preformatted(text: str) -> str:
     """Text whose line breaks and indents count."""
     return f"<pre>{escape(text)}</pre>"

@@ -18,7 +18,7 @@ from trainspec_cli.recipe.results.plan import Candidate
 from trainspec_cli.reporter.plan import labels
 from trainspec_cli.reporter.plan.labels import PlanReport, PlanSection, SweepPoint, SweepReport, percent
 from trainspec_cli.reporter.plan.sections import render_blueprint, render_planes, render_pools, render_simulation
-from trainspec_cli.reporter.rich_text import Text
+from trainspec_cli.reporter.rich_text import Text, text_table
 
 WIDE = 120
 """Columns that the whole table of layouts takes."""
@@ -51,7 +51,7 @@ def render_plan(plan: PlanReport, width: int = WIDE) -> RenderableType:
     if plan.simulation:
         parts.append(render_simulation(plan.simulation, min(width, WIDE)))
     if plan.trace:
-        from trainspec_cli.reporter.plan.page import render_trace  # loads tables of results
+        from trainspec_cli.reporter.plan.trace import render_trace  # loads tables of results
 
         parts.append(render_trace(plan.trace))
     parts += _refusals(plan)
@@ -61,25 +61,19 @@ def render_plan(plan: PlanReport, width: int = WIDE) -> RenderableType:
 
 
 def _section(section: PlanSection) -> RenderableType:
-    table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
-    for place, heading in enumerate(section.headings):
-        table.add_column(heading, justify="left" if place < 2 else "right")
-    for row in section.rows:
-        table.add_row(*row)
+    headings = [*section.headings[:2], *(f"#{heading}" for heading in section.headings[2:])]
+    table = text_table(headings, section.rows)
     title = Text(f"{section.title}  {section.about}", style="bold")
     return Group(title, table, Text(section.text), Text(f"{section.known}.", style="bright_black"))
 
 
 def render_sweep(sweep: SweepReport) -> RenderableType:
     """One line for each value of the swept key."""
-    points = sweep.points
     unit = sweep.points[0].plan.spec.model.unit
-    first = next((point.plan.best for point in points if point.plan.best), None)
-    table = _table(sweep.key, "devices", "best layout", "step", f"{unit}/s", "scaling", "MFU")
-    for heading in ("goodput", "time", "energy", "money", "memory"):
-        table.add_column(heading, justify="right")
-    for point in points:
-        table.add_row(*_sweep_row(point, first))
+    first = next((point.plan.best for point in sweep.points if point.plan.best), None)
+    figures = ("step", f"{unit}/s", "scaling", "MFU", "goodput", "time", "energy", "money", "memory")
+    headings = (f"#{sweep.key}", "#devices", "best layout", *(f"#{figure}" for figure in figures))
+    table = text_table(headings, (list(_sweep_row(point, first)) for point in sweep.points))
     return Group(Text(f"Scaling over {sweep.key}", style="bold"), table)
 
 
@@ -103,7 +97,7 @@ def _candidates(plan: PlanReport) -> RenderableType:
     shown = plan.capacity.candidates[:SHOWN_CANDIDATES]
     limit = format_bytes(shown[0].memory_limit_bytes) if shown else ""
     unit = plan.spec.model.unit
-    table = _table("", "layout", "micro-batch", "recompute", "step", f"{unit}/s/device", "MFU", "HFU")
+    table = text_table(("", "layout", "#micro-batch", "#recompute", "#step", f"#{unit}/s/device", "#MFU", "#HFU"))
     table.add_column(f"memory of {limit}, fits" if limit else "memory", no_wrap=True)
     for rank, candidate in enumerate(shown, 1):
         table.add_row(
@@ -117,7 +111,7 @@ def _candidates(plan: PlanReport) -> RenderableType:
 
 def _candidates_narrow(plan: PlanReport) -> RenderableType:
     """Two lines for each layout, and fewer columns."""
-    table = _table("", "layout", "step", f"{plan.spec.model.unit}/s", "MFU", "memory")
+    table = text_table(("", "layout", "#step", f"#{plan.spec.model.unit}/s", "#MFU", "#memory"))
     for rank, candidate in enumerate(plan.capacity.candidates[:SHOWN_CANDIDATES], 1):
         how = f"{labels.micro_batch_label(candidate)} samples, recompute {labels.recompute_label(candidate)}"
         table.add_row(
@@ -277,12 +271,9 @@ def _shares(parts: Mapping[str, float]) -> str:
 
 
 def _assumptions(plan: PlanReport, run: RunForecast) -> RenderableType:
-    table = _table("assumed", "value", "within", "source")
-    for assumption in run.assumptions:
-        table.add_row(*assumption_row(assumption))
-    for text in plan.capacity.assumptions:
-        table.add_row("layouts", "", "", text)
-    return table
+    rows = [assumption_row(assumption) for assumption in run.assumptions]
+    rows += [("layouts", "", "", text) for text in plan.capacity.assumptions]
+    return text_table(("assumed", "#value", "#within", "source"), rows)
 
 
 def assumption_row(assumption: Assumption) -> tuple[str, str, str, str]:
@@ -323,15 +314,6 @@ def _bars(title: str, rows: Sequence[tuple[str, float, str, str]], whole: float)
     for name, value, text, colour in rows:
         table.add_row(name, Text(bar(value / longest, BAR_WIDTH), style=colour), text, percent(value / whole))
     return Group(Text(title, style="bold"), table)
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
-    for heading in headings:
-        table.add_column(
-            heading, justify="left" if heading in ("", "layout", "best layout", "assumed", "source") else "right"
-        )
-    return table
 
 
 def _pairs(
