@@ -380,7 +380,12 @@ class JsonRecord:
 
 def json_records(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonRecord]:
     """Yield the objects of a file that is one array, or has an object a line. `shape` says what each must be."""
-    if _is_array(file):
+    try:
+        with open_regular(file) as opened:
+            first = _FIRST.match(opened.read(64 * 2**10))
+    except OSError as error:
+        raise cannot_read(file, error) from error
+    if first is not None and first[1] == b"[":
         try:
             for number, (line, item) in enumerate(parse_items(_whole_text(file)), 1):
                 name = f"record {number}"
@@ -394,15 +399,6 @@ def json_records(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonRec
                 raise bad_document(file, error.line, f"not a JSON array of objects: {error}", "") from error
     else:
         yield from json_lines(file, shape, mistakes)
-
-
-def _is_array(file: Path) -> bool:
-    try:
-        with open_regular(file) as opened:
-            first = _FIRST.match(opened.read(64 * 2**10))
-    except OSError as error:
-        raise cannot_read(file, error) from error
-    return first is not None and first[1] == b"["
 
 
 def json_lines(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonRecord]:

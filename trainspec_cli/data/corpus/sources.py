@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import sys
 import tokenize
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
@@ -69,28 +70,18 @@ def documents(data: DataSpec, files: list[Path]) -> Iterator[Document]:
     file that cannot be read.
     """
     mistakes = Mistakes()
-    yield from _documents(data, files, mistakes)
-    mistakes.check()
-
-
-def _documents(data: DataSpec, files: list[Path], mistakes: Mistakes) -> Iterator[Document]:
     read = READERS[data.source]
     left_bytes = sys.maxsize if data.max_bytes is None else data.max_bytes
-    for file in files:
-        for document in read(file, data, mistakes):
-            text = _cut_to_bytes(document.text, left_bytes)
-            left_bytes -= len(text.encode())
-            if text:
-                yield replace(document, text=text)
-            if len(text) < len(document.text) or left_bytes == 0:
-                return
-
-
-def _cut_to_bytes(text: str, max_bytes: int) -> str:
-    """Return the longest prefix of whole characters that fits."""
-    if 4 * len(text) <= max_bytes:  # a character takes at most four bytes of UTF-8
-        return text
-    return text.encode()[:max_bytes].decode(errors="ignore")
+    for document in chain.from_iterable(read(file, data, mistakes) for file in files):
+        text = document.text
+        if 4 * len(text) > left_bytes:  # a character takes at most four bytes of UTF-8
+            text = text.encode()[:left_bytes].decode(errors="ignore")
+        left_bytes -= len(text.encode())
+        if text:
+            yield replace(document, text=text)
+        if len(text) < len(document.text) or left_bytes == 0:
+            break
+    mistakes.check()
 
 
 def _read_python(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
@@ -133,7 +124,12 @@ def _read_chat(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Docum
     """Yield one conversation per record, rendered by its template. The first that has a format decides that of all."""
     find = partial(template_of, data.tokenizer.path, data.chat_template)
     first: ChatFormat | None = None
-    for number, name, record in _chat_records(file, mistakes):
+    records: Iterable[tuple[int, str, Record]]  # (line or row, the record's name or "", record)
+    if file.suffix in TABLE_SUFFIXES:
+        records = ((number, "", row) for number, row in enumerate(table_rows(file, COLUMNS, ANY_SHAPE), 1))
+    else:
+        records = ((one.line, one.name, one.fields) for one in json_records(file, ANY_SHAPE, mistakes))
+    for number, name, record in records:
         with mistakes.passing_over():
             try:
                 of = format_in_file(record, first)
@@ -145,16 +141,6 @@ def _read_chat(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Docum
                 sample = repr(record)
                 raise bad_document(file, number, str(error), allowed, sample=sample, record=name) from error
             yield Document(f"{file}:{number}", found.text, found)
-
-
-def _chat_records(file: Path, mistakes: Mistakes) -> Iterator[tuple[int, str, Record]]:
-    """Yield (line or row, the record's name or "", record)."""
-    if file.suffix in TABLE_SUFFIXES:
-        for number, row in enumerate(table_rows(file, COLUMNS, ANY_SHAPE), 1):
-            yield number, "", row
-    else:
-        for record in json_records(file, ANY_SHAPE, mistakes):
-            yield record.line, record.name, record.fields
 
 
 def _text_of(record: Mapping[str, object], file: Path, number: int, data: DataSpec) -> str:

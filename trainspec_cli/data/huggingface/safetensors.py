@@ -225,6 +225,11 @@ def parameters(model: DecoderModel) -> list[Parameter]:
     return found if model.tied_embeddings else [*found, _whole("head.weight", HEAD, (vocab, hidden))]
 
 
+def tensor_shapes(model: DecoderModel) -> dict[str, Shape]:
+    """Return the shape of every tensor of a checkpoint of `model`, by its name."""
+    return {piece.tensor: piece.tensor_shape for parameter in parameters(model) for piece in parameter.pieces}
+
+
 def _layer(model: DecoderModel, layer: int) -> Iterator[Parameter]:
     ours = f"blocks.{layer}"
     theirs = f"model.layers.{layer}"
