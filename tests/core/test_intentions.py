@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.core.intentions import NAMES_BY_KEY, OTHER_WORDS, all_names, closest, closest_path, hint_for
+from trainspec_cli.core import intentions
+from trainspec_cli.core.intentions import NAMES_BY_KEY, OTHER_WORDS, closest, closest_path, hint_for
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.structure import known_choices, known_paths
 
 PATHS = set(known_paths(RunSpec))
+ALL_NAMES = [*intentions._KEYS, *intentions._WITHOUT_KEY]
 
 
 def test_hints_name_keys_and_values_that_recipes_have() -> None:
-    for name in all_names():
+    for name in ALL_NAMES:
         named = re.findall(r"`([^`]+)`", hint_for(name))
         assert named, name
         for key, _, value in (word.partition("=") for word in named):
@@ -31,7 +33,7 @@ def test_a_name_stands_once_and_is_no_key_of_a_recipe() -> None:
     names = Counter(name for names in NAMES_BY_KEY.values() for name in names.split())
     assert [name for name, count in names.items() if count > 1] == []
     own = {path.rpartition(".")[2] for path in PATHS}
-    assert sorted(own & {*all_names()}) == []
+    assert sorted(own & {*ALL_NAMES}) == []
 
 
 @pytest.mark.parametrize(

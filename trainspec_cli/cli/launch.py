@@ -57,7 +57,15 @@ def launch(
     With --sweep, a run for each value is trained on this node, and a table shows the best first.
     """
     if sweep:
-        _check_sweepable(dry_run=dry_run, detach=detach, several=nnodes is not None, site=site is not None)
+        given = {
+            "--dry-run": dry_run,
+            "--detach": detach,
+            "--nnodes": nnodes is not None,
+            "--site": site is not None,
+        }
+        if option := next((name for name, is_given in given.items() if is_given), None):
+            hint = "leave one out; trainspec sbatch --sweep makes an array of Slurm"
+            raise RecipeError(Problem("usage", f"{option} takes one run, and --sweep makes many", option, hint))
         from trainspec_cli.session.launching.sweep import read_sweep
         from trainspec_cli.session.launching.sweep_runs import launch_sweep  # as below
 
@@ -77,10 +85,3 @@ def launch(
             return 0
         wanted = Notify(notify, webhook)
         return session.launch(arguments, nodes, wanted, force=force, as_json=as_json, detach=detach)
-
-
-def _check_sweepable(*, dry_run: bool, detach: bool, several: bool, site: bool) -> None:
-    given = {"--dry-run": dry_run, "--detach": detach, "--nnodes": several, "--site": site}
-    if option := next((name for name, is_given in given.items() if is_given), None):
-        hint = "leave one out; trainspec sbatch --sweep makes an array of Slurm"
-        raise RecipeError(Problem("usage", f"{option} takes one run, and --sweep makes many", option, hint))

@@ -127,12 +127,6 @@ def list(
         print("\n\n".join("\n".join(_overview(name, rows)) for name, rows in found.items()))
 
 
-def typed_as(group: str) -> str:
-    """Return how an option of the group is given: `cluster.accelerator=NAME`."""
-    sections = {option: section for section, option in NAMED_SECTIONS.items()}
-    return f"{sections.get(group, group)}=NAME"
-
-
 def _with_figures(group: str, rows: Sequence[Row]) -> Sequence[Row]:
     if group not in FIGURES:
         return [*rows]
@@ -143,7 +137,8 @@ def _with_figures(group: str, rows: Sequence[Row]) -> Sequence[Row]:
 
 def _overview(group: str, rows: Sequence[Row]) -> Iterator[str]:
     style = Style.of(sys.stdout)
-    yield f"{style.bold(group)}  {style.dim(typed_as(group))}"
+    sections = {option: section for section, option in NAMED_SECTIONS.items()}
+    yield f"{style.bold(group)}  {style.dim(f'{sections.get(group, group)}=NAME')}"
     width = max((len(str(row["name"])) for row in rows), default=0)
     for row in rows:
         yield f"  {str(row['name']).ljust(width)}  {row['description']}".rstrip()

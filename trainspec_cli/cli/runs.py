@@ -80,7 +80,9 @@ def runs(
     if as_json:
         print(json_text([asdict(line) for line in lines]))
     elif lines:
-        print("\n".join(aligned(_filled([HEADINGS, *map(_cells, lines)]))))
+        columns = zip(HEADINGS, *map(_cells, lines), strict=True)
+        filled = [column for column in columns if any(column[1:])]  # one that is empty below its heading is left out
+        print("\n".join(aligned(list(zip(*filled, strict=True)))))
         for line in filter(lambda line: line.damage, lines):
             print(f"damaged: {line.damage}", file=sys.stderr)
     else:
@@ -151,12 +153,6 @@ def _copies_cells(copies: Copies, status: str) -> tuple[str, ...]:
     on_disk = copies.run.newest_step if copies.run else 0
     where = str(copies.run.root) if copies.run else f"rm -r {copies.folder} removes them"
     return format_bytes(copies.bytes), str(copies.step), str(on_disk or "-"), status, where
-
-
-def _filled(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Leave out the columns that are empty below their heading."""
-    kept = [any(cells) for cells in zip(*rows[1:], strict=True)]
-    return [tuple(cell for cell, is_kept in zip(row, kept, strict=True) if is_kept) for row in rows]
 
 
 def _cells(line: RunLine) -> tuple[str, ...]:

@@ -137,7 +137,10 @@ def sbatch(
         made = _prepare_recipe(arguments or [], sweep or [], of_site, force=force)
     else:
         asked = CommandOptions(max_restarts, grace_s, hang_s, work_s, join_timeout_s)
-        made = _prepare_command(command, arguments or [], folder, asked)
+        if not (prepares := parts_of(PREPARE_COMMAND)):
+            hint = "name a recipe, or install trainspec whole: the wing for commands is missing"
+            raise MachineError(Problem(MISSING_WING, "this installation runs no commands", "COMMAND", hint))
+        made = prepares[0](command, arguments or [], folder, asked)
     first = made.loaded[0]
     print(session.render_shell_lines(first), end="", file=sys.stderr)
     if submit and not allow_setup:
@@ -171,15 +174,6 @@ def _prepare_recipe(
     runs = session.plan_runs([*arguments, *of_site], [read_sweep(one) for one in sweeps])
     write = partial(session.write_submission, runs, force=force)
     return PreparedJob([run.loaded for run in runs], session.warnings(runs), write)
-
-
-def _prepare_command(
-    command: Sequence[str], arguments: Sequence[str], folder: str | None, options: CommandOptions
-) -> PreparedJob:
-    if not (prepares := parts_of(PREPARE_COMMAND)):
-        hint = "name a recipe, or install trainspec whole: the wing for commands is missing"
-        raise MachineError(Problem(MISSING_WING, "this installation runs no commands", "COMMAND", hint))
-    return prepares[0](command, arguments, folder, options)
 
 
 def _refuse_bare_command(arguments: Sequence[str]) -> None:

@@ -242,8 +242,3 @@ def hint_for(name: str) -> str:
     """Return what to type in place of a key that has another program's name; "" for other names."""
     key = key_of(name)
     return f"did you mean `{key}`?" if key else _WITHOUT_KEY.get(_shape(name), "")
-
-
-def all_names() -> list[str]:
-    """Return every name that there is a hint for."""
-    return [*_KEYS, *_WITHOUT_KEY]

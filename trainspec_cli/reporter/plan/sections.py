@@ -281,6 +281,10 @@ def render_simulation(simulation: Simulation, width: int) -> RenderableType:
     ranks = simulation.data_parallel_ranks
     batch = simulation.global_batch_size
     what = f"{simulation.steps:,} steps of {batch:,} samples over {ranks:,} data-parallel ranks"
+    rows = list(decision_rows(simulation))
+    table = text_table(DECISION_HEADINGS, rows[:SHOWN_DECISIONS])
+    if len(rows) > SHOWN_DECISIONS:
+        table.add_row("", f"and {len(rows) - SHOWN_DECISIONS:,} more", "", "")
     parts: list[RenderableType] = [
         Text(f"Disturbance {simulation.name}, simulated  {what}", style="bold"),
         *map(Text, event_lines(simulation)),
@@ -288,7 +292,7 @@ def render_simulation(simulation: Simulation, width: int) -> RenderableType:
         Text(f"{describe_won_back(simulation)}\n{WHERE}"),
         Text(_chart(simulation, width)),
         Text("Decisions", style="bold"),
-        _decisions(simulation),
+        table if rows else Text("none"),
     ]
     return Group(*parts)
 
@@ -351,11 +355,3 @@ def _chart(simulation: Simulation, width: int) -> str:
     return render_chart(
         points, width=max(20, width - MARGIN), height=CHART_ROWS, title="samples/s by step, scheduler on"
     )
-
-
-def _decisions(simulation: Simulation) -> RenderableType:
-    rows = list(decision_rows(simulation))
-    table = text_table(DECISION_HEADINGS, rows[:SHOWN_DECISIONS])
-    if len(rows) > SHOWN_DECISIONS:
-        table.add_row("", f"and {len(rows) - SHOWN_DECISIONS:,} more", "", "")
-    return table if rows else Text("none")

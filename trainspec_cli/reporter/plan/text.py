@@ -13,7 +13,7 @@ from rich.table import Table
 from trainspec_cli.core.printable import format_bytes, format_count, format_duration, format_si
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.own_code import describe_code
-from trainspec_cli.recipe.results.forecast import Assumption, BatchForecast, Goodput, Interval, RunForecast
+from trainspec_cli.recipe.results.forecast import Assumption, Interval, RunForecast
 from trainspec_cli.recipe.results.plan import Candidate
 from trainspec_cli.reporter.plan import labels
 from trainspec_cli.reporter.plan.labels import PlanReport, PlanSection, SweepPoint, SweepReport, percent
@@ -208,7 +208,15 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
     losses = labels.present(recovery.lost | {"kept": kept.value}, labels.LOST_PARTS, 5e-5)
     lost = ", ".join(f"{name} {percent(value, 2)}" for _, name, value in losses)
     if run.batches:
-        yield "steps", f"{run.steps:,}", "", _batch_details(run.batches)
+        # `12,000 of 1,024 samples (4.2 s), 9,000 of 2,048 (8.1 s)`; of many sizes the first and the last ones.
+        details = []
+        for place, batch in enumerate(run.batches):
+            size = f"{batch.step_samples:,}{' samples' * (place == 0)}"
+            details.append(f"{batch.steps:,} of {size} ({format_duration(batch.step_time_s)})")
+        if len(details) > SHOWN_SIZES:
+            half = SHOWN_SIZES // 2
+            details[half:-half] = [f"{len(details) - 2 * half} more sizes"]
+        yield "steps", f"{run.steps:,}", "", ", ".join(details)
     for step in (assumption for assumption in run.assumptions if assumption.key == "step_time_s"):
         bounds = Interval(step.value, step.value / step.known_within, step.value * step.known_within)
         yield _figure_row("step", bounds, format_duration, "")
@@ -217,7 +225,14 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
     for other in run.alternatives:
         yield _figure_row("", other.goodput, labels.goodput_percent, labels.alternative_label(other))
     yield "failures", f"{recovery.failures:.3g}", "", f"one every {format_duration(recovery.mtbf_s)}"
-    yield _checkpoint_row(recovery)
+    steps = recovery.checkpoint_interval_steps
+    written = format_bytes(recovery.checkpoint_bytes)
+    held = format_duration(recovery.checkpoint_s)
+    detail = f"every {steps:,} step{'s' * (steps != 1)}; {written}, holds training up for {held}"
+    best_s = recovery.optimal_interval_s
+    if math.isfinite(best_s) and not 0.8 < recovery.checkpoint_interval_s / best_s < 1.25:
+        detail += f"; least is lost at one every {format_duration(best_s)}"
+    yield "checkpoints", format_duration(recovery.checkpoint_interval_s), "", detail
     power = "the accelerator's power is not known: type cluster.accelerator.tdp_w=<watts>"
     if spec.cluster.pools:
         power = "the power of a pool's accelerator is not known: its accelerator.tdp_w"
@@ -229,29 +244,6 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
     yield _cost_row("energy", run.energy_joules, labels.format_energy, _shares(run.energy_parts_joules), power)
     yield _cost_row("carbon", run.carbon_kg, labels.format_mass, grid, power)
     yield _cost_row("money", run.cost_usd, labels.format_money, _shares(run.cost_parts_usd), price)
-
-
-def _batch_details(batches: Sequence[BatchForecast]) -> str:
-    """`12,000 of 1,024 samples (4.2 s), 9,000 of 2,048 (8.1 s)`; of many sizes the first and the last ones."""
-    details = [
-        f"{batch.steps:,} of {batch.step_samples:,}{' samples' * (place == 0)} ({format_duration(batch.step_time_s)})"
-        for place, batch in enumerate(batches)
-    ]
-    if len(details) > SHOWN_SIZES:
-        half = SHOWN_SIZES // 2
-        details[half:-half] = [f"{len(details) - 2 * half} more sizes"]
-    return ", ".join(details)
-
-
-def _checkpoint_row(recovery: Goodput) -> tuple[str, str, str, str]:
-    steps = recovery.checkpoint_interval_steps
-    size = format_bytes(recovery.checkpoint_bytes)
-    held = format_duration(recovery.checkpoint_s)
-    detail = f"every {steps:,} step{'s' * (steps != 1)}; {size}, holds training up for {held}"
-    best_s = recovery.optimal_interval_s
-    if math.isfinite(best_s) and not 0.8 < recovery.checkpoint_interval_s / best_s < 1.25:
-        detail += f"; least is lost at one every {format_duration(best_s)}"
-    return "checkpoints", format_duration(recovery.checkpoint_interval_s), "", detail
 
 
 def _cost_row(
