@@ -15,19 +15,15 @@ from trainspec_cli.reporter.changes import describe_recovery
 from trainspec_cli.reporter.chart import render_chart
 from trainspec_cli.reporter.collect import Curve, Report
 from trainspec_cli.reporter.rich_text import Text
-from trainspec_cli.reporter.run_speed import RunSpeed
+from trainspec_cli.reporter.run_speed import STEPS, RunSpeed, describe_speed, part_rows, speed_lines
 from trainspec_cli.reporter.text import (
-    STEPS,
     describe_evaluation,
     describe_event,
     describe_ranks,
     facts_of,
-    format_rate,
+    format_bandwidth,
     heldout_title,
-    part_rows,
     scheduler_changes,
-    speed_line,
-    speed_lines,
     wall_time_rows,
     warning_lines,
 )
@@ -48,7 +44,10 @@ def render_summary(report: Report) -> RenderableType:
         _chart(report.loss, "loss"),
         _lines(heldout_title(report), [describe_evaluation(event) for event in newest]),
         _sample(report),
-        _lines("speed", [speed_line(report.speed)] if report.speed else []),
+        _lines(
+            "speed",
+            [describe_speed(report.speed.tokens_per_s, report.speed.mfu, report.speed.unit)] if report.speed else [],
+        ),
     )
 
 
@@ -123,9 +122,9 @@ def _links(report: Report) -> Section:
         table.add_row(
             link.axis,
             f"{describe_ranks(link.ranks).partition(' ')[2]}{of}",
-            format_rate(link.bytes_per_s),
+            format_bandwidth(link.bytes_per_s),
             f"{link.noise:.0%}",
-            format_rate(planned) if isinstance(planned, float) else "",
+            format_bandwidth(planned) if isinstance(planned, float) else "",
             format_bytes(link.sent_bytes),
             f"{format_duration(link.waited_s)}, rank {link.last_rank}",
         )

@@ -27,17 +27,15 @@ from trainspec_cli.reporter.page.parts import (
     tiles,
 )
 from trainspec_cli.reporter.page.svg import LineSeries, Point, Segment, render_bar, render_curves, render_legend, thin
-from trainspec_cli.reporter.run_speed import RunSpeed
+from trainspec_cli.reporter.plan.labels import format_rate
+from trainspec_cli.reporter.run_speed import RunSpeed, part_rows, speed_lines
 from trainspec_cli.reporter.runs import ALIVE
 from trainspec_cli.reporter.text import (
     describe_evaluation,
     describe_event,
     facts_of,
-    format_units,
     heldout_title,
-    part_rows,
     scheduler_changes,
-    speed_lines,
     standing_of,
     title_of,
     wall_time_rows,
@@ -201,7 +199,7 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
         heldout = tuple((event.step, event.heldout_loss) for event in report.evaluations)
         yield "held-out loss, last", _loss(heldout[-1][1]), _lowest(heldout)
     if report.speed:
-        yield f"{report.speed.unit}/s", format_units(report.speed.tokens_per_s), ""
+        yield f"{report.speed.unit}/s", format_rate(report.speed.tokens_per_s), ""
     if report.speed and report.speed.peak_flops:
         yield "MFU", f"{report.speed.mfu:.1%}", f"of {format_si(report.speed.peak_flops, 'FLOP/s')} a device"
     if report.goodput is not None:

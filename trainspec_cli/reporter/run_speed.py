@@ -1,19 +1,26 @@
-"""Where the time of a run's steps went: a rank's events -> its starts and steps -> means over steps and ranks.
+"""Where the time of a run's steps went: a rank's events -> its starts and steps -> means over steps and ranks -> lines.
+
+Of each step an event names the seconds of every part (`PARTS` in run/folder/event_types/events.py), as the rank's clock
+measured them (engine/observe/clock.py). Here they become means, and the rows that terminal and page show; what a plan
+expects of the same step comes from planner/time/step.py, and plan/text.py shows that.
 
 Steps are kept as columns of numbers, so that a long run takes some hundred bytes a step; the events themselves are
-dropped as they are read. Each event names the seconds of every part of its step (`PARTS`, as the engine measured them).
+dropped as they are read.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import eq
 from typing import TypeVar
 
+from trainspec_cli.core.printable import format_duration, format_si
 from trainspec_cli.recipe.records import Absent
+from trainspec_cli.recipe.results.plan import LocalPrediction
+from trainspec_cli.reporter.plan.labels import format_rate
 from trainspec_cli.run.folder.accounting import Throughput, throughput_of
 from trainspec_cli.run.folder.event_types.events import (
     PARTS,
@@ -255,3 +262,66 @@ def _usual_s(start: Start, rows: Sequence[int]) -> tuple[float, float]:
     times = sorted(step_time_s[row] for row in rows if not checkpoint_s[row])
     times = times or sorted(step_time_s[row] for row in rows)
     return times[len(times) // 10], times[len(times) * 9 // 10]
+
+
+# The speed and the parts of a step, as lines and rows that the terminal and the page show.
+
+
+STEPS = "steps"
+"""The unit of a command of the user's own, of which nothing else is known."""
+UNSTEADY = 1.5
+"""Steps of one run, which all do the same, differ by less on a machine of its own."""
+LONG_WAIT = 0.05
+"""Part of a step; what is read ahead in time takes less."""
+
+
+def describe_speed(units_per_s: float, mfu: float, unit: str = "tokens") -> str:
+    """`2,810 tokens/s · 41.0% MFU`, or `2.81 samples/s`: of images and volumes there may be few. Of steps alone nobody
+    knows the operations."""
+    if unit == STEPS:
+        return f"{format_rate(units_per_s)} {unit}/s"
+    return f"{format_rate(units_per_s)} {unit}/s · {mfu:.1%} MFU"
+
+
+def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
+    """Return the speed, how MFU is reckoned, the steps that it is taken over, and what is unusual about them."""
+    steps = speed.left_out_steps
+    left_out = f"; steps {steps[0]}-{steps[-1]}, which compile and allocate, are left out" if steps else ""
+    over = f"over steps {speed.first_step}-{speed.last_step}{left_out}"
+    if speed.unit == STEPS:
+        return [describe_speed(speed.tokens_per_s, speed.mfu, speed.unit), over]
+    flops = f"{format_si(speed.flops_per_token, 'FLOP')} a {speed.unit.removesuffix('s')}"
+    peak = f"({world_size} x {format_si(speed.peak_flops, 'FLOP/s')}, the {speed.peak_source})"
+    lines = [
+        describe_speed(speed.tokens_per_s, speed.mfu, speed.unit),
+        f"MFU = {speed.unit}/s x {flops} / {peak}",
+        over,
+    ]
+    quick_s, slow_s = speed.usual_s
+    # A prediction knows the load that there was when this machine was probed, not what came later.
+    if slow_s > UNSTEADY * quick_s:
+        usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (eight in ten)"
+        lines.append(f"steps took {usual}: something else was at work on this machine, which no prediction foresees")
+    # Reading ahead hides all that takes less than a step.
+    waited = next(part.share for part in speed.parts if part.name == "data_wait")
+    if waited > LONG_WAIT:
+        disk = "a faster or local disk" if speed.unit == "tokens" else "a faster disk, or more CPU cores to read with"
+        why = "reading a batch takes longer than a step; what helps is"
+        lines.append(f"steps waited {waited:.0%} of their time for data: {why} {disk}")
+    if speed.exchange and speed.exchange.seconds:
+        took = format_duration(speed.exchange.seconds)
+        exposed = speed.exchange.exposed_s / speed.exchange.seconds
+        lines.append(f"ranks exchanged for {took} a step, {exposed:.0%} of it while nothing was computed")
+    return lines
+
+
+def part_rows(speed: RunSpeed, predicted: LocalPrediction | None) -> Iterator[list[str]]:
+    """Yield (part, time, share) of the parts of the mean step, and of the whole; over several ranks also the least and
+    the greatest, and the predicted time where there is one."""
+    by_rank = len(speed.ranks) > 1
+    for part in speed.parts:
+        row = [part.name.replace("_", " "), format_duration(part.mean_s), f"{part.share:.1%}"]
+        row += [f"{format_duration(part.min_s)} - {format_duration(part.max_s)}"] if by_rank else []
+        yield row + ([format_duration(predicted.time_s.get(part.name, 0.0))] if predicted else [])
+    whole = ["whole step", format_duration(speed.step_time_s), "100.0%", *([""] if by_rank else [])]
+    yield whole + ([format_duration(predicted.step_time_s)] if predicted else [])

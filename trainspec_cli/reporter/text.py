@@ -23,7 +23,7 @@ from trainspec_cli.reporter.collect import Report
 from trainspec_cli.reporter.kernels_text import describe_choice
 from trainspec_cli.reporter.plan.labels import stages_label
 from trainspec_cli.reporter.progress import Progress
-from trainspec_cli.reporter.run_speed import RunSpeed
+from trainspec_cli.reporter.run_speed import STEPS, describe_speed
 from trainspec_cli.run.folder.accounting import recovery_of
 from trainspec_cli.run.folder.event_types.events import (
     BucketsEvent,
@@ -41,8 +41,6 @@ from trainspec_cli.run.folder.event_types.events import (
     WarningEvent,
 )
 
-STEPS = "steps"
-"""The unit of a command of the user's own, of which nothing else is known."""
 LINE_CHARS, TEXT_CHARS = 72, 240
 """Of the first text: on one line where all of it is trained on, else on about three."""
 MANY = 8
@@ -62,18 +60,6 @@ def describe_progress(progress: Progress) -> str:
     if progress.time_left_s:
         parts.append(f"{format_duration(progress.time_left_s)} left")
     return " · ".join(parts)
-
-
-def describe_speed(units_per_s: float, mfu: float, unit: str = "tokens") -> str:
-    """`2,810 tokens/s · 41.0% MFU`, or `2.81 samples/s`: of images and volumes there may be few. Of steps alone nobody
-    knows the operations."""
-    if unit == STEPS:
-        return f"{format_units(units_per_s)} {unit}/s"
-    return f"{format_units(units_per_s)} {unit}/s · {mfu:.1%} MFU"
-
-
-def format_units(units_per_s: float) -> str:
-    return f"{units_per_s:,.0f}" if units_per_s >= 100 else f"{units_per_s:.3g}"
 
 
 def describe_event(event: Event) -> str:
@@ -117,10 +103,12 @@ def describe_event(event: Event) -> str:
             now = event.now_bytes_per_s
             before = event.before_bytes_per_s
             others = f", and {event.changed_links - 1:,} more of its links" if event.changed_links > 1 else ""
-            change = f"{now / before:.2g} times the {format_rate(before)}"
+            change = f"{now / before:.2g} times the {format_bandwidth(before)}"
             group = f"group {event.group}: " if isinstance(event.group, int) else ""
             where = f"{event.axis} link of {describe_ranks(event.ranks)}{others}"
-            return f"step {event.step}: {group}{where}: {format_rate(now)}, {change} before step {event.since_step}"
+            return (
+                f"step {event.step}: {group}{where}: {format_bandwidth(now)}, {change} before step {event.since_step}"
+            )
         case WarningEvent():
             return f"step {event.step}: warning: {event.message}"
     return ""
@@ -145,7 +133,7 @@ def _on_one_line(text: str, most_chars: int) -> str:
     return cut_middle(text.replace("\n", "\\n").replace("\t", "\\t"), most_chars)
 
 
-def format_rate(bytes_per_s: float) -> str:
+def format_bandwidth(bytes_per_s: float) -> str:
     """`1.23 GB/s`; GB are decimal."""
     return f"{bytes_per_s / 1e9:.3g} GB/s"
 
@@ -243,12 +231,6 @@ def _figure(value: float | None, digits: int) -> str:
 SHOWN_RANKS = 8
 """Ranks that are listed one by one."""
 
-UNSTEADY = 1.5
-"""Steps of one run, which all do the same, differ by less on a machine of its own."""
-
-LONG_WAIT = 0.05
-"""Part of a step; what is read ahead in time takes less."""
-
 
 def title_of(report: Report) -> str:
     """`baseline: done`; of a run without a name its folder."""
@@ -315,50 +297,6 @@ def warning_lines(report: Report) -> list[str]:
 def _join(numbers: Sequence[int]) -> str:
     more = f" and {len(numbers) - SHOWN_RANKS} more" if len(numbers) > SHOWN_RANKS else ""
     return ", ".join(map(str, numbers[:SHOWN_RANKS])) + more
-
-
-def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
-    """Return the speed, how MFU is reckoned, the steps that it is taken over, and what is unusual about them."""
-    steps = speed.left_out_steps
-    left_out = f"; steps {steps[0]}-{steps[-1]}, which compile and allocate, are left out" if steps else ""
-    over = f"over steps {speed.first_step}-{speed.last_step}{left_out}"
-    if speed.unit == STEPS:
-        return [speed_line(speed), over]
-    flops = f"{format_si(speed.flops_per_token, 'FLOP')} a {speed.unit.removesuffix('s')}"
-    peak = f"({world_size} x {format_si(speed.peak_flops, 'FLOP/s')}, the {speed.peak_source})"
-    lines = [speed_line(speed), f"MFU = {speed.unit}/s x {flops} / {peak}", over]
-    quick_s, slow_s = speed.usual_s
-    # A prediction knows the load that there was when this machine was probed, not what came later.
-    if slow_s > UNSTEADY * quick_s:
-        usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (eight in ten)"
-        lines.append(f"steps took {usual}: something else was at work on this machine, which no prediction foresees")
-    # Reading ahead hides all that takes less than a step.
-    waited = next(part.share for part in speed.parts if part.name == "data_wait")
-    if waited > LONG_WAIT:
-        disk = "a faster or local disk" if speed.unit == "tokens" else "a faster disk, or more CPU cores to read with"
-        why = "reading a batch takes longer than a step; what helps is"
-        lines.append(f"steps waited {waited:.0%} of their time for data: {why} {disk}")
-    if speed.exchange and speed.exchange.seconds:
-        took = format_duration(speed.exchange.seconds)
-        exposed = speed.exchange.exposed_s / speed.exchange.seconds
-        lines.append(f"ranks exchanged for {took} a step, {exposed:.0%} of it while nothing was computed")
-    return lines
-
-
-def speed_line(speed: RunSpeed) -> str:
-    return describe_speed(speed.tokens_per_s, speed.mfu, speed.unit)
-
-
-def part_rows(speed: RunSpeed, predicted: LocalPrediction | None) -> Iterator[list[str]]:
-    """Yield (part, time, share) of the parts of the mean step, and of the whole; over several ranks also the least and
-    the greatest, and the predicted time where there is one."""
-    by_rank = len(speed.ranks) > 1
-    for part in speed.parts:
-        row = [part.name.replace("_", " "), format_duration(part.mean_s), f"{part.share:.1%}"]
-        row += [f"{format_duration(part.min_s)} - {format_duration(part.max_s)}"] if by_rank else []
-        yield row + ([format_duration(predicted.time_s.get(part.name, 0.0))] if predicted else [])
-    whole = ["whole step", format_duration(speed.step_time_s), "100.0%", *([""] if by_rank else [])]
-    yield whole + ([format_duration(predicted.step_time_s)] if predicted else [])
 
 
 def wall_time_rows(report: Report) -> list[tuple[str, float, str, float]]:

@@ -169,6 +169,7 @@ def _memory(best: Candidate) -> RenderableType:
 
 
 def _time(best: Candidate) -> RenderableType:
+    """The phases of a step, as planner/time/step.py adds them up (`StepTime`)."""
     title = f"Step of the best layout  {format_duration(best.step_time_s)}, communication where it is not hidden"
     parts = labels.present(vars(best.time), labels.TIME_PARTS)
     rows = [(name, value, format_duration(value), TIME_COLOURS.get(key, COMPUTE)) for key, name, value in parts]
