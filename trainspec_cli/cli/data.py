@@ -77,6 +77,7 @@ def prepare(
 ) -> None:
     """Read text, train a tokenizer on it (or use yours), and write token shards: of one source into a folder, or of
     all that a recipe's run would read."""
+    # With a recipe the cache is filled under the names by which `launch` looks for it.
     if arguments:
         options = {"--source": source, "--output": output, "--path": path}
         given = [name for name, value in options.items() if value is not None]
@@ -120,6 +121,7 @@ def prepare_recipe(arguments: list[str], as_json: bool) -> None:
     with _progress() as on_progress:
         folder = prepare_data(data, on_progress)
     collection = Collection.open(folder)
+    # A single source has no name in a collection.
     found = {name or data.source: part.folder for name, part in collection.parts.items()}
     found |= collection.validation
     if as_json:
@@ -161,6 +163,7 @@ def _as_option(problem: Problem) -> Problem:
 def _progress() -> Iterator[OnProgress]:
     """A bar on the error output, so that `--json` stays clean."""
     console = PrintableConsole(stderr=True)
+    # In a log, one line for each hundredth would hide the result.
     if not console.is_terminal:
         yield lambda phase, done, rows: None
         return

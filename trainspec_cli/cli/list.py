@@ -39,6 +39,7 @@ def options_of(group: str, folders: Folders, cwd: Path) -> Sequence[Row]:
         for name, file in files.items()
         if file
     ]
+    # A file of the user's own hides the shipped one of its name, as when a recipe is composed.
     shipped = {name for name, file in files.items() if file and not file.is_relative_to(cwd)}
     return sorted(rows, key=lambda row: (row["name"] in shipped, str(row["name"])))
 

@@ -68,6 +68,7 @@ def runs(
 ) -> None:
     """List the runs below this folder or launched from it, newest first, with the values that differ between those of a
     recipe."""
+    # typer calls this for `runs compare`, too.
     if context.invoked_subcommand:
         return
     if limits or clear_limits:
@@ -196,6 +197,7 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Remove runs below ./runs that failed or were killed, or checkpoints that nothing needs."""
+    # Checkpoints of a finished run may be many; whole runs are removed by themselves only where they went wrong.
     statuses = status or (FORSAKEN[1:] if checkpoints else ("failed", "killed"))
     if wrong := sorted({*statuses} - {*FORSAKEN[1:]}):
         message = f"--status is {', '.join(wrong)}"
@@ -214,6 +216,7 @@ def _remove(removals: Sequence[removal.Removal], *, yes: bool, as_json: bool) ->
     if not as_json:
         print("\n".join(map(_describe_removal, removals)) or "there is nothing to remove")
     if removals and not yes:
+        # A script that forgot --yes must not hang at a question.
         if as_json or not sys.stdin.isatty():
             hint = "add --yes"
             raise RecipeError(Problem("usage", f"{freed} would be removed, and nobody can be asked", "--yes", hint))

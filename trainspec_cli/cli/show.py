@@ -34,6 +34,7 @@ def show(
 ) -> None:
     """Print the composed recipe, each value with the file:line it comes from."""
     examined = examine(arguments)
+    # Half a recipe in JSON would be taken for a whole one; for people it shows where the problems are.
     hopeless = without_uncounted(examined.problems) and (as_json or RECIPE in examined.composed.failed)
     if diff is None and not hopeless:
         print(_whole(examined.composed, as_json), end="")

@@ -10,11 +10,10 @@ from trainspec_cli.reporter.page.parts import (
     PageOrigin,
     bar_rows,
     heading,
-    number_row,
     origin_line,
     render_page,
     section,
-    table,
+    text_table,
     tiles,
 )
 from trainspec_cli.reporter.page.svg import LineSeries, Segment, render_bar, render_curves, render_legend
@@ -132,10 +131,8 @@ def _money(usd: float) -> str:
 def render_budget_page(budget: Budget, origin: PageOrigin | None = None) -> str:
     body = [heading(title_of(budget)), origin_line(origin), _tiles(budget), _chart(budget), _swings(budget)]
     for title, text, rows in _tables(budget):
-        first, *others = rows[0]
-        body.append(
-            section(title, text, table((first, *(f"#{name}" for name in others)), list(map(number_row, rows[1:]))))
-        )
+        first, *numbers = rows[0]
+        body.append(section(title, text, text_table((first, *(f"#{name}" for name in numbers)), rows[1:])))
     return render_page(title_of(budget), "".join(body), FOOTER)
 
 
@@ -185,6 +182,7 @@ def _swings(budget: Budget) -> str:
     def swing(each: Sensitivity) -> float:
         return abs(saved(each.high_usd) - saved(each.low_usd))
 
+    # Inputs that change nothing have bars of no length, not a division by 0.
     most = max((swing(each) for each in budget.sensitivities), default=0.0) or 1.0
     rows = [
         (

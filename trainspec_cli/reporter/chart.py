@@ -25,6 +25,7 @@ def render_chart(
     last = max((x for x, _ in _finite(points)), default=None)
     if first is None or last is None:
         return ""
+    # Means, not samples: a single noisy step should not decide where a long curve is drawn.
     columns = _column_means(_finite(points), width * 2, first, last)
     low, high = _padded_range([y for y in columns if y is not None])
     rows = [row.rstrip(chr(_BLANK)) for row in _draw_braille(columns, low, high, width, height)]

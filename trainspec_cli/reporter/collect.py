@@ -162,6 +162,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
     warnings: list[WarningEvent] = []
     begin = first.begin
     world_size = begin.world_size if begin else None
+    # Ranks are read one after another: the events of thousands of ranks would not fit into memory together.
     files = _events_of_ranks(run, plan.replica_groups, world_size or 0)
     for rank, path in files.items():
         history = first if rank == 0 else History()
@@ -214,6 +215,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         goodput=time_s.goodput,
         kernels=from_plain(KernelSpec, plan.kernels),
         kernel_table=from_plain(KernelTable, read_versioned(run.kernels_json)) if run.kernels_json.is_file() else None,
+        # From the plan, which runs of any version have.
         name=name_of(plan.spec),
         lr=lr if any(value is not None for _, value in lr) else (),
         reason=_text(result.reason) if result else "",

@@ -48,6 +48,7 @@ def render_comparison(reports: Sequence[Report], width: int) -> str:
     """Draw the comparison; each run has a letter, which stands for it in the table and in the pictures."""
     letters = ascii_uppercase[: len(reports)]
     values = _differing_values(reports)
+    # Paths are long and alike: a letter stands for each run in the table and in the pictures.
     rows = [["", *letters]]
     for key in dict.fromkeys(key for of_run in values for key in of_run):
         rows.append([key, *(show_value(of_run[key]) if key in of_run else "-" for of_run in values)])

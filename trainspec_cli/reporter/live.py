@@ -58,6 +58,7 @@ def showing_progress(console: Console) -> Iterator[ShowProgress]:
             nonlocal shown_s
             is_new = phase not in reported
             text = describe_rows(phase, rows)
+            # A log keeps all lines: one for each report would fill it.
             if is_new or (text and time.monotonic() - shown_s >= LINE_S):
                 reported.add(phase)
                 shown_s = time.monotonic()
@@ -109,6 +110,7 @@ class LiveView:
                 self.say(describe_event(event), Text.assemble(*first_text_parts(event)))
             elif self._is_due(event) and (text := describe_event(event)):
                 self.say(text)
+            # Once is enough: the figure is new to most readers only the first time.
             if self._explains_xz and isinstance(event, EvalEvent) and isinstance(event.xz_bits_per_byte, float):
                 self.say(XZ)
                 self._explains_xz = False
@@ -119,6 +121,7 @@ class LiveView:
         """Return whether an event is told now: of advice on shares the first, and then one in twice as many steps."""
         if not (isinstance(event, DirectiveEvent) and advises_shares(event)):
             return True
+        # Advice on shares comes and goes with the machine's load.
         if event.step < self._next_advice_step:
             return False
         self._next_advice_step = 2 * event.step
@@ -217,6 +220,7 @@ class PlainScreen:
             self._phase = phase
             self._phase_s = now_s
             self._is_said = False
+        # Most runs end in a moment after the last step; a line for it would only be noise.
         is_quick = phase == progress.after_last_step and now_s - self._phase_s < QUICK_S
         if phase and not self._is_said and not is_quick:
             self._is_said = True

@@ -15,7 +15,6 @@ from trainspec_cli.reporter.page.parts import (
     details,
     heading,
     note,
-    number_row,
     origin_line,
     plain_list,
     preformatted,
@@ -24,6 +23,7 @@ from trainspec_cli.reporter.page.parts import (
     shorten,
     table,
     text_row,
+    text_table,
     tiles,
 )
 from trainspec_cli.reporter.page.svg import LineSeries, Point, Segment, render_bar, render_curves, render_legend, thin
@@ -116,22 +116,14 @@ def _segments(seconds: Mapping[str, float]) -> list[Segment]:
 
 def _parts(speed: RunSpeed, predicted: LocalPrediction | None) -> str:
     headings = ["part", "#time", "#share", *["#by rank"] * (len(speed.ranks) > 1), *["#predicted"] * bool(predicted)]
-    return table(headings, list(map(number_row, part_rows(speed, predicted))))
+    return text_table(headings, part_rows(speed, predicted))
 
 
-def prediction_section(report: Report, predicted: LocalPrediction) -> str:
-    step_s = report.speed.step_time_s if report.speed else None
-    rows = [
-        _compared("step", predicted.step_time_s, step_s, format_duration),
-        _compared("peak memory of one device", predicted.peak_memory_bytes, report.peak_memory_bytes, format_bytes),
-    ]
-    text = "What the plan foresaw, beside what was measured."
-    return section("Predicted and measured", text, table(("", "#predicted", "#measured", "#difference"), rows))
-
-
-def _compared(name: str, predicted: float, measured: float | None, show: Callable[[float], str]) -> str:
+def _compared(
+    name: str, predicted: float, measured: float | None, show: Callable[[float], str]
+) -> tuple[str, str, str, str]:
     difference = f"{measured / predicted - 1:+.1%}" if measured is not None and predicted > 0 else ""
-    return number_row((name, show(predicted), "not known yet" if measured is None else show(measured), difference))
+    return name, show(predicted), "not known yet" if measured is None else show(measured), difference
 
 
 def wall_time_section(report: Report) -> str:
@@ -171,7 +163,15 @@ def _sections(report: Report, composed: str) -> Iterator[str]:
     if report.speed:
         yield step_time_section(report.speed, report.world_size or 1, report.predicted)
     if report.predicted:
-        yield prediction_section(report, report.predicted)
+        step_s = report.speed.step_time_s if report.speed else None
+        rows = [
+            _compared("step", report.predicted.step_time_s, step_s, format_duration),
+            _compared(
+                "peak memory of one device", report.predicted.peak_memory_bytes, report.peak_memory_bytes, format_bytes
+            ),
+        ]
+        text = "What the plan foresaw, beside what was measured."
+        yield section("Predicted and measured", text, text_table(("", "#predicted", "#measured", "#difference"), rows))
     yield wall_time_section(report)
     yield verdicts_section(report.verdicts)
     yield _changes("Scheduler", ("#step", "what", "why"), scheduler_changes(report))

@@ -69,6 +69,7 @@ def list_runs(folder: Path, is_running: Ask, is_queued: Ask, others: Iterable[Ru
     for run in (*find_runs(folder), *others):
         with suppress(PermissionError):
             lines.append(_describe_any(run, is_running, is_queued))
+    # Runs of different recipes differ in nearly everything: only those of one recipe are compared.
     recipes = {line.recipe: [one for one in lines if one.recipe == line.recipe and not one.damage] for line in lines}
     for alike in recipes.values():
         for line, values in zip(alike, differing([line.differs for line in alike]), strict=True):
@@ -99,6 +100,7 @@ def find_runs(folder: Path) -> Iterator[RunDir]:
     """Folders that hold a run.json; what lies inside a run is not looked through."""
     for root, subfolders, files in os.walk(folder):
         if "run.json" in files:
+            # A run holds checkpoints and logs by the thousand, and no other run.
             subfolders.clear()
             yield RunDir(root)
 
@@ -143,5 +145,6 @@ def name_of(spec: JsonObject) -> str:
 
 def last_step(run: RunDir) -> StepEvent | None:
     """Return the newest step event of rank 0; None before there is one."""
+    # The end of the file is enough, so that a list of many long runs comes at once.
     steps = [event for event in read_log(run.events(0), TAIL_BYTES) if isinstance(event, StepEvent)]
     return steps[-1] if steps else None

@@ -205,6 +205,7 @@ def describe_evaluation(event: EvalEvent) -> str:
     assert not isinstance(event.heldout_bits_per_byte, Absent), "an evaluation has one of the three"
     xz = event.xz_bits_per_byte
     beside = "" if xz is None or isinstance(xz, Absent) else f" (xz {xz:.3f})"
+    # Validation sets follow the recipe's own held-out text.
     sets = {} if isinstance(event.sets, Absent) else event.sets
     of_sets = "".join(f"; {name} {_text_loss(one.loss, one.bits_per_byte)}" for name, one in sets.items())
     return _text_loss(event.heldout_loss, event.heldout_bits_per_byte, beside) + of_sets
@@ -286,6 +287,7 @@ def scheduler_changes(report: Report) -> list[RunChange]:
 
 def warning_lines(report: Report) -> list[str]:
     """Return the warnings; one that several ranks report takes one line."""
+    # Every rank warns for itself: a thousand equal lines would hide the others.
     by_text: dict[str, list[int]] = {}
     for event in report.warnings:
         by_text.setdefault(f"step {event.step}: {event.message}", []).append(event.rank)

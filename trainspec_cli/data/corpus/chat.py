@@ -68,6 +68,7 @@ class FormatError(ValueError):
 
 def find_format(record: Record) -> ChatFormat:
     """Return the format of a record by the fields that it has. Raises FormatError where none fits."""
+    # By the fields that it has: file names say nothing, and data sets mix conventions.
     for name, signs in _SIGNS.items():
         if all(record.get(sign) is not None for sign in signs):
             return name

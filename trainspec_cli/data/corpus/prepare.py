@@ -33,6 +33,7 @@ def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
     parts = {name: _prepare_part(data, "mixture", name, on_progress) for name in data.parts}
     if data.source != "mixture" and not data.validation:
         return parts[""]
+    # Validation text has to have the tokens that the model knows, so it takes the first part's tokenizer.
     tokenizer = TokenFolder.open(next(iter(parts.values()))).path / TOKENIZER_FILE
     # A tokenizer file that the recipe names stays: conversations need the chat template that stands next to it.
     is_named = data.tokenizer.path is not None or not tokenizer.is_file()
@@ -94,6 +95,7 @@ def cached_folder(data: DataSpec, files: list[Path]) -> Path:
     elif spec.path is not None:
         content = expand(spec.path).read_bytes()
         tokenizer = ["given", hashlib.sha256(content).hexdigest(), spec.end_of_document]
+    # State and not content: a digest of terabytes would take longer than preparing them.
     stats = [(str(file.resolve()), file.stat()) for file in ([] if data.is_own else files)]
     facts = {
         "schema": SCHEMA,

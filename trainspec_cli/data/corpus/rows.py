@@ -128,9 +128,11 @@ class Packed:
         rows: list[list[int]] = []
         room: list[tuple[int, int]] = []
         """(tokens left, row), sorted."""
+        # Ties keep the order of the files, so that rows are the same on every machine.
         order = np.lexsort((np.arange(len(self._lengths)), -self._lengths))
         for document in (int(d) for d in order if self._counts[d] > 0):
             length = int(self._lengths[document])
+            # The fullest row that still has room.
             fit = bisect.bisect_left(room, (length, -1))
             left, row = room.pop(fit) if fit < len(room) else (self.seq_len, len(rows))
             if row == len(rows):
@@ -264,6 +266,7 @@ class Mistakes:
                 self._kinds[key].others.append(place)
             else:
                 self._kinds[key] = _Kind(problem)
+            # A file of another form would otherwise be read to its end, with a mistake in each line.
             if len(self._kinds) >= MAX_KINDS or self._count >= MAX_MISTAKES:
                 self.check()
         except RecipeError as error:  # not of one document alone

@@ -182,6 +182,7 @@ class HeldoutRule:
         """Hold out `fraction` of the documents, at least one and not all."""
         if scan.lowest_hash == scan.highest_hash:
             return cls(threshold=0, cut_fraction=fraction)
+        # Documents are held out by their content: the split stays when files are renamed, added or reordered.
         threshold = round(fraction * _HASHES)
         return cls(threshold=min(max(threshold, scan.lowest_hash + 1), scan.highest_hash))
 

@@ -88,6 +88,7 @@ def _walk(root: Path, suffix: str | tuple[str, ...], left_out: frozenset[str] = 
         raise cannot_read(Path(error.filename), error)
 
     for folder, subfolders, names in os.walk(root, onerror=refuse):
+        # Sorted in place, so that os.walk goes through them in the same order on every file system.
         subfolders[:] = sorted(name for name in subfolders if name not in left_out and name[0] != ".")
         for name in sorted(names):
             if name.endswith(suffix) and name[0] != ".":

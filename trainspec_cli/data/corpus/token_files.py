@@ -84,6 +84,7 @@ def _read_nanogpt(data: DataSpec, files: Sequence[Path]) -> tuple[Dtype, list[Sh
 def _nanogpt_shard(file: Path) -> Shard:
     with open_regular(file) as content:
         begin = content.read(4)
+    # Both programs name these files .bin: only the first bytes tell them apart.
     header = LLMC_HEADER_BYTES if begin == struct.pack("<i", LLMC_MAGIC) else 0
     size = file.stat().st_size - header
     if size % TOKEN_BYTES["uint16"]:
@@ -107,6 +108,7 @@ def _read_megatron(data: DataSpec, files: Sequence[Path]) -> tuple[Dtype, list[S
     shards = [_megatron_shard(file, ends, dtype) for file, (_, ends) in zip(files, read, strict=True)]
     *train, last = shards
     ends = read[-1][1]
+    # Cut between documents, so that none is in both splits.
     cut = int(np.searchsorted(ends, last.tokens * (1 - data.heldout_fraction)))
     first, rest = _split(last, int(ends[min(cut, len(ends) - 2)]), dtype)
     return dtype, [*train, first], [rest]

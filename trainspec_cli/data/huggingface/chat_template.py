@@ -165,6 +165,7 @@ class TemplateProcess:
         return answer or TemplateAnswer(fault=f"it took more than {CPU_LIMIT_S:g} s for one conversation")
 
     def _start(self) -> TemplateAnswer:
+        # The worker must import the installed jinja2, and nothing that lies in the working directory.
         environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
             [sys.executable, str(WORKER), str(CPU_LIMIT_S)],

@@ -104,6 +104,7 @@ def _match(
     for one in wanted:
         spellings = [prefix + spelled for spelled in other_spellings(one.name, naming)]
         names[one.name] = next((spelled for spelled in spellings if spelled in shapes), spellings[0])
+    # Copies (a tied head) may be left out by some projects, so that they are asked for only where they are there.
     asked = {names[one.name]: one.shape for one in wanted if not one.is_copy or names[one.name] in shapes}
     found = {name: shape for name, shape in shapes.items() if not _TRAINING.search(name.removeprefix(prefix))}
     if problems := compare_tensors(asked, found, (), folder):

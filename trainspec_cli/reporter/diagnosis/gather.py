@@ -256,6 +256,7 @@ class RunReader:
             elif isinstance(event, StartEvent):
                 self.device_name = event.device_name
             if len(history.steps) > 2 * self._remembered:
+                # Forgetting half at once costs little; a step at a time would copy the columns each step.
                 oldest = history.newest - self._remembered
                 history.forget_before(oldest)
                 self.forgotten_until = max(self.forgotten_until, oldest - 1)
@@ -270,6 +271,7 @@ class RunReader:
         """Return what is known of the steps that every rank has written down, in the layout of the newest; `now`: Unix
         time while the run goes on."""
         made = [np.array(history.steps.steps, dtype=np.int64) for history in self.histories]
+        # Ranks write at different times: a step that one of them has not written yet cannot be compared.
         common = reduce(np.intersect1d, made) if made else np.zeros(0, dtype=np.int64)
         steps = common[common > self.changed.step] if self.changed else common
         # A step that a rank has profiled took longer than it needs, and would look like a straggler.

@@ -67,6 +67,7 @@ MOST_STEPS, AT_OUTAGES = 0.5, 0.8
 def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
     if evidence.ranks < 2:
         return []
+    # The least over the ranks: the rank that comes last does not wait for others, so its time is the transfer's.
     exposed_s = evidence.parts_s["exposed_comm"]
     step_s: Figures = np.median(evidence.part(*evidence.parts_s), axis=1)
     transfer_s = exposed_s.min(axis=1)

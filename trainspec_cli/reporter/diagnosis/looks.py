@@ -18,6 +18,7 @@ LINE_SHARE = 0.2
 def next_look(verdict: RunVerdict, nodes: Sequence[int], known: Sequence[LookOrder]) -> LookOrder | None:
     """Return the look that a new verdict asks for; None where it asks for none, its place was looked at, or there were
     enough of them. `nodes`: of each rank."""
+    # A look slows its rank for some steps, so a run makes few of them.
     if verdict.cause in SAY_ALL or len(known) >= MOST_LOOKS or any(one.place == verdict.place for one in known):
         return None
     # The suspected rank looks at itself, or the first one of a node or a link, or of the run.

@@ -87,6 +87,7 @@ class OwnTimes:
 
     def __init__(self, evidence: RunEvidence):
         self.evidence = evidence
+        # Garbage, and time without a processor, have causes of their own; left in, they would look like a slow device.
         gc_s = np.nan_to_num(evidence.counter("gc_s"))
         parts = [name for name in OWN_PARTS if name not in ("data_wait", "checkpoint")]
         throttled_s = np.nan_to_num(evidence.counter("throttled_s"))
@@ -267,6 +268,7 @@ def _suspects(
 def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> Slow:
     """Return why a rank is slow in an episode, by how its counters differ from its peers'."""
     excess_s = episode.excess
+    # Ranks that are just as slow would hide what sets this one apart.
     peers = _peers(evidence, times, rank, episode)
 
     def more(name: str) -> float:

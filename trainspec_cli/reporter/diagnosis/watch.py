@@ -48,6 +48,7 @@ class DiagnosisWatch:
             self._look(report)
         except Exception:  # no training ends for want of a diagnosis; `trainspec diagnose` says what is wrong
             self._is_over = True
+        # The supervisor shares the node with the workers: looking must not slow what it looks at.
         cost_s = time.thread_time() - began_s
         self._due_s = self._clock() + min(LONGEST_S, max(LOOK_S, cost_s / COST_SHARE))
 
@@ -59,6 +60,7 @@ class DiagnosisWatch:
         going_on = {place: one for place, one in found.items() if one.until_step is None}
         self._seen = {place: self._seen.get(place, 0) + 1 for place in going_on}
         for place, one in going_on.items():
+            # One look may catch a passing load of the machine; a hang was confirmed by the ranks themselves.
             if place not in self._reported and (self._seen[place] >= SEEN_TWICE or one.cause == "hang"):
                 self._reported[place] = one
                 self._write(one, report, is_over=False)

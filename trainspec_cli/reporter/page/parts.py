@@ -25,6 +25,7 @@ class PageOrigin:
 
 def render_page(title: str, body: str, footer: str) -> str:
     """Return a whole page of drawn parts. Whatever the values hold, the page holds no invisible characters."""
+    # Run folders may be a stranger's; a name with invisible characters could pass for another.
     return printable(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -90,11 +91,6 @@ def text_row(cells: Sequence[str], kinds: Sequence[str] = ()) -> str:
     """A row of texts; `kinds` are the CSS classes of the first of them."""
     padded = [*kinds, *[""] * (len(cells) - len(kinds))]
     return f"<tr>{''.join(map(cell, cells, padded))}</tr>"
-
-
-def number_row(cells: Sequence[str]) -> str:
-    """A name, and numbers."""
-    return text_row(cells, ["", *["number"] * (len(cells) - 1)])
 
 
 def text_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

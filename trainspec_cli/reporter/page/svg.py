@@ -85,8 +85,10 @@ def render_curves(lines: Sequence[LineSeries], x_title: str, y_title: str) -> st
     xs, ys = _places(lines)
     low = min(ys)
     high = max(ys)
+    # A flat curve would otherwise lie on the frame, or divide by 0.
     margin = abs(low) * 0.1 or 1.0 if _is_flat(low, high) else 0.05 * (high - low)
     frame = _Frame(min(xs), max(xs), low - margin, high + margin, even=True)
+    # There is no half a step.
     whole = [x for x in even_ticks(min(xs), max(xs)) if x == round(x)]
     return _chart(frame, lines, (x_title, y_title), [(x, f"{x:,.0f}") for x in whole])
 

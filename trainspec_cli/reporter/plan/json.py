@@ -98,6 +98,7 @@ def _candidate(candidate: Candidate) -> JsonObject:
     return {
         **plain,
         "layout": {key: value for key, value in layout.items() if key not in silent},
+        # The fullest stage decides whether a layout fits, so it has the plain name.
         "memory": to_plain(candidate.fullest_memory),
         "memory_by_stage": plain["memory"],
         "fits": candidate.fits,

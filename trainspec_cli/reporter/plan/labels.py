@@ -266,6 +266,7 @@ def percent(part: float, digits: int = 0) -> str:
 def chance(candidate: Candidate) -> str:
     """The probability that a layout fits: `93%`; nothing is certain."""
     probability = candidate.fit_probability
+    # Rounding to 100% or 0% would promise what a prediction cannot.
     return ">99%" if probability >= 0.995 else "<1%" if probability < 0.005 else percent(probability)
 
 

@@ -276,6 +276,7 @@ def _segments(breakdown: Mapping[str, float], names: dict[str, str], say: labels
 def render_sweep_page(sweep: SweepReport, origin: PageOrigin | None = None) -> str:
     """The page of a sweep: how it scales, then the plan of the last point that fits (else of the last)."""
     points = sweep.points
+    # The largest that fits is what a sweep is usually made for.
     shown = next((point for point in reversed(points) if point.plan.best), points[-1])
     chosen = f'<p class="soft below">In detail: <code>{escape(_setting(shown))}</code></p>'
     above = [heading_of(shown.plan), origin_line(origin), _scaling(sweep), *_outcomes(sweep), chosen]
@@ -315,6 +316,7 @@ def _outcomes(sweep: SweepReport) -> Iterator[str]:
 def _scaling_chart(fitting: Sequence[tuple[int, Candidate]], rate: str) -> str:
     """Draw the throughput of the best layouts, each with its number of devices; nothing where two have the same."""
     points = sorted((devices, best.tokens_per_s) for devices, best in fitting)
+    # Two points of one size would stand above each other, and no line joins them.
     if len({devices for devices, _ in points}) < len(points):
         return ""
     (first_x, first_y), (last_x, _) = points[0], points[-1]

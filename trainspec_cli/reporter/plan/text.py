@@ -231,9 +231,11 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
     held = format_duration(recovery.checkpoint_s)
     detail = f"every {steps:,} step{'s' * (steps != 1)}; {written}, holds training up for {held}"
     best_s = recovery.optimal_interval_s
+    # Near the optimum the loss is flat: a quarter more or less costs next to nothing.
     if math.isfinite(best_s) and not 0.8 < recovery.checkpoint_interval_s / best_s < 1.25:
         detail += f"; least is lost at one every {format_duration(best_s)}"
     yield "checkpoints", format_duration(recovery.checkpoint_interval_s), "", detail
+    # A figure that is missing names the key that brings it.
     power = "the accelerator's power is not known: type cluster.accelerator.tdp_w=<watts>"
     if spec.cluster.pools:
         power = "the power of a pool's accelerator is not known: its accelerator.tdp_w"
