@@ -1,4 +1,8 @@
-"""Learning-rate schedules: pure functions of the step, so a resume needs no state."""
+"""The samples and the learning rate of each step: by a schedule, or by the noise of the gradients.
+
+All are pure functions of the step, of the samples trained so far, and of averages that checkpoints hold: a resume needs
+no state besides.
+"""
 
 from __future__ import annotations
 

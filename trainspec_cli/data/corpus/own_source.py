@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.data.corpus.rows import excerpt
+from trainspec_cli.data.corpus.records import excerpt
 from trainspec_cli.data.corpus.samples import hold_out
 from trainspec_cli.data.corpus.shards import (
     SCHEMA,

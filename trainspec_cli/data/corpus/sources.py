@@ -30,19 +30,16 @@ from trainspec_cli.data.corpus.chat import (
     parse_record,
     template_of,
 )
-from trainspec_cli.data.corpus.rows import (
-    JoinedRows,
+from trainspec_cli.data.corpus.records import (
     Mistakes,
-    Packed,
-    Rows,
     bad_document,
     decode,
     excerpt,
     json_lines,
     json_records,
-    open_rows,
     table_rows,
 )
+from trainspec_cli.data.corpus.rows import JoinedRows, Packed, Rows, open_rows
 from trainspec_cli.data.corpus.samples import Mixed, SampleOrder, Shuffled
 from trainspec_cli.data.corpus.shards import TOKENIZER_FILE, TokenFolder, publishing
 from trainspec_cli.data.corpus.source_files import TABLE_SUFFIXES, cannot_read
