@@ -1,4 +1,4 @@
-"""Divide samples over ranks, and layers over pipeline stages, so that the slowest of them is done as early as possible."""
+"""Divide samples over ranks, and layers over stages, so that the slowest of them is done as early as possible."""
 
 from __future__ import annotations
 
