@@ -22,7 +22,7 @@ from trainspec_cli.recipe.compose.folders import DISTURB, NAMED_SECTIONS, Folder
 from trainspec_cli.recipe.compose.yaml_file import read_yaml
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.model import OwnModel
-from trainspec_cli.reporter.style import Style
+from trainspec_cli.reporter.style import Style, aligned
 
 Row = JsonObject
 RECIPE = "recipe"
@@ -162,15 +162,10 @@ def _table(group: str, rows: Sequence[Row]) -> Iterator[str]:
         headings += ["description"]
     cells = [[heading if heading != "name" else group for heading in headings]]
     cells += [[_cell(heading, row[heading]) for heading in headings] for row in rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(headings))]
-    texts = [any(isinstance(row[heading], str) for row in rows) for heading in headings]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if is_text else cell.rjust(width)
-            for cell, width, is_text in zip(row, widths, texts, strict=True)
-        ).rstrip()
-        for row in cells
+    numbers = [
+        place for place, heading in enumerate(headings) if not any(isinstance(row[heading], str) for row in rows)
     ]
+    lines = aligned(cells, numbers)
     yield style.bold(lines[0])
     yield from lines[1:]
 

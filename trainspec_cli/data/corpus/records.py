@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,29 +36,12 @@ class BadDocument(RecipeError):  # noqa: N818 - it names what is wrong, as the o
         self.kind = kind
 
 
-@dataclass
-class _Kind:
-    """All mistakes of one kind in one file: the first, and the places of the others."""
-
-    first: Problem
-    others: list[str] = field(default_factory=list)
-
-    def as_problem(self) -> Problem:
-        if not self.others:
-            return self.first
-        shown = ", ".join(self.others[:SHOWN_PLACES])
-        rest = len(self.others) - SHOWN_PLACES
-        places = f"{shown} and {rest:,} more" if rest > 0 else shown
-        what = "files" if self.first.line is None else "lines"
-        message = f"{self.first.message}; the same is wrong in {len(self.others):,} other {what}: {places}"
-        return replace(self.first, message=message)
-
-
 class Mistakes:
     """Lines, rows and files that hold no document, each kind of mistake once with all its places."""
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[str | None, str], _Kind] = {}
+        self._kinds: dict[tuple[str | None, str], tuple[Problem, list[str]]] = {}
+        """All mistakes of one kind in one file: the first, and the places of the others."""
         self._count = 0
 
     @contextmanager
@@ -71,10 +54,9 @@ class Mistakes:
             self._count += 1
             key = (None if problem.line is None else problem.file, error.kind)
             if key in self._kinds:
-                place = str(problem.file if problem.line is None else problem.line)
-                self._kinds[key].others.append(place)
+                self._kinds[key][1].append(str(problem.file if problem.line is None else problem.line))
             else:
-                self._kinds[key] = _Kind(problem)
+                self._kinds[key] = problem, []
             # A file of another form would otherwise be read to its end, with a mistake in each line.
             if len(self._kinds) >= MAX_KINDS or self._count >= MAX_MISTAKES:
                 self.check()
@@ -87,7 +69,14 @@ class Mistakes:
             raise RecipeError(problems)
 
     def _problems(self) -> list[Problem]:
-        problems = [kind.as_problem() for kind in self._kinds.values()]
+        problems = []
+        for first, others in self._kinds.values():
+            shown = ", ".join(others[:SHOWN_PLACES])
+            rest = len(others) - SHOWN_PLACES
+            places = f"{shown} and {rest:,} more" if rest > 0 else shown
+            what = "files" if first.line is None else "lines"
+            same = f"; the same is wrong in {len(others):,} other {what}: {places}" if others else ""
+            problems.append(replace(first, message=f"{first.message}{same}"))
         if len(self._kinds) >= MAX_KINDS or self._count >= MAX_MISTAKES:
             last = problems[-1]
             stopped = f"reading stopped after {self._count:,} mistakes"
@@ -181,13 +170,8 @@ MAX_ARRAY_BYTES = 4 * 2**30
 _FIRST = re.compile(rb"(?:\xef\xbb\xbf)?\s*(\S)")
 
 
-@dataclass(frozen=True)
-class JsonRecord:
-    fields: JsonObject
-    line: int
-    """The line that it begins in, from 1."""
-    name: str = ""
-    """`record 7` in an array, whose records may share a line."""
+JsonRecord = tuple[int, str, JsonObject]
+"""The line that it begins in, from 1; `record 7` in an array, whose records may share a line; its fields."""
 
 
 def json_records(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonRecord]:
@@ -205,7 +189,7 @@ def json_records(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonRec
                     if not isinstance(item, dict):
                         sample = json_text(item, indent=None)
                         raise bad_document(file, line, "not a JSON object", shape, sample=sample, record=name)
-                    yield JsonRecord(item, line, name)
+                    yield line, name, item
         except JsonArrayError as error:
             with mistakes.passing_over():
                 raise bad_document(file, error.line, f"not a JSON array of objects: {error}", "") from error
@@ -221,7 +205,7 @@ def json_lines(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonRecor
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     with mistakes.passing_over():
-                        yield JsonRecord(_parse(decode(line, file, number, start), file, number, shape), number)
+                        yield number, "", _parse(decode(line, file, number, start), file, number, shape)
                 start += len(line)
     except OSError as error:
         raise cannot_read(file, error) from error

@@ -105,9 +105,9 @@ def _read_text(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Docum
 def _read_jsonl(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
     """Yield one document per line."""
     shape = f'each line must be one JSON object, such as {{"{data.text_field}": "..."}}'
-    for record in json_lines(file, shape, mistakes):
+    for line, _, record in json_lines(file, shape, mistakes):
         with mistakes.passing_over():
-            yield Document(f"{file}:{record.line}", _text_of(record.fields, file, record.line, data))
+            yield Document(f"{file}:{line}", _text_of(record, file, line, data))
 
 
 def _read_table(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
@@ -125,7 +125,7 @@ def _read_chat(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Docum
     if file.suffix in TABLE_SUFFIXES:
         records = ((number, "", row) for number, row in enumerate(table_rows(file, COLUMNS, ANY_SHAPE), 1))
     else:
-        records = ((one.line, one.name, one.fields) for one in json_records(file, ANY_SHAPE, mistakes))
+        records = json_records(file, ANY_SHAPE, mistakes)
     for number, name, record in records:
         with mistakes.passing_over():
             try:
