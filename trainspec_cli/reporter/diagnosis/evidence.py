@@ -71,8 +71,6 @@ class RunEvidence:
     """The node of each rank."""
     kinds: tuple[int, ...]
     """Ranks of one kind do the same work: of a pipeline those of one stage."""
-    planned_work: tuple[float, ...] = ()
-    """Work that the plan gives to each kind, in any unit; empty where it does not say."""
     connections: tuple[Connection, ...] = ()
     stalls: Mapping[int, StallEvent] = field(default_factory=dict)
     """The newest report of each rank from the step after the last one."""
