@@ -3,8 +3,9 @@
 from math import inf
 
 from trainspec_cli.balance.batch.division import even_division
+from trainspec_cli.balance.cluster import Cluster
 from trainspec_cli.balance.decisions.speeds import Speed
-from trainspec_cli.balance.ideal import Cluster, RankRows
+from trainspec_cli.balance.ideal import RankRows
 from trainspec_cli.balance.job import DisturbedJob
 from trainspec_cli.planner.time.samples import StageTime, StepParts
 from trainspec_cli.recipe.keys.layout import Layout, ZeroStage

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from balance.jobs import NONE, job_of, parts_of
 
+from trainspec_cli.balance.cluster import Cluster
 from trainspec_cli.balance.decisions.speeds import Speed
 from trainspec_cli.balance.disturbance import Event, NarrowLink, SlowDevice, SlowNode
-from trainspec_cli.balance.ideal import Cluster
 from trainspec_cli.planner.time.samples import StageTime
 from trainspec_cli.recipe.keys.layout import Layout
 

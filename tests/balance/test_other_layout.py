@@ -9,9 +9,9 @@ import pytest
 from balance.test_simulation_figures import CHIP, SPEC
 
 from trainspec_cli.balance.decisions.links import LinkPaces
-from trainspec_cli.balance.ideal import PacedStep, Paces
 from trainspec_cli.balance.layout_memory import LayoutMemory
 from trainspec_cli.balance.other_layout import WORTHWHILE, OtherLayouts, axes_of, equalise_paces
+from trainspec_cli.balance.paced import PacedStep, Paces
 from trainspec_cli.planner.capacity import pin_layout, plan_capacity
 from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.memory.predict import memory_limit_bytes, predict_memory

@@ -41,7 +41,7 @@ def job_of(layout: LayoutSpec, *may_change: Changeable) -> DisturbedJob:
 
 
 def run(job: DisturbedJob, **what: object) -> Simulation:
-    values = {"steps": 500, "slow_devices": (SLOW,)} | what
+    values = {"steps": 320, "slow_devices": (SLOW,)} | what
     return simulate(job, Disturbance(**values), "test")  # type: ignore[arg-type]
 
 
@@ -80,7 +80,7 @@ def test_a_slow_device_of_a_tensor_parallel_group_leads_to_another_layout() -> N
 
 def test_a_change_of_layout_pauses_the_run_for_two_steps_and_the_bytes_that_move() -> None:
     job = job_of(TENSOR, "layout")
-    simulation = run(job, noise=0.0)
+    simulation = run(job, steps=120, noise=0.0)
     step = next(decision.step for decision in simulation.decisions if decision.kind == "layout")
     before_s, at_s, after_s = (256 / simulation.on.by_step[step + place] for place in (-2, -1, 0))
     assert at_s - after_s > 2 * before_s
@@ -119,7 +119,7 @@ def test_a_healthy_run_keeps_its_layout(layout: LayoutSpec) -> None:
 
 
 def test_the_same_seed_gives_the_same_changes() -> None:
-    first, second = (run(job_of(TENSOR), steps=300, seed=4) for _ in range(2))
+    first, second = (run(job_of(TENSOR), steps=120, seed=4) for _ in range(2))
     assert first == second and "layout" in kinds(first)
 
 

@@ -19,7 +19,7 @@ from trainspec_cli.core.errors import TrainspecError
 from trainspec_cli.data.corpus import bpe
 from trainspec_cli.data.huggingface import chat_template
 from trainspec_cli.data.huggingface.chat_template import ChatTemplate
-from trainspec_cli.data.huggingface.config_reading import read_model
+from trainspec_cli.data.huggingface.config import read_model
 from trainspec_cli.data.huggingface.safetensors import make_header, open_checkpoint
 from trainspec_cli.run.tools import read_probe
 from trainspec_cli.wings.certify.certificate import digest

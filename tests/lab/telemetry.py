@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trainspec_cli.reporter.diagnosis.evidence import COUNTERS, Connection, Figures, RunEvidence, Stall
+from trainspec_cli.reporter.diagnosis.evidence import COUNTERS, Connection, Figures, RunEvidence
+from trainspec_cli.run.folder.event_types.events import StallEvent
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Telemetry:
     transfer_s: float = 0.05
     noise: float = 0.02
     seed: int = 0
-    stalls: Mapping[int, Stall] = field(default_factory=dict)
+    stalls: Mapping[int, StallEvent] = field(default_factory=dict)
     resent: dict[tuple[int, int], float] = field(default_factory=dict)
     """Segments sent again a step, by pair of ranks, from the middle of the run on."""
     resent_until: int | None = None

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 
-from trainspec_cli.reporter.svg import render_chart, render_overlay
+from trainspec_cli.reporter.chart import render_chart, render_overlay
 
 
 def test_a_falling_line_runs_from_corner_to_corner() -> None:

@@ -5,31 +5,7 @@ from typing import Any
 import pytest
 
 from trainspec_cli.reporter.progress import Progress
-from trainspec_cli.run.folder.event_types.events import RetryEvent
-from trainspec_cli.run.folder.events import EventTail, read_log
-
-
-def test_only_what_is_new_is_read_and_half_a_line_waits(fake_run: Any) -> None:
-    fake_run.start()
-    path = fake_run.dir.events(0)
-    tail = EventTail(path)
-    assert tail.read() == []
-    fake_run.step(1)
-    assert [getattr(event, "step", None) for event in tail.read()] == [1]
-    with path.open("ab") as file:
-        file.write(b'{"type": "retry", "time": 1, "st')
-        file.flush()
-        assert tail.read() == []
-        file.write(b'ep": 2}\n')
-    assert tail.read() == [RetryEvent(step=2, time=1)]
-    assert tail.read() == []
-
-
-def test_a_file_that_is_not_there_yet_is_read_from_its_beginning(fake_run: Any) -> None:
-    tail = EventTail(fake_run.dir.events(0))
-    assert tail.read() == []
-    fake_run.start()
-    assert [event.type for event in tail.read()] == ["start"]
+from trainspec_cli.run.folder.events import read_log
 
 
 def progress_after(run: Any, steps: int) -> Progress:

@@ -38,28 +38,6 @@ def trained(run: Any) -> None:
     run.write("sample", step=10, prompt="def ", text="main(argv):\n    [return]")
 
 
-def test_the_summary_shows_curve_heldout_sample_and_speed(fake_run: Any) -> None:
-    trained(fake_run)
-    shown = text_of(render_summary(collect(fake_run.dir.root)))
-    assert shown.startswith("loss\n9 ┤")
-    assert "2.000 bits per byte (xz 2.500), loss 1.0000" in shown
-    assert "  def main(argv):\n      [return]\n" in shown
-    assert "100 tokens/s · 5.0% MFU" in shown
-
-
-def test_the_report_says_where_the_time_went_and_how_that_was_measured(fake_run: Any) -> None:
-    trained(fake_run)
-    fake_run.result(peak_memory_bytes=2**30, weights_sha256="ab12")
-    shown = text_of(render_report(collect(fake_run.dir.root)))
-    assert "done (exit code 0), 10 of 20 steps" in shown
-    assert "1.00 GiB at most" in shown
-    assert "MFU = tokens/s x 1 MFLOP a token / (2 x 1 GFLOP/s, the best matmul measured)" in shown
-    assert "over steps 4-10; steps 1-3, which compile and allocate, are left out" in shown
-    rows = [line.split() for line in shown.splitlines() if line.strip().startswith(("forward", "whole step"))]
-    assert rows[0][:3] == ["forward", "143", "ms"]
-    assert rows[1] == ["whole", "step", "1.0", "s", "100.0%"]
-
-
 def test_steps_that_differ_are_told_of(fake_run: Any) -> None:
     fake_run.about()
     fake_run.start()
@@ -176,16 +154,6 @@ def test_what_is_amiss_is_told(fake_run: Any) -> None:
 def test_a_run_without_events_has_a_report(fake_run: Any) -> None:
     fake_run.about()
     assert "made, 0 of 20 steps" in text_of(render_report(collect(fake_run.dir.root)))
-
-
-def test_where_the_wall_time_went_is_a_small_picture(fake_run: Any) -> None:
-    trained(fake_run)
-    time_s = WallTime(productive=90.0, checkpoint=6.0, idle=24.0)
-    shown = text_of(render_report(replace(collect(fake_run.dir.root), time_s=time_s, goodput=0.75)))
-    assert "goodput 75.0%, of 2 min 0 s from the first launch on" in shown
-    assert re.search(r"productive +1 min 30 s +75.0% +█{18}\n", shown)
-    assert re.search(r"checkpoint +6.\d* s +5.0% +█\n", shown)
-    assert "detection" not in shown, "what took no time is left out"
 
 
 BEGIN = {

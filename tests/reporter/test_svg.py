@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from trainspec_cli.reporter.svg import (
+from trainspec_cli.reporter.page.svg import (
     LineSeries,
     Segment,
     even_ticks,

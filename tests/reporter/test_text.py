@@ -27,7 +27,6 @@ from trainspec_cli.reporter.text import (
     describe_event,
     describe_plan,
     describe_progress,
-    describe_saving,
     first_text_parts,
 )
 from trainspec_cli.run.folder.event_types.events import (
@@ -342,4 +341,5 @@ def test_a_plan_tells_its_model_devices_and_layout(forecast: tuple[RunSpec, RunF
      (2.0, "in 2.0 s, training held up for 320 ms")],
 )  # fmt: skip
 def test_a_checkpoint_that_is_written_beside_training(written_s: Any, shown: str) -> None:
-    assert describe_saving(CheckpointEvent(step=1, path="p", bytes=1, seconds=0.32, written_s=written_s)) == shown
+    event = CheckpointEvent(step=1, path="p", bytes=1, seconds=0.32, written_s=written_s)
+    assert describe_event(event) == f"step 1: checkpoint, 1 B {shown}"

@@ -137,7 +137,17 @@ class LayoutAdvisor:
                 self._new_steps = self._new_steps + 1
                 self._step_s.append(event.step_time_s - event.time_s.get("checkpoint", 0.0))
             case DirectiveEvent(kind="layers" | "layout"):
-                self._take_change(event)
+                if event.applied:
+                    self._watched = event if event.layout == self._proposed else None
+                    self._pause_s = event.pause_s or None
+                    self._in_force = self._wanted = self._searching = self._proposed = self._lost = None
+                    self._changed_to = event.layout or None
+                    self._new_steps = 0
+                    self._step_s.clear()
+                    self._timing.want(None)
+                elif self._plan.spec.scheduler.mode == "auto" and event.layout == self._proposed:
+                    self._timing.refuse(_layout(event.layout))
+                    self._proposed = None
             case AchievedEvent() if self._watched and event.number == self._watched.number:
                 # A layout that was no gain is not proposed again, and `_look_back` returns to the planned one.
                 layout = _layout(self._watched.layout)
@@ -145,19 +155,6 @@ class LayoutAdvisor:
                 if event.achieved_s >= event.before_s and not _is_alike(layout, self._home.layout):
                     self._lost = event
                     self._timing.refuse(layout)
-
-    def _take_change(self, event: DirectiveEvent) -> None:
-        if event.applied:
-            self._watched = event if event.layout == self._proposed else None
-            self._pause_s = event.pause_s or None
-            self._in_force = self._wanted = self._searching = self._proposed = self._lost = None
-            self._changed_to = event.layout or None
-            self._new_steps = 0
-            self._step_s.clear()
-            self._timing.want(None)
-        elif self._plan.spec.scheduler.mode == "auto" and event.layout == self._proposed:
-            self._timing.refuse(_layout(event.layout))
-            self._proposed = None
 
     # What is best for them
 

@@ -10,11 +10,13 @@ from math import inf
 import numpy as np
 
 from trainspec_cli.balance.batch.division import Division, Portion, even_division, take_portion
+from trainspec_cli.balance.cluster import Cluster, Condition, StepSeconds
 from trainspec_cli.balance.decisions.balance import LayerScheduler, expected_pause_s, with_stages
 from trainspec_cli.balance.decisions.links import LinkPaces
 from trainspec_cli.balance.decisions.shares import reporting_interval
-from trainspec_cli.balance.ideal import Cluster, Condition, Paces, RankRows, StepSeconds
+from trainspec_cli.balance.ideal import RankRows
 from trainspec_cli.balance.other_layout import OtherLayouts
+from trainspec_cli.balance.paced import Paces
 from trainspec_cli.planner.capacity import largest_micro_batch, setup_of
 from trainspec_cli.planner.hardware.cluster import efficiency_of, group_of
 from trainspec_cli.planner.pipeline import Counts

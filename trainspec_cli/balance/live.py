@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainspec_cli.balance.batch.division import Division, Portion, weighted_counts
+from trainspec_cli.balance.cluster import Condition, Floats, StepSeconds
 from trainspec_cli.balance.decisions.shares import (
     COST_STEPS,
     ShareChange,
@@ -23,7 +24,7 @@ from trainspec_cli.balance.decisions.shares import (
 )
 from trainspec_cli.balance.decisions.speeds import SETTLING_S, Speed, SpeedTracker, slowest
 from trainspec_cli.balance.disturbance import Disturbance, Event, Leave, groups_of_node
-from trainspec_cli.balance.ideal import Condition, Floats, Ideal, StepSeconds, best_step
+from trainspec_cli.balance.ideal import Ideal, best_step
 from trainspec_cli.balance.job import DisturbedJob, Taken, seconds_of, take
 from trainspec_cli.balance.live_layouts import LiveLayouts
 from trainspec_cli.recipe.results.forecast import SimulatedDecision

@@ -14,12 +14,12 @@ from typing import Protocol
 import numpy as np
 
 from trainspec_cli.balance.batch.division import Division
+from trainspec_cli.balance.cluster import LEAST_S, StepSeconds
 from trainspec_cli.balance.decisions.balance import LayerChange
 from trainspec_cli.balance.decisions.links import LinkPaces
 from trainspec_cli.balance.decisions.other_layout import LayoutScheduler
 from trainspec_cli.balance.decisions.speeds import PaceTracker, Speed
 from trainspec_cli.balance.disturbance import Disturbance, Event
-from trainspec_cli.balance.ideal import LEAST_S, StepSeconds
 from trainspec_cli.balance.job import DisturbedJob, Taken
 from trainspec_cli.balance.measured_links import MeasuredLinks
 from trainspec_cli.recipe.results.forecast import SimulatedDecision

@@ -11,6 +11,7 @@ from statistics import median_high
 
 import numpy as np
 
+from trainspec_cli.balance.cluster import LEAST_S, Cluster
 from trainspec_cli.balance.decisions.links import (
     FIRST_SAMPLE_STEPS,
     LEAST_INTERVAL_STEPS,
@@ -21,7 +22,6 @@ from trainspec_cli.balance.decisions.links import (
     Transfer,
 )
 from trainspec_cli.balance.disturbance import Disturbance, Event, NarrowLink
-from trainspec_cli.balance.ideal import LEAST_S, Cluster
 from trainspec_cli.planner.time.samples import Tier
 
 Place = tuple[Tier, int]

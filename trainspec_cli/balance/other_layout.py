@@ -19,8 +19,8 @@ from statistics import median_low
 from trainspec_cli.balance.batch.division import micro_batches_of
 from trainspec_cli.balance.decisions.balance import with_stages
 from trainspec_cli.balance.decisions.links import LinkPaces
-from trainspec_cli.balance.ideal import PacedStep, PacedSteps, Paces, describe
 from trainspec_cli.balance.layout_memory import LayoutMemory, even_room
+from trainspec_cli.balance.paced import PacedStep, PacedSteps, Paces, describe
 from trainspec_cli.planner import this_machine
 from trainspec_cli.planner.capacity import cut_on_chip, main_size, pin_layout, setup_of, softwares_of
 from trainspec_cli.planner.hardware.cluster import efficiency_of

@@ -62,6 +62,7 @@ def calibrate(
 def _measure(sources: list[str], cluster: str, layouts: int, steps: int, *, as_json: bool) -> ClusterProfile:
     from trainspec_cli.session.calibration import calibrate as session  # half a second, which the help does without
 
+    # What a source is follows from its form: key=value is a recipe's, .csv a table, the rest are folders of runs.
     tables = [source for source in sources if source.endswith(".csv") and "=" not in source]
     keys = [source for source in sources if "=" in source]
     runs = [Path(source) for source in sources if source not in tables and source not in keys]

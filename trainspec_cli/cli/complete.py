@@ -41,6 +41,7 @@ def _candidates(before: Sequence[str], word: str, commands: Mapping[str, Command
         return
     entry = commands[command]
     given = [other for other in rest if not other.startswith("-")]
+    # Importing the command would load typer and rich at each press of Tab.
     module = _parse(PACKAGE.joinpath(*entry.module_of(command).split(".")[1:]).with_suffix(".py"))
     functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
     below = [one.name for one in functions if any("app.command" in ast.unparse(each) for each in one.decorator_list)]
@@ -69,6 +70,7 @@ def _candidates(before: Sequence[str], word: str, commands: Mapping[str, Command
 
 def _runs(folder: Path) -> Iterator[str]:
     for number, (root, below, files) in enumerate(os.walk(folder)):
+        # A home folder may have millions; completion that hangs is worse than none.
         if number >= MOST_FOLDERS:
             return
         if RUN_FILE in files:

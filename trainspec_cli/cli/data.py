@@ -77,8 +77,13 @@ def prepare(
 ) -> None:
     """Read text, train a tokenizer on it (or use yours), and write token shards: of one source into a folder, or of
     all that a recipe's run would read."""
+    # With a recipe the cache is filled under the names by which `launch` looks for it.
     if arguments:
-        _refuse_beside_recipe({"--source": source, "--output": output, "--path": path})
+        options = {"--source": source, "--output": output, "--path": path}
+        given = [name for name, value in options.items() if value is not None]
+        if given:
+            message = f"a recipe says what is read and where it goes; {' and '.join(given)} cannot stand beside it"
+            raise RecipeError(Problem("contradiction", message, given[0], "type data.path=... instead"))
         prepare_recipe(arguments, as_json)
         return
     if source in READY:
@@ -96,16 +101,15 @@ def prepare(
         heldout_fraction=heldout_fraction,
         max_bytes=max_bytes,
     )
-    with _into_new(output), _named_as_options(), _progress() as on_progress:
-        prepare_into(data, output, on_progress)
+    check_new(output)
+    try:
+        with _progress() as on_progress:
+            prepare_into(data, output, on_progress)
+    except FileExistsError as error:  # somebody else filled the folder meanwhile
+        raise not_empty(output) from error
+    except TrainspecError as error:  # it speaks of recipe keys, which are options here
+        raise type(error)([_as_option(problem) for problem in error.problems]) from error
     _print_folder(output, TokenFolder.open(output).manifest, as_json)
-
-
-def _refuse_beside_recipe(options: dict[str, object]) -> None:
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        message = f"a recipe says what is read and where it goes; {' and '.join(given)} cannot stand beside it"
-        raise RecipeError(Problem("contradiction", message, given[0], "type data.path=... instead"))
 
 
 def prepare_recipe(arguments: list[str], as_json: bool) -> None:
@@ -117,6 +121,7 @@ def prepare_recipe(arguments: list[str], as_json: bool) -> None:
     with _progress() as on_progress:
         folder = prepare_data(data, on_progress)
     collection = Collection.open(folder)
+    # A single source has no name in a collection.
     found = {name or data.source: part.folder for name, part in collection.parts.items()}
     found |= collection.validation
     if as_json:
@@ -147,25 +152,6 @@ def info(
     _print_folder(folder, tokens.manifest, as_json)
 
 
-@contextmanager
-def _into_new(output: Path) -> Iterator[None]:
-    """Refuses an output that holds something, before the work and after it."""
-    check_new(output)
-    try:
-        yield
-    except FileExistsError as error:
-        raise not_empty(output) from error
-
-
-@contextmanager
-def _named_as_options() -> Iterator[None]:
-    """Errors speak of recipe keys; here they are options."""
-    try:
-        yield
-    except TrainspecError as error:
-        raise type(error)([_as_option(problem) for problem in error.problems]) from error
-
-
 def _as_option(problem: Problem) -> Problem:
     hint = problem.hint
     for key, option in OPTIONS.items():
@@ -177,6 +163,7 @@ def _as_option(problem: Problem) -> Problem:
 def _progress() -> Iterator[OnProgress]:
     """A bar on the error output, so that `--json` stays clean."""
     console = PrintableConsole(stderr=True)
+    # In a log, one line for each hundredth would hide the result.
     if not console.is_terminal:
         yield lambda phase, done, rows: None
         return

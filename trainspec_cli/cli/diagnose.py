@@ -35,6 +35,7 @@ def diagnose(
     """Name what slows a run, live or finished: cause, place, cost, proof and remedy, heaviest first."""
     if trace is not None:
         trace_to(run, trace)
+    # Flushed line by line: whoever watches through a pipe sees a verdict when it is found.
     for event in follow_verdicts(run) if watch else ():
         shown = json_text(to_plain(event), indent=None) if as_json else describe_event(event)
         print(shown, flush=True)

@@ -58,6 +58,7 @@ def _path(key: str, folders: Folders) -> str:
     """Return the key in a recipe of one that begins with a group's own name, as `slurm.time` is
     `cluster.slurm.time`, or that is the last word of one key alone, as `lr` is of `optim.lr`."""
     first, dot, rest = key.partition(".")
+    # A key wins over a group of the same name: `data` is both.
     is_group = first in folders.groups and not any(explain_key(RunSpec, first))
     section = path_of_group(first) if is_group else ""
     if section:

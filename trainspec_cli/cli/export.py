@@ -47,6 +47,7 @@ def export(
     """Write a run's weights, config, tokenizer and generation config; transformers loads them with no code of ours."""
     run_dir = find_own_run(run)
     chosen = find_checkpoint(run_dir, step, best=best)
+    # Before the checkpoint is read, which may take minutes.
     check_new(output)
     if naming != "hf" and format_ != "dcp":
         message = f"--naming {naming} is of --format dcp, and the format is {format_}"

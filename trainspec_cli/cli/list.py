@@ -18,10 +18,10 @@ from trainspec_cli.core.printable import format_count
 from trainspec_cli.core.reading.files import UnreadableFileError, read_text
 from trainspec_cli.planner.hardware.rates import build_accelerator, load_group, models
 from trainspec_cli.planner.workload import count_active_params, count_params
-from trainspec_cli.recipe.compose.folders import DISTURB, SECTION_NAMED_BY, Folders, find_folders, read_yaml, show_path
+from trainspec_cli.recipe.compose.folders import DISTURB, Folders, find_folders, read_yaml, show_path
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.model import OwnModel
-from trainspec_cli.reporter.style import Style
+from trainspec_cli.reporter.style import Style, aligned
 
 Row = JsonObject
 RECIPE = "recipe"
@@ -38,6 +38,7 @@ def options_of(group: str, folders: Folders, cwd: Path) -> Sequence[Row]:
         for name, file in files.items()
         if file
     ]
+    # A file of the user's own hides the shipped one of its name, as when a recipe is composed.
     shipped = {name for name, file in files.items() if file and not file.is_relative_to(cwd)}
     return sorted(rows, key=lambda row: (row["name"] in shipped, str(row["name"])))
 
@@ -126,11 +127,6 @@ def list(
         print("\n\n".join("\n".join(_overview(name, rows)) for name, rows in found.items()))
 
 
-def typed_as(group: str) -> str:
-    """Return how an option of the group is given: `cluster.accelerator=NAME`."""
-    return f"{SECTION_NAMED_BY.get(group, group)}=NAME"
-
-
 def _with_figures(group: str, rows: Sequence[Row]) -> Sequence[Row]:
     if group not in FIGURES:
         return [*rows]
@@ -141,7 +137,7 @@ def _with_figures(group: str, rows: Sequence[Row]) -> Sequence[Row]:
 
 def _overview(group: str, rows: Sequence[Row]) -> Iterator[str]:
     style = Style.of(sys.stdout)
-    yield f"{style.bold(group)}  {style.dim(typed_as(group))}"
+    yield f"{style.bold(group)}  {style.dim(f'{SECTION_NAMED_BY.get(group, group)}=NAME')}"
     width = max((len(str(row["name"])) for row in rows), default=0)
     for row in rows:
         yield f"  {str(row['name']).ljust(width)}  {row['description']}".rstrip()
@@ -164,15 +160,10 @@ def _table(group: str, rows: Sequence[Row]) -> Iterator[str]:
         headings += ["description"]
     cells = [[heading if heading != "name" else group for heading in headings]]
     cells += [[_cell(heading, row[heading]) for heading in headings] for row in rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(headings))]
-    texts = [any(isinstance(row[heading], str) for row in rows) for heading in headings]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if is_text else cell.rjust(width)
-            for cell, width, is_text in zip(row, widths, texts, strict=True)
-        ).rstrip()
-        for row in cells
+    numbers = [
+        place for place, heading in enumerate(headings) if not any(isinstance(row[heading], str) for row in rows)
     ]
+    lines = aligned(cells, numbers)
     yield style.bold(lines[0])
     yield from lines[1:]
 

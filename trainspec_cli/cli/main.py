@@ -72,6 +72,7 @@ def dispatch(arguments: Sequence[str], style: Style) -> int:
         print(f"trainspec {__version__}")
         return 0
     if name == COMPLETE:
+        # A shell waits for this at each press of Tab, so it is answered before typer is imported.
         from trainspec_cli.cli.complete import complete
 
         print("\n".join(complete(" ".join(rest), COMMANDS)))
@@ -86,10 +87,12 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
     command = load_command(name)
     try:
+        # Not `command()`: that would end the process by itself, and print errors in click's words.
         with command.make_context(f"trainspec {name}", list(arguments)) as context:
             result = command.invoke(context)
     except typer.Exit as ended:
         return ended.exit_code
+    # Ctrl-C at a question is the same interruption as Ctrl-C anywhere else.
     except typer.Abort as aborted:
         raise KeyboardInterrupt from aborted
     except _usage_error() as error:
@@ -105,6 +108,7 @@ def load_command(name: str) -> Any:
     entry = COMMANDS[name]
     module = importlib.import_module(entry.module_of(name))
     app = getattr(module, "app", None) or typer.Typer(add_completion=False)
+    # rich would draw boxes into a pipe, for programs to read.
     if not sys.stdout.isatty():
         app.rich_markup_mode = None
     if not app.registered_commands:
@@ -116,6 +120,7 @@ def _usage_error() -> type[Exception]:
     """Typer may carry a click of its own, so its error of usage is reached through one that Typer exports."""
     import typer
 
+    # The class is found by its place, since typer has moved click into itself and may do so again.
     return typer.BadParameter.__mro__[1]
 
 
@@ -126,6 +131,7 @@ def _usage_problem(name: str, error: Any) -> Problem:
         return Problem(code="usage", message=f"trainspec {name} needs a command", hint=f"see trainspec {name} --help")
     hint = f"see trainspec {name} --help"
     option = getattr(error, "option_name", "").lstrip("-")
+    # People who come from argparse type --optim.lr=3e-4.
     if option == "recipe" or "." in option:
         hint = f"values are given without dashes: {option}=<value>"
     elif type(error).__name__ == "NoSuchOption":
@@ -148,6 +154,7 @@ def _meant_option(context: Any, option: str) -> str:
     if option in FORMER_FLAGS:
         return f"type {FORMER_FLAGS[option]}"
     parameters = context.command.params
+    # The options are those of the parser, so that a hint never names one that does not exist.
     near = closest(f"--{option}", [opt for parameter in parameters for opt in parameter.opts if opt.startswith("--")])
     meant = f"did you mean {near}?" if near else ""
     if any(parameter.name == "arguments" for parameter in parameters):
@@ -173,6 +180,7 @@ def _hint_of_option(name: str, option: str) -> str:
 
 
 def _unknown_command(name: str, rest: Sequence[str]) -> Problem:
+    # The recipe is there, and what is to be done with it was left out.
     if name.startswith("recipe="):
         hint = f"such as trainspec launch {' '.join((name, *rest))}"
         return Problem(code="usage", message="a command comes first", hint=hint)

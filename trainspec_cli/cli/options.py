@@ -127,6 +127,7 @@ def not_empty(output: Path) -> RecipeError:
 
 def page_origin() -> PageOrigin:
     """Return where a page that this command writes comes from."""
+    # A page travels without its terminal: it says by which command it can be made again.
     command = shlex.join(["trainspec", *sys.argv[1:]])
     return PageOrigin(datetime.now(UTC).date().isoformat(), __version__, command)
 

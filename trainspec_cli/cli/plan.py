@@ -57,6 +57,7 @@ def _plan_one(arguments: Sequence[str], as_json: bool, html: Path | None, trace:
         print(json_text(plan_as_json(planned)))
     else:
         _show(lambda width: render_plan(planned, width))
+    # The text is printed first: it says what would fit.
     if not planned.best:
         _refuse(planned, as_json)
 
@@ -81,6 +82,7 @@ def _plan_many(arguments: Sequence[str], sweeps: Sequence[str], as_json: bool, h
 
 
 def _show(render: Callable[[int], RenderableType]) -> None:
+    # Without a terminal rich would assume 80 columns, and wrap the table of layouts.
     console = PrintableConsole(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
     console.show(render(console.width))
 

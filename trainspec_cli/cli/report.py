@@ -29,6 +29,7 @@ def report(run: RunArgument, as_json: AsJson = False, html: Html = None, csv_fil
         write_page(html, render_run_page(collected, composed_of(collected), page_origin()))
     if csv_file:
         columns = collected.curves()
+        # Written at once when it is whole, so that no half table is left where the disk is full.
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerows([list(columns), *zip(*columns.values(), strict=True)])

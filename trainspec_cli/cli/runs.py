@@ -17,9 +17,9 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.printable import format_bytes, format_duration
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
-from trainspec_cli.reporter.compare import MOST_RUNS, comparison_as_json, render_comparison, table
-from trainspec_cli.reporter.compare import compare as compare_reports
+from trainspec_cli.reporter.compare import MOST_RUNS, comparison_as_json, render_comparison
 from trainspec_cli.reporter.runs import RunLine, show_differences
+from trainspec_cli.reporter.style import aligned
 from trainspec_cli.run.folder.memory import Copies, list_copies, remove_folder
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.memory_limits import Learned, MemoryLimits, forget_limits, list_limits
@@ -68,6 +68,7 @@ def runs(
 ) -> None:
     """List the runs below this folder or launched from it, newest first, with the values that differ between those of a
     recipe."""
+    # typer calls this for `runs compare`, too.
     if context.invoked_subcommand:
         return
     if limits or clear_limits:
@@ -80,7 +81,9 @@ def runs(
     if as_json:
         print(json_text([asdict(line) for line in lines]))
     elif lines:
-        print(table(_filled([HEADINGS, *map(_cells, lines)])))
+        columns = zip(HEADINGS, *map(_cells, lines), strict=True)
+        filled = [column for column in columns if any(column[1:])]  # one that is empty below its heading is left out
+        print("\n".join(aligned(list(zip(*filled, strict=True)))))
         for line in filter(lambda line: line.damage, lines):
             print(f"damaged: {line.damage}", file=sys.stderr)
     else:
@@ -99,7 +102,7 @@ def _show_limits(*, clear: bool, as_json: bool) -> None:
         print("no run has run out of memory on this machine")
     else:
         rows = [_limit_cells(limits, learned) for limits in found for learned in limits.learned]
-        print(table([LIMITS_HEADINGS, *rows]))
+        print("\n".join(aligned([LIMITS_HEADINGS, *rows])))
         print("\nforgotten" if clear else "\ntrainspec runs --clear-limits forgets them")
 
 
@@ -132,7 +135,7 @@ def _show_copies(*, clear: bool, as_json: bool) -> None:
     elif not rows:
         print("no run has copies in this node's memory")
     else:
-        print(table([COPIES_HEADINGS, *(_copies_cells(*row) for row in rows)]))
+        print("\n".join(aligned([COPIES_HEADINGS, *(_copies_cells(*row) for row in rows)])))
         if clear:
             print(f"\ncleared {format_bytes(sum(copies.bytes for copies in cleared))}")
         elif any(status in FORSAKEN for _, status in rows):
@@ -153,12 +156,6 @@ def _copies_cells(copies: Copies, status: str) -> tuple[str, ...]:
     return format_bytes(copies.bytes), str(copies.step), str(on_disk or "-"), status, where
 
 
-def _filled(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Leave out the columns that are empty below their heading."""
-    kept = [any(cells) for cells in zip(*rows[1:], strict=True)]
-    return [tuple(cell for cell, is_kept in zip(row, kept, strict=True) if is_kept) for row in rows]
-
-
 def _cells(line: RunLine) -> tuple[str, ...]:
     of = f"/{line.max_steps}" if line.max_steps is not None else ""
     loss = f"{line.loss:.4f}" if line.loss is not None else "-"
@@ -173,11 +170,11 @@ def compare(runs: Runs, as_json: AsJson = False) -> None:
     if not 2 <= len(runs) <= MOST_RUNS:
         message = f"{len(runs)} run{'s'[: len(runs) != 1]} cannot be compared; 2 to {MOST_RUNS} can"
         raise RecipeError(Problem("usage", message, "RUN", "such as trainspec runs compare A B"))
-    compared = compare_reports([collect_run(name) for name in runs])
+    reports = [collect_run(name) for name in runs]
     if as_json:
-        print(json_text(comparison_as_json(compared)))
+        print(json_text(comparison_as_json(reports)))
     else:
-        PrintableConsole().report(render_comparison(compared, PrintableConsole().width))
+        PrintableConsole().report(render_comparison(reports, PrintableConsole().width))
 
 
 @app.command()
@@ -200,6 +197,7 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Remove runs below ./runs that failed or were killed, or checkpoints that nothing needs."""
+    # Checkpoints of a finished run may be many; whole runs are removed by themselves only where they went wrong.
     statuses = status or (FORSAKEN[1:] if checkpoints else ("failed", "killed"))
     if wrong := sorted({*statuses} - {*FORSAKEN[1:]}):
         message = f"--status is {', '.join(wrong)}"
@@ -218,6 +216,7 @@ def _remove(removals: Sequence[removal.Removal], *, yes: bool, as_json: bool) ->
     if not as_json:
         print("\n".join(map(_describe_removal, removals)) or "there is nothing to remove")
     if removals and not yes:
+        # A script that forgot --yes must not hang at a question.
         if as_json or not sys.stdin.isatty():
             hint = "add --yes"
             raise RecipeError(Problem("usage", f"{freed} would be removed, and nobody can be asked", "--yes", hint))

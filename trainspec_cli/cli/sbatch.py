@@ -84,6 +84,7 @@ class CommandApart(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         if "--" in args:
+            # click drops `--`, after which a command's own options could not be told from ours.
             place = args.index("--")
             args, ctx.obj = args[:place], args[place + 1 :]
         return super().parse_args(ctx, args)
@@ -127,8 +128,12 @@ def sbatch(
         made = _prepare_recipe(arguments or [], sweep or [], force=force)
     else:
         asked = CommandOptions(max_restarts, grace_s, hang_s, work_s, join_timeout_s)
-        made = _prepare_command(command, arguments or [], folder, asked)
+        if not (prepares := parts_of(PREPARE_COMMAND)):
+            hint = "name a recipe, or install trainspec whole: the wing for commands is missing"
+            raise MachineError(Problem(MISSING_WING, "this installation runs no commands", "COMMAND", hint))
+        made = prepares[0](command, arguments or [], folder, asked)
     first = made.loaded[0]
+    # A recipe may come from somebody else: its lines of shell run on the cluster, so they are shown each time.
     print(session.render_shell_lines(first), end="", file=sys.stderr)
     if submit and not allow_setup:
         session.check_own_lines(made.loaded)
@@ -142,6 +147,7 @@ def sbatch(
         print(job_id)
     else:
         print(submission.text, end="")
+    # These go to the error output: the script or the number alone may be piped on.
     lines = [*(f"run folder  {folder}" for folder in folders), f"script      {submission.script}"]
     if dry_run:
         lines = ["nothing was made; with --submit in place of --dry-run it is submitted"]
@@ -161,15 +167,6 @@ def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], *, force: b
     return PreparedJob([run.loaded for run in runs], session.warnings(runs), write)
 
 
-def _prepare_command(
-    command: Sequence[str], arguments: Sequence[str], folder: str | None, options: CommandOptions
-) -> PreparedJob:
-    if not (prepares := parts_of(PREPARE_COMMAND)):
-        hint = "name a recipe, or install trainspec whole: the wing for commands is missing"
-        raise MachineError(Problem(MISSING_WING, "this installation runs no commands", "COMMAND", hint))
-    return prepares[0](command, arguments, folder, options)
-
-
 def _refuse_bare_command(arguments: Sequence[str]) -> None:
     """Raise RecipeError where a program or a script stands among `key=value` arguments."""
     for place, word in enumerate(arguments):
@@ -180,6 +177,7 @@ def _refuse_bare_command(arguments: Sequence[str]) -> None:
 
 def _check_options(context: typer.Context, others: Sequence[str], *, of_recipe: bool) -> None:
     """Raise RecipeError for options of the other kind of job, which would change nothing."""
+    # An option of the other kind would be accepted and ignored, which the user would find out after the job.
     for option in context.command.params:
         source = context.get_parameter_source(str(option.name))
         if option.name in others and source and source.name == "COMMANDLINE":

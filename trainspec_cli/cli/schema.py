@@ -39,6 +39,7 @@ def schema(
     # yaml-language-server: $schema=../conf/schema/recipe.json
     """
     groups = find_folders(Path.cwd()).groups
+    # A group and a file may have one name; each schema is listed once.
     names = list(dict.fromkeys([RECIPE, *filter(sections_of_group, groups), DISTURB, *FILE_SCHEMAS]))
     if group is not None and group not in names:
         raise RecipeError(_unknown(group, names))

@@ -14,7 +14,7 @@ from trainspec_cli.core.reading.files import UnreadableFileError, exists, expand
 from trainspec_cli.core.reading.yaml_file import read_versioned_yaml
 from trainspec_cli.recipe.compose.folders import RECIPE
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.reporter.style import Style
+from trainspec_cli.reporter.style import Style, aligned
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.recipe.load import examine, require, without_uncounted
 
@@ -34,6 +34,7 @@ def show(
 ) -> None:
     """Print the composed recipe, each value with the file:line it comes from."""
     examined = examine(arguments)
+    # Half a recipe in JSON would be taken for a whole one; for people it shows where the problems are.
     hopeless = without_uncounted(examined.problems) and (as_json or RECIPE in examined.composed.failed)
     if diff is None and not hopeless:
         print(_whole(examined.composed, as_json), end="")
@@ -81,7 +82,8 @@ def _difference(composed: Composed, other: JsonObject, other_name: str, as_json:
         return f"{composed.recipe} and {other_name} do not differ"
     cells = [("", composed.recipe, other_name)]
     cells += [(path, _cell(these, path), _cell(those, path)) for path in differing]
-    return _table(cells)
+    head, *lines = aligned(cells)
+    return "\n".join([Style.of(sys.stdout).bold(head), *lines])
 
 
 _ABSENT = object()
@@ -92,10 +94,3 @@ def _cell(values: JsonObject, path: str) -> str:
 
     text = render_value(values[path]) if path in values else "-"
     return text if len(text) <= WIDEST_CELL else f"{text[: WIDEST_CELL - 3]}..."
-
-
-def _table(rows: list[tuple[str, str, str]]) -> str:
-    style = Style.of(sys.stdout)
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines = [f"{path:<{widths[0]}}  {this:<{widths[1]}}  {other}" for path, this, other in rows]
-    return "\n".join([style.bold(lines[0]), *lines[1:]])

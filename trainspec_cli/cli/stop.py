@@ -20,6 +20,7 @@ def stop(run: RunArgument, now: Now = False, as_json: AsJson = False) -> None:
 
     found = find_own_run(run)
     asked = "asked to stop" if now else "asked to write a checkpoint and stop"
+    # Said on the error output while it waits, which may take as long as a step and a checkpoint.
     status = stop_run(found, at_once=now, on_asked=lambda: print(f"{found.root}: {asked}", file=sys.stderr))
     if as_json:
         print(json_text({"run": str(found.root), "status": status, "step": found.newest_step}))

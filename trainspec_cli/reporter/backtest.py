@@ -77,16 +77,20 @@ def render_scatter(points: Sequence[Point]) -> str:
     high = math.ceil(math.log10(max(max(p[0], p[1]) for p in points)))
     scale = _Scale(low, max(high, low + 1))
     groups = sorted({group for _, _, group in points})
-    dots = [
-        f'<circle cx="{scale.x(measured)}" cy="{scale.y(predicted)}" r="2.2" fill="{_colour(groups.index(group))}" '
-        f'fill-opacity="0.6"/>'
-        for measured, predicted, group in points
-    ]
+    colours = {group: COLOURS[index % len(COLOURS)] for index, group in enumerate(groups)}
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIZE} {SIZE}" font-family="sans-serif" font-size="11">',
         f'<rect width="{SIZE}" height="{SIZE}" fill="white"/>',
+        *_frame(scale),
     ]
-    return printable("\n".join([*parts, *_frame(scale), *dots, *_legend(groups), "</svg>", ""]))
+    for measured, predicted, group in points:
+        place = f'cx="{scale.x(measured)}" cy="{scale.y(predicted)}"'
+        parts.append(f'<circle {place} r="2.2" fill="{colours[group]}" fill-opacity="0.6"/>')
+    for index, group in enumerate(groups):
+        y = MARGIN + 8 + 15 * index
+        parts.append(f'<circle cx="{MARGIN + 12}" cy="{y}" r="4" fill="{colours[group]}"/>')
+        parts.append(f'<text x="{MARGIN + 21}" y="{y + 4}">{escape(group)}</text>')
+    return printable("\n".join([*parts, "</svg>", ""]))
 
 
 class _Scale:
@@ -125,16 +129,3 @@ def _frame(scale: _Scale) -> list[str]:
 
 def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
     return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{colour}"/>'
-
-
-def _legend(groups: Sequence[str]) -> list[str]:
-    parts = []
-    for index, group in enumerate(groups):
-        y = MARGIN + 8 + 15 * index
-        parts.append(f'<circle cx="{MARGIN + 12}" cy="{y}" r="4" fill="{_colour(index)}"/>')
-        parts.append(f'<text x="{MARGIN + 21}" y="{y + 4}">{escape(group)}</text>')
-    return parts
-
-
-def _colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]

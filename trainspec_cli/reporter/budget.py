@@ -10,15 +10,15 @@ from trainspec_cli.reporter.page.parts import (
     PageOrigin,
     bar_rows,
     heading,
-    number_row,
     origin_line,
     render_page,
     section,
-    table,
+    text_table,
     tiles,
 )
+from trainspec_cli.reporter.page.svg import LineSeries, Segment, render_bar, render_curves, render_legend
 from trainspec_cli.reporter.plan.labels import format_money, percent
-from trainspec_cli.reporter.svg import LineSeries, Segment, render_bar, render_curves, render_legend
+from trainspec_cli.reporter.style import aligned
 
 NAMES: Mapping[Way, str] = {
     "owned": "buy",
@@ -42,7 +42,8 @@ Rows = Sequence[Sequence[str]]
 
 def render_budget(budget: Budget) -> str:
     blocks = ["\n".join([title_of(budget), *sentences(budget)])]
-    blocks += ["\n".join([f"{title}  {text}".rstrip(), *_aligned(rows)]) for title, text, rows in _tables(budget)]
+    for title, text, rows in _tables(budget):
+        blocks.append("\n".join([f"{title}  {text}".rstrip(), *aligned(rows, range(1, len(rows[0])))]))
     return printable("\n\n".join(blocks))
 
 
@@ -127,24 +128,11 @@ def _money(usd: float) -> str:
     return f"-{format_money(-usd)}" if usd < 0 else format_money(usd)
 
 
-def _aligned(rows: Rows) -> list[str]:
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
 def render_budget_page(budget: Budget, origin: PageOrigin | None = None) -> str:
     body = [heading(title_of(budget)), origin_line(origin), _tiles(budget), _chart(budget), _swings(budget)]
     for title, text, rows in _tables(budget):
-        first, *others = rows[0]
-        body.append(
-            section(title, text, table((first, *(f"#{name}" for name in others)), list(map(number_row, rows[1:]))))
-        )
+        first, *numbers = rows[0]
+        body.append(section(title, text, text_table((first, *(f"#{name}" for name in numbers)), rows[1:])))
     return render_page(title_of(budget), "".join(body), FOOTER)
 
 
@@ -194,6 +182,7 @@ def _swings(budget: Budget) -> str:
     def swing(each: Sensitivity) -> float:
         return abs(saved(each.high_usd) - saved(each.low_usd))
 
+    # Inputs that change nothing have bars of no length, not a division by 0.
     most = max((swing(each) for each in budget.sensitivities), default=0.0) or 1.0
     rows = [
         (

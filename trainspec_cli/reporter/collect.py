@@ -14,8 +14,8 @@ from trainspec_cli.recipe.keys.kernels import KernelSpec, KernelTable
 from trainspec_cli.recipe.records import Absent, from_plain, to_plain
 from trainspec_cli.recipe.results.plan import LocalPrediction
 from trainspec_cli.recipe.results.verdict import RunVerdict
-from trainspec_cli.reporter.run_speed import RunSpeed, SpeedMeter
-from trainspec_cli.reporter.runs import History, name_of, read_history, status_of
+from trainspec_cli.reporter.run_speed import History, RunSpeed, SpeedMeter
+from trainspec_cli.reporter.runs import name_of, status_of
 from trainspec_cli.run.folder.accounting import Recovery, RecoveryLog, RunAccount, WallTime
 from trainspec_cli.run.folder.event_types.events import (
     AchievedEvent,
@@ -164,9 +164,12 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
     warnings: list[WarningEvent] = []
     begin = first.begin
     world_size = begin.world_size if begin else None
+    # Ranks are read one after another: the events of thousands of ranks would not fit into memory together.
     files = _events_of_ranks(run, plan.replica_groups, world_size or 0)
     for rank, path in files.items():
-        history = read_history(read_log(path)) if rank else first
+        history = first if rank == 0 else History()
+        for event in read_log(path) if rank else ():
+            history.take(event)
         # Every rank warns for itself; the log of the first holds only its own.
         warnings += history.warnings
         meter.take(rank, history)
@@ -215,6 +218,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         goodput=time_s.goodput,
         kernels=from_plain(KernelSpec, plan.kernels),
         kernel_table=from_plain(KernelTable, read_versioned(run.kernels_json)) if run.kernels_json.is_file() else None,
+        # From the plan, which runs of any version have.
         name=name_of(plan.spec),
         lr=lr if any(value is not None for _, value in lr) else (),
         reason=_text(result.reason) if result else "",

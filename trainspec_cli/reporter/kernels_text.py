@@ -49,6 +49,7 @@ def _describe_verdict(figure: KernelFigure) -> str:
 
 def _untried(table: KernelTable) -> dict[str, str]:
     """Reason -> `attention cudnn, flex; rope liger`."""
+    # One missing package keeps many kernels away: by reason they take one line each.
     by_reason: dict[str, dict[str, list[str]]] = {}
     for op, figures in table.figures.items():
         for backend, figure in figures.items():

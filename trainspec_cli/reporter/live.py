@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 from rich.console import Console
@@ -59,6 +58,7 @@ def showing_progress(console: Console) -> Iterator[ShowProgress]:
             nonlocal shown_s
             is_new = phase not in reported
             text = describe_rows(phase, rows)
+            # A log keeps all lines: one for each report would fill it.
             if is_new or (text and time.monotonic() - shown_s >= LINE_S):
                 reported.add(phase)
                 shown_s = time.monotonic()
@@ -74,35 +74,6 @@ def showing_progress(console: Console) -> Iterator[ShowProgress]:
         )
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What is known beforehand of a run that is shown."""
-
-    max_steps: int | None = None
-    interval_steps: int | None = None
-    """Steps between two lines; None: a line comes every `LINE_S`."""
-    compiles: bool = False
-
-    @staticmethod
-    def of(plan: Plan | None) -> Expected:
-        """Of a command of the user's own, which has no plan, nothing is known."""
-        if plan is None:
-            return Expected()
-        return Expected(plan.total_steps, plan.spec.train.log_interval_steps, plan.spec.compile)
-
-
-class Screen(Protocol):
-    """The place that a view is drawn on."""
-
-    def say(self, text: str | Text) -> None:
-        """Add a line that stays."""
-
-    def show(self, phase: str, progress: Progress) -> None:
-        """Show what is going on now."""
-
-    def close(self) -> None: ...
-
-
 class LiveView:
     """Reads rank 0's events and shows them; `watch` is to be called again and again while the run goes on. `log` gets
     the lines that a console without a terminal gets."""
@@ -110,16 +81,16 @@ class LiveView:
     def __init__(
         self, run: RunDir, plan: Plan | None, console: Console, log: Console | None = None, *, last_bytes: int = 0
     ):
-        """`last_bytes`: of the events that are there already, so many are shown too."""
-        expected = Expected.of(plan)
-        interval_steps = expected.interval_steps
+        """`plan`: None for a command of the user's own. `last_bytes`: of the events that are there already, so many are
+        shown too."""
+        interval_steps = plan.spec.train.log_interval_steps if plan else None
         self._tail = EventTail(run.events(0), last_bytes)
-        self._progress = Progress(expected.max_steps)
+        self._progress = Progress(plan.total_steps if plan else None)
         self._next_advice_step = 0
         self._explains_xz = True
         self._has_plan = plan is not None
-        self._before_first_step = "compiling" if expected.compiles else "first step"
-        self._screens: list[Screen] = [
+        self._before_first_step = "compiling" if plan and plan.spec.compile else "first step"
+        self._screens: list[TerminalScreen | PlainScreen] = [
             TerminalScreen(console) if console.is_terminal else PlainScreen(console, interval_steps)
         ]
         if log:
@@ -139,6 +110,7 @@ class LiveView:
                 self.say(describe_event(event), Text.assemble(*first_text_parts(event)))
             elif self._is_due(event) and (text := describe_event(event)):
                 self.say(text)
+            # Once is enough: the figure is new to most readers only the first time.
             if self._explains_xz and isinstance(event, EvalEvent) and isinstance(event.xz_bits_per_byte, float):
                 self.say(XZ)
                 self._explains_xz = False
@@ -149,6 +121,7 @@ class LiveView:
         """Return whether an event is told now: of advice on shares the first, and then one in twice as many steps."""
         if not (isinstance(event, DirectiveEvent) and advises_shares(event)):
             return True
+        # Advice on shares comes and goes with the machine's load.
         if event.step < self._next_advice_step:
             return False
         self._next_advice_step = 2 * event.step
@@ -247,6 +220,7 @@ class PlainScreen:
             self._phase = phase
             self._phase_s = now_s
             self._is_said = False
+        # Most runs end in a moment after the last step; a line for it would only be noise.
         is_quick = phase == progress.after_last_step and now_s - self._phase_s < QUICK_S
         if phase and not self._is_said and not is_quick:
             self._is_said = True

@@ -17,7 +17,16 @@ POINTED_AT_ONE_CHARACTER = frozenset({"bad_yaml"})
 
 def render_problems(problems: Sequence[Problem], style: Style, label: str = "error") -> str:
     """One paragraph each, and their number where there are several."""
-    paragraphs = ["\n".join(_paragraph(problem, style, label)) for problem in problems]
+    paragraphs = []
+    for problem in problems:
+        lines = [f"{style.bold(style.red(label))}: {style.bold(problem.message)}"]
+        if problem.file:
+            lines.append(style.cyan(f"  --> {problem.where()}"))
+        if problem.excerpt:
+            lines += _excerpt(problem, style)
+        if problem.hint:
+            lines.append(f"  {style.green('hint')}: {problem.hint}")
+        paragraphs.append("\n".join(lines))
     if len(problems) > 1:
         paragraphs.append(style.bold(f"{len(problems)} problems"))
     return "\n\n".join(paragraphs)
@@ -25,16 +34,6 @@ def render_problems(problems: Sequence[Problem], style: Style, label: str = "err
 
 def render_json(problems: Sequence[Problem]) -> str:
     return json_text({"errors": [problem.as_json() for problem in problems]})
-
-
-def _paragraph(problem: Problem, style: Style, label: str) -> Iterator[str]:
-    yield f"{style.bold(style.red(label))}: {style.bold(problem.message)}"
-    if problem.file:
-        yield style.cyan(f"  --> {problem.where()}")
-    if problem.excerpt:
-        yield from _excerpt(problem, style)
-    if problem.hint:
-        yield f"  {style.green('hint')}: {problem.hint}"
 
 
 def _excerpt(problem: Problem, style: Style) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
 from typing import Literal
 
 from rich.console import Group, RenderableType
@@ -13,21 +12,19 @@ from rich.table import Table
 from trainspec_cli.core.printable import format_bytes, format_duration
 from trainspec_cli.recipe.results.plan import LocalPrediction
 from trainspec_cli.reporter.changes import describe_recovery
+from trainspec_cli.reporter.chart import render_chart
 from trainspec_cli.reporter.collect import Curve, Report
 from trainspec_cli.reporter.rich_text import Text
-from trainspec_cli.reporter.run_speed import RunSpeed
-from trainspec_cli.reporter.svg import render_chart
+from trainspec_cli.reporter.run_speed import STEPS, RunSpeed, describe_speed, part_rows, speed_lines
 from trainspec_cli.reporter.text import (
-    STEPS,
     describe_evaluation,
     describe_event,
     describe_ranks,
     facts_of,
-    format_rate,
+    format_bandwidth,
     heldout_title,
     scheduler_changes,
-    speed_line,
-    speed_lines,
+    wall_time_rows,
     warning_lines,
 )
 from trainspec_cli.reporter.verdicts import describe_verdict
@@ -47,7 +44,10 @@ def render_summary(report: Report) -> RenderableType:
         _chart(report.loss, "loss"),
         _lines(heldout_title(report), [describe_evaluation(event) for event in newest]),
         _sample(report),
-        _lines("speed", [speed_line(report.speed)] if report.speed else []),
+        _lines(
+            "speed",
+            [describe_speed(report.speed.tokens_per_s, report.speed.mfu, report.speed.unit)] if report.speed else [],
+        ),
     )
 
 
@@ -122,9 +122,9 @@ def _links(report: Report) -> Section:
         table.add_row(
             link.axis,
             f"{describe_ranks(link.ranks).partition(' ')[2]}{of}",
-            format_rate(link.bytes_per_s),
+            format_bandwidth(link.bytes_per_s),
             f"{link.noise:.0%}",
-            format_rate(planned) if isinstance(planned, float) else "",
+            format_bandwidth(planned) if isinstance(planned, float) else "",
             format_bytes(link.sent_bytes),
             f"{format_duration(link.waited_s)}, rank {link.last_rank}",
         )
@@ -141,44 +141,24 @@ def _speed(speed: RunSpeed, world_size: int, predicted: LocalPrediction | None) 
 
 
 def _wall_time(report: Report) -> Section:
-    """Show where the time of all attempts went, as bars; buckets without any are left out."""
-    wall_s = report.time_s.total_s
-    if not wall_s or report.goodput is None:
+    """Show where the time of all attempts went, as bars."""
+    if not report.time_s.total_s or report.goodput is None:
         return None
     table = Table.grid(padding=(0, 2))
-    for bucket in fields(report.time_s):
-        name = bucket.name
-        seconds = getattr(report.time_s, bucket.name)
-        if seconds > 0:
-            share = seconds / wall_s
-            bar = "█" * round(share * BAR_CELLS)
-            table.add_row(name.replace("_", " "), format_duration(seconds), f"{share:.1%}", bar)
-    title = f"goodput {report.goodput:.1%}, of {format_duration(wall_s)} from the first launch on"
+    for name, _, took, share in wall_time_rows(report):
+        table.add_row(name, took, f"{share:.1%}", "█" * round(share * BAR_CELLS))
+    title = f"goodput {report.goodput:.1%}, of {format_duration(report.time_s.total_s)} from the first launch on"
     return Group(Text(title, style="bold"), Padding(table, (0, 2)))
 
 
 def _parts(speed: RunSpeed, predicted: LocalPrediction | None) -> Table:
-    """Show the parts of the mean step with bars, over several ranks also the least and the greatest, and the predicted
-    times."""
+    """Show the parts of the mean step with bars."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("part of a step")
-    table.add_column("time", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("")
-    if len(speed.ranks) > 1:
-        table.add_column("by rank", justify="right")
-    if predicted:
-        table.add_column("predicted", justify="right")
-    for part in speed.parts:
-        bar = "█" * round(part.share * BAR_CELLS)
-        row = [part.name.replace("_", " "), format_duration(part.mean_s), f"{part.share:.1%}", bar]
-        if len(speed.ranks) > 1:
-            row.append(f"{format_duration(part.min_s)} - {format_duration(part.max_s)}")
-        if predicted:
-            row.append(format_duration(predicted.time_s.get(part.name, 0.0)))
-        table.add_row(*row)
-    whole = ["whole step", format_duration(speed.step_time_s), "100.0%"]
-    if predicted:
-        whole += [""] * (len(table.columns) - 1 - len(whole)) + [format_duration(predicted.step_time_s)]
-    table.add_row(*whole, style="bold")
+    headings = ["#by rank"] * (len(speed.ranks) > 1) + ["#predicted"] * (predicted is not None)
+    for heading in ("part of a step", "#time", "#share", "", *headings):
+        table.add_column(heading.lstrip("#"), justify="right" if heading.startswith("#") else "left")
+    *parts, whole = part_rows(speed, predicted)
+    for part, row in zip(speed.parts, parts, strict=True):
+        table.add_row(*row[:3], "█" * round(part.share * BAR_CELLS), *row[3:])
+    table.add_row(*whole[:3], "", *whole[3:], style="bold")
     return table

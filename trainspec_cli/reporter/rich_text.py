@@ -1,10 +1,13 @@
-"""Rich's Text of values that come from elsewhere: escaped before it is measured, so that a table leaves room for it."""
+"""Text and tables for rich: values from elsewhere are escaped before they are measured, so that a table leaves room."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich import text
+from rich.console import RenderableType
+from rich.table import Table
 
 from trainspec_cli.core.printable import printable
 
@@ -16,3 +19,13 @@ class Text(text.Text):
     def append(self, more: Any, style: Any = None) -> Text:
         super().append(printable(more) if isinstance(more, str) else more, style)
         return self
+
+
+def text_table(headings: Sequence[str], rows: Iterable[Sequence[RenderableType]] = ()) -> Table:
+    """A table in which a heading that begins with # stands over numbers, as on a page (`page.parts.text_table`)."""
+    table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
+    for heading in headings:
+        table.add_column(heading.lstrip("#"), justify="right" if heading.startswith("#") else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table

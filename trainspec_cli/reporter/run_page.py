@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 
 from trainspec_cli.core.printable import format_bytes, format_duration, format_si
 from trainspec_cli.recipe.results.plan import LocalPrediction
@@ -16,7 +15,6 @@ from trainspec_cli.reporter.page.parts import (
     details,
     heading,
     note,
-    number_row,
     origin_line,
     plain_list,
     preformatted,
@@ -25,21 +23,22 @@ from trainspec_cli.reporter.page.parts import (
     shorten,
     table,
     text_row,
+    text_table,
     tiles,
 )
-from trainspec_cli.reporter.run_speed import RunSpeed
+from trainspec_cli.reporter.page.svg import LineSeries, Point, Segment, render_bar, render_curves, render_legend, thin
+from trainspec_cli.reporter.plan.labels import format_rate
+from trainspec_cli.reporter.run_speed import RunSpeed, part_rows, speed_lines
 from trainspec_cli.reporter.runs import ALIVE
-from trainspec_cli.reporter.svg import LineSeries, Point, Segment, render_bar, render_curves, render_legend, thin
 from trainspec_cli.reporter.text import (
     describe_evaluation,
     describe_event,
     facts_of,
-    format_units,
     heldout_title,
     scheduler_changes,
-    speed_lines,
     standing_of,
     title_of,
+    wall_time_rows,
     warning_lines,
 )
 from trainspec_cli.reporter.verdicts import verdicts_section
@@ -116,32 +115,15 @@ def _segments(seconds: Mapping[str, float]) -> list[Segment]:
 
 
 def _parts(speed: RunSpeed, predicted: LocalPrediction | None) -> str:
-    by_rank = len(speed.ranks) > 1
-    headings = ["part", "#time", "#share", *(["#by rank"] if by_rank else []), *(["#predicted"] if predicted else [])]
-    rows = []
-    for part in speed.parts:
-        row = [part.name.replace("_", " "), format_duration(part.mean_s), f"{part.share:.1%}"]
-        row += [f"{format_duration(part.min_s)} - {format_duration(part.max_s)}"] if by_rank else []
-        row += [format_duration(predicted.time_s.get(part.name, 0.0))] if predicted else []
-        rows.append(number_row(row))
-    whole = ["whole step", format_duration(speed.step_time_s), "100.0%", *([""] if by_rank else [])]
-    rows.append(number_row([*whole, *([format_duration(predicted.step_time_s)] if predicted else [])]))
-    return table(headings, rows)
+    headings = ["part", "#time", "#share", *["#by rank"] * (len(speed.ranks) > 1), *["#predicted"] * bool(predicted)]
+    return text_table(headings, part_rows(speed, predicted))
 
 
-def prediction_section(report: Report, predicted: LocalPrediction) -> str:
-    step_s = report.speed.step_time_s if report.speed else None
-    rows = [
-        _compared("step", predicted.step_time_s, step_s, format_duration),
-        _compared("peak memory of one device", predicted.peak_memory_bytes, report.peak_memory_bytes, format_bytes),
-    ]
-    text = "What the plan foresaw, beside what was measured."
-    return section("Predicted and measured", text, table(("", "#predicted", "#measured", "#difference"), rows))
-
-
-def _compared(name: str, predicted: float, measured: float | None, show: Callable[[float], str]) -> str:
+def _compared(
+    name: str, predicted: float, measured: float | None, show: Callable[[float], str]
+) -> tuple[str, str, str, str]:
     difference = f"{measured / predicted - 1:+.1%}" if measured is not None and predicted > 0 else ""
-    return number_row((name, show(predicted), "not known yet" if measured is None else show(measured), difference))
+    return name, show(predicted), "not known yet" if measured is None else show(measured), difference
 
 
 def wall_time_section(report: Report) -> str:
@@ -149,13 +131,10 @@ def wall_time_section(report: Report) -> str:
     wall_s = report.time_s.total_s
     if wall_s <= 0 or report.goodput is None:
         return ""
-    spent = [(bucket.name.replace("_", " "), getattr(report.time_s, bucket.name)) for bucket in fields(report.time_s)]
-    shown = [(name, seconds, f"{format_duration(seconds)}, {seconds / wall_s:.1%}") for name, seconds in spent]
-    rows = [
-        (name, render_bar([Segment("c-used", name, seconds, text)], wall_s), text)
-        for name, seconds, text in shown
-        if seconds > 0
-    ]
+    rows = []
+    for name, seconds, took, share in wall_time_rows(report):
+        shown = f"{took}, {share:.1%}"
+        rows.append((name, render_bar([Segment("c-used", name, seconds, shown)], wall_s), shown))
     text = f"Goodput {report.goodput:.1%}, of {format_duration(wall_s)} from the first launch on."
     return section("Wall time", text, bar_rows(rows))
 
@@ -184,7 +163,15 @@ def _sections(report: Report, composed: str) -> Iterator[str]:
     if report.speed:
         yield step_time_section(report.speed, report.world_size or 1, report.predicted)
     if report.predicted:
-        yield prediction_section(report, report.predicted)
+        step_s = report.speed.step_time_s if report.speed else None
+        rows = [
+            _compared("step", report.predicted.step_time_s, step_s, format_duration),
+            _compared(
+                "peak memory of one device", report.predicted.peak_memory_bytes, report.peak_memory_bytes, format_bytes
+            ),
+        ]
+        text = "What the plan foresaw, beside what was measured."
+        yield section("Predicted and measured", text, text_table(("", "#predicted", "#measured", "#difference"), rows))
     yield wall_time_section(report)
     yield verdicts_section(report.verdicts)
     yield _changes("Scheduler", ("#step", "what", "why"), scheduler_changes(report))
@@ -212,7 +199,7 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
         heldout = tuple((event.step, event.heldout_loss) for event in report.evaluations)
         yield "held-out loss, last", _loss(heldout[-1][1]), _lowest(heldout)
     if report.speed:
-        yield f"{report.speed.unit}/s", format_units(report.speed.tokens_per_s), ""
+        yield f"{report.speed.unit}/s", format_rate(report.speed.tokens_per_s), ""
     if report.speed and report.speed.peak_flops:
         yield "MFU", f"{report.speed.mfu:.1%}", f"of {format_si(report.speed.peak_flops, 'FLOP/s')} a device"
     if report.goodput is not None:

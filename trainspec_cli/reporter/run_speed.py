@@ -1,15 +1,125 @@
-"""How fast a run was, and where the time of its steps went: means over the steps and ranks of its last start."""
+"""Where the time of a run's steps went: a rank's events -> its starts and steps -> means over steps and ranks -> lines.
+
+Of each step an event names the seconds of every part (`PARTS` in run/folder/event_types/events.py), as the rank's clock
+measured them (engine/observe/clock.py). Here they become means, and the rows that terminal and page show; what a plan
+expects of the same step comes from planner/time/step.py, and plan/text.py shows that.
+
+Steps are kept as columns of numbers, so that a long run takes some hundred bytes a step; the events themselves are
+dropped as they are read.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from operator import eq
+from typing import TypeVar
 
-from trainspec_cli.reporter.runs import History, Start
+from trainspec_cli.core.printable import format_duration, format_si
+from trainspec_cli.recipe.records import Absent
+from trainspec_cli.recipe.results.plan import LocalPrediction
+from trainspec_cli.reporter.plan.labels import format_rate
 from trainspec_cli.run.folder.accounting import Throughput, throughput_of
-from trainspec_cli.run.folder.event_types.events import PARTS, StartEvent
+from trainspec_cli.run.folder.event_types.events import (
+    PARTS,
+    CheckpointEvent,
+    EvalEvent,
+    Event,
+    SampleEvent,
+    StartEvent,
+    StepEvent,
+    WarningEvent,
+)
+from trainspec_cli.run.folder.files import StepColumns
+
+BesideSteps = EvalEvent | CheckpointEvent | SampleEvent
+Kind = TypeVar("Kind", EvalEvent, CheckpointEvent, SampleEvent)
+FIGURES = ("loss", "grad_norm", "lr", "skipped", "step_time_s", "units", "exchange_s", "exposed_s", *PARTS)
+"""The columns of a step. A loss that is not known, and an exchange that there was none of, are NaN."""
+
+
+def _row(event: StepEvent) -> tuple[float, ...]:
+    parts_s = event.time_s
+    return (
+        *(math.nan if one is None else one for one in (event.loss, event.grad_norm)),
+        math.nan if event.lr is None or isinstance(event.lr, Absent) else event.lr,
+        *(event.skipped, event.step_time_s, event.units),
+        *(math.nan if isinstance(one, Absent) else one for one in (event.exchange_s, event.exposed_s)),
+        *(parts_s.get(name, 0.0) for name in PARTS),
+    )
+
+
+@dataclass
+class Start:
+    """The events of a rank from one start to the next."""
+
+    begin: StartEvent | None
+    """None where it was lost."""
+    steps: StepColumns = field(default_factory=lambda: StepColumns(*FIGURES))
+    others: list[BesideSteps] = field(default_factory=list)
+
+    def forget_beyond(self, step: int) -> None:
+        self.steps.forget_beyond(step)
+        self.others = [event for event in self.others if event.step <= step]
+
+    def rows_of(self, wanted_steps: Container[int]) -> Sequence[int]:
+        """Return the rows of the wanted steps."""
+        return array("q", (row for row, step in enumerate(self.steps.steps) if step in wanted_steps))
+
+
+@dataclass
+class History:
+    starts: list[Start] = field(default_factory=list)
+    warnings: list[WarningEvent] = field(default_factory=list)
+    first_time: float = 0.0
+    last_time: float = 0.0
+    """Unix seconds of the first and the last event."""
+
+    def take(self, event: Event) -> None:
+        """Sort an event, which follows those before it, into its start. A resume goes on from a checkpoint: what an
+        earlier start made beyond it is made again, and forgotten here."""
+        self.last_time = event.time
+        self.first_time = self.first_time or event.time
+        if isinstance(event, StartEvent):
+            for earlier in self.starts:
+                # The resumed run makes these steps again, and they would count twice.
+                earlier.forget_beyond(event.step)
+            self.starts.append(Start(event))
+        elif isinstance(event, WarningEvent):
+            self.warnings.append(event)
+        else:
+            self._file(event)
+
+    def _file(self, event: Event) -> None:
+        if not self.starts:
+            self.starts.append(Start(None))
+        if isinstance(event, StepEvent):
+            self.starts[-1].steps.add(event.step, *_row(event))
+        elif isinstance(event, BesideSteps):
+            self.starts[-1].others.append(event)
+
+    def column(self, name: str) -> tuple[array[int], array[float]]:
+        """Return a figure of all steps: (steps, values)."""
+        steps = array("q")
+        values = array("d")
+        for start in self.starts:
+            steps.extend(start.steps.steps)
+            values.extend(start.steps[name])
+        return steps, values
+
+    @property
+    def last_working_start(self) -> Start | None:
+        """The newest start that made a step."""
+        return next((start for start in reversed(self.starts) if len(start.steps)), None)
+
+    @property
+    def begin(self) -> StartEvent | None:
+        return self.starts[-1].begin if self.starts else None
+
+    def of_kind(self, kind: type[Kind]) -> list[Kind]:
+        return [event for start in self.starts for event in start.others if isinstance(event, kind)]
 
 
 @dataclass(frozen=True)
@@ -82,7 +192,8 @@ class SpeedMeter:
         rows = start.rows_of(self._wanted_steps) if start else []
         if start is None or not rows:
             return
-        self._means_s[rank] = start.mean_parts_s(rows)
+        # fsum: a million small parts would lose digits in a plain sum.
+        self._means_s[rank] = {name: _sum(start.steps[name], rows) / len(rows) for name in PARTS}
         exchange_s = start.steps["exchange_s"]
         exposed_s = start.steps["exposed_s"]
         seen = [row for row in rows if not math.isnan(exchange_s[row]) and not math.isnan(exposed_s[row])]
@@ -151,3 +262,66 @@ def _usual_s(start: Start, rows: Sequence[int]) -> tuple[float, float]:
     times = sorted(step_time_s[row] for row in rows if not checkpoint_s[row])
     times = times or sorted(step_time_s[row] for row in rows)
     return times[len(times) // 10], times[len(times) * 9 // 10]
+
+
+# The speed and the parts of a step, as lines and rows that the terminal and the page show.
+
+
+STEPS = "steps"
+"""The unit of a command of the user's own, of which nothing else is known."""
+UNSTEADY = 1.5
+"""Steps of one run, which all do the same, differ by less on a machine of its own."""
+LONG_WAIT = 0.05
+"""Part of a step; what is read ahead in time takes less."""
+
+
+def describe_speed(units_per_s: float, mfu: float, unit: str = "tokens") -> str:
+    """`2,810 tokens/s · 41.0% MFU`, or `2.81 samples/s`: of images and volumes there may be few. Of steps alone nobody
+    knows the operations."""
+    if unit == STEPS:
+        return f"{format_rate(units_per_s)} {unit}/s"
+    return f"{format_rate(units_per_s)} {unit}/s · {mfu:.1%} MFU"
+
+
+def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
+    """Return the speed, how MFU is reckoned, the steps that it is taken over, and what is unusual about them."""
+    steps = speed.left_out_steps
+    left_out = f"; steps {steps[0]}-{steps[-1]}, which compile and allocate, are left out" if steps else ""
+    over = f"over steps {speed.first_step}-{speed.last_step}{left_out}"
+    if speed.unit == STEPS:
+        return [describe_speed(speed.tokens_per_s, speed.mfu, speed.unit), over]
+    flops = f"{format_si(speed.flops_per_token, 'FLOP')} a {speed.unit.removesuffix('s')}"
+    peak = f"({world_size} x {format_si(speed.peak_flops, 'FLOP/s')}, the {speed.peak_source})"
+    lines = [
+        describe_speed(speed.tokens_per_s, speed.mfu, speed.unit),
+        f"MFU = {speed.unit}/s x {flops} / {peak}",
+        over,
+    ]
+    quick_s, slow_s = speed.usual_s
+    # A prediction knows the load that there was when this machine was probed, not what came later.
+    if slow_s > UNSTEADY * quick_s:
+        usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (eight in ten)"
+        lines.append(f"steps took {usual}: something else was at work on this machine, which no prediction foresees")
+    # Reading ahead hides all that takes less than a step.
+    waited = next(part.share for part in speed.parts if part.name == "data_wait")
+    if waited > LONG_WAIT:
+        disk = "a faster or local disk" if speed.unit == "tokens" else "a faster disk, or more CPU cores to read with"
+        why = "reading a batch takes longer than a step; what helps is"
+        lines.append(f"steps waited {waited:.0%} of their time for data: {why} {disk}")
+    if speed.exchange and speed.exchange.seconds:
+        took = format_duration(speed.exchange.seconds)
+        exposed = speed.exchange.exposed_s / speed.exchange.seconds
+        lines.append(f"ranks exchanged for {took} a step, {exposed:.0%} of it while nothing was computed")
+    return lines
+
+
+def part_rows(speed: RunSpeed, predicted: LocalPrediction | None) -> Iterator[list[str]]:
+    """Yield (part, time, share) of the parts of the mean step, and of the whole; over several ranks also the least and
+    the greatest, and the predicted time where there is one."""
+    by_rank = len(speed.ranks) > 1
+    for part in speed.parts:
+        row = [part.name.replace("_", " "), format_duration(part.mean_s), f"{part.share:.1%}"]
+        row += [f"{format_duration(part.min_s)} - {format_duration(part.max_s)}"] if by_rank else []
+        yield row + ([format_duration(predicted.time_s.get(part.name, 0.0))] if predicted else [])
+    whole = ["whole step", format_duration(speed.step_time_s), "100.0%", *([""] if by_rank else [])]
+    yield whole + ([format_duration(predicted.step_time_s)] if predicted else [])

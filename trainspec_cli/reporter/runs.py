@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
-from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 from trainspec_cli.core.errors import TrainspecError
 from trainspec_cli.core.json_value import JsonObject, JsonValue, flatten
 from trainspec_cli.core.reading.files import read_field
 from trainspec_cli.recipe.json_text import finite_or_none, json_text
-from trainspec_cli.recipe.records import Absent
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.event_types.events import (
-    PARTS,
-    CheckpointEvent,
-    EvalEvent,
-    Event,
-    SampleEvent,
-    StartEvent,
     StepEvent,
-    WarningEvent,
 )
 from trainspec_cli.run.folder.events import TAIL_BYTES, read_log
-from trainspec_cli.run.folder.files import StepColumns, read_versioned
+from trainspec_cli.run.folder.files import read_versioned
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_outline, read_run_record
 
@@ -80,6 +69,7 @@ def list_runs(folder: Path, is_running: Ask, is_queued: Ask, others: Iterable[Ru
     for run in (*find_runs(folder), *others):
         with suppress(PermissionError):
             lines.append(_describe_any(run, is_running, is_queued))
+    # Runs of different recipes differ in nearly everything: only those of one recipe are compared.
     recipes = {line.recipe: [one for one in lines if one.recipe == line.recipe and not one.damage] for line in lines}
     for alike in recipes.values():
         for line, values in zip(alike, differing([line.differs for line in alike]), strict=True):
@@ -110,6 +100,7 @@ def find_runs(folder: Path) -> Iterator[RunDir]:
     """Folders that hold a run.json; what lies inside a run is not looked through."""
     for root, subfolders, files in os.walk(folder):
         if "run.json" in files:
+            # A run holds checkpoints and logs by the thousand, and no other run.
             subfolders.clear()
             yield RunDir(root)
 
@@ -120,14 +111,10 @@ def _describe_any(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:
     except PermissionError:
         raise
     except (TrainspecError, OSError) as error:
-        return RunLine(str(run.root), "-", DAMAGED, 0, None, None, _changed_at(run), damage=str(error))
-
-
-def _changed_at(run: RunDir) -> float:
-    try:
-        return run.root.stat().st_mtime
-    except OSError:
-        return 0.0
+        changed_at = 0.0
+        with suppress(OSError):  # the folder may be gone by now
+            changed_at = run.root.stat().st_mtime
+        return RunLine(str(run.root), "-", DAMAGED, 0, None, None, changed_at, damage=str(error))
 
 
 def _describe(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:
@@ -158,113 +145,6 @@ def name_of(spec: JsonObject) -> str:
 
 def last_step(run: RunDir) -> StepEvent | None:
     """Return the newest step event of rank 0; None before there is one."""
+    # The end of the file is enough, so that a list of many long runs comes at once.
     steps = [event for event in read_log(run.events(0), TAIL_BYTES) if isinstance(event, StepEvent)]
     return steps[-1] if steps else None
-
-
-# A rank's events -> its starts, steps and what lies beside them, taken in one after another.
-#
-# Steps are kept as columns of numbers, so that a long run takes some hundred bytes a step; the events themselves are
-# dropped as they are read.
-
-
-BesideSteps = EvalEvent | CheckpointEvent | SampleEvent
-Kind = TypeVar("Kind", EvalEvent, CheckpointEvent, SampleEvent)
-FIGURES = ("loss", "grad_norm", "lr", "skipped", "step_time_s", "units", "exchange_s", "exposed_s", *PARTS)
-"""The columns of a step. A loss that is not known, and an exchange that there was none of, are NaN."""
-
-
-def _row(event: StepEvent) -> tuple[float, ...]:
-    parts_s = event.time_s
-    return (
-        *(math.nan if one is None else one for one in (event.loss, event.grad_norm)),
-        math.nan if event.lr is None or isinstance(event.lr, Absent) else event.lr,
-        *(event.skipped, event.step_time_s, event.units),
-        *(math.nan if isinstance(one, Absent) else one for one in (event.exchange_s, event.exposed_s)),
-        *(parts_s.get(name, 0.0) for name in PARTS),
-    )
-
-
-@dataclass
-class Start:
-    """The events of a rank from one start to the next."""
-
-    begin: StartEvent | None
-    """None where it was lost."""
-    steps: StepColumns = field(default_factory=lambda: StepColumns(*FIGURES))
-    others: list[BesideSteps] = field(default_factory=list)
-
-    def forget_beyond(self, step: int) -> None:
-        self.steps.forget_beyond(step)
-        self.others = [event for event in self.others if event.step <= step]
-
-    def rows_of(self, wanted_steps: Container[int]) -> Sequence[int]:
-        """Return the rows of the wanted steps."""
-        return array("q", (row for row, step in enumerate(self.steps.steps) if step in wanted_steps))
-
-    def mean_parts_s(self, rows: Sequence[int]) -> dict[str, float]:
-        """Return the seconds a step by part, over some rows."""
-        columns = {name: self.steps[name] for name in PARTS}
-        # fsum: a million small parts would lose digits in a plain sum.
-        return {name: math.fsum(column[row] for row in rows) / len(rows) for name, column in columns.items()}
-
-
-@dataclass
-class History:
-    starts: list[Start] = field(default_factory=list)
-    warnings: list[WarningEvent] = field(default_factory=list)
-    first_time: float = 0.0
-    last_time: float = 0.0
-    """Unix seconds of the first and the last event."""
-
-    def take(self, event: Event) -> None:
-        """Sort an event, which follows those before it, into its start. A resume goes on from a checkpoint: what an
-        earlier start made beyond it is made again, and forgotten here."""
-        self.last_time = event.time
-        self.first_time = self.first_time or event.time
-        if isinstance(event, StartEvent):
-            for earlier in self.starts:
-                # The resumed run makes these steps again, and they would count twice.
-                earlier.forget_beyond(event.step)
-            self.starts.append(Start(event))
-        elif isinstance(event, WarningEvent):
-            self.warnings.append(event)
-        else:
-            self._file(event)
-
-    def _file(self, event: Event) -> None:
-        if not self.starts:
-            self.starts.append(Start(None))
-        if isinstance(event, StepEvent):
-            self.starts[-1].steps.add(event.step, *_row(event))
-        elif isinstance(event, BesideSteps):
-            self.starts[-1].others.append(event)
-
-    def column(self, name: str) -> tuple[array[int], array[float]]:
-        """Return a figure of all steps: (steps, values)."""
-        steps = array("q")
-        values = array("d")
-        for start in self.starts:
-            steps.extend(start.steps.steps)
-            values.extend(start.steps[name])
-        return steps, values
-
-    @property
-    def last_working_start(self) -> Start | None:
-        """The newest start that made a step."""
-        return next((start for start in reversed(self.starts) if len(start.steps)), None)
-
-    @property
-    def begin(self) -> StartEvent | None:
-        return self.starts[-1].begin if self.starts else None
-
-    def of_kind(self, kind: type[Kind]) -> list[Kind]:
-        return [event for start in self.starts for event in start.others if isinstance(event, kind)]
-
-
-def read_history(events: Iterable[Event]) -> History:
-    """Return the history that events, in the order they were written, amount to."""
-    history = History()
-    for event in events:
-        history.take(event)
-    return history

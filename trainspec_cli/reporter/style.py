@@ -1,8 +1,9 @@
-"""Colour for terminals, plain text for pipes; without a library, so that help and errors come at once."""
+"""Colour and columns for terminals, plain text for pipes; without a library, so that help and errors come at once."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -36,3 +37,14 @@ class Style:
 
     def _wrap(self, text: str, code: int) -> str:
         return f"{self.escape}[{code}m{text}{self.escape}[0m" if self.coloured and text else text
+
+
+def aligned(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> list[str]:
+    """Lay out rows of cells in columns, a line each; columns at the places in `numbers` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        places = enumerate(zip(row, widths, strict=True))
+        cells = (text.rjust(width) if place in numbers else text.ljust(width) for place, (text, width) in places)
+        lines.append("  ".join(cells).rstrip())
+    return lines

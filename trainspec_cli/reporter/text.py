@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from operator import attrgetter
 
 from trainspec_cli.core.printable import (
@@ -29,7 +30,7 @@ from trainspec_cli.reporter.collect import Report
 from trainspec_cli.reporter.kernels_text import describe_choice
 from trainspec_cli.reporter.plan.labels import stages_label
 from trainspec_cli.reporter.progress import Progress
-from trainspec_cli.reporter.run_speed import RunSpeed
+from trainspec_cli.reporter.run_speed import STEPS, describe_speed
 from trainspec_cli.run.folder.accounting import recovery_of
 from trainspec_cli.run.folder.event_types.events import (
     BucketsEvent,
@@ -44,12 +45,9 @@ from trainspec_cli.run.folder.event_types.events import (
     NodesEvent,
     RecoveryEvent,
     StartEvent,
-    UsageEvent,
     WarningEvent,
 )
 
-STEPS = "steps"
-"""The unit of a command of the user's own, of which nothing else is known."""
 LINE_CHARS, TEXT_CHARS = 72, 240
 """Of the first text: on one line where all of it is trained on, else on about three."""
 MANY = 8
@@ -61,46 +59,42 @@ def describe_progress(progress: Progress) -> str:
     parts = [_loss(progress.loss)] if progress.has_stepped and progress.unit != STEPS else []
     if progress.tokens_per_s is not None and progress.mfu is not None:
         parts.append(describe_speed(progress.tokens_per_s, progress.mfu, progress.unit))
-    if progress.usage is not None:
-        parts.append(describe_usage(progress.usage))
+    if (usage := progress.usage) is not None:
+        # `1.9 cores · 1.2 GiB · GPU 93%, 31.0 GiB`
+        parts += [f"{usage.cores:.1f} cores", format_bytes(usage.rss_bytes)]
+        if not isinstance(usage.gpu_busy, Absent) and not isinstance(usage.gpu_bytes, Absent):
+            parts.append(f"GPU {usage.gpu_busy:.0%}, {format_bytes(usage.gpu_bytes)}")
     if progress.time_left_s:
         parts.append(f"{format_duration(progress.time_left_s)} left")
     return " · ".join(parts)
-
-
-def describe_speed(units_per_s: float, mfu: float, unit: str = "tokens") -> str:
-    """`2,810 tokens/s · 41.0% MFU`, or `2.81 samples/s`: of images and volumes there may be few. Of steps alone nobody
-    knows the operations."""
-    if unit == STEPS:
-        return f"{format_units(units_per_s)} {unit}/s"
-    return f"{format_units(units_per_s)} {unit}/s · {mfu:.1%} MFU"
-
-
-def describe_usage(event: UsageEvent) -> str:
-    """`1.9 cores · 1.2 GiB · GPU 93%, 31.0 GiB`."""
-    parts = [f"{event.cores:.1f} cores", format_bytes(event.rss_bytes)]
-    if not isinstance(event.gpu_busy, Absent) and not isinstance(event.gpu_bytes, Absent):
-        parts.append(f"GPU {event.gpu_busy:.0%}, {format_bytes(event.gpu_bytes)}")
-    return " · ".join(parts)
-
-
-def format_units(units_per_s: float) -> str:
-    return f"{units_per_s:,.0f}" if units_per_s >= 100 else f"{units_per_s:.3g}"
 
 
 def describe_event(event: Event) -> str:
     """Describe in a line or two what happens beside the steps; empty for events that need none."""
     match event:
         case StartEvent():
-            return describe_start(event)
+            processes = f"{event.world_size} process{'es' if event.world_size > 1 else ''}"
+            resumed = f", from step {event.step}" if event.step else ""
+            if event.unit == STEPS:
+                return f"steps are counted of {processes}, {event.device_name}{resumed}"
+            return (
+                f"{format_params(event.params, event.adapter_params)} on {processes}, {event.device_name}{resumed}\n"
+                f"MFU is against {format_si(event.peak_flops, 'FLOP/s')} a process ({event.peak_source})"
+            )
         case FirstTextEvent():
             return "".join(text for text, _ in first_text_parts(event))
         case EvalEvent():
             return f"step {event.step}: held out {describe_evaluation(event)}"
         case CheckpointEvent():
-            return f"step {event.step}: checkpoint, {format_bytes(event.bytes)} {describe_saving(event)}"
+            # One that is written while the run trains on holds training up for a part of the time alone.
+            written_s = (
+                event.seconds if event.written_s is None or isinstance(event.written_s, Absent) else event.written_s
+            )
+            held = f", training held up for {format_duration(event.seconds)}" if event.seconds < written_s else ""
+            size = format_bytes(event.bytes)
+            return f"step {event.step}: checkpoint, {size} in {format_duration(written_s)}{held}"
         case CadenceEvent():
-            return f"step {event.step}: {describe_cadence(event)}"
+            return _describe_cadence(event)
         case RecoveryEvent():
             return describe_recovery(recovery_of(event)).line
         case DirectiveEvent():
@@ -116,10 +110,12 @@ def describe_event(event: Event) -> str:
             now = event.now_bytes_per_s
             before = event.before_bytes_per_s
             others = f", and {event.changed_links - 1:,} more of its links" if event.changed_links > 1 else ""
-            change = f"{now / before:.2g} times the {format_rate(before)}"
+            change = f"{now / before:.2g} times the {format_bandwidth(before)}"
             group = f"group {event.group}: " if isinstance(event.group, int) else ""
             where = f"{event.axis} link of {describe_ranks(event.ranks)}{others}"
-            return f"step {event.step}: {group}{where}: {format_rate(now)}, {change} before step {event.since_step}"
+            return (
+                f"step {event.step}: {group}{where}: {format_bandwidth(now)}, {change} before step {event.since_step}"
+            )
         case WarningEvent():
             return f"step {event.step}: warning: {event.message}"
     return ""
@@ -144,7 +140,7 @@ def _on_one_line(text: str, most_chars: int) -> str:
     return cut_middle(text.replace("\n", "\\n").replace("\t", "\\t"), most_chars)
 
 
-def format_rate(bytes_per_s: float) -> str:
+def format_bandwidth(bytes_per_s: float) -> str:
     """`1.23 GB/s`; GB are decimal."""
     return f"{bytes_per_s / 1e9:.3g} GB/s"
 
@@ -159,32 +155,27 @@ def describe_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {shown}, ... ({len(ranks):,})" if len(ranks) > MANY else f"ranks {shown}"
 
 
-def describe_saving(event: CheckpointEvent) -> str:
-    """`in 320 ms`; of one written beside training `in 320 ms, training held up for 7 ms`."""
-    written_s = event.seconds if event.written_s is None or isinstance(event.written_s, Absent) else event.written_s
-    beside = f", training held up for {format_duration(event.seconds)}" if event.seconds < written_s else ""
-    return f"in {format_duration(written_s)}{beside}"
-
-
-def describe_cadence(event: CadenceEvent) -> str:
+def _describe_cadence(event: CadenceEvent) -> str:
     """Describe what `checkpoint.interval_steps: auto` has chosen, and why."""
-    cost_s = event.blocked_s + event.drag_s
-    mtbf_s = event.mtbf_s
-    failures = (
-        "no failures are expected" if mtbf_s is None else f"a failure is expected every {format_duration(mtbf_s)}"
-    )
+    failures = "no failures are expected"
+    if event.mtbf_s is not None:
+        failures = f"a failure is expected every {format_duration(event.mtbf_s)}"
     if not isinstance(event.failures, Absent) and not isinstance(event.observed_s, Absent):
         failures += f", by {event.failures:,} in {format_duration(event.observed_s)} and the cluster's figure"
-    return (
-        f"from here a checkpoint every {event.interval_steps:,} steps: one costs {format_duration(cost_s)} and is "
-        f"whole in {format_duration(event.written_s)}; {failures}"
-    )
+    whole = format_duration(event.written_s)
+    cost = f"one costs {format_duration(event.blocked_s + event.drag_s)} and is whole in {whole}"
+    return f"step {event.step}: from here a checkpoint every {event.interval_steps:,} steps: {cost}; {failures}"
 
 
 def describe_plan(plan: Plan) -> str:
     """Describe what a plan has resolved, a fact a line."""
     spec = plan.spec
     unit = plan.spec.data.unit
+    # `8 samples of 64 tokens`; a sample of images or volumes is one of them. A batch that changes has its schedule.
+    length = f" of {spec.data.seq_len} tokens" if unit == "tokens" else ""
+    kind = spec.batching.schedule.kind
+    changes = "" if kind == "constant" else f" at first ({kind})"
+    batch = f"{spec.batching.global_batch_size} samples{length}{changes}"
     micro = f"{plan.micro_batch_size} a process at a time, {plan.grad_accum_steps} times a step"
     groups = f"{plan.replica_groups} of {plan.group_size} each, which exchange over {plan.group_backend}"
     facts = {
@@ -193,20 +184,12 @@ def describe_plan(plan: Plan) -> str:
         "layout": plan.layout.describe(),
         **({"stages": f"{cut} layers"} if (cut := stages_label(plan.layout.stage_layers)) else {}),
         **({"groups": groups} if plan.replica_groups > 1 else {}),
-        "batch": f"{describe_batch(plan)}, {micro}",
+        "batch": f"{batch}, {micro}",
         "steps": f"{plan.total_steps}, {format_count(spec.train.max_steps * plan.tokens_per_step)} {unit} in all",
         **({"kernels": describe_choice(plan.kernels, None)} if plan.kernels.changed else {}),
         "compute": f"{format_si(plan.flops_per_token, 'FLOP')} a {unit.removesuffix('s')}",
     }
     return "\n".join(f"{name:<9} {fact}" for name, fact in facts.items())
-
-
-def describe_batch(plan: Plan) -> str:
-    """`8 samples of 64 tokens`; a sample of images or volumes is one of them. A batch that changes has its schedule."""
-    length = f" of {plan.spec.data.seq_len} tokens" if plan.spec.data.unit == "tokens" else ""
-    kind = plan.spec.batching.schedule.kind
-    changes = "" if kind == "constant" else f" at first ({kind})"
-    return f"{plan.spec.batching.global_batch_size} samples{length}{changes}"
 
 
 def describe_prediction(prediction: LocalPrediction, tokens_per_step: int) -> str:
@@ -221,17 +204,6 @@ def describe_prediction(prediction: LocalPrediction, tokens_per_step: int) -> st
     )
 
 
-def describe_start(begin: StartEvent) -> str:
-    processes = f"{begin.world_size} process{'es' if begin.world_size > 1 else ''}"
-    resumed = f", from step {begin.step}" if begin.step else ""
-    if begin.unit == STEPS:
-        return f"steps are counted of {processes}, {begin.device_name}{resumed}"
-    return (
-        f"{format_params(begin.params, begin.adapter_params)} on {processes}, {begin.device_name}{resumed}\n"
-        f"MFU is against {format_si(begin.peak_flops, 'FLOP/s')} a process ({begin.peak_source})"
-    )
-
-
 def describe_evaluation(event: EvalEvent) -> str:
     """`2.310 bits per byte (xz 2.651), loss 3.123`; of images `accuracy 0.910, loss 0.3121`, of volumes `Dice ...`."""
     for name, value in (("accuracy", event.heldout_accuracy), ("Dice", event.heldout_dice)):
@@ -240,6 +212,7 @@ def describe_evaluation(event: EvalEvent) -> str:
     assert not isinstance(event.heldout_bits_per_byte, Absent), "an evaluation has one of the three"
     xz = event.xz_bits_per_byte
     beside = "" if xz is None or isinstance(xz, Absent) else f" (xz {xz:.3f})"
+    # Validation sets follow the recipe's own held-out text.
     sets = {} if isinstance(event.sets, Absent) else event.sets
     of_sets = "".join(f"; {name} {_text_loss(one.loss, one.bits_per_byte)}" for name, one in sets.items())
     return _text_loss(event.heldout_loss, event.heldout_bits_per_byte, beside) + of_sets
@@ -265,12 +238,6 @@ def _figure(value: float | None, digits: int) -> str:
 
 SHOWN_RANKS = 8
 """Ranks that are listed one by one."""
-
-UNSTEADY = 1.5
-"""Steps of one run, which all do the same, differ by less on a machine of its own."""
-
-LONG_WAIT = 0.05
-"""Part of a step; what is read ahead in time takes less."""
 
 
 def title_of(report: Report) -> str:
@@ -327,6 +294,7 @@ def scheduler_changes(report: Report) -> list[RunChange]:
 
 def warning_lines(report: Report) -> list[str]:
     """Return the warnings; one that several ranks report takes one line."""
+    # Every rank warns for itself: a thousand equal lines would hide the others.
     by_text: dict[str, list[int]] = {}
     for event in report.warnings:
         by_text.setdefault(f"step {event.step}: {event.message}", []).append(event.rank)
@@ -340,52 +308,9 @@ def _join(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:SHOWN_RANKS])) + more
 
 
-def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
-    """Return the speed, how MFU is reckoned, the steps that it is taken over, and what is unusual about them."""
-    if speed.unit == STEPS:
-        return [speed_line(speed), f"over steps {speed.first_step}-{speed.last_step}{_left_out(speed)}"]
-    peak = f"({world_size} x {format_si(speed.peak_flops, 'FLOP/s')}, the {speed.peak_source})"
-    return [
-        speed_line(speed),
-        f"MFU = {speed.unit}/s x {format_si(speed.flops_per_token, 'FLOP')} a {speed.unit.removesuffix('s')} / {peak}",
-        f"over steps {speed.first_step}-{speed.last_step}{_left_out(speed)}",
-        *_unsteady(speed),
-        *_waiting(speed),
-        *_exchanges(speed),
-    ]
-
-
-def speed_line(speed: RunSpeed) -> str:
-    return describe_speed(speed.tokens_per_s, speed.mfu, speed.unit)
-
-
-def _unsteady(speed: RunSpeed) -> Iterator[str]:
-    """A prediction knows of the load that there was when this machine was probed, not of what came later."""
-    quick_s, slow_s = speed.usual_s
-    if slow_s > UNSTEADY * quick_s:
-        usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (eight in ten)"
-        yield f"steps took {usual}: something else was at work on this machine, which no prediction foresees"
-
-
-def _exchanges(speed: RunSpeed) -> Iterator[str]:
-    if speed.exchange and speed.exchange.seconds:
-        took = speed.exchange.seconds
-        exposed = speed.exchange.exposed_s / speed.exchange.seconds
-        yield f"ranks exchanged for {format_duration(took)} a step, {exposed:.0%} of it while nothing was computed"
-
-
-def _waiting(speed: RunSpeed) -> Iterator[str]:
-    """Reading ahead hides all that takes less than a step."""
-    share = next(part.share for part in speed.parts if part.name == "data_wait")
-    if share > LONG_WAIT:
-        yield (
-            f"steps waited {share:.0%} of their time for data: reading a batch takes longer than a step; what helps is "
-            + ("a faster or local disk" if speed.unit == "tokens" else "a faster disk, or more CPU cores to read with")
-        )
-
-
-def _left_out(speed: RunSpeed) -> str:
-    steps = speed.left_out_steps
-    if not steps:
-        return ""
-    return f"; steps {steps[0]}-{steps[-1]}, which compile and allocate, are left out"
+def wall_time_rows(report: Report) -> list[tuple[str, float, str, float]]:
+    """Return (bucket, seconds, these as text, share) of the wall time of all attempts; buckets without any are left
+    out."""
+    spent = [(bucket.name.replace("_", " "), getattr(report.time_s, bucket.name)) for bucket in fields(report.time_s)]
+    wall_s = report.time_s.total_s
+    return [(name, seconds, format_duration(seconds), seconds / wall_s) for name, seconds in spent if seconds > 0]

@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from html import escape
 
 from trainspec_cli.core.printable import format_duration, format_seconds
-from trainspec_cli.recipe.results.verdict import RunVerdict, WhatIf
+from trainspec_cli.recipe.results.verdict import RunVerdict
 from trainspec_cli.reporter.collect import Report
 from trainspec_cli.reporter.page.parts import (
     PageOrigin,
     heading,
     note,
-    number_row,
     origin_line,
     plain_list,
     render_page,
     section,
     shorten,
-    table,
+    text_table,
 )
 from trainspec_cli.reporter.rich_text import Text
 from trainspec_cli.reporter.text import standing_of, title_of
@@ -104,17 +103,13 @@ def verdicts_section(verdicts: Sequence[RunVerdict]) -> str:
 
 def _verdict(verdict: RunVerdict) -> str:
     evidence = [shorten(sentence, MOST_CHARACTERS) for sentence in verdict.evidence]
+    changes = [(one.change, format_seconds(one.step_s), format_seconds(one.saved_s)) for one in verdict.what_if]
     advice = f"What to do: {shorten(verdict.advice, MOST_CHARACTERS)}" if verdict.advice else ""
     parts = [
         f"<h3>{escape(describe_verdict(verdict))}</h3>",
         note(f"Line of code: {shorten(verdict.code, MOST_CHARACTERS)}") if verdict.code else "",
         plain_list(evidence) if evidence else "",
-        _what_if(verdict.what_if) if verdict.what_if else "",
+        text_table(("with", "#step", "#shorter by"), changes) if changes else "",
         note(advice),
     ]
     return "".join(parts)
-
-
-def _what_if(changes: Sequence[WhatIf]) -> str:
-    rows = [number_row((one.change, format_seconds(one.step_s), format_seconds(one.saved_s))) for one in changes]
-    return table(("with", "#step", "#shorter by"), rows)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.data.corpus.cache import cached_folder
+from trainspec_cli.data.corpus.prepare import cached_folder
 from trainspec_cli.data.corpus.source_files import find_files
 from trainspec_cli.recipe.keys.run import TokenizerSpec
 

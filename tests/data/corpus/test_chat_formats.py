@@ -241,7 +241,7 @@ def test_an_array_that_is_not_utf8_or_too_large_is_named(read: Read, monkeypatch
     Path(data.path or "").write_bytes(b'\xef\xbb\xbf[{"instruction": "\xff", "output": "a"}]')
     with pytest.raises(RecipeError, match=r"byte 21 \(0xff\) is not UTF-8"):
         check_text(data, 2**20)
-    monkeypatch.setattr("trainspec_cli.data.corpus.rows.MAX_ARRAY_BYTES", 8)
+    monkeypatch.setattr("trainspec_cli.data.corpus.records.MAX_ARRAY_BYTES", 8)
     with pytest.raises(RecipeError, match="which is read whole") as error:
         check_text(data, 2**20)
     assert error.value.problems[0].hint == "write an object a line: jq -c '.[]' a.json > a.jsonl"

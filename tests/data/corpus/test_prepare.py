@@ -120,17 +120,6 @@ def test_empty_text_is_refused(cache, text_data):
     assert not list(cache.iterdir())
 
 
-def test_everything_wrong_about_the_options_is_told_at_once(cache, text_data):
-    data = text_data("text", heldout_fraction=0.0, max_bytes=0, tokenizer=TokenizerSpec(vocab_size=256))
-    with pytest.raises(RecipeError) as error:
-        prepare(data)
-    assert [problem.path for problem in error.value.problems] == [
-        "data.heldout_fraction",
-        "data.max_bytes",
-        "data.tokenizer.vocab_size",
-    ]
-
-
 def test_a_missing_tokenizer_file_is_told_before_any_reading(cache, text_data):
     with pytest.raises(RecipeError, match=r"gone\.json does not exist"):
         prepare(text_data("text", tokenizer=TokenizerSpec(path="gone.json")))

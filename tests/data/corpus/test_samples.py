@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainspec_cli.data.corpus.rows import empty_row
-from trainspec_cli.data.corpus.samples import BLOCK, Mixed, locate, num_samples, permute
+from trainspec_cli.data.corpus.samples import BLOCK, Mixed, locate, permute
 
 
 @pytest.mark.parametrize("size", [*range(1, 130), 255, 256, 257, 1000, 4095, 4097, 65_537, 100_003])
@@ -67,11 +67,6 @@ def test_an_epoch_sees_every_sample_once_and_the_next_begins_where_it_ends():
     for epoch in (0, 1):
         assert sorted(indices[epochs == epoch]) == list(range(samples))
     assert indices[epochs == 0].tolist() != indices[epochs == 1].tolist()
-
-
-@pytest.mark.parametrize(("tokens", "samples"), [(0, 0), (1, 0), (10, 0), (11, 1), (20, 1), (21, 2)])
-def test_a_sample_needs_the_target_after_its_last_token(tokens, samples):
-    assert num_samples(tokens, seq_len=10) == samples
 
 
 class Numbered:

@@ -33,14 +33,6 @@ def test_each_side_gets_at_least_one_document(fraction, count):
     assert 1 <= len(heldout_of(texts, fraction)) <= count - 1
 
 
-def test_a_lone_document_is_cut_near_its_end_at_a_line():
-    text = "".join(f"line {number}\n" for number in range(1000))
-    train, heldout = rule_for([text], 0.1).parts(text)
-    assert train + heldout == text
-    assert train.endswith("\n")
-    assert len(heldout) / len(text) == pytest.approx(0.1, rel=0.05)
-
-
 def test_a_lone_line_is_cut_where_it_must_be():
     assert rule_for(["0123456789"], 0.2).parts("0123456789") == ("01234567", "89")
 

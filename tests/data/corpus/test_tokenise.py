@@ -4,7 +4,6 @@ import lzma
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from trainspec_cli.data.corpus import tokenise
@@ -79,10 +78,3 @@ def test_a_token_is_learnt_where_it_overlaps_a_reply():
     assert tokenise._learnt([(3, 5)], encoding).tolist() == [False, True, False, True, False]
     assert tokenise._learnt([(0, 1), (7, 8)], encoding).tolist() == [True, False, False, False, True]
     assert tokenise._learnt([], encoding).tolist() == [False] * 5
-
-
-def test_the_special_token_right_after_a_reply_is_learnt_too():
-    learnt = np.array([False, True, False, False, True, False])
-    assert tokenise._with_ends(learnt, [9, 1, 9, 9, 1, 2], frozenset({9})).tolist() == [
-        False, True, True, False, True, False,
-    ]  # fmt: skip

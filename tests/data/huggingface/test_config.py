@@ -3,8 +3,7 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.data.huggingface.config import differences, model_type, write_config
-from trainspec_cli.data.huggingface.config_reading import read_model
+from trainspec_cli.data.huggingface.config import differences, model_type, read_model, write_config
 from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec, HybridModel, LatentAttentionSpec, RopeScaling
 from trainspec_cli.recipe.structure import build
 

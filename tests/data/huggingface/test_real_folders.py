@@ -13,7 +13,7 @@ import pytest
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.corpus import bpe
 from trainspec_cli.data.huggingface.chat_template import find_template
-from trainspec_cli.data.huggingface.config_reading import read_model
+from trainspec_cli.data.huggingface.config import read_model
 from trainspec_cli.data.huggingface.folder import read_config
 from trainspec_cli.data.huggingface.safetensors import _read_index, parameters
 from trainspec_cli.recipe.keys.model import DecoderModel

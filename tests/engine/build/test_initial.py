@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from trainspec_cli.core.errors import MachineError, RecipeError
-from trainspec_cli.data.huggingface.config import write_config
-from trainspec_cli.data.huggingface.config_reading import read_model
+from trainspec_cli.data.huggingface.config import read_model, write_config
 from trainspec_cli.data.huggingface.folder import open_weights
 from trainspec_cli.data.huggingface.safetensors import parameters
 from trainspec_cli.engine.build.assemble import build_model

@@ -64,7 +64,7 @@ def test_a_network_that_is_not_named_is_that_of_the_chips_class(tflops: float, g
     [
         (None, 8),
         (Machine("m", 1, 2**30), 1),
-        (Machine("m", 16, 2**30), 2),
+        (Machine("m", 16, 2**30), 1),
         (Machine("m", 16, 2**30, gpu_names=("NVIDIA H200",) * 3), 3),
     ],
     ids=["no machine", "one core", "cores", "GPUs"],

@@ -12,7 +12,8 @@ from lab.telemetry import Telemetry
 
 from trainspec_cli.recipe.results.verdict import CAUSES, RunVerdict
 from trainspec_cli.reporter.diagnosis.conclude import ADVICE, conclude
-from trainspec_cli.reporter.diagnosis.evidence import RunEvidence, Stall
+from trainspec_cli.reporter.diagnosis.evidence import RunEvidence
+from trainspec_cli.run.folder.event_types.events import StallEvent
 
 
 def heaviest(telemetry: Telemetry) -> RunVerdict:
@@ -481,10 +482,10 @@ def test_memory_that_fills_a_cache_and_stays_is_no_leak():
     assert names(telemetry.evidence()) == ["as_planned"]
 
 
-def stall(waiting: bool, number: int = 7) -> Stall:
-    return Stall(
-        121, 3.0, 0.3, waiting, "gloo:all_reduce of 8" if waiting else None, {"world": number}, "in train_step"
-    )
+def stall(waiting: bool, number: int = 7) -> StallEvent:
+    waits_in = "gloo:all_reduce of 8" if waiting else None
+    about = {"waiting": waiting, "waits_in": waits_in, "collectives": {"world": number}, "stack": "in train_step"}
+    return StallEvent(step=121, waited_s=3.0, usual_s=0.3, host="h", **about)
 
 
 def test_a_rank_that_hangs_is_named_before_its_time_out():

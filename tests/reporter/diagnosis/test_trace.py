@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 
 from trainspec_cli.recipe.results.verdict import RunVerdict
-from trainspec_cli.reporter.diagnosis.gather import shape_of, trace_run
-from trainspec_cli.reporter.diagnosis.memory import Leaving, clock_offsets
+from trainspec_cli.reporter.diagnosis.gather import shape_of
+from trainspec_cli.reporter.diagnosis.trace import clock_offsets, trace_run
 from trainspec_cli.run.folder.event_types.events import PARTS
 
 
 def test_offsets_are_measured_from_the_ends_of_common_exchanges():
     """Node 1 is 0.3 s ahead; its second rank often waits for a processor before it can look at the clock."""
     left = [
-        {step: Leaving(step + 0.0, 0.004) for step in range(1, 40)},
-        {step: Leaving(step + 0.3 + 0.001 * (step % 3), 0.002) for step in range(1, 40, 2)},
-        {step: Leaving(step + 0.35, 0.002) for step in range(1, 40)},
+        {step: (step + 0.0, 0.004) for step in range(1, 40)},
+        {step: (step + 0.3 + 0.001 * (step % 3), 0.002) for step in range(1, 40, 2)},
+        {step: (step + 0.35, 0.002) for step in range(1, 40)},
     ]
     first, second = clock_offsets([0, 1, 1], left)
     assert (first.offset_s, first.error_s) == (0.0, 0.0)
     assert second.offset_s == pytest.approx(0.3, abs=0.03)
     assert abs(second.offset_s - 0.3) <= second.error_s + 0.05 / 2
-    (_, unknown) = clock_offsets([0, 1], [{1: Leaving(1.0, 0.1)}, {2: Leaving(2.0, 0.1)}])
+    (_, unknown) = clock_offsets([0, 1], [{1: (1.0, 0.1)}, {2: (2.0, 0.1)}])
     assert (unknown.error_s, unknown.exchanges) == (None, 0)
 
 

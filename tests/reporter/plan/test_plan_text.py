@@ -14,9 +14,9 @@ from trainspec_cli.core.printable import GIB
 from trainspec_cli.recipe.results.forecast import Assumption, BatchForecast
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
 from trainspec_cli.recipe.results.tools import TraceResult
-from trainspec_cli.reporter.plan.labels import PlanReport, SweepReport
-from trainspec_cli.reporter.plan.page import compare_trace, render_trace
+from trainspec_cli.reporter.plan.labels import PlanReport
 from trainspec_cli.reporter.plan.text import _memory_cell, bar, render_plan, render_sweep, run_rows
+from trainspec_cli.reporter.plan.trace import compare_trace, render_trace
 
 EXPECTED = Path(__file__).parent / "expected"
 """Whole texts, read through once by a person; each figure follows from those of conftest.py."""
@@ -41,16 +41,6 @@ def line_with(text: str, start: str) -> str:
     return next(line for line in text.splitlines() if line.strip().startswith(start))
 
 
-def test_the_layouts_are_ranked_with_their_figures(plan: PlanReport) -> None:
-    text = text_of(render_plan(plan))
-    first = line_with(text, "1 ")
-    for figure in ("replicate 2 · shard 2 · tp 2 · pp 2", "1 x 32", "selective", "4.0 s", "16,384"):
-        assert figure in first
-    for figure in ("50.0%", "55.0%", "40.0 GiB >99%"):
-        assert figure in first
-    assert "shard 16" in line_with(text, "2 ") and "72.0 GiB 93%" in line_with(text, "2 ")
-
-
 def test_the_safest_of_those_about_as_fast_is_named(plan: PlanReport) -> None:
     first, second = plan.capacity.candidates
     shown = replace(plan, capacity=replace(plan.capacity, safest=first))
@@ -61,14 +51,6 @@ def test_the_safest_of_those_about_as_fast_is_named(plan: PlanReport) -> None:
         "Safest within 10%  shard 16 · zero 3 · 2 x 4 samples, recompute none: fits at 98% with 72.0 GiB, "
         "4.1 s a step, 2.5% more"
     )
-
-
-def test_memory_and_time_are_taken_apart(plan: PlanReport) -> None:
-    text = text_of(render_plan(plan))
-    assert "stage 1 of 2" in text
-    assert "30.00 GiB" in line_with(text, "activations") and "75%" in line_with(text, "activations")
-    assert "2.0 s" in line_with(text, "matrix products") and "50%" in line_with(text, "matrix products")
-    assert "logits" not in text
 
 
 def with_run(plan: PlanReport, **changes: Any) -> PlanReport:
@@ -107,24 +89,9 @@ def test_of_many_sizes_the_first_and_the_last_are_told(plan: PlanReport) -> None
     )
 
 
-def test_a_constant_batch_has_no_row_of_steps(plan: PlanReport) -> None:
-    assert rows_of(plan, "steps") == []
-    assert "128 samples a step" in line_with(text_of(render_plan(plan)), "run")
-
-
 def test_a_cut_that_is_not_even_is_told(plan: PlanReport, uneven: PlanReport) -> None:
     assert "pipeline stages" not in text_of(render_plan(plan))
     assert line_with(text_of(render_plan(uneven)), "Layers of").rstrip().endswith("pipeline stages  17, 15")
-
-
-def test_the_run_has_values_bounds_and_causes(plan: PlanReport) -> None:
-    text = text_of(render_plan(plan))
-    assert "90.0%" in line_with(text, "goodput") and "85.0% to 95.0%" in line_with(text, "goodput")
-    assert "work undone by failures 3.00%" in line_with(text, "goodput")
-    assert "20 MWh" in line_with(text, "energy") and "accelerators 75%" in line_with(text, "energy")
-    assert "Iceland" in line_with(text, "carbon")
-    assert "unknown" in line_with(text, "money")
-    assert "97.0%" in text and "resilience=elastic" in text
 
 
 def test_a_step_has_the_bounds_that_it_is_known_within(plan: PlanReport) -> None:
@@ -142,29 +109,6 @@ def test_what_money_and_energy_miss_is_named(plan: PlanReport) -> None:
     assert price in line_with(text_of(render_plan(without)), "money")
     owned = (*plan.run.assumptions, Assumption("cluster.cost.device_price_usd", 30000.0))
     assert power in line_with(text_of(render_plan(with_run(without, assumptions=owned))), "money")
-
-
-def test_what_was_not_checked_is_marked(plan: PlanReport) -> None:
-    text = text_of(render_plan(plan))
-    assert "unchecked: a survey" in line_with(text, "cluster.site.pue")
-    assert "unchecked" not in line_with(text, "cluster.accelerator.tdp_w")
-
-
-def test_refusals_are_counted(plan: PlanReport) -> None:
-    assert "tp leaves the node" in line_with(text_of(render_plan(plan)), "400")
-
-
-def test_an_infeasible_plan_says_what_would_fit(infeasible: PlanReport) -> None:
-    text = text_of(render_plan(infeasible))
-    assert "What would fit" in text and "recompute=full" in text
-    assert "122%" in line_with(text, "1 ")
-    assert "goodput" not in text
-
-
-def test_a_sweep_is_a_table(sweep: SweepReport) -> None:
-    text = text_of(render_sweep(sweep), width=180)
-    assert "nothing fits" in line_with(text, "1 ")
-    assert "100%" in line_with(text, "2 ") and "90%" in line_with(text, "4 ")
 
 
 def test_bars_grow_by_eighths() -> None:

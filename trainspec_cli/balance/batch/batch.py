@@ -1,4 +1,8 @@
-"""Learning-rate schedules: pure functions of the step, so a resume needs no state."""
+"""The samples and the learning rate of each step: by a schedule, or by the noise of the gradients.
+
+All are pure functions of the step, of the samples trained so far, and of averages that checkpoints hold: a resume needs
+no state besides.
+"""
 
 from __future__ import annotations
 
@@ -20,33 +24,20 @@ def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: float, max_steps
     """
     if step < schedule.warmup_steps:
         return min(peak_lr, peak_lr * (step + 1) / schedule.warmup_steps)
-    return peak_lr * _DECAYS[schedule.kind](schedule, step, max_steps)
-
-
-def _constant(schedule: ScheduleSpec, step: float, max_steps: int) -> float:
-    return 1.0
-
-
-def _cosine(schedule: ScheduleSpec, step: float, max_steps: int) -> float:
-    """Return half a cosine from 1 to `final_lr_ratio` (SGDR, arXiv:1608.03983, eq. 5)."""
-    progress = _part_done(step, schedule.warmup_steps, max_steps)
-    return schedule.final_lr_ratio + (1 - schedule.final_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def _wsd(schedule: ScheduleSpec, step: float, max_steps: int) -> float:
-    """Stay at 1, then fall linearly over the last `decay_fraction` (WSD; MiniCPM, arXiv:2404.06395)."""
-    decay_start = max(schedule.warmup_steps, round(max_steps * (1 - schedule.decay_fraction)))
-    if step < decay_start:
-        return 1.0
-    return 1 - (1 - schedule.final_lr_ratio) * _part_done(step, decay_start, max_steps)
-
-
-def _part_done(step: float, start: int, end: int) -> float:
-    """Return the progress: 0 at `start`, 1 at the last update, `end` - 1."""
-    return min(1.0, (step - start) / max(1, end - 1 - start))
-
-
-_DECAYS = {"constant": _constant, "cosine": _cosine, "wsd": _wsd}
+    if schedule.kind == "constant":
+        return peak_lr
+    begin = schedule.warmup_steps
+    if schedule.kind == "wsd":
+        # Stay at 1, then fall linearly over the last `decay_fraction` (WSD; MiniCPM, arXiv:2404.06395).
+        begin = max(begin, round(max_steps * (1 - schedule.decay_fraction)))
+        if step < begin:
+            return peak_lr
+    done = min(1.0, (step - begin) / max(1, max_steps - 1 - begin))  # 0 at `begin`, 1 at the last update
+    ratio = schedule.final_lr_ratio
+    if schedule.kind == "wsd":
+        return peak_lr * (1 - (1 - ratio) * done)
+    # Half a cosine from 1 to `final_lr_ratio` (SGDR, arXiv:1608.03983, eq. 5).
+    return peak_lr * (ratio + (1 - ratio) * (1 + math.cos(math.pi * done)) / 2)
 
 
 # The samples and the learning rate of each step: pure functions of the samples trained so far.
@@ -118,13 +109,19 @@ class BatchSchedule:
 def schedule_batches(spec: RunSpec) -> BatchSchedule:
     """Return the batch schedule of a recipe that `recipe.rules` found no fault with."""
     batching = spec.batching
-    rule = spec.batching.schedule.lr_rule
+    rule = batching.schedule.lr_rule
+    later: Sequence[BatchStage] = ()
+    if batching.schedule.kind == "ramp":
+        seq_len = spec.data.seq_len
+        later = [BatchStage(-(-one.from_tokens // seq_len), one.global_batch_size) for one in batching.schedule.stages]
+    elif batching.schedule.kind == "seesaw":
+        later = _seesaw_stages(spec)
     return BatchSchedule(
         optim=spec.optim,
         max_steps=spec.train.max_steps,
         start_samples=batching.global_batch_size,
         lr_rule=OPTIMIZER_RULES.get(spec.optim.name, "none") if rule == "optimizer" else rule,
-        stages=(BatchStage(0, batching.global_batch_size), *_later_stages(spec)),
+        stages=(BatchStage(0, batching.global_batch_size), *later),
     )
 
 
@@ -175,16 +172,7 @@ def _phases(schedule: BatchSchedule) -> Iterator[BatchPhase]:
             return
 
 
-def _later_stages(spec: RunSpec) -> tuple[BatchStage, ...]:
-    if spec.batching.schedule.kind == "ramp":
-        return tuple(
-            BatchStage(-(-stage.from_tokens // spec.data.seq_len), stage.global_batch_size)
-            for stage in spec.batching.schedule.stages
-        )
-    return _seesaw_stages(spec) if spec.batching.schedule.kind == "seesaw" else ()
-
-
-def _seesaw_stages(spec: RunSpec) -> tuple[BatchStage, ...]:
+def _seesaw_stages(spec: RunSpec) -> list[BatchStage]:
     """Each size of the ladder holds from where the schedule has multiplied the rate by B0 / size or less."""
     start = spec.batching.global_batch_size
     lr = spec.optim.schedule
@@ -197,7 +185,7 @@ def _seesaw_stages(spec: RunSpec) -> tuple[BatchStage, ...]:
         )
         if reached < len(after_warmup):
             stages.append(BatchStage((lr.warmup_steps + reached) * start, size))
-    return tuple(stages)
+    return stages
 
 
 # The gradient noise scale: measured from what data-parallel ranks exchange anyway, and the batch that follows it.

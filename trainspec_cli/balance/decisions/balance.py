@@ -1,4 +1,4 @@
-"""Divide samples over ranks of different speeds so that the slowest of them is done as early as possible."""
+"""Divide samples over ranks, and layers over stages, so that the slowest of them is done as early as possible."""
 
 from __future__ import annotations
 
@@ -463,7 +463,9 @@ class LayerScheduler:
         # A stage waits for its slowest data-parallel rank, but samples move between those ranks: try the mean too.
         paces = self._paces(speeds, samples)
         for of_stages in (list(map(max, paces)), list(map(mean, paces))):
-            counts = cut_by_times(self._times, self._layout, self._equalised(of_stages), self._room)
+            usual = median_low(of_stages)
+            equalised = [1.0 if abs(pace / usual - 1) <= self._change else usual / pace for pace in of_stages]
+            counts = cut_by_times(self._times, self._layout, equalised, self._room)
             if counts is not None and counts != self._counts:
                 found[counts] = self._expected_s(counts, samples, speeds)
         if not found:
@@ -478,10 +480,6 @@ class LayerScheduler:
         planned = rank_times_s(self._times, self._counts, self._layout)
         share = samples / len(speeds)
         return [[row[rank].time_s(share, 1) / planned[rank] for row in speeds] for rank in range(self._layout.pp)]
-
-    def _equalised(self, paces: Sequence[float]) -> list[float]:
-        usual = median_low(paces)
-        return [1.0 if abs(pace / usual - 1) <= self._change else usual / pace for pace in paces]
 
     def _expected_s(self, counts: Counts, samples: int, speeds: Sequence[Sequence[Speed]]) -> float:
         """Return the slowest rank's time with another cut, and the shares that are best then."""

@@ -1,4 +1,5 @@
-"""How fast a rank computes: its time for a micro-batch by the samples in it, and when that has changed.
+"""How fast a rank computes: its time for a micro-batch by the samples in it, and when that has changed. Also how much
+slower than usual each rank of a layout is, and which size of gradient buckets is waited for least.
 
 A rank's own compute time shows its speed; a whole step's does not, since all ranks wait for the slowest. A change is
 confirmed when several steps in a row lie beyond what the rank's own noise explains, fewer where they lie far beyond it;

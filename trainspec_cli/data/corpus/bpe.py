@@ -82,6 +82,7 @@ def load(file: Path) -> Tokenizer:
         raise _tokenizer_error("bad_tokenizer", f"{file} is not a tokenizer.json: {error}") from error
     if empty:
         raise _tokenizer_error("bad_tokenizer", f"{file} is a tokenizer without any token")
+    # Files of published models cut texts to the model's length, which would lose the rest of each document.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return _as_plain_text(tokenizer)
@@ -112,6 +113,7 @@ def digest(tokenizer: Tokenizer) -> str:
 
 def count_vocab(tokenizer: Tokenizer) -> int:
     """Return the highest id plus one: the rows that an embedding needs, gaps included."""
+    # Not the number of entries: published vocabularies have gaps, and an id beyond the embedding would end the run.
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from trainspec_cli.core.errors import RecipeError, closest
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import exists, expand, read_text, show_kind
-from trainspec_cli.data.corpus.rows import excerpt
+from trainspec_cli.data.corpus.records import excerpt
 from trainspec_cli.data.huggingface.chat_template import ChatTemplate, Span, find_template
 from trainspec_cli.data.huggingface.folder import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENIZER_CONFIG
 from trainspec_cli.recipe.keys.run import DataSpec
@@ -68,6 +68,7 @@ class FormatError(ValueError):
 
 def find_format(record: Record) -> ChatFormat:
     """Return the format of a record by the fields that it has. Raises FormatError where none fits."""
+    # By the fields that it has: file names say nothing, and data sets mix conventions.
     for name, signs in _SIGNS.items():
         if all(record.get(sign) is not None for sign in signs):
             return name

@@ -17,15 +17,13 @@ from typing import Any
 import numpy as np
 
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.data.corpus.rows import excerpt
+from trainspec_cli.data.corpus.records import excerpt
 from trainspec_cli.data.corpus.samples import hold_out
 from trainspec_cli.data.corpus.shards import (
     SCHEMA,
     Dtype,
     ShardManifest,
     ShardWriter,
-    Split,
-    SplitSummary,
     write_manifest,
 )
 from trainspec_cli.data.corpus.sources import check_encodable
@@ -178,7 +176,14 @@ def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocu
     if not chosen:  # all are alike: the end of the last one
         rest = min(max(round(lengths[-1] * data.heldout_fraction), 1), lengths[-1])
         lengths[-1:], is_heldout[-1:] = [lengths[-1] - rest, rest], [False, True]
-    summaries = _split_ids(aside, lengths, is_heldout, folder)
+    every = np.memmap(aside, dtype="<u4", mode="r")
+    start = 0
+    with ShardWriter(folder, "train", ID_TYPE) as train, ShardWriter(folder, "heldout", ID_TYPE) as heldout:
+        for length, held in zip(lengths, is_heldout, strict=True):
+            writer = heldout if held else train
+            writer.append(every[start : start + length], text_bytes=0, documents=1)  # type: ignore[arg-type]
+            start += length
+        summaries = {"train": train.finish(), "heldout": heldout.finish()}
     aside.unlink()
     manifest = ShardManifest(
         schema=SCHEMA,
@@ -194,14 +199,3 @@ def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocu
         heldout=summaries["heldout"],
     )
     write_manifest(folder, manifest)
-
-
-def _split_ids(aside: Path, lengths: list[int], is_heldout: list[bool], folder: Path) -> dict[Split, SplitSummary]:
-    every = np.memmap(aside, dtype="<u4", mode="r")
-    start = 0
-    with ShardWriter(folder, "train", ID_TYPE) as train, ShardWriter(folder, "heldout", ID_TYPE) as heldout:
-        for length, held in zip(lengths, is_heldout, strict=True):
-            writer = heldout if held else train
-            writer.append(every[start : start + length], text_bytes=0, documents=1)  # type: ignore[arg-type]
-            start += length
-        return {"train": train.finish(), "heldout": heldout.finish()}

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.core.node import make_cache
+from trainspec_cli.core.node import cache_dir, make_cache
 from trainspec_cli.core.reading.files import expand
 from trainspec_cli.data.corpus import token_files
 from trainspec_cli.data.corpus.bpe import MIN_VOCAB_SIZE, load
-from trainspec_cli.data.corpus.cache import cached_folder
-from trainspec_cli.data.corpus.chat import ChatFormat
-from trainspec_cli.data.corpus.own_source import source_files, write_own
+from trainspec_cli.data.corpus.chat import ChatFormat, describe
+from trainspec_cli.data.corpus.own_source import source_facts, source_files, write_own
+from trainspec_cli.data.corpus.own_tokenizer import tokenizer_sha256
 from trainspec_cli.data.corpus.rows import Packed
-from trainspec_cli.data.corpus.samples import num_samples
-from trainspec_cli.data.corpus.shards import TOKENIZER_FILE, TokenFolder, publishing
+from trainspec_cli.data.corpus.shards import SCHEMA, TOKENIZER_FILE, TokenFolder, publishing
 from trainspec_cli.data.corpus.source_files import find_files
 from trainspec_cli.data.corpus.sources import READERS, documents, write_collection
 from trainspec_cli.data.corpus.tokenise import OnProgress, tokens_before_reply, write_tokens
@@ -31,6 +33,7 @@ def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
     parts = {name: _prepare_part(data, "mixture", name, on_progress) for name in data.parts}
     if data.source != "mixture" and not data.validation:
         return parts[""]
+    # Validation text has to have the tokens that the model knows, so it takes the first part's tokenizer.
     tokenizer = TokenFolder.open(next(iter(parts.values()))).path / TOKENIZER_FILE
     # A tokenizer file that the recipe names stays: conversations need the chat template that stands next to it.
     is_named = data.tokenizer.path is not None or not tokenizer.is_file()
@@ -65,9 +68,50 @@ def prepare_one(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
     Raises RecipeError (no such file, malformed text, too little for one sample of `seq_len`) and MachineError (disk
     full, damaged folder). Several processes may ask for the same data at once.
     """
-    folder = _token_folder(data) if data.source == "tokens" else _prepare_cached(data, on_progress)
+    if data.source == "tokens":
+        folder = _token_folder(data)
+    else:
+        check_options(data)
+        folder = cached_folder(data, source_files(data) if data.is_own else find_files(data))
+        if not folder.exists():
+            make_cache()
+            with suppress(FileExistsError):  # another process made the same folder meanwhile
+                prepare_into(data, folder, on_progress)
     _check_length(TokenFolder.open(folder), data)
     return folder
+
+
+# Prepared data in the cache. A folder's name is a digest of everything that its tokens depend on.
+
+
+def cached_folder(data: DataSpec, files: list[Path]) -> Path:
+    """Return the cache folder for `data` read from `files` in their present state (path, size, modification time)."""
+    import tokenizers
+
+    spec = data.tokenizer
+    tokenizer: list[object] = ["trained", spec.vocab_size]
+    if spec.code:
+        tokenizer = ["own", tokenizer_sha256(data)]
+    elif spec.path is not None:
+        content = expand(spec.path).read_bytes()
+        tokenizer = ["given", hashlib.sha256(content).hexdigest(), spec.end_of_document]
+    # State and not content: a digest of terabytes would take longer than preparing them.
+    stats = [(str(file.resolve()), file.stat()) for file in ([] if data.is_own else files)]
+    facts = {
+        "schema": SCHEMA,
+        "tokenizers": tokenizers.__version__,
+        "python": sys.version if data.source == "python_stdlib" else None,
+        "source": source_facts(data) if data.is_own else data.source,
+        "text_field": data.text_field if data.source in ("jsonl", "parquet", "arrow") else None,
+        "heldout_fraction": data.heldout_fraction,
+        "max_bytes": data.max_bytes,
+        "tokenizer": tokenizer,
+        **describe(data),
+        "files": [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats],
+    }
+    text = json.dumps(facts, sort_keys=True, allow_nan=False)
+    kind = "own" if data.is_own else data.source
+    return cache_dir() / "tokens" / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def prepared_folder(data: DataSpec) -> Path | None:
@@ -163,16 +207,6 @@ def _token_folder(data: DataSpec) -> Path:
     return expand(data.path)
 
 
-def _prepare_cached(data: DataSpec, on_progress: OnProgress | None) -> Path:
-    check_options(data)
-    folder = cached_folder(data, source_files(data) if data.is_own else find_files(data))
-    if not folder.exists():
-        make_cache()
-        with suppress(FileExistsError):  # another process made the same folder meanwhile
-            prepare_into(data, folder, on_progress)
-    return folder
-
-
 def _check_length(folder: TokenFolder, data: DataSpec) -> None:
     """Check that there is a sample to train on. Held-out text may be shorter: it is evaluated in padded windows."""
     seq_len = data.seq_len
@@ -182,7 +216,7 @@ def _check_length(folder: TokenFolder, data: DataSpec) -> None:
             raise _all_silenced(data, rows.silenced, _silenced_of(folder, data))
         return
     tokens = folder.num_tokens("train")
-    if num_samples(tokens, seq_len) == 0:
+    if tokens <= seq_len:  # the last target is the next sample's first input
         got = f"{tokens:,} training tokens are too few for one sample of {seq_len:,} and its last target"
         raise RecipeError(Problem("too_little_data", got, "data.seq_len", "lower data.seq_len, or give more text"))
 

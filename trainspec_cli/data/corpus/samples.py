@@ -23,11 +23,6 @@ ROUNDS = 8
 """Half rounds of the Feistel network, alternating between the two coordinates."""
 
 
-def num_samples(num_tokens: int, seq_len: int) -> int:
-    """Return the number of whole samples in a split (the last target is the next sample's first input)."""
-    return max(0, (num_tokens - 1) // seq_len)
-
-
 def locate(positions: np.ndarray, samples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the epoch, and the index of the sample within the split, at each position (all int64).
 
@@ -187,6 +182,7 @@ class HeldoutRule:
         """Hold out `fraction` of the documents, at least one and not all."""
         if scan.lowest_hash == scan.highest_hash:
             return cls(threshold=0, cut_fraction=fraction)
+        # Documents are held out by their content: the split stays when files are renamed, added or reordered.
         threshold = round(fraction * _HASHES)
         return cls(threshold=min(max(threshold, scan.lowest_hash + 1), scan.highest_hash))
 

@@ -94,7 +94,7 @@ class ShardManifest:
         return self.tokenizer_sha256 or self.own_tokenizer_sha256
 
     def split(self, name: Split) -> SplitSummary:
-        return {"train": self.train, "heldout": self.heldout}[name]
+        return self.train if name == "train" else self.heldout
 
     @property
     def bytes_per_token(self) -> float:
@@ -365,8 +365,13 @@ def publishing(folder: Path) -> Iterator[Path]:
         # A killed process leaves its folder behind. Those of other nodes stay: their processes cannot be checked here.
         pattern = re.compile(rf"\.trainspec-(\d+)-\w+{re.escape(_suffix())}")
         for entry in folder.parent.iterdir():
-            if (match := pattern.fullmatch(entry.name)) and not _is_alive(int(match[1])):
-                shutil.rmtree(entry, ignore_errors=True)
+            if match := pattern.fullmatch(entry.name):
+                try:
+                    os.kill(int(match[1]), 0)
+                except ProcessLookupError:
+                    shutil.rmtree(entry, ignore_errors=True)
+                except PermissionError:
+                    pass  # it is alive, and of another user
         temporary.mkdir(0o700)
         yield temporary
         _flush(temporary)
@@ -384,16 +389,6 @@ def publishing(folder: Path) -> Iterator[Path]:
 
 def _suffix() -> str:
     return f"@{socket.gethostname()}.tmp"
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _flush(folder: Path) -> None:

@@ -39,7 +39,14 @@ def source_of(file: Path) -> str:
 def find_files(data: DataSpec) -> list[Path]:
     """Return the files that `data` is read from, in reading order. Raises RecipeError if there is none."""
     if data.source == "python_stdlib":
-        files = _stdlib_files()
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [file for file in _walk(root, ".py", STDLIB_LEFT_OUT) if not file.name.startswith("_sysconfigdata")]
+        if not files:
+            raise MachineError(
+                f"{root} holds no Python source: this Python was installed without its standard library as files",
+                code="no_python_stdlib",
+                hint="train on text of your own: data=text data.path=FOLDER",
+            )
     elif data.path:
         files = _files_at(data.path, suffix=_SUFFIXES.get(data.source, ""))
     else:
@@ -50,24 +57,16 @@ def find_files(data: DataSpec) -> list[Path]:
     return files
 
 
-def _stdlib_files() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in _walk(root, ".py", STDLIB_LEFT_OUT) if not file.name.startswith("_sysconfigdata")]
-    if not files:
-        raise MachineError(
-            f"{root} holds no Python source: this Python was installed without its standard library as files",
-            code="no_python_stdlib",
-            hint="train on text of your own: data=text data.path=FOLDER",
-        )
-    return files
-
-
 def _files_at(path: str, suffix: str | tuple[str, ...]) -> list[Path]:
     """Return the file, the files below the folder (without hidden ones), or those that the glob matches."""
     place = expand(path)
     if exists(place):
         return [place]
-    if _is_folder(place):
+    try:
+        is_folder = place.is_dir()
+    except OSError:  # a name that no folder can have
+        is_folder = False
+    if is_folder:
         files = list(_walk(place, suffix))
     elif glob.has_magic(path):
         matches = sorted(glob.glob(str(place), recursive=True))  # noqa: PTH207 - pathlib's takes no absolute pattern
@@ -84,19 +83,12 @@ def _files_at(path: str, suffix: str | tuple[str, ...]) -> list[Path]:
     return files
 
 
-def _is_folder(path: Path) -> bool:
-    """Return True for a folder; False also for a name that no folder can have."""
-    try:
-        return path.is_dir()
-    except OSError:
-        return False
-
-
 def _walk(root: Path, suffix: str | tuple[str, ...], left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise cannot_read(Path(error.filename), error)
 
     for folder, subfolders, names in os.walk(root, onerror=refuse):
+        # Sorted in place, so that os.walk goes through them in the same order on every file system.
         subfolders[:] = sorted(name for name in subfolders if name not in left_out and name[0] != ".")
         for name in sorted(names):
             if name.endswith(suffix) and name[0] != ".":

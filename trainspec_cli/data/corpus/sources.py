@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import sys
 import tokenize
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
@@ -29,19 +30,16 @@ from trainspec_cli.data.corpus.chat import (
     parse_record,
     template_of,
 )
-from trainspec_cli.data.corpus.rows import (
-    JoinedRows,
+from trainspec_cli.data.corpus.records import (
     Mistakes,
-    Packed,
-    Rows,
     bad_document,
     decode,
     excerpt,
     json_lines,
     json_records,
-    open_rows,
     table_rows,
 )
+from trainspec_cli.data.corpus.rows import JoinedRows, Packed, Rows, open_rows
 from trainspec_cli.data.corpus.samples import Mixed, SampleOrder, Shuffled
 from trainspec_cli.data.corpus.shards import TOKENIZER_FILE, TokenFolder, publishing
 from trainspec_cli.data.corpus.source_files import TABLE_SUFFIXES, cannot_read
@@ -69,28 +67,18 @@ def documents(data: DataSpec, files: list[Path]) -> Iterator[Document]:
     file that cannot be read.
     """
     mistakes = Mistakes()
-    yield from _documents(data, files, mistakes)
-    mistakes.check()
-
-
-def _documents(data: DataSpec, files: list[Path], mistakes: Mistakes) -> Iterator[Document]:
     read = READERS[data.source]
     left_bytes = sys.maxsize if data.max_bytes is None else data.max_bytes
-    for file in files:
-        for document in read(file, data, mistakes):
-            text = _cut_to_bytes(document.text, left_bytes)
-            left_bytes -= len(text.encode())
-            if text:
-                yield replace(document, text=text)
-            if len(text) < len(document.text) or left_bytes == 0:
-                return
-
-
-def _cut_to_bytes(text: str, max_bytes: int) -> str:
-    """Return the longest prefix of whole characters that fits."""
-    if 4 * len(text) <= max_bytes:  # a character takes at most four bytes of UTF-8
-        return text
-    return text.encode()[:max_bytes].decode(errors="ignore")
+    for document in chain.from_iterable(read(file, data, mistakes) for file in files):
+        text = document.text
+        if 4 * len(text) > left_bytes:  # a character takes at most four bytes of UTF-8
+            text = text.encode()[:left_bytes].decode(errors="ignore")
+        left_bytes -= len(text.encode())
+        if text:
+            yield replace(document, text=text)
+        if len(text) < len(document.text) or left_bytes == 0:
+            break
+    mistakes.check()
 
 
 def _read_python(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
@@ -117,9 +105,9 @@ def _read_text(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Docum
 def _read_jsonl(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
     """Yield one document per line."""
     shape = f'each line must be one JSON object, such as {{"{data.text_field}": "..."}}'
-    for record in json_lines(file, shape, mistakes):
+    for line, _, record in json_lines(file, shape, mistakes):
         with mistakes.passing_over():
-            yield Document(f"{file}:{record.line}", _text_of(record.fields, file, record.line, data))
+            yield Document(f"{file}:{line}", _text_of(record, file, line, data))
 
 
 def _read_table(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
@@ -133,7 +121,12 @@ def _read_chat(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Docum
     """Yield one conversation per record, rendered by its template. The first that has a format decides that of all."""
     find = partial(template_of, data.tokenizer.path, data.chat_template)
     first: ChatFormat | None = None
-    for number, name, record in _chat_records(file, mistakes):
+    records: Iterable[tuple[int, str, Record]]  # (line or row, the record's name or "", record)
+    if file.suffix in TABLE_SUFFIXES:
+        records = ((number, "", row) for number, row in enumerate(table_rows(file, COLUMNS, ANY_SHAPE), 1))
+    else:
+        records = json_records(file, ANY_SHAPE, mistakes)
+    for number, name, record in records:
         with mistakes.passing_over():
             try:
                 of = format_in_file(record, first)
@@ -145,16 +138,6 @@ def _read_chat(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Docum
                 sample = repr(record)
                 raise bad_document(file, number, str(error), allowed, sample=sample, record=name) from error
             yield Document(f"{file}:{number}", found.text, found)
-
-
-def _chat_records(file: Path, mistakes: Mistakes) -> Iterator[tuple[int, str, Record]]:
-    """Yield (line or row, the record's name or "", record)."""
-    if file.suffix in TABLE_SUFFIXES:
-        for number, row in enumerate(table_rows(file, COLUMNS, ANY_SHAPE), 1):
-            yield number, "", row
-    else:
-        for record in json_records(file, ANY_SHAPE, mistakes):
-            yield record.line, record.name, record.fields
 
 
 def _text_of(record: Mapping[str, object], file: Path, number: int, data: DataSpec) -> str:

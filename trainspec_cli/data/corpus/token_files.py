@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -35,16 +34,9 @@ MAX_INDEX_BYTES = 2**33
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 
 
-@dataclass(frozen=True)
-class _TokenFiles:
-    dtype: Dtype
-    train: Sequence[Shard]
-    heldout: Sequence[Shard]
-
-
 def write_foreign(data: DataSpec, files: Sequence[Path], folder: Path) -> None:
     """Write a manifest of `files` into `folder`, and the tokenizer if one is named. Raises TrainspecError."""
-    found = _READERS[data.source](data, files)
+    dtype, train, heldout = _READERS[data.source](data, files)
     tokenizer = None
     end_id = -1
     vocab_size = 0
@@ -55,7 +47,7 @@ def write_foreign(data: DataSpec, files: Sequence[Path], folder: Path) -> None:
         vocab_size = bpe.count_vocab(tokenizer)
     manifest = ShardManifest(
         schema=SCHEMA,
-        dtype=found.dtype,
+        dtype=dtype,
         vocab_size=vocab_size,
         vocab_size_asked=vocab_size,
         end_of_document_id=end_id,
@@ -63,8 +55,8 @@ def write_foreign(data: DataSpec, files: Sequence[Path], folder: Path) -> None:
         source={"source": data.source, "path": data.path},
         heldout_fraction=data.heldout_fraction,
         xz_bits_per_byte=None,
-        train=_summary(found.train),
-        heldout=_summary(found.heldout),
+        train=_summary(train),
+        heldout=_summary(heldout),
     )
     write_manifest(folder, manifest)
 
@@ -73,7 +65,7 @@ def _summary(shards: Sequence[Shard]) -> SplitSummary:
     return SplitSummary(sum(shard.tokens for shard in shards), 0, 0, tuple(shards))
 
 
-def _read_nanogpt(data: DataSpec, files: Sequence[Path]) -> _TokenFiles:
+def _read_nanogpt(data: DataSpec, files: Sequence[Path]) -> tuple[Dtype, list[Shard], list[Shard]]:
     """Hold out the files with `val` in their name; if there are none, the end of the last file."""
     shards = [(file, _nanogpt_shard(file)) for file in files]
     heldout = [shard for file, shard in shards if "val" in file.stem]
@@ -86,12 +78,13 @@ def _read_nanogpt(data: DataSpec, files: Sequence[Path]) -> _TokenFiles:
         first, rest = _split(last, at, "uint16")
         train = [*train, first]
         heldout = [rest]
-    return _TokenFiles("uint16", train, heldout)
+    return "uint16", train, heldout
 
 
 def _nanogpt_shard(file: Path) -> Shard:
     with open_regular(file) as content:
         begin = content.read(4)
+    # Both programs name these files .bin: only the first bytes tell them apart.
     header = LLMC_HEADER_BYTES if begin == struct.pack("<i", LLMC_MAGIC) else 0
     size = file.stat().st_size - header
     if size % TOKEN_BYTES["uint16"]:
@@ -104,7 +97,7 @@ def _split(shard: Shard, at: int, dtype: Dtype) -> tuple[Shard, Shard]:
     return Shard(shard.file, at, "", shard.offset_bytes), Shard(shard.file, shard.tokens - at, "", offset)
 
 
-def _read_megatron(data: DataSpec, files: Sequence[Path]) -> _TokenFiles:
+def _read_megatron(data: DataSpec, files: Sequence[Path]) -> tuple[Dtype, list[Shard], list[Shard]]:
     """Read each NAME.bin by its NAME.idx. The last documents are held out."""
     read = [_read_index(file.with_suffix(".idx")) for file in files]
     dtypes = {dtype for dtype, _ in read}
@@ -115,9 +108,10 @@ def _read_megatron(data: DataSpec, files: Sequence[Path]) -> _TokenFiles:
     shards = [_megatron_shard(file, ends, dtype) for file, (_, ends) in zip(files, read, strict=True)]
     *train, last = shards
     ends = read[-1][1]
+    # Cut between documents, so that none is in both splits.
     cut = int(np.searchsorted(ends, last.tokens * (1 - data.heldout_fraction)))
     first, rest = _split(last, int(ends[min(cut, len(ends) - 2)]), dtype)
-    return _TokenFiles(dtype, [*train, first], [rest])
+    return dtype, [*train, first], [rest]
 
 
 def _megatron_shard(file: Path, ends: np.ndarray, dtype: Dtype) -> Shard:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,13 +71,19 @@ def write_tokens(
     formats: set[ChatFormat] = set()
     if data.source == "chat":
         assert encoder.tokenizer is not None, "one's own tokenizer is refused beside conversations"
-        conversations = _conversations(read, formats)
-        written = write_conversations(conversations, encoder.tokenizer, encoder.end_id, rule, folder)
-        summaries = written
+        conversations = (document.conversation for document in read if document.conversation)
+        summaries, formats = write_conversations(conversations, encoder.tokenizer, encoder.end_id, rule, folder)
         xz_bits_per_byte = None
     else:
         texts = (document.text for document in read)
         summaries, xz_bits_per_byte = _encode(_cut(texts, rule), encoder, folder)
+    if described is None:
+        described = {"source": data.source, "python": platform.python_version(), "max_bytes": data.max_bytes}
+        if data.source != "python_stdlib":
+            path = str(expand(data.path or "").absolute())
+            described = {"source": data.source, "path": path, "max_bytes": data.max_bytes}
+        if formats:
+            described["format"] = describe_formats(formats)
     manifest = ShardManifest(
         schema=SCHEMA,
         dtype=choose_dtype(encoder.vocab_size),
@@ -86,7 +92,7 @@ def write_tokens(
         end_of_document_id=encoder.end_id,
         tokenizer_sha256=bpe.digest(encoder.tokenizer) if encoder.tokenizer is not None else "",
         own_tokenizer_sha256=tokenizer_sha256(data) if encoder.tokenizer is None else "",
-        source=described or _describe_source(data, formats),
+        source=described,
         heldout_fraction=data.heldout_fraction,
         xz_bits_per_byte=xz_bits_per_byte,
         train=summaries["train"],
@@ -94,22 +100,6 @@ def write_tokens(
         learns_parts=data.source == "chat",
     )
     write_manifest(folder, manifest)
-
-
-def _conversations(read: Iterable[Document], formats: set[ChatFormat]) -> Iterator[Conversation]:
-    """Yield the conversations, and add their formats to `formats`."""
-    for document in read:
-        if document.conversation:
-            formats.add(document.conversation.format)
-            yield document.conversation
-
-
-def _describe_source(data: DataSpec, formats: set[ChatFormat]) -> dict[str, str | int | None]:
-    if data.source == "python_stdlib":
-        return {"source": data.source, "python": platform.python_version(), "max_bytes": data.max_bytes}
-    path = str(expand(data.path or "").absolute())
-    of_chats: dict[str, str | int | None] = {"format": describe_formats(formats)} if formats else {}
-    return {"source": data.source, "path": path, "max_bytes": data.max_bytes, **of_chats}
 
 
 def _read(data: DataSpec, files: list[Path], phase: str, num_bytes: int, on_progress: OnProgress) -> Iterator[Document]:
@@ -264,36 +254,41 @@ class XzMeter:
         return 8 * self._xz_bytes / self._text_bytes
 
 
-@dataclass
-class _WrittenSplit:
-    """The shards and learnt-token masks of a split so far."""
-
-    writer: ShardWriter
-    masks: list[np.ndarray] = field(default_factory=list)
-
-
 def write_conversations(
     conversations: Iterable[Conversation], tokenizer: Tokenizer, end_id: int, rule: HeldoutRule, folder: Path
-) -> dict[Split, SplitSummary]:
-    """Write shards and document indices of both splits. Raises RecipeError if no token is to be learnt."""
+) -> tuple[dict[Split, SplitSummary], set[ChatFormat]]:
+    """Write shards and document indices of both splits; also return the formats of the conversations. Raises
+    RecipeError if no token is to be learnt."""
     tokenizer.encode_special_tokens = False  # the template's own special tokens are meant
     special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
     dtype = choose_dtype(bpe.count_vocab(tokenizer))
+    masks: dict[Split, list[np.ndarray]] = {split: [] for split in SPLITS}
+    formats: set[ChatFormat] = set()
     with ShardWriter(folder, "train", dtype) as train, ShardWriter(folder, "heldout", dtype) as heldout:
-        written: dict[Split, _WrittenSplit] = {"train": _WrittenSplit(train), "heldout": _WrittenSplit(heldout)}
         rest = iter(conversations)
         while batch := list(islice(rest, BATCH_CONVERSATIONS)):
             for conversation, encoding in zip(batch, _encode_conversations(batch, tokenizer), strict=True):
+                formats.add(conversation.format)
+                ids = list(encoding.ids)
+                learnt = _learnt(conversation.spans, encoding)
+                if conversation.is_chat:
+                    learnt = _with_ends(learnt, ids, special)
+                # Some tokenizers append the end by themselves; twice would teach the model to end twice.
+                elif ids[-1:] != [end_id]:
+                    ids.append(end_id)
+                    learnt = np.append(learnt, True)
+                else:
+                    learnt[-1] = True
+                num_bytes = sum(len(conversation.text[start:end].encode()) for start, end in conversation.spans)
                 # A conversation is not cut: half a reply cannot be learnt, so its first part decides for the whole.
-                train_text, _ = rule.parts(conversation.text)
-                _write_conversation(
-                    written["train" if train_text else "heldout"], conversation, encoding, end_id, special
-                )
+                is_train = bool(rule.parts(conversation.text)[0])
+                (train if is_train else heldout).append(ids, text_bytes=num_bytes, documents=1)
+                masks["train" if is_train else "heldout"].append(learnt.astype(np.uint8))
         for split in SPLITS:
-            write_documents(folder, split, written[split].masks)
-        if not any(mask.any() for mask in written["train"].masks):
+            write_documents(folder, split, masks[split])
+        if not any(mask.any() for mask in masks["train"]):
             raise RecipeError(Problem("empty_data", "no conversation holds a reply to learn", "data.path", ANY_SHAPE))
-        return {split: written[split].writer.finish() for split in SPLITS}
+        return {"train": train.finish(), "heldout": heldout.finish()}, formats
 
 
 def tokens_before_reply(conversation: Conversation, tokenizer: Tokenizer) -> int | None:
@@ -311,24 +306,6 @@ def _encode_conversations(batch: Sequence[Conversation], tokenizer: Tokenizer) -
         texts = [conversation.text for conversation in batch if conversation.is_chat == is_chat]
         encodings[is_chat] = iter(tokenizer.encode_batch(texts, add_special_tokens=not is_chat))
     return [next(encodings[conversation.is_chat]) for conversation in batch]
-
-
-def _write_conversation(
-    written: _WrittenSplit, conversation: Conversation, encoding: Encoding, end_id: int, special: frozenset[int]
-) -> None:
-    ids = list(encoding.ids)
-    learnt = _learnt(conversation.spans, encoding)
-    if conversation.is_chat:
-        learnt = _with_ends(learnt, ids, special)
-    # Some tokenizers append the end by themselves; twice would teach the model to end twice.
-    elif ids[-1:] != [end_id]:
-        ids.append(end_id)
-        learnt = np.append(learnt, True)
-    else:
-        learnt[-1] = True
-    num_bytes = sum(len(conversation.text[start:end].encode()) for start, end in conversation.spans)
-    written.writer.append(ids, text_bytes=num_bytes, documents=1)
-    written.masks.append(learnt.astype(np.uint8))
 
 
 def _learnt(spans: Sequence[Span], encoding: Encoding) -> np.ndarray:

@@ -162,11 +162,10 @@ class TemplateProcess:
         if self._process is None:
             self._start()
         answer = self._exchange(json.dumps(question, default=str, allow_nan=True))
-        if answer is None:
-            return TemplateAnswer(fault=f"it took more than {CPU_LIMIT_S:g} s for one conversation")
-        return answer
+        return answer or TemplateAnswer(fault=f"it took more than {CPU_LIMIT_S:g} s for one conversation")
 
     def _start(self) -> TemplateAnswer:
+        # The worker must import the installed jinja2, and nothing that lies in the working directory.
         environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
             [sys.executable, str(WORKER), str(CPU_LIMIT_S)],
@@ -179,10 +178,8 @@ class TemplateProcess:
             start_new_session=True,
         )
         answer = self._exchange(json.dumps(self._source, allow_nan=False))
-        if answer is None:
-            fault = f"it took more than {CPU_LIMIT_S:g} s to compile, or its process does not start"
-            return TemplateAnswer(fault=fault)
-        return answer
+        fault = f"it took more than {CPU_LIMIT_S:g} s to compile, or its process does not start"
+        return answer or TemplateAnswer(fault=fault)
 
     def _exchange(self, line: str) -> TemplateAnswer | None:
         """Send a line and return its answer; None if the process ended instead."""

@@ -1,13 +1,16 @@
-"""Write config.json for the engine's decoder. Keys without a counterpart are refused by name."""
+"""config.json of the engine's decoder, both ways. Keys without a counterpart are refused by name."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TypeVar
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import TypeVar, get_type_hints
 
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.core.json_value import JsonObject
-from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec, RopeScaling
+from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.core.reading.files import describe_kind, is_kind, show_kind
+from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec
+from trainspec_cli.recipe.structure import is_required
 
 T = TypeVar("T")
 
@@ -51,13 +54,8 @@ def _misfits(model: ModelSpec) -> list[Problem]:
     if windowed and (model.qk_norm or model.global_attention_every):
         keys.append("sliding_window")
     wrong = [_misfit(key, getattr(model, key)) for key in keys if getattr(model, key) != getattr(plain, key)]
-    return wrong + _misfit_experts(model)
-
-
-def _misfit_experts(model: DecoderModel) -> list[Problem]:
-    experts = model.experts
-    if experts is None:
-        return []
+    if (experts := model.experts) is None:
+        return wrong
     allowed = {
         "shared_experts": 0,
         "first_dense_layers": 0,
@@ -67,10 +65,10 @@ def _misfit_experts(model: DecoderModel) -> list[Problem]:
         "weight_scale": 1.0,
         "balance_rate": 0.0,
     }
-    wrong = [key for key, value in allowed.items() if getattr(experts, key) != value]
-    wrong += ["num_groups"] if experts.top_groups < experts.num_groups else []
-    wrong += [] if model.qk_norm or experts.normalise_weights else ["normalise_weights"]
-    return [_misfit(f"experts.{key}", getattr(experts, key)) for key in wrong]
+    keys = [key for key, value in allowed.items() if getattr(experts, key) != value]
+    keys += ["num_groups"] if experts.top_groups < experts.num_groups else []
+    keys += [] if model.qk_norm or experts.normalise_weights else ["normalise_weights"]
+    return wrong + [_misfit(f"experts.{key}", getattr(experts, key)) for key in keys]
 
 
 def _misfit(key: str, value: object) -> Problem:
@@ -97,45 +95,40 @@ def write_config(model: DecoderModel, seq_len: int, dtype: str) -> JsonObject:
         "hidden_act": "silu",
         "max_position_embeddings": seq_len,
         "rope_theta": model.rope_theta,
-        "rope_scaling": None if model.rope_scaling is None else _write_scaling(model.rope_scaling),
+        "rope_scaling": None,
         "torch_dtype": dtype,
         "use_cache": True,
     }
-    return config | _write_special(model, kind)
-
-
-def _write_special(model: DecoderModel, kind: str) -> JsonObject:
-    """Return the keys whose defaults for the type would be wrong."""
-    special: JsonObject = {}
-    if kind in ("mistral", "mixtral"):
-        special["sliding_window"] = model.sliding_window
-    if kind in ("llama", "qwen3", "qwen3_moe"):
-        special["attention_bias"] = model.attention_bias == "all"
-    if model.experts is not None:
-        experts = model.experts
-        special |= {"num_local_experts": experts.num_experts, "num_experts_per_tok": experts.top_k}
-        if kind == "mixtral":
-            special["intermediate_size"] = experts.expert_ffn_size
+    if (scaling := model.rope_scaling) is not None:
+        written: JsonObject = {
+            "rope_type": scaling.kind,
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_seq_len,
+        }
+        if scaling.kind == "llama3":
+            written |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
         else:
-            special |= {
+            written |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+            written["truncate"] = scaling.whole_bounds
+        config["rope_scaling"] = written
+    # Keys whose defaults for the type would be wrong.
+    if kind in ("mistral", "mixtral"):
+        config["sliding_window"] = model.sliding_window
+    if kind in ("llama", "qwen3", "qwen3_moe"):
+        config["attention_bias"] = model.attention_bias == "all"
+    if (experts := model.experts) is not None:
+        config |= {"num_local_experts": experts.num_experts, "num_experts_per_tok": experts.top_k}
+        if kind == "mixtral":
+            config["intermediate_size"] = experts.expert_ffn_size
+        else:
+            config |= {
                 "num_experts": experts.num_experts,
                 "moe_intermediate_size": experts.expert_ffn_size,
                 "norm_topk_prob": experts.normalise_weights,
                 "decoder_sparse_step": 1,
                 "mlp_only_layers": [],
             }
-    return special
-
-
-def _write_scaling(scaling: RopeScaling) -> JsonObject:
-    written: JsonObject = {
-        "rope_type": scaling.kind,
-        "factor": scaling.factor,
-        "original_max_position_embeddings": scaling.original_seq_len,
-    }
-    if scaling.kind == "llama3":
-        return written | {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    return written | {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.whole_bounds}
+    return config
 
 
 def differences(asked: DecoderModel, found: DecoderModel) -> dict[str, tuple[object, object]]:
@@ -161,3 +154,167 @@ def _comparable(model: DecoderModel) -> dict[str, object]:
     if model.sliding_window is None:
         del flat["global_attention_every"]
     return {key: value for key, value in flat.items() if key not in _FREE and value is not None}
+
+
+# Reading
+
+
+_EXPECTED: dict[str, tuple[JsonValue, ...]] = {
+    "hidden_act": ("silu", None),
+    "mlp_bias": (False, None),
+    "use_sliding_window": (False, None),
+    "decoder_sparse_step": (1, None),
+    "mlp_only_layers": ([], None),
+    "quantization_config": (None,),
+}
+"""Keys that may change the architecture, with the values that do not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The keys of config.json that decide a decoder's shape. One without a default is needed by every type."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int | None = None
+    sliding_window: int | None = None
+    num_local_experts: int | None = None
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float | None = None
+    rope_parameters: dict[str, JsonValue] | None = None
+    rope_scaling: dict[str, JsonValue] | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    norm_topk_prob: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """The keys of `rope_parameters` (since transformers 5) or `rope_scaling` that decide the rotary positions."""
+
+    rope_theta: float | None = None
+    rope_type: str | None = None
+    type: str | None = None
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    truncate: bool | None = True
+
+
+def read_model(config: JsonObject, where: str) -> JsonObject:
+    """Return the `model` section that config.json describes. Raises RecipeError; `where` names the file."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in MODEL_TYPES:
+        raise _unsupported(f"{where} has model_type {kind!r}; supported are {', '.join(MODEL_TYPES)}")
+    for key, allowed in _EXPECTED.items():
+        if config.get(key) not in allowed:
+            raise _unsupported(f"{where} has {key} {config[key]!r}, which the engine's models do not")
+    read = _read_keys(DecoderConfig, config, where)
+    rope = _read_keys(RopeConfig, read.rope_parameters or read.rope_scaling or {}, where)
+    name = config.get("_name_or_path")
+    heads = read.num_attention_heads
+    is_moe = kind in ("mixtral", "qwen3_moe")
+    window = read.sliding_window if kind in ("mistral", "mixtral") else None
+    try:
+        return {
+            "family": "decoder",
+            "name": name if name and isinstance(name, str) else kind,
+            "num_layers": read.num_hidden_layers,
+            "hidden_size": read.hidden_size,
+            "num_heads": heads,
+            "num_kv_heads": read.num_key_value_heads or heads,
+            "head_dim": read.head_dim or read.hidden_size // max(heads, 1),
+            "ffn_size": read.intermediate_size,
+            "vocab_size": read.vocab_size,
+            "tied_embeddings": bool(read.tie_word_embeddings),
+            "norm_eps": read.rms_norm_eps,
+            "attention_bias": "qkv" if kind == "qwen2" else "all" if read.attention_bias else "none",
+            "qk_norm": kind.startswith("qwen3"),
+            "sliding_window": window,
+            "global_attention_every": 1 if window is None else 0,
+            "rope_theta": float(rope.rope_theta or read.rope_theta or 10_000.0),
+            "rope_scaling": _read_scaling(rope, read, where),
+            "experts": _read_experts(read, is_qwen=kind == "qwen3_moe") if is_moe else None,
+        }
+    except KeyError as error:
+        raise _unsupported(f"{where} has no {error}") from error
+
+
+def _read_keys(cls: type[T], given: JsonObject, where: str) -> T:
+    """Return the keys of dataclass `cls`. Raises RecipeError with every key whose kind transformers would not write,
+    and every number below 0; else with the first key that is missing."""
+    kinds = get_type_hints(cls)
+    wrong = []
+    hint = "name a folder that transformers has written"
+    for key, kind in kinds.items():
+        if key not in given:
+            continue
+        value = given[key]
+        in_range = not isinstance(value, (int, float)) or 0 <= value < math.inf
+        if not is_kind(value, kind) or not in_range:
+            message = f"{where} has {show_kind(given[key])} as `{key}`; {describe_kind(kind)} is needed, not below 0"
+            wrong.append(Problem("wrong_type", message, "init.from", hint, file=where))
+    if wrong:
+        raise RecipeError(wrong)
+    missing = [field.name for field in fields(cls) if is_required(field) and field.name not in given]  # type: ignore[arg-type]
+    if missing:
+        raise _unsupported(f"{where} has no {missing[0]!r}")
+    return cls(**{key: given[key] for key in kinds if key in given})
+
+
+def _needed(value: T | None, key: str) -> T:
+    """Return the value of a key that only some types need. Raises KeyError where it is missing."""
+    if value is None:
+        raise KeyError(key)
+    return value
+
+
+def _read_scaling(rope: RopeConfig, config: DecoderConfig, where: str) -> JsonObject | None:
+    kind = rope.rope_type or rope.type or "default"
+    if kind == "default":
+        return None
+    if kind == "llama3":
+        return {
+            "kind": "llama3",
+            "factor": _needed(rope.factor, "factor"),
+            "original_seq_len": _needed(rope.original_max_position_embeddings, "original_max_position_embeddings"),
+            "low_freq_factor": _needed(rope.low_freq_factor, "low_freq_factor"),
+            "high_freq_factor": _needed(rope.high_freq_factor, "high_freq_factor"),
+        }
+    if kind != "yarn":
+        raise _unsupported(f"{where} scales its rotary positions by {kind!r}; supported are default, llama3, yarn")
+    original = rope.original_max_position_embeddings or config.max_position_embeddings
+    return {
+        "kind": "yarn",
+        "factor": _needed(rope.factor, "factor"),
+        "original_seq_len": _needed(original, "max_position_embeddings"),
+        "beta_fast": rope.beta_fast or 32.0,
+        "beta_slow": rope.beta_slow or 1.0,
+        "whole_bounds": rope.truncate,
+    }
+
+
+def _read_experts(config: DecoderConfig, *, is_qwen: bool) -> JsonObject:
+    """Return the experts of mixtral or qwen3_moe."""
+    width = _needed(config.moe_intermediate_size, "moe_intermediate_size") if is_qwen else config.intermediate_size
+    return {
+        "num_experts": config.num_local_experts or _needed(config.num_experts, "num_experts"),
+        "top_k": _needed(config.num_experts_per_tok, "num_experts_per_tok"),
+        "expert_ffn_size": width,
+        "normalise_weights": bool(config.norm_topk_prob) if is_qwen else True,
+    }
+
+
+def _unsupported(message: str) -> RecipeError:
+    return RecipeError(Problem("unsupported", message, "init.from", "name another folder"))

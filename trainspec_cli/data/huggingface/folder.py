@@ -12,7 +12,7 @@ from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import UnreadableFileError, read_object
 from trainspec_cli.core.reading.hub_cache import hub_cache, hub_name
 from trainspec_cli.data.huggingface.config import model_type
-from trainspec_cli.data.huggingface.safetensors import HEAD, Shape, StoredTensor, open_checkpoint, parameters
+from trainspec_cli.data.huggingface.safetensors import HEAD, Shape, StoredTensor, open_checkpoint, tensor_shapes
 from trainspec_cli.recipe.keys.model import DecoderModel
 
 CONFIG = "config.json"
@@ -81,9 +81,9 @@ def check_count(model: DecoderModel) -> None:
 
 
 def find_faults(entries: Mapping[str, StoredTensor], model: DecoderModel, folder: Path) -> list[Problem]:
-    wanted = {piece.tensor: piece.tensor_shape for parameter in parameters(model) for piece in parameter.pieces}
+    # Old checkpoints keep tables that the engine computes from config.json.
     shapes = {name: entry.shape for name, entry in entries.items() if not _COMPUTED.search(name)}
-    return compare_tensors(wanted, shapes, {HEAD} if model.tied_embeddings else set(), folder)
+    return compare_tensors(tensor_shapes(model), shapes, {HEAD} if model.tied_embeddings else set(), folder)
 
 
 def compare_tensors(

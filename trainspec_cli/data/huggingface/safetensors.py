@@ -120,6 +120,7 @@ def _entry(file: Path, name: str, entry: JsonValue, data_start: int) -> StoredTe
     if described.dtype not in DTYPE_BYTES:
         message = f"{file}: {name} is of type {described.dtype}; weights are read from {', '.join(DTYPE_BYTES)}"
         raise RecipeError(Problem("unsupported", message, "init.from", "name a checkpoint that is not quantised"))
+    # The product of the dims is computed next, and a stranger's header could make it of any size.
     if len(shape) > MAX_DIMS or not all(0 <= number < MAX_EXTENT for number in (*shape, start, end)):
         raise ValueError(f"{name} has {list(shape)} as its shape, or offsets below 0")
     stored = StoredTensor(file, described.dtype, shape, data_start + start)
@@ -137,6 +138,7 @@ def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
         header[name] = to_plain(HeaderEntry(dtype, shape, (start, end)))
         start = end
     text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+    # Tensors then begin at a multiple of 8 bytes, and can be mapped as they are.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
@@ -223,6 +225,11 @@ def parameters(model: DecoderModel) -> list[Parameter]:
         found += _layer(model, layer)
     found.append(_whole("norm.weight", "model.norm.weight", (hidden,)))
     return found if model.tied_embeddings else [*found, _whole("head.weight", HEAD, (vocab, hidden))]
+
+
+def tensor_shapes(model: DecoderModel) -> dict[str, Shape]:
+    """Return the shape of every tensor of a checkpoint of `model`, by its name."""
+    return {piece.tensor: piece.tensor_shape for parameter in parameters(model) for piece in parameter.pieces}
 
 
 def _layer(model: DecoderModel, layer: int) -> Iterator[Parameter]:

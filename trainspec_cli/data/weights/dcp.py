@@ -46,7 +46,11 @@ class Checkpoint:
         shape, chunks = self._tensors[name]
         parts = tuple(self._part(name, start, size) for start, size in chunks)
         whole = PartedTensor(shape, parts)
-        if not parts or not whole.is_whole or any(not _is_within(part, shape) for part in parts):
+        is_within = True
+        for part in parts:
+            ends = [start + size for start, size in zip(part.start, part.held.shape, strict=True)]
+            is_within &= len(ends) == len(shape) and all(end <= most for end, most in zip(ends, shape, strict=False))
+        if not parts or not whole.is_whole or not is_within:
             raise damaged(self._file, f"does not hold the whole of {name}: its parts do not make up its shape")
         return whole
 
@@ -63,11 +67,6 @@ class Checkpoint:
         if held.shape != size:
             raise damaged(self._folder / file, f"holds {name} as {list(held.shape)}, and .metadata says {list(size)}")
         return Part(start, held)
-
-
-def _is_within(part: Part, shape: Shape) -> bool:
-    ends = (start + size for start, size in zip(part.start, part.held.shape, strict=True))
-    return len(part.start) == len(shape) and all(end <= extent for end, extent in zip(ends, shape, strict=True))
 
 
 def _tensors(described: dict[Value, Value]) -> Iterable[tuple[str, tuple[Shape, list[tuple[Shape, Shape]]]]]:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import exists
-from trainspec_cli.data.huggingface.config_reading import read_model
+from trainspec_cli.data.huggingface.config import read_model
 from trainspec_cli.data.huggingface.folder import CONFIG, check_count, compare_tensors, list_names, read_config
-from trainspec_cli.data.huggingface.safetensors import parameters
+from trainspec_cli.data.huggingface.safetensors import DTYPE_BYTES, tensor_shapes
 from trainspec_cli.data.weights import litgpt_config
 from trainspec_cli.data.weights.dcp import Checkpoint
-from trainspec_cli.data.weights.naming import Naming, OtherTensor, other_spellings, other_tensors
-from trainspec_cli.data.weights.select import select
-from trainspec_cli.data.weights.stored import PartedTensor, Shape
+from trainspec_cli.data.weights.naming import Naming, OtherTensor, RowRange, other_spellings, other_tensors
+from trainspec_cli.data.weights.stored import Part, PartedTensor, Shape, StridedTensor
 from trainspec_cli.data.weights.torch_file import read_state
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import DCP_FILE, LITGPT_FILE
@@ -70,21 +69,17 @@ def open_other(folder: Path, model: DecoderModel) -> dict[str, PartedTensor]:
     _refuse_nanogpt(folder)
     check_count(model)
     if exists(folder / DCP_FILE):
-        return _open_distributed(folder, model)
+        checkpoint = Checkpoint(folder)
+        naming, prefix = _recognise(checkpoint.shapes, folder)
+        wanted = other_tensors(model, naming)
+        names = _match(wanted, naming, prefix, checkpoint.shapes, folder)
+        needed = {one.name for one in wanted if not one.is_copy}
+        held = {name: checkpoint.open(theirs) for name, theirs in names.items() if name in needed}
+        return select(wanted, held, tensor_shapes(model))
     state = read_state(folder / LITGPT_FILE, ("model",))
     wanted = other_tensors(model, "litgpt")
     names = _match(wanted, "litgpt", "", {name: held.shape for name, held in state.items()}, folder)
-    return select(wanted, {name: state[theirs] for name, theirs in names.items()}, _shapes(model))
-
-
-def _open_distributed(folder: Path, model: DecoderModel) -> dict[str, PartedTensor]:
-    checkpoint = Checkpoint(folder)
-    naming, prefix = _recognise(checkpoint.shapes, folder)
-    wanted = other_tensors(model, naming)
-    names = _match(wanted, naming, prefix, checkpoint.shapes, folder)
-    needed = {one.name for one in wanted if not one.is_copy}
-    held = {name: checkpoint.open(theirs) for name, theirs in names.items() if name in needed}
-    return select(wanted, held, _shapes(model))
+    return select(wanted, {name: state[theirs] for name, theirs in names.items()}, tensor_shapes(model))
 
 
 def _recognise(shapes: Mapping[str, Shape], folder: Path) -> tuple[Naming, str]:
@@ -105,7 +100,11 @@ def _match(
     wanted: list[OtherTensor], naming: Naming, prefix: str, shapes: Mapping[str, Shape], folder: Path
 ) -> dict[str, str]:
     """-> each tensor's name -> its name in the folder, which has all of them but for copies. Raises RecipeError."""
-    names = {one.name: _spelled(one.name, naming, prefix, shapes) for one in wanted}
+    names = {}
+    for one in wanted:
+        spellings = [prefix + spelled for spelled in other_spellings(one.name, naming)]
+        names[one.name] = next((spelled for spelled in spellings if spelled in shapes), spellings[0])
+    # Copies (a tied head) may be left out by some projects, so that they are asked for only where they are there.
     asked = {names[one.name]: one.shape for one in wanted if not one.is_copy or names[one.name] in shapes}
     found = {name: shape for name, shape in shapes.items() if not _TRAINING.search(name.removeprefix(prefix))}
     if problems := compare_tensors(asked, found, (), folder):
@@ -113,10 +112,47 @@ def _match(
     return {name: theirs for name, theirs in names.items() if theirs in shapes}
 
 
-def _spelled(name: str, naming: Naming, prefix: str, shapes: Mapping[str, Shape]) -> str:
-    spellings = [prefix + one for one in other_spellings(name, naming)]
-    return next((one for one in spellings if one in shapes), spellings[0])
+# The parts of another project's tensors that make up Hugging Face's, whatever boxes its files hold.
 
 
-def _shapes(model: DecoderModel) -> dict[str, Shape]:
-    return {piece.tensor: piece.tensor_shape for parameter in parameters(model) for piece in parameter.pieces}
+def select(
+    wanted: Iterable[OtherTensor], held: Mapping[str, PartedTensor], shapes: Mapping[str, Shape]
+) -> dict[str, PartedTensor]:
+    """Return the Hugging Face tensors of these `shapes`. `held` has every one of `wanted`, by its name."""
+    parts: dict[str, list[Part]] = {tensor: [] for tensor in shapes}
+    for other in wanted:
+        for rows in () if other.is_copy else other.rows:
+            parts[rows.tensor] += _cut(held[other.name].parts, rows)
+    return {tensor: PartedTensor(shape, tuple(parts[tensor])) for tensor, shape in shapes.items()}
+
+
+def _cut(parts: Iterable[Part], rows: RowRange) -> Iterator[Part]:
+    """Yield what the parts of another tensor hold of `rows`."""
+    for part in parts:
+        found = part if rows.layer is None else _unstack(part, rows.layer)
+        if found is None:
+            continue
+        begin = found.start[0]
+        extent = found.held.shape[0]
+        low = max(0, -(-(begin - rows.at) // rows.step))
+        high = min(rows.count, -(-(begin + extent - rows.at) // rows.step))
+        if low < high:
+            skipped = rows.at + low * rows.step - begin
+            yield Part((rows.start + low, *found.start[1:]), _stride(found.held, skipped, high - low, rows.step))
+
+
+def _unstack(part: Part, layer: int) -> Part | None:
+    """Return what a part of a stack holds of one layer."""
+    at = layer - part.start[0]
+    if not 0 <= at < part.held.shape[0]:
+        return None
+    held = part.held
+    start = held.start + at * held.strides[0] * DTYPE_BYTES[held.dtype]
+    return Part(part.start[1:], StridedTensor(held.file, held.dtype, held.shape[1:], start, held.strides[1:]))
+
+
+def _stride(held: StridedTensor, skipped: int, count: int, step: int) -> StridedTensor:
+    """Return every `step`-th row, `count` of them, behind the first `skipped`."""
+    start = held.start + skipped * held.strides[0] * DTYPE_BYTES[held.dtype]
+    strides = (held.strides[0] * step, *held.strides[1:])
+    return StridedTensor(held.file, held.dtype, (count, *held.shape[1:]), start, strides)

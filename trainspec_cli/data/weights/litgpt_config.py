@@ -83,6 +83,14 @@ def read_model(file: Path) -> JsonObject:
     sizes = LitgptSizes(**given)
     if sizes.intermediate_size is None or sizes.n_head < 1 or sizes.padding_multiple < 1:
         raise _refuse(file, "has no `intermediate_size`, or an `n_head` or `padding_multiple` below 1")
+    scaling: JsonObject | None = None
+    if (adjusted := sizes.rope_adjustments) is not None:
+        keys = (*_SCALING, "original_max_seq_len")
+        if set(adjusted) != {*keys}:
+            known = ", ".join(keys)
+            raise _refuse(file, f"scales its rotary positions by {', '.join(adjusted)}; supported are {known}")
+        scaling = {"kind": "llama3", "original_seq_len": adjusted["original_max_seq_len"]}
+        scaling |= {key: adjusted[key] for key in _SCALING}
     padded = -(-sizes.vocab_size // sizes.padding_multiple) * sizes.padding_multiple
     return {
         "family": "decoder",
@@ -99,19 +107,9 @@ def read_model(file: Path) -> JsonObject:
         "attention_bias": "qkv" if sizes.attn_bias else "none",
         "qk_norm": sizes.norm_qk,
         "rope_theta": float(sizes.rope_base),
-        "rope_scaling": _read_scaling(sizes.rope_adjustments, file),
+        "rope_scaling": scaling,
         "experts": None,
     }
-
-
-def _read_scaling(given: JsonObject | None, file: Path) -> JsonObject | None:
-    if given is None:
-        return None
-    if set(given) != {*_SCALING, "original_max_seq_len"}:
-        known = ", ".join((*_SCALING, "original_max_seq_len"))
-        raise _refuse(file, f"scales its rotary positions by {', '.join(given)}; supported are {known}")
-    scaling = {key: given[key] for key in _SCALING}
-    return {"kind": "llama3", "original_seq_len": given["original_max_seq_len"], **scaling}
 
 
 def _refuse(file: Path, message: str) -> RecipeError:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.data.huggingface.config import model_type
-from trainspec_cli.data.huggingface.safetensors import EMBED, HEAD, parameters
+from trainspec_cli.data.huggingface.safetensors import EMBED, HEAD, tensor_shapes
 from trainspec_cli.data.weights.stored import Shape
 from trainspec_cli.recipe.keys.model import DecoderModel
 
@@ -60,7 +60,7 @@ class OtherTensor:
 def other_tensors(model: DecoderModel, naming: Naming) -> list[OtherTensor]:
     """Return every tensor of `model` under the names of a project. Raises RecipeError where that has none for it."""
     kind = model_type(model)
-    shapes = {piece.tensor: piece.tensor_shape for parameter in parameters(model) for piece in parameter.pieces}
+    shapes = tensor_shapes(model)
     if naming == "hf":
         return [_whole(name, name, shape) for name, shape in shapes.items()]
     problem = _misfit(model, kind, naming)
@@ -119,23 +119,17 @@ def _ends(
         yield _whole(_ENDS[naming][HEAD], EMBED, shapes[EMBED], is_copy=True)
 
 
-def _in_layer(tensor: str) -> tuple[str, str, str] | None:
-    """`model.layers.3.mlp.up_proj.weight` -> ("3", "mlp.up_proj", "weight"); None outside the layers."""
-    if not tensor.startswith("model.layers."):
-        return None
-    layer, _, rest = tensor.removeprefix("model.layers.").partition(".")
-    module, _, leaf = rest.rpartition(".")
-    return layer, module, leaf
-
-
 def _torchtitan(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
     yield from _ends(model, shapes, "torchtitan", copies_head=True)
     for tensor, shape in shapes.items():
-        if (place := _in_layer(tensor)) is None:
+        if not tensor.startswith("model.layers."):
             continue
-        layer, module, leaf = place
+        # `model.layers.3.mlp.up_proj.weight` -> "3", "mlp.up_proj", "weight"
+        layer, _, rest = tensor.removeprefix("model.layers.").partition(".")
+        module, _, leaf = rest.rpartition(".")
         name = f"layers.{layer}.{_TITAN[module]}.{leaf}"
         is_rotated = module in ("self_attn.q_proj", "self_attn.k_proj") and not model.qk_norm
+        # With normalised queries and keys torchtitan rotates halves, as Hugging Face does.
         rows = _pairs(tensor, shape[0], model.head_dim) if is_rotated else _whole(name, tensor, shape).rows
         yield OtherTensor(name, shape, tuple(rows))
 

@@ -45,7 +45,6 @@ _CONSTANT: Mapping[str, Callable[[], Value]] = {
     "EMPTY_DICT": dict,
     "EMPTY_SET": list,
 }
-_IGNORED = frozenset(("PROTO", "FRAME"))
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
@@ -74,20 +73,58 @@ class _Reader:
         return self._stack.pop()
 
     def apply(self, name: str, argument: Value) -> None:
-        if name in _PLAIN:
-            self._stack.append(argument)
-        elif name in _CONSTANT:
-            self._stack.append(_CONSTANT[name]())
-        elif name in _TUPLES:
-            self._stack[-_TUPLES[name] :] = [tuple(self._stack[-_TUPLES[name] :])]
-        elif name not in _IGNORED:
-            step = _STEPS.get(name)
-            if step is None:
+        stack = self._stack
+        match name:
+            case _ if name in _PLAIN:
+                stack.append(argument)
+            case _ if name in _CONSTANT:
+                stack.append(_CONSTANT[name]())
+            case _ if name in _TUPLES:
+                stack[-_TUPLES[name] :] = [tuple(stack[-_TUPLES[name] :])]
+            case "PROTO" | "FRAME":
+                pass
+            case "MARK":
+                self._marks.append(len(stack))
+            case "BINPUT" | "LONG_BINPUT":
+                self._memo[_whole(argument)] = stack[-1]
+            case "MEMOIZE":
+                self._memo[len(self._memo)] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(self._memo[_whole(argument)])
+            case "POP":
+                stack.pop()
+            case "TUPLE":
+                stack.append(tuple(self._from_mark()))
+            case "APPEND":
+                self._extend([stack.pop()])
+            case "APPENDS" | "ADDITEMS":
+                self._extend(self._from_mark())
+            case "SETITEM":
+                value = stack.pop()
+                self._update([stack.pop(), value])
+            case "SETITEMS":
+                self._update(self._from_mark())
+            case "GLOBAL":
+                stack.append(Name(str(argument).replace(" ", ".")))
+            case "STACK_GLOBAL":
+                last = stack.pop()
+                stack.append(Name(f"{stack.pop()}.{last}"))
+            case "REDUCE" | "NEWOBJ":
+                arguments = stack.pop()
+                of = stack.pop()
+                if not isinstance(of, Name):
+                    raise ValueError("something is made of what is no name")
+                stack.append(Made(of.path, arguments))
+            case "BUILD":
+                state = stack.pop()
+                held = stack[-1]
+                if not isinstance(held, Made):
+                    raise ValueError("a state is given to what was not made")
+                held.state = state if held.state is None else held.state
+            case "BINPERSID":
+                stack.append(Made("persistent", stack.pop()))
+            case _:
                 raise ValueError(f"the instruction {name} is none that a checkpoint needs")
-            step(self, argument)
-
-    def mark(self, _argument: Value) -> None:
-        self._marks.append(len(self._stack))
 
     def _from_mark(self) -> list[Value]:
         start = self._marks.pop()
@@ -95,39 +132,11 @@ class _Reader:
         del self._stack[start:]
         return taken
 
-    def put(self, argument: Value) -> None:
-        self._memo[_whole(argument)] = self._stack[-1]
-
-    def memoize(self, _argument: Value) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
-
-    def get(self, argument: Value) -> None:
-        self._stack.append(self._memo[_whole(argument)])
-
-    def drop(self, _argument: Value) -> None:
-        self._stack.pop()
-
-    def make_tuple(self, _argument: Value) -> None:
-        self._stack.append(tuple(self._from_mark()))
-
-    def append(self, _argument: Value) -> None:
-        self._extend([self._stack.pop()])
-
-    def appends(self, _argument: Value) -> None:
-        self._extend(self._from_mark())
-
     def _extend(self, items: list[Value]) -> None:
         held = self._stack[-1]
         if not isinstance(held, list):
             raise ValueError("items are added to what is no list")
         held.extend(items)
-
-    def set_item(self, _argument: Value) -> None:
-        value = self._stack.pop()
-        self._update([self._stack.pop(), value])
-
-    def set_items(self, _argument: Value) -> None:
-        self._update(self._from_mark())
 
     def _update(self, items: list[Value]) -> None:
         held = self._stack[-1]
@@ -137,53 +146,6 @@ class _Reader:
         if not isinstance(held, dict):
             raise ValueError("entries are added to what is no dict")
         held.update(zip(items[::2], items[1::2], strict=True))
-
-    def global_name(self, argument: Value) -> None:
-        self._stack.append(Name(str(argument).replace(" ", ".")))
-
-    def stack_global(self, _argument: Value) -> None:
-        name = self._stack.pop()
-        self._stack.append(Name(f"{self._stack.pop()}.{name}"))
-
-    def make(self, _argument: Value) -> None:
-        arguments = self._stack.pop()
-        of = self._stack.pop()
-        if not isinstance(of, Name):
-            raise ValueError("something is made of what is no name")
-        self._stack.append(Made(of.path, arguments))
-
-    def build(self, _argument: Value) -> None:
-        state = self._stack.pop()
-        held = self._stack[-1]
-        if not isinstance(held, Made):
-            raise ValueError("a state is given to what was not made")
-        held.state = state if held.state is None else held.state
-
-    def persistent(self, _argument: Value) -> None:
-        self._stack.append(Made("persistent", self._stack.pop()))
-
-
-_STEPS: Mapping[str, Callable[[_Reader, Value], None]] = {
-    "MARK": _Reader.mark,
-    "BINPUT": _Reader.put,
-    "LONG_BINPUT": _Reader.put,
-    "MEMOIZE": _Reader.memoize,
-    "BINGET": _Reader.get,
-    "LONG_BINGET": _Reader.get,
-    "POP": _Reader.drop,
-    "TUPLE": _Reader.make_tuple,
-    "APPEND": _Reader.append,
-    "APPENDS": _Reader.appends,
-    "SETITEM": _Reader.set_item,
-    "SETITEMS": _Reader.set_items,
-    "ADDITEMS": _Reader.appends,
-    "GLOBAL": _Reader.global_name,
-    "STACK_GLOBAL": _Reader.stack_global,
-    "REDUCE": _Reader.make,
-    "NEWOBJ": _Reader.make,
-    "BUILD": _Reader.build,
-    "BINPERSID": _Reader.persistent,
-}
 
 
 def _whole(value: Value) -> int:

@@ -74,8 +74,10 @@ class TorchArchive:
     def _read(self, content: BinaryIO, start: int, length: int) -> Value:
         archive = zipfile.ZipFile(_Range(content, start, length))
         for entry in archive.infolist():
+            # Numbers are read in place, which compressed or encrypted ones do not allow.
             if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
                 raise ValueError(f"{entry.filename} is compressed or encrypted")
+            # The local header repeats the lengths of name and extra field, which may differ from the directory's.
             content.seek(start + entry.header_offset)
             lengths = _LOCAL_HEADER.unpack(content.read(_LOCAL_HEADER.size))
             begins = entry.header_offset + _LOCAL_HEADER.size + sum(lengths)

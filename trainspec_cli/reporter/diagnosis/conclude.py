@@ -13,20 +13,19 @@ from trainspec_cli.recipe.results.verdict import Cause, RunVerdict, WhatIf, heav
 from trainspec_cli.reporter.diagnosis.evidence import COMPUTE_PARTS, Figures, RunEvidence
 from trainspec_cli.reporter.diagnosis.links import find_retries, find_slow_links
 from trainspec_cli.reporter.diagnosis.looks import with_look
-from trainspec_cli.reporter.diagnosis.memory import CONFIRMING_STEPS, Episode, find_episodes, find_memory, usual
-from trainspec_cli.reporter.diagnosis.ranks import (
-    EXPLAINS,
+from trainspec_cli.reporter.diagnosis.memory import find_memory
+from trainspec_cli.reporter.diagnosis.ranks import EXPLAINS, PAGES, OwnTimes, find_slow_ranks, lasts
+from trainspec_cli.reporter.diagnosis.series import (
+    CONFIRMING_STEPS,
     LEAST_SHARE,
-    PAGES,
     STEADY,
-    OwnTimes,
-    confidence,
-    find_slow_ranks,
-    lasts,
+    Episode,
+    find_episodes,
     mean_known,
     means_known,
     milliseconds,
-    until,
+    usual,
+    verdict_of,
 )
 from trainspec_cli.run.recovery.watch import Whereabouts, find_late
 
@@ -64,14 +63,8 @@ def _explain_common(evidence: RunEvidence, episode: Episode) -> RunVerdict | Non
     excess_s = episode.excess
     if rise("tokens") > 0 or rise("attended") > 0:
         return None
-    found = RunVerdict(
-        cause="noise",
-        since_step=int(evidence.steps[episode.first]),
-        until_step=until(evidence, episode),
-        cost_s=excess_s,
-        confidence=confidence(episode),
-        evidence=(f"all ranks take {milliseconds(excess_s)} longer for their parts of a step than at other times",),
-    )
+    text = f"all ranks take {milliseconds(excess_s)} longer for their parts of a step than at other times"
+    found = verdict_of(evidence, episode, "noise", text)
     if rise("throttled_s") > EXPLAINS * excess_s:
         node = evidence.nodes[0] if len(set(evidence.nodes)) == 1 else None
         why = f"a quota holds their control groups back for {milliseconds(rise('throttled_s'))} a step"
@@ -101,17 +94,7 @@ def find_slow_steps(evidence: RunEvidence) -> list[RunVerdict]:
         # One verdict per rank: the episode that cost most.
         episode = max(lasting, key=lambda one: one.excess * one.steps)
         text = f"{1 / (usual_s + episode.excess):.3g} steps a second, {1 / usual_s:.3g} usually"
-        of_rank.append(
-            RunVerdict(
-                cause="slow_steps",
-                rank=rank,
-                since_step=int(evidence.steps[episode.first]),
-                until_step=until(evidence, episode),
-                cost_s=episode.excess,
-                confidence=confidence(episode),
-                evidence=(text,),
-            )
-        )
+        of_rank.append(verdict_of(evidence, episode, "slow_steps", text, rank=rank))
     if len(of_rank) < evidence.ranks or evidence.ranks == 1:
         return of_rank
     # Ranks that exchange gradients wait for one another: which of them is slow does not show.
@@ -175,18 +158,10 @@ def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figur
         episodes = find_episodes(series[:, rank], limit, times.step_s)
         found += [(rank, one) for one in episodes if not _is_of_device(evidence, times, rank, one)]
     found = [(rank, one) for rank, one in found if lasts(evidence, times, rank, [e for r, e in found if r == rank])]
-    verdicts = [
-        RunVerdict(
-            cause=cause,
-            rank=rank,
-            since_step=int(evidence.steps[episode.first]),
-            until_step=until(evidence, episode),
-            cost_s=episode.excess,
-            confidence=confidence(episode),
-            evidence=(f"rank {rank} {what} for {episode.excess * 1e3:.3g} ms of a step",),
-        )
-        for rank, episode in found
-    ]
+    verdicts = []
+    for rank, episode in found:
+        text = f"rank {rank} {what} for {milliseconds(episode.excess)} of a step"
+        verdicts.append(verdict_of(evidence, episode, cause, text, rank=rank))
     # The same waste on most ranks is one cause of the run, and a list of all would hide other verdicts.
     if len({rank for rank, _ in found}) > max(1, MOST_RANKS * evidence.ranks):
         worst = max(verdicts, key=lambda one: one.cost_s)
@@ -485,10 +460,13 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
 
     `look_ahead` asks the planner for that, which may take as long as a search over layouts.
     """
-    if not evidence.parts_are_known:
-        return _conclude_own(evidence)
     verdicts = _hang(evidence)
     warm = without_first(evidence, WARM_STEPS)
+    if not evidence.parts_are_known:
+        # Nobody has divided the steps of a command of the user's own into parts.
+        if len(warm.steps) >= LEAST_STEPS:
+            verdicts += [*find_memory(warm), *find_slow_steps(warm)]
+        return heaviest_first([replace(one, advice=OWN_ADVICE.get(one.cause, ADVICE[one.cause])) for one in verdicts])
     if len(warm.steps) >= LEAST_STEPS:
         steps_s = dict(zip(warm.steps.tolist(), warm.part(*warm.parts_s).max(axis=1).tolist(), strict=True))
         times = OwnTimes(warm)
@@ -520,15 +498,6 @@ def with_evaluations(
         advice=ADVICE["evaluation"],
     )
     return heaviest_first([*verdicts, found])
-
-
-def _conclude_own(evidence: RunEvidence) -> tuple[RunVerdict, ...]:
-    """Return the verdicts on a command of the user's own, whose steps nobody has divided into parts."""
-    warm = without_first(evidence, WARM_STEPS)
-    verdicts = _hang(evidence)
-    if len(warm.steps) >= LEAST_STEPS:
-        verdicts += [*find_memory(warm), *find_slow_steps(warm)]
-    return heaviest_first([replace(one, advice=OWN_ADVICE.get(one.cause, ADVICE[one.cause])) for one in verdicts])
 
 
 def without_first(evidence: RunEvidence, steps: int) -> RunEvidence:
@@ -596,13 +565,12 @@ def _explained(verdicts: list[RunVerdict]) -> list[RunVerdict]:
         if one.cause != "noise" and not (all_uneven and one.cause == "uneven_lengths" and one.rank is not None)
     ]
     common = [one for one in verdicts if one.cause == "noise"]
-    return named + [one for one in common if not any(_overlaps(one, other) for other in named)]
 
+    def overlaps(one: RunVerdict, other: RunVerdict) -> bool:
+        ends = one.until_step is not None and one.until_step < other.since_step
+        return not ends and (other.until_step is None or other.until_step >= one.since_step)
 
-def _overlaps(one: RunVerdict, other: RunVerdict) -> bool:
-    return (one.until_step is None or one.until_step >= other.since_step) and (
-        other.until_step is None or other.until_step >= one.since_step
-    )
+    return named + [one for one in common if not any(overlaps(one, other) for other in named)]
 
 
 def _joined(verdicts: list[RunVerdict]) -> list[RunVerdict]:

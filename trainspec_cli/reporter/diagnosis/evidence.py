@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainspec_cli.recipe.results.verdict import Look
+from trainspec_cli.run.folder.event_types.events import LinkEvent, StallEvent
 
 Figures = npt.NDArray[np.float64]
 
@@ -57,30 +58,6 @@ class Connection:
 
 
 @dataclass(frozen=True)
-class Stall:
-    """A rank's own report from a step that takes far longer than usual."""
-
-    step: int
-    waited_s: float
-    usual_s: float
-    waiting: bool
-    waits_in: str | None
-    collectives: Mapping[str, int]
-    stack: str
-
-
-@dataclass(frozen=True)
-class LinkSlowdown:
-    """Exchanges along a link have been measured to be slower than before."""
-
-    axis: str
-    ranks: tuple[int, ...]
-    since_step: int
-    before_bytes_per_s: float
-    now_bytes_per_s: float
-
-
-@dataclass(frozen=True)
 class RunEvidence:
     """Everything that is known of a run, or of its newest steps."""
 
@@ -94,12 +71,11 @@ class RunEvidence:
     """The node of each rank."""
     kinds: tuple[int, ...]
     """Ranks of one kind do the same work: of a pipeline those of one stage."""
-    planned_work: tuple[float, ...] = ()
-    """Work that the plan gives to each kind, in any unit; empty where it does not say."""
     connections: tuple[Connection, ...] = ()
-    stalls: Mapping[int, Stall] = field(default_factory=dict)
+    stalls: Mapping[int, StallEvent] = field(default_factory=dict)
     """The newest report of each rank from the step after the last one."""
-    link_slowdowns: tuple[LinkSlowdown, ...] = ()
+    link_changes: tuple[LinkEvent, ...] = ()
+    """Links that have been measured to be faster or slower than before."""
     retried_steps: tuple[int, ...] = ()
     """Steps that were made again because an exchange between replica groups had failed, though none of them left or
     joined."""

@@ -11,20 +11,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.core.reading.files import unreadable
-from trainspec_cli.recipe.records import Absent, to_plain
-from trainspec_cli.recipe.results.verdict import Look, RunVerdict
+from trainspec_cli.recipe.records import Absent
+from trainspec_cli.recipe.results.verdict import Look
 from trainspec_cli.reporter.diagnosis.evidence import (
     COUNTERS,
     READINGS,
     Connection,
     Figures,
-    LinkSlowdown,
     RunEvidence,
-    Stall,
 )
-from trainspec_cli.reporter.diagnosis.memory import ClockOffset, Leaving, clock_offsets
 from trainspec_cli.run.folder.event_types.events import (
     PARTS,
     CountersEvent,
@@ -130,12 +126,11 @@ class RankHistory:
     counters: list[CountersEvent] = field(default_factory=list)
     usage: list[UsageEvent] = field(default_factory=list)
     """Readings of a command of the user's own."""
-    stall: Stall | None = None
-    """The report of the step after the last one; `stalled_at` is the Unix time when it was written."""
-    stalled_at: float = 0.0
+    stall: StallEvent | None = None
+    """The report of the step after the last one."""
     is_hung: bool = False
     """The stall has come to end the start."""
-    ended_by: Stall | None = None
+    ended_by: StallEvent | None = None
     """The hang that ended an earlier start."""
     most_samples: int = 0
     """The largest step of its group so far."""
@@ -161,26 +156,31 @@ class RankHistory:
             self.counters.append(event)
         elif isinstance(event, UsageEvent):
             self.usage.append(event)
-        elif isinstance(event, StallEvent | HangEvent):
-            self._note_stall(event)
+        elif isinstance(event, StallEvent):
+            self.stall = event
+            self.is_hung = False
+        elif isinstance(event, HangEvent):
+            self.stall = StallEvent(
+                time=event.time,
+                step=event.step,
+                waited_s=event.waited_s,
+                usual_s=self.stall.usual_s if self.stall else 0.0,  # a hang itself does not say how long steps took
+                host=event.host,
+                waiting=event.waiting,
+                waits_in=event.waits_in,
+                collectives=event.collectives,
+                stack=event.stack,
+            )
+            self.is_hung = True
         elif isinstance(event, StartEvent):
-            self._begin(event.step)
-
-    def _note_stall(self, event: StallEvent | HangEvent) -> None:
-        usual_s = event.usual_s if isinstance(event, StallEvent) else self.stall.usual_s if self.stall else 0.0
-        self.stalled_at, self.is_hung = event.time, isinstance(event, HangEvent)
-        place = event.waiting, event.waits_in, event.collectives, event.stack
-        self.stall = Stall(event.step, event.waited_s, usual_s, *place)
-
-    def _begin(self, step: int) -> None:
-        """Begin a start that goes on after `step`: what an earlier one made beyond it is made again."""
-        self.ended_by = self.stall if self.is_hung else self.ended_by
-        self.stall = None
-        self.is_hung = False
-        self.steps.forget_beyond(step)
-        self.changed_steps.add(step)
-        self.counters = [event for event in self.counters if event.step <= step]
-        self.usage = []  # of a process that is gone
+            # The new start continues after a checkpoint: steps that an earlier one made beyond it are made again.
+            self.ended_by = self.stall if self.is_hung else self.ended_by
+            self.stall = None
+            self.is_hung = False
+            self.steps.forget_beyond(event.step)
+            self.changed_steps.add(event.step)
+            self.counters = [one for one in self.counters if one.step <= event.step]
+            self.usage = []  # of a process that is gone
 
     @property
     def newest(self) -> int:
@@ -223,7 +223,7 @@ class RunReader:
         """The newest step that was forgotten, for want of room."""
         self.histories = [RankHistory() for _ in range(shape.ranks)]
         self._tails = [EventTail(path, last_bytes) for path in event_paths(run, shape)]
-        self._links: list[LinkSlowdown] = []
+        self._links: list[LinkEvent] = []
         self.looks: list[Look] = []
         self._retried: set[int] = set()
         self.changed: DirectiveEvent | None = None
@@ -244,11 +244,7 @@ class RunReader:
         for count, event in enumerate(events, 1):  # noqa: B007 - the last one is their number
             history.take(event)
             if isinstance(event, LinkEvent):
-                self._links.append(
-                    LinkSlowdown(
-                        event.axis, event.ranks, event.since_step, event.before_bytes_per_s, event.now_bytes_per_s
-                    )
-                )
+                self._links.append(event)
             elif isinstance(event, LookEvent):
                 self.looks.append(event.look)
             elif isinstance(event, RecoveryEvent) and event.change == "retried":
@@ -260,6 +256,7 @@ class RunReader:
             elif isinstance(event, StartEvent):
                 self.device_name = event.device_name
             if len(history.steps) > 2 * self._remembered:
+                # Forgetting half at once costs little; a step at a time would copy the columns each step.
                 oldest = history.newest - self._remembered
                 history.forget_before(oldest)
                 self.forgotten_until = max(self.forgotten_until, oldest - 1)
@@ -274,6 +271,7 @@ class RunReader:
         """Return what is known of the steps that every rank has written down, in the layout of the newest; `now`: Unix
         time while the run goes on."""
         made = [np.array(history.steps.steps, dtype=np.int64) for history in self.histories]
+        # Ranks write at different times: a step that one of them has not written yet cannot be compared.
         common = reduce(np.intersect1d, made) if made else np.zeros(0, dtype=np.int64)
         steps = common[common > self.changed.step] if self.changed else common
         # A step that a rank has profiled took longer than it needs, and would look like a straggler.
@@ -290,7 +288,7 @@ class RunReader:
             kinds=self.shape.kinds,
             connections=tuple(_connections(self.histories, steps)),
             stalls=self._stalls(now),
-            link_slowdowns=tuple(self._links),
+            link_changes=tuple(self._links),
             looks=tuple(self.looks),
             retried_steps=tuple(sorted(self._retried)),
             total_steps=self.shape.total_steps,
@@ -328,7 +326,7 @@ class RunReader:
                     series[name][place, rank] = getattr(event, name)
         return series
 
-    def _stalls(self, now: float | None) -> dict[int, Stall]:
+    def _stalls(self, now: float | None) -> dict[int, StallEvent]:
         """Return the ranks' reports of the step after the newest one that any has made; none while others may still
         come. Where no step hangs, those of the hang that ended an earlier start."""
         last = max((history.newest for history in self.histories), default=0)
@@ -339,7 +337,7 @@ class RunReader:
             # Without a plan, nodes number the step that hangs each by its own ranks.
             and (history.stall.step > last or (history.is_hung and not self.shape.has_plan))
         }
-        if now is not None and any(now - self.histories[rank].stalled_at < SILENT_S for rank in found):
+        if now is not None and any(now - stall.time < SILENT_S for stall in found.values()):
             return {}
         if not found and now is None:
             ended = {rank: history.ended_by for rank, history in enumerate(self.histories)}
@@ -409,95 +407,3 @@ def read_run(run: RunDir) -> RunReader:
     reader = RunReader(run, shape_of(run))
     reader.read()
     return reader
-
-
-# The steps of all ranks as a trace that Perfetto and chrome://tracing open, on the first node's clock.
-#
-# Of a step the seconds of each part are known, not their order: they are drawn one after another in the order of
-# `PARTS`.
-
-
-NEWEST_STEPS = 2000
-"""Older steps are left out: a trace is to be looked at."""
-US = 1e6
-
-
-def trace_run(run: RunDir, shape: RunShape, verdicts: Sequence[RunVerdict]) -> JsonObject:
-    """Return the trace: a process for each node, a thread for each rank, and the clocks' offsets beside it."""
-    events = [list(read_sound(path)) for path in event_paths(run, shape)]
-    offsets = clock_offsets(shape.nodes, [_left(of_rank) for of_rank in events])
-    ahead_s = {one.node: one.offset_s for one in offsets}
-    newest = max((one.step for of_rank in events for one in of_rank if isinstance(one, StepEvent)), default=0)
-    drawn: list[JsonValue] = [
-        *_names(shape, offsets),
-        *(
-            piece
-            for rank, of_rank in enumerate(events)
-            for piece in _rank(of_rank, rank, shape.nodes[rank], ahead_s[shape.nodes[rank]], newest - NEWEST_STEPS)
-        ),
-        *_verdicts(events, shape, ahead_s, verdicts),
-    ]
-    return {"traceEvents": drawn, "displayTimeUnit": "ms", "otherData": {"clocks": [to_plain(one) for one in offsets]}}
-
-
-def _left(events: Sequence[Event]) -> dict[int, Leaving]:
-    return {
-        event.step: Leaving(event.left_at, event.agreed_s)
-        for event in events
-        if isinstance(event, CountersEvent) and event.left_at
-    }
-
-
-def _names(shape: RunShape, offsets: Sequence[ClockOffset]) -> Iterator[JsonObject]:
-    for one in offsets:
-        yield {"ph": "M", "name": "process_name", "pid": one.node, "args": {"name": f"node {one.node}{_clock(one)}"}}
-    for rank, node in enumerate(shape.nodes):
-        yield {"ph": "M", "name": "thread_name", "pid": node, "tid": rank, "args": {"name": f"rank {rank}"}}
-
-
-def _clock(one: ClockOffset) -> str:
-    """Return ` (clock +3.1 ms, within 0.4 ms)`; nothing for the first node, whose clock is the trace's."""
-    if one.error_s is None:
-        return " (clock unknown)"
-    return f" (clock {one.offset_s * 1e3:+.3g} ms, within {one.error_s * 1e3:.3g} ms)" if one.exchanges else ""
-
-
-def _rank(events: Sequence[Event], rank: int, node: int, ahead_s: float, after: int) -> Iterator[JsonObject]:
-    place: JsonObject = {"pid": node, "tid": rank}
-    for event in events:
-        at = (event.time - ahead_s) * US
-        if isinstance(event, StepEvent) and event.step > after:
-            yield from _step(event, place, at)
-        elif isinstance(event, CountersEvent) and event.step > after:
-            counted = {"throttled": event.throttled_s, "garbage": event.gc_s, "processor": event.cpu_s}
-            shares: JsonObject = {name: seconds / max(event.wall_s, 1e-9) for name, seconds in counted.items()}
-            yield {"ph": "C", "name": f"rank {rank}", "ts": at, "pid": node, "args": shares}
-        elif isinstance(event, StallEvent):
-            yield {**place, "ph": "i", "s": "t", "name": "stall", "ts": at, "args": {"stack": event.stack}}
-
-
-def _step(event: StepEvent, place: JsonObject, end_us: float) -> Iterator[JsonObject]:
-    begin_us = end_us - event.step_time_s * US
-    queued_s = None if isinstance(event.queued_s, Absent) else event.queued_s
-    about: JsonObject = {"loss": event.loss, "without a processor (s)": queued_s}
-    whole = event.step_time_s * US
-    yield {**place, "ph": "X", "name": f"step {event.step}", "ts": begin_us, "dur": whole, "args": about}
-    for part in PARTS:
-        if seconds := event.time_s.get(part, 0.0):
-            yield {**place, "ph": "X", "name": part, "ts": begin_us, "dur": seconds * US}
-            begin_us += seconds * US
-
-
-def _verdicts(
-    events: Sequence[Sequence[Event]], shape: RunShape, ahead_s: Mapping[int, float], verdicts: Sequence[RunVerdict]
-) -> Iterator[JsonObject]:
-    """Mark each verdict where it begins, on its rank, or on the first one."""
-    for verdict in verdicts:
-        rank = verdict.rank if verdict.rank is not None else (verdict.link or (0,))[0]
-        steps = (event for event in events[rank] if isinstance(event, StepEvent))
-        begin = next((event.time for event in steps if event.step >= verdict.since_step), None)
-        if begin is not None:
-            about: JsonObject = {"evidence": list(verdict.evidence), "cost_s": verdict.cost_s}
-            node = shape.nodes[rank]
-            place: JsonObject = {"pid": node, "tid": rank, "ts": (begin - ahead_s[node]) * US}
-            yield {**place, "ph": "i", "s": "g", "name": verdict.cause, "args": about}

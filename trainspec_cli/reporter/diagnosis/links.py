@@ -15,9 +15,11 @@ import numpy as np
 
 from trainspec_cli.recipe.results.verdict import Cause, RunVerdict
 from trainspec_cli.reporter.diagnosis.evidence import Figures, RunEvidence
-from trainspec_cli.reporter.diagnosis.memory import (
+from trainspec_cli.reporter.diagnosis.series import (
+    LEAST_SHARE,
     NOISE_FACTOR,
     QUEUED_S,
+    STEADY,
     Episode,
     Pair,
     Path,
@@ -28,8 +30,8 @@ from trainspec_cli.reporter.diagnosis.memory import (
     rise,
     smoothed,
     usual,
+    verdict_of,
 )
-from trainspec_cli.reporter.diagnosis.ranks import LEAST_SHARE, STEADY, confidence, until
 
 LOST = 1e-3
 """Fraction of segments sent again above which a connection loses some."""
@@ -65,27 +67,26 @@ MOST_STEPS, AT_OUTAGES = 0.5, 0.8
 def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
     if evidence.ranks < 2:
         return []
+    # The least over the ranks: the rank that comes last does not wait for others, so its time is the transfer's.
     exposed_s = evidence.parts_s["exposed_comm"]
     step_s: Figures = np.median(evidence.part(*evidence.parts_s), axis=1)
     transfer_s = exposed_s.min(axis=1)
     excess_s = transfer_s - usual(transfer_s)
     least_s = LEAST_SHARE * np.maximum(usual(step_s), smoothed(step_s))
     limit = np.maximum(least_s, NOISE_FACTOR * deviation(transfer_s))
-    steady = [one for one in find_episodes(excess_s, limit, step_s) if one.steadiness >= STEADY]
-    verdicts = [_explain(evidence, one) for one in steady if _is_of_link(evidence, one, step_s)]
-    found = [one for one in verdicts if one is not None]
+    found = []
+    for one in find_episodes(excess_s, limit, step_s):
+        # A short episode is a link's only where its connections show that what they carry waits.
+        lasts = float(step_s[one.where].sum()) >= LONG_STEPS_S
+        if one.steadiness >= STEADY and (lasts or _waits_on_its_way(evidence, paths_of(evidence.connections, one))):
+            verdict = _explain(evidence, one)
+            found += [verdict] if verdict is not None else []
     return (
         _outages(evidence, step_s)
         or found
         or _always_lossy(evidence, transfer_s, step_s)
         or _delays(evidence, transfer_s, step_s)
     )
-
-
-def _is_of_link(evidence: RunEvidence, episode: Episode, step_s: Figures) -> bool:
-    """Return whether an episode of long transfers lasts long enough to blame a link, or its connections show it."""
-    lasts = float(step_s[episode.where].sum()) >= LONG_STEPS_S
-    return lasts or _waits_on_its_way(evidence, paths_of(evidence.connections, episode))
 
 
 def _waits_on_its_way(evidence: RunEvidence, paths: Sequence[Path], least_s: float = QUEUED_S) -> bool:
@@ -149,12 +150,14 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
         return _delayed(evidence, episode, paths)
     measured = [path for path in paths if path.rate > 0 and path.usual_rate > 0]
     worst = min(measured, key=lambda path: path.rate / path.usual_rate, default=None)
-    if worst is None and not evidence.link_slowdowns:
+    if worst is None and not evidence.link_changes:
         return None
     text = f"exchanges take {episode.excess * 1e3:.3g} ms longer a step, on the rank that waits least too"
-    return _verdict(
-        evidence, episode, "narrow_link", worst, paths, lambda path: _slowness(path.rate, path.usual_rate), text
-    )
+
+    def slowness(path: Path) -> float:
+        return path.usual_rate / path.rate if path in measured else 0.0
+
+    return _verdict(evidence, episode, "narrow_link", worst, paths, slowness, text)
 
 
 def _is_of_processors(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> bool:
@@ -257,33 +260,22 @@ def _verdict(
             )
         elif cause == "delayed_link":
             sentences.append(f"round trips between ranks {_names(worst.ranks)} take {worst.rtt_s * 1e3:.3g} ms")
-    since_step = int(evidence.steps[episode.first])
-    slowdowns = [one for one in evidence.link_slowdowns if one.now_bytes_per_s < one.before_bytes_per_s]
+    slowdowns = [one for one in evidence.link_changes if one.now_bytes_per_s < one.before_bytes_per_s]
     if slowdowns and link is None:
         slowest = max(slowdowns, key=lambda one: one.before_bytes_per_s / one.now_bytes_per_s)
         link = slowest.ranks
         sentences.append(f"the {slowest.axis} exchanges of ranks {_names(link)} have become slower")
-    return RunVerdict(
-        cause=cause,
-        node=_node_of(evidence, paths, badness),
-        link=link,
-        since_step=since_step,
-        until_step=None if cause == "lossy_link" and _loses_still(evidence) else until(evidence, episode),
-        cost_s=episode.excess,
-        confidence=confidence(episode),
-        evidence=tuple(sentences),
-    )
+    node = _node_of(evidence, paths, badness)
+    found = verdict_of(evidence, episode, cause, *sentences, node=node, link=link)
+    # The load of the machine may hide what lost segments cost, while the newest steps still lose some.
+    loses_still = cause == "lossy_link" and _resent(evidence)[-RECENT_STEPS:].sum() >= 1
+    return replace(found, until_step=None) if loses_still else found
 
 
 def _resent(evidence: RunEvidence) -> Figures:
     """Return the segments that all connections together sent again, (T,)."""
     whole: Figures = np.sum([np.nan_to_num(one.resent) for one in evidence.connections], axis=0)
     return whole
-
-
-def _loses_still(evidence: RunEvidence) -> bool:
-    """Return whether segments are lost in the newest steps too, though the load of the machine may hide their price."""
-    return bool(_resent(evidence)[-RECENT_STEPS:].sum() >= 1)
 
 
 def _always_lossy(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list[RunVerdict]:
@@ -317,10 +309,6 @@ def _node_of(evidence: RunEvidence, paths: Sequence[Path], badness: Callable[[Pa
 
 def _ends(evidence: RunEvidence, path: Path) -> Pair:
     return evidence.nodes[path.ranks[0]], evidence.nodes[path.ranks[1]]
-
-
-def _slowness(rate: float, usual_rate: float) -> float:
-    return usual_rate / rate if rate > 0 and usual_rate > 0 else 0.0
 
 
 def _names(ranks: Sequence[int]) -> str:

@@ -18,25 +18,23 @@ LINE_SHARE = 0.2
 def next_look(verdict: RunVerdict, nodes: Sequence[int], known: Sequence[LookOrder]) -> LookOrder | None:
     """Return the look that a new verdict asks for; None where it asks for none, its place was looked at, or there were
     enough of them. `nodes`: of each rank."""
+    # A look slows its rank for some steps, so a run makes few of them.
     if verdict.cause in SAY_ALL or len(known) >= MOST_LOOKS or any(one.place == verdict.place for one in known):
         return None
+    # The suspected rank looks at itself, or the first one of a node or a link, or of the run.
+    looker = nodes.index(verdict.node) if verdict.node in nodes else 0
+    if verdict.link:
+        looker = verdict.link[0]
+    if verdict.rank is not None:
+        looker = verdict.rank
     return LookOrder(
         number=max((one.number for one in known), default=0) + 1,
-        looker=_looker(verdict, nodes),
+        looker=looker,
         cause=verdict.cause,
         rank=verdict.rank,
         node=verdict.node,
         link=verdict.link,
     )
-
-
-def _looker(verdict: RunVerdict, nodes: Sequence[int]) -> int:
-    """Return the suspected rank, or the first one of a node or a link, or of the run."""
-    if verdict.rank is not None:
-        return verdict.rank
-    if verdict.link:
-        return verdict.link[0]
-    return nodes.index(verdict.node) if verdict.node in nodes else 0
 
 
 def with_look(verdict: RunVerdict, looks: Sequence[Look]) -> RunVerdict:

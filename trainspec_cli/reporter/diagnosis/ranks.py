@@ -16,20 +16,26 @@ import numpy as np
 
 from trainspec_cli.recipe.results.verdict import Cause, RunVerdict
 from trainspec_cli.reporter.diagnosis.evidence import OWN_PARTS, Figures, RunEvidence
-from trainspec_cli.reporter.diagnosis.memory import (
+from trainspec_cli.reporter.diagnosis.series import (
     CONFIRMING_S,
     CONFIRMING_STEPS,
     GAP_STEPS,
+    LEAST_SHARE,
     NOISE_FACTOR,
+    STEADY,
     Episode,
+    confidence,
     deviation,
     find_episodes,
+    mean_known,
+    means_known,
+    milliseconds,
     smoothed,
+    until,
     usual,
+    verdict_of,
 )
 
-LEAST_SHARE = 0.1
-"""Causes that cost less than this part of a step are not reported."""
 STOLEN_S = 8.0
 """Other work takes a rank's processor for so long at least: it comes and goes."""
 STOLEN_ALONE_S, OF_STOLEN = 3.0, 0.5
@@ -50,8 +56,6 @@ OF_PEERS = 0.4
 unless that rank is always the last one."""
 LOADED = 0.05
 """The machine is loaded where ranks wait for a processor for such a part of a step."""
-STEADY = 0.6
-"""Fraction of an episode's steps that are slow where other work could be the reason."""
 EXPLAINS = 0.4
 """A counter explains an excess of which it is such a part."""
 PAGES = 20.0
@@ -68,14 +72,14 @@ CHANCE = 1e-5
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank in an episode; `cause` is what the counters say."""
+    """A rank that is slow in an episode; `cause` is what the counters say."""
 
     rank: int
     episode: Episode
     cause: Cause
     why: str
     is_counted: bool = False
-    """As `Explained.is_counted`."""
+    """The kernel has counted what holds the rank back: other work on the machine is not that."""
 
 
 class OwnTimes:
@@ -83,6 +87,7 @@ class OwnTimes:
 
     def __init__(self, evidence: RunEvidence):
         self.evidence = evidence
+        # Garbage, and time without a processor, have causes of their own; left in, they would look like a slow device.
         gc_s = np.nan_to_num(evidence.counter("gc_s"))
         parts = [name for name in OWN_PARTS if name not in ("data_wait", "checkpoint")]
         throttled_s = np.nan_to_num(evidence.counter("throttled_s"))
@@ -169,9 +174,9 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     confirming_s = CONFIRMING_S if times.knows_load else STOLEN_S  # else it may be other work, which comes and goes
     for rank, episode in _suspects(times, times.own_s - times.expected_s, confirming_s, times.load_s):
         found = explain(evidence, times, rank, episode)
-        at_once = found.is_counted or (found.is_of_device and not times.is_loaded(episode))
+        at_once = found.is_counted or (found.cause == "slow_device" and not times.is_loaded(episode))
         if at_once or (episode.steadiness >= STEADY and episode.steps >= UNCOUNTED_STEPS):
-            slow.append(Slow(rank, episode, found.cause, found.why, found.is_counted))
+            slow.append(found)
     slow = [
         one
         for one in slow
@@ -260,23 +265,10 @@ def _suspects(
                 yield rank, episode
 
 
-@dataclass(frozen=True)
-class Explained:
-    """Why a rank is slow."""
-
-    cause: Cause
-    why: str
-    is_counted: bool = False
-    """The kernel has counted what holds the rank back: other work on the machine is not that."""
-
-    @property
-    def is_of_device(self) -> bool:
-        return self.cause == "slow_device"
-
-
-def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> Explained:
+def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> Slow:
     """Return why a rank is slow in an episode, by how its counters differ from its peers'."""
     excess_s = episode.excess
+    # Ranks that are just as slow would hide what sets this one apart.
     peers = _peers(evidence, times, rank, episode)
 
     def more(name: str) -> float:
@@ -284,19 +276,21 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
 
     if more("throttled_s") > EXPLAINS * excess_s:
         why = f"a quota holds its control group back for {milliseconds(more('throttled_s'))} a step"
-        return Explained("slow_device", why, is_counted=True)
+        return Slow(rank, episode, "slow_device", why, is_counted=True)
     if more("major_faults") > PAGES or more("memory_stall_s") > EXPLAINS * excess_s:
         why = f"it reads {more('major_faults'):.0f} more pages back from disk in a step than others"
-        return Explained("memory_pressure", why, is_counted=True)
+        return Slow(rank, episode, "memory_pressure", why, is_counted=True)
     if (work := _more_work(evidence, times, rank, peers, episode)) is not None:
-        return Explained("uneven_lengths", f"its samples ask for {work:.0%} more work than those of its peers")
+        return Slow(
+            rank, episode, "uneven_lengths", f"its samples ask for {work:.0%} more work than those of its peers"
+        )
     if _difference(evidence.parts_s["other"], rank, peers, episode) > 0.5 * excess_s:
-        return Explained("host_bound", "the time passes between the passes, in Python")
+        return Slow(rank, episode, "host_bound", "the time passes between the passes, in Python")
     busy_s = more("cpu_s")
     if np.isfinite(busy_s) and busy_s > EXPLAINS * excess_s:
         why = f"the same work takes {milliseconds(busy_s)} more processor time a step than on its peers"
-        return Explained("slow_device", why)
-    return Explained("slow_device", "it computes longer than its peers, and the system counts no reason")
+        return Slow(rank, episode, "slow_device", why)
+    return Slow(rank, episode, "slow_device", "it computes longer than its peers, and the system counts no reason")
 
 
 def _peers(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> list[int]:
@@ -337,24 +331,6 @@ def _difference(series: Figures, rank: int, peers: Sequence[int], episode: Episo
     return inside - (mean_known(outside) if np.isfinite(outside).any() else 0.0)
 
 
-def mean_known(values: Figures) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if known.size else float("nan")
-
-
-def means_known(values: Figures) -> Figures:
-    """Return the mean over the first axis of what is known; NaN where nothing is."""
-    known = np.isfinite(values)
-    counts = known.sum(axis=0)
-    with np.errstate(invalid="ignore"):
-        means: Figures = np.where(known, values, 0.0).sum(axis=0) / np.where(counts, counts, np.nan)
-    return means if np.isfinite(means).any() else np.array([np.nan])
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
-
-
 # Nodes
 
 
@@ -365,66 +341,39 @@ def _verdicts(evidence: RunEvidence, times: OwnTimes, slow: list[Slow]) -> list[
     of_nodes = list[Slow]()
     sizes = Counter(evidence.nodes)
     for node in sorted({evidence.nodes[one.rank] for one in slow}):
-        if sizes[node] < 2 or len(sizes) == 1:
-            continue
-        if common := _common([one for one in slow if evidence.nodes[one.rank] == node], sizes[node]):
-            of_nodes += common
-            verdicts.append(_node_verdict(evidence, node, common))
+        of_node = [one for one in slow if evidence.nodes[one.rank] == node]
+        longest = max(of_node, key=lambda one: one.episode.steps)
+        shared = [one for one in of_node if one.episode.covers(longest.episode) > 0.5]
+        # One rank that is well shows that the node itself is; a node alone, or of one rank, has none to compare with.
+        if sizes[node] > 1 and len(sizes) > 1 and len({one.rank for one in shared}) == sizes[node]:
+            of_nodes += shared
+            verdicts.append(_node_verdict(evidence, node, shared))
     if len(verdicts) == len(sizes) > 1:
         verdicts = []
-    verdicts += [_rank_verdict(evidence, times, one) for one in slow if one not in of_nodes]
+    for one in slow:
+        if one not in of_nodes:
+            where = one.episode.where
+            own_s = float(np.median(times.own_s[where, one.rank] + times.queued_s[where, one.rank]))
+            took = f"takes {milliseconds(own_s)} for its part of a step, its peers "
+            text = f"rank {one.rank} (node {evidence.nodes[one.rank]}) {took}{milliseconds(own_s - one.episode.excess)}"
+            rank = None if one.cause == "noise" else one.rank
+            verdicts.append(verdict_of(evidence, one.episode, one.cause, text, one.why, rank=rank))
     return verdicts
 
 
-def _common(of_node: Sequence[Slow], ranks: int) -> list[Slow]:
-    """Return the episodes of a node that all of its ranks share; none where one of them is well."""
-    longest = max(of_node, key=lambda one: one.episode.last - one.episode.first)
-    shared = [one for one in of_node if one.episode.covers(longest.episode) > 0.5]
-    return shared if len({one.rank for one in shared}) == ranks else []
-
-
-def _node_verdict(evidence: RunEvidence, node: int, common: Sequence[Slow]) -> RunVerdict:
-    causes = [one.cause for one in common]
+def _node_verdict(evidence: RunEvidence, node: int, shared: Sequence[Slow]) -> RunVerdict:
+    """Return the verdict on a node, by the episodes that all of its ranks share."""
+    causes = [one.cause for one in shared]
     often: Cause = max(sorted(set(causes)), key=causes.count)
-    first = min(common, key=lambda one: one.episode.first)
-    last = max(common, key=lambda one: one.episode.last)
-    worst = max(common, key=lambda one: one.episode.excess)
+    first = min(shared, key=lambda one: one.episode.first)
+    last = max(shared, key=lambda one: one.episode.last)
+    worst = max(shared, key=lambda one: one.episode.excess)
     return RunVerdict(
         cause="slow_node" if often in ("slow_device", "stolen_cores", "host_bound") else often,
         node=node,
         since_step=int(evidence.steps[first.episode.first]),
         until_step=until(evidence, last.episode),
         cost_s=worst.episode.excess,
-        confidence=min(confidence(one.episode) for one in common),
-        evidence=(f"all {len({one.rank for one in common})} ranks of node {node} are slow: {worst.why}",),
+        confidence=min(confidence(one.episode) for one in shared),
+        evidence=(f"all {len({one.rank for one in shared})} ranks of node {node} are slow: {worst.why}",),
     )
-
-
-def _rank_verdict(evidence: RunEvidence, times: OwnTimes, slow: Slow) -> RunVerdict:
-    episode = slow.episode
-    rank = slow.rank
-    own_s = float(np.median(times.own_s[episode.where, rank] + times.queued_s[episode.where, rank]))
-    expected_s = own_s - episode.excess
-    return RunVerdict(
-        cause=slow.cause,
-        rank=None if slow.cause == "noise" else rank,
-        since_step=int(evidence.steps[episode.first]),
-        until_step=until(evidence, episode),
-        cost_s=episode.excess,
-        confidence=confidence(episode),
-        evidence=(
-            f"rank {rank} (node {evidence.nodes[rank]}) takes {milliseconds(own_s)} for its part of a step, its peers "
-            f"{milliseconds(expected_s)}",
-            slow.why,
-        ),
-    )
-
-
-def until(evidence: RunEvidence, episode: Episode) -> int | None:
-    """Return the last step of an episode; None where it may go on."""
-    return None if episode.last >= len(evidence.steps) - 2 else int(evidence.steps[episode.last])
-
-
-def confidence(episode: Episode) -> float:
-    """Return how sure an episode is: how many of its steps show it, and more of them the surer."""
-    return round(min(0.99, episode.steadiness * (1 - 0.5 / episode.steps)), 2)

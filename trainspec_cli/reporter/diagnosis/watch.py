@@ -48,6 +48,7 @@ class DiagnosisWatch:
             self._look(report)
         except Exception:  # no training ends for want of a diagnosis; `trainspec diagnose` says what is wrong
             self._is_over = True
+        # The supervisor shares the node with the workers: looking must not slow what it looks at.
         cost_s = time.thread_time() - began_s
         self._due_s = self._clock() + min(LONGEST_S, max(LOOK_S, cost_s / COST_SHARE))
 
@@ -59,10 +60,16 @@ class DiagnosisWatch:
         going_on = {place: one for place, one in found.items() if one.until_step is None}
         self._seen = {place: self._seen.get(place, 0) + 1 for place in going_on}
         for place, one in going_on.items():
+            # One look may catch a passing load of the machine; a hang was confirmed by the ranks themselves.
             if place not in self._reported and (self._seen[place] >= SEEN_TWICE or one.cause == "hang"):
                 self._reported[place] = one
                 self._write(one, report, is_over=False)
-                self._look_deeper(one, self._reader)
+                if self._looks_deeper:
+                    # The suspected rank is asked for a deeper look; a disk that is full takes no such order.
+                    with suppress(OSError):
+                        orders = read_looks(self._run).orders
+                        if (order := next_look(one, self._reader.shape.nodes, orders)) is not None:
+                            write_looks(self._run, LooksRecord(orders=(*orders, order)))
             elif place in self._reported and one.code and not self._reported[place].code:
                 self._reported[place] = one
                 self._write(one, report, is_over=False)
@@ -71,19 +78,10 @@ class DiagnosisWatch:
             ended = found.get(place) or replace(known, until_step=self._reader.step)
             self._write(ended, report, is_over=True)
 
-    def _look_deeper(self, verdict: RunVerdict, reader: RunReader) -> None:
-        """Ask a rank for a deeper look at what a new verdict names; a disk that is full takes no such order."""
-        if not self._looks_deeper:
-            return
-        with suppress(OSError):
-            orders = read_looks(self._run).orders
-            if (order := next_look(verdict, reader.shape.nodes, orders)) is not None:
-                write_looks(self._run, LooksRecord(orders=(*orders, order)))
-
     def _write(self, verdict: RunVerdict, report: Callable[[VerdictEvent], None], *, is_over: bool) -> None:
         assert self._reader is not None, "something was read"
-        writer = EventWriter(self._run.verdicts, SUPERVISOR)
         event = VerdictEvent(step=self._reader.step, is_over=is_over, verdict=verdict)
+        writer = EventWriter(self._run.verdicts, SUPERVISOR)
         writer.write(event)
         writer.close()
         report(event)

@@ -25,6 +25,7 @@ class PageOrigin:
 
 def render_page(title: str, body: str, footer: str) -> str:
     """Return a whole page of drawn parts. Whatever the values hold, the page holds no invisible characters."""
+    # Run folders may be a stranger's; a name with invisible characters could pass for another.
     return printable(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -92,15 +93,15 @@ def text_row(cells: Sequence[str], kinds: Sequence[str] = ()) -> str:
     return f"<tr>{''.join(map(cell, cells, padded))}</tr>"
 
 
-def number_row(cells: Sequence[str]) -> str:
-    """A name, and numbers."""
-    return text_row(cells, ["", *["number"] * (len(cells) - 1)])
-
-
 def text_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of texts, those below a heading that begins with # aligned as numbers."""
     kinds = ["number" if heading.startswith("#") else "" for heading in headings]
     return table(headings, [text_row(row, kinds) for row in rows])
+
+
+def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table without alignment, whatever its headings begin with."""
+    return table([heading.lstrip("#") for heading in headings], list(map(text_row, rows)))
 
 
 def preformatted(text: str) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.recipe.json_text import finite_or_none
-from trainspec_cli.recipe.keys.cluster import PoolSpec
-from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.forecast import Goodput, Interval, RunForecast
 from trainspec_cli.recipe.results.plan import Candidate
@@ -21,7 +19,14 @@ def plan_as_json(plan: PlanReport) -> JsonObject:
     capacity = plan.capacity
     content: JsonObject = {
         "schema": SCHEMA,
-        "model": _model(plan),
+        "model": {
+            "name": spec.model.name,
+            "family": spec.model.family,
+            "params": capacity.params,
+            "adapter_params": capacity.adapter_params,
+            "active_params": capacity.active_params,
+            "flops_per_token": capacity.flops_per_token,
+        },
         "cluster": _cluster(plan),
         "batching": {"global_batch_size": spec.batching.global_batch_size, "seq_len": spec.data.seq_len},
         "best": _candidate(plan.best) if plan.best else None,
@@ -60,22 +65,20 @@ def sweep_as_json(sweep: SweepReport) -> JsonObject:
     }
 
 
-def _model(plan: PlanReport) -> JsonObject:
-    return {
-        "name": plan.spec.model.name,
-        "family": plan.spec.model.family,
-        "params": plan.capacity.params,
-        "adapter_params": plan.capacity.adapter_params,
-        "active_params": plan.capacity.active_params,
-        "flops_per_token": plan.capacity.flops_per_token,
-    }
-
-
 def _cluster(plan: PlanReport) -> JsonObject:
     cluster = plan.spec.cluster
     sizes = {pool.devices_per_node for pool in cluster.pools} or {plan.capacity.world_size // cluster.num_nodes}
-    pools: JsonObject = {"pools": [_pool(pool) for pool in cluster.pools]} if cluster.pools else {}
-    return pools | {
+    pools: list[JsonValue] = [
+        {
+            "name": pool.name,
+            "accelerator": pool.accelerator.name,
+            "num_nodes": pool.num_nodes,
+            "devices_per_node": pool.devices_per_node,
+        }
+        for pool in cluster.pools
+    ]
+    about: JsonObject = {"pools": pools} if pools else {}
+    return about | {
         "name": cluster.name,
         "accelerator": plan.device,
         "num_nodes": cluster.num_nodes,
@@ -85,37 +88,22 @@ def _cluster(plan: PlanReport) -> JsonObject:
     }
 
 
-def _pool(pool: PoolSpec) -> JsonObject:
-    return {
-        "name": pool.name,
-        "accelerator": pool.accelerator.name,
-        "num_nodes": pool.num_nodes,
-        "devices_per_node": pool.devices_per_node,
-    }
-
-
 def _candidate(candidate: Candidate) -> JsonObject:
     plain = to_plain(candidate)
     if not candidate.pools:
         plain.pop("pools")
+    # A schedule says nothing where there is no pipeline, nor sequence parallelism where tp is 1.
+    layout = to_plain(candidate.layout)
+    silent = [*("pipeline_schedule", "virtual_stages", "stage_layers")] if candidate.layout.pp == 1 else []
+    silent += ["sequence_parallel"] if candidate.layout.tp == 1 else []
     return {
         **plain,
-        "layout": _layout(candidate.layout),
+        "layout": {key: value for key, value in layout.items() if key not in silent},
+        # The fullest stage decides whether a layout fits, so it has the plain name.
         "memory": to_plain(candidate.fullest_memory),
         "memory_by_stage": plain["memory"],
         "fits": candidate.fits,
     }
-
-
-def _layout(layout: Layout) -> JsonObject:
-    """Describe a layout, without a schedule where there is no pipeline, and sequence parallelism where tp is 1."""
-    described = to_plain(layout)
-    if layout.pp == 1:
-        for key in ("pipeline_schedule", "virtual_stages", "stage_layers"):
-            described.pop(key, None)
-    if layout.tp == 1:
-        described.pop("sequence_parallel", None)
-    return described
 
 
 def _run(run: RunForecast) -> JsonObject:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.printable import GIB, format_count, format_duration, format_params, format_si
-from trainspec_cli.recipe.keys.cluster import PoolSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.blueprint import Blueprint, PlanesPlan, PoolsPlan
@@ -17,7 +16,7 @@ from trainspec_cli.recipe.results.forecast import Goodput, Interval, RunForecast
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
 
 if TYPE_CHECKING:
-    from trainspec_cli.reporter.plan.page import TraceReport
+    from trainspec_cli.reporter.plan.trace import TraceReport
 
 
 # The report of a plan, and of the plans of a sweep, which the terminal, the page and the JSON show.
@@ -174,13 +173,9 @@ def layout_label(layout: Layout) -> str:
 def placed_label(candidate: Candidate) -> str:
     """The layout, and what each pool has of a cluster of several: `samples 864 + 160`, or `layers 27 + 5`."""
     layout = layout_label(candidate.layout)
-    return f"{layout} · {shared_label(candidate)}" if candidate.pools else layout
-
-
-def shared_label(candidate: Candidate) -> str:
-    """`samples 864 + 160`, or `layers 27 + 5`: what the pools share, in their order."""
     shared = "layers" if candidate.pipelines_cross_pools else "samples"
-    return f"{shared} {' + '.join(f'{getattr(part, shared):,}' for part in candidate.pools)}"
+    parts = " + ".join(f"{getattr(part, shared):,}" for part in candidate.pools)
+    return f"{layout} · {shared} {parts}" if candidate.pools else layout
 
 
 def cut_label(layout: Layout) -> str:
@@ -241,15 +236,10 @@ def sweep_figures(best: Candidate, run: RunForecast, first: Candidate) -> tuple[
 
 
 def devices_label(plan: PlanReport) -> str:
-    if pools := plan.spec.cluster.pools:
-        return " + ".join(_devices_of(pool) for pool in pools)
-    nodes = plan.spec.cluster.num_nodes
-    return f"{plan.capacity.world_size:,} {plan.device} on {nodes:,} node{'s' * (nodes != 1)}"
-
-
-def _devices_of(pool: PoolSpec) -> str:
-    nodes = pool.num_nodes
-    return f"{nodes * pool.devices_per_node:,} {pool.accelerator.name} on {nodes:,} node{'s' * (nodes != 1)}"
+    cluster = plan.spec.cluster
+    pools = [(pool.num_nodes * pool.devices_per_node, pool.accelerator.name, pool.num_nodes) for pool in cluster.pools]
+    pools = pools or [(plan.capacity.world_size, plan.device, cluster.num_nodes)]
+    return " + ".join(f"{devices:,} {name} on {nodes:,} node{'s' * (nodes != 1)}" for devices, name, nodes in pools)
 
 
 def model_label(plan: PlanReport) -> str:
@@ -276,6 +266,7 @@ def percent(part: float, digits: int = 0) -> str:
 def chance(candidate: Candidate) -> str:
     """The probability that a layout fits: `93%`; nothing is certain."""
     probability = candidate.fit_probability
+    # Rounding to 100% or 0% would promise what a prediction cannot.
     return ">99%" if probability >= 0.995 else "<1%" if probability < 0.005 else percent(probability)
 
 

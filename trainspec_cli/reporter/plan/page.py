@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from rich.console import RenderableType
-from rich.table import Table
-
-from trainspec_cli.core.json_value import JsonObject
-from trainspec_cli.core.printable import format_bytes, format_count, format_duration, format_si
+from trainspec_cli.core.printable import format_bytes, format_count, format_duration
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.records import to_plain
-from trainspec_cli.recipe.results.blueprint import Blueprint, PlanesPlan, PoolsPlan
-from trainspec_cli.recipe.results.forecast import Assumption, Goodput, RunForecast, Simulation
-from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
-from trainspec_cli.recipe.results.tools import TraceResult
+from trainspec_cli.recipe.results.blueprint import Blueprint
+from trainspec_cli.recipe.results.forecast import Assumption, Goodput, RunForecast
+from trainspec_cli.recipe.results.plan import Candidate
 from trainspec_cli.reporter.page.parts import (
     PageOrigin,
     bar_rows,
     cell,
     heading,
     note,
-    number_row,
     origin_line,
     plain_list,
+    plain_table,
     render_page,
     section,
     table,
-    text_row,
     text_table,
     tiles,
 )
+from trainspec_cli.reporter.page.svg import LineSeries, Segment, render_bar, render_legend, render_lines
 from trainspec_cli.reporter.plan import labels
 from trainspec_cli.reporter.plan.labels import PlanReport, SweepPoint, SweepReport, percent
 from trainspec_cli.reporter.plan.sections import (
+    DECISION_HEADINGS,
     EVENT_HEADINGS,
     HEADINGS,
     NO_PACKETS,
-    NUMBERS,
+    PACE_HEADINGS,
     PART_HEADINGS,
     WHERE,
     choice_headings,
@@ -60,7 +54,6 @@ from trainspec_cli.reporter.plan.sections import (
     setting_lines,
 )
 from trainspec_cli.reporter.plan.text import assumption_row, run_rows
-from trainspec_cli.reporter.svg import LineSeries, Segment, render_bar, render_legend, render_lines
 
 CHARTED_CANDIDATES = 8
 TABLED_CANDIDATES = 20
@@ -92,7 +85,10 @@ def body_of(plan: PlanReport) -> Iterator[str]:
     best = plan.best
     run = plan.run
     if not best:
-        yield _advice(plan.capacity.advice)
+        yield (
+            '<section class="refusal"><h2>No layout fits</h2><p>Each needs more memory than a device has, or breaks a '
+            f"rule. What would fit:</p>{plain_list(plan.capacity.advice)}</section>"
+        )
     if best and run:
         yield _tiles(plan.spec.model.unit, best, run)
     yield _candidates(plan)
@@ -101,16 +97,24 @@ def body_of(plan: PlanReport) -> Iterator[str]:
     if plan.capacity.candidates:
         yield _step_times(plan.capacity.candidates)
     if plan.pools:
-        yield _pools(plan.best, plan.pools, plan.spec.model.unit)
+        parts = plain_table(PART_HEADINGS, part_rows(best)) if best else ""
+        choices = plain_table(choice_headings(plan.spec.model.unit), choice_rows(plan.pools))
+        text = "What each pool does in a step of the best layout, and the best plans on fewer."
+        yield section("Pools", f"{text} {sentence(plan.pools.verdict)}", parts + choices)
     if plan.blueprint:
         yield _blueprint(plan.blueprint)
     if plan.planes:
-        yield _planes(plan.planes)
+        tables = text_table(figure_headings(plan.planes), figure_rows(plan.planes))
+        tables += text_table(EVENT_HEADINGS, event_rows(plan.planes))
+        yield section("Planes of the network", f"{describe_dips(plan.planes)} {NO_PACKETS}", tables)
     for part in plan.sections:
         about = f"{part.about}. {part.text} {part.known}."
-        yield section(part.title, about, table(part.headings, [text_row(row) for row in part.rows]))
-    if plan.simulation:
-        yield _simulation(plan.simulation)
+        yield section(part.title, about, plain_table(part.headings, part.rows))
+    if simulation := plan.simulation:
+        tables = plain_table(PACE_HEADINGS, pace_rows(simulation))
+        tables += plain_table(DECISION_HEADINGS, decision_rows(simulation))
+        text = f"{'; '.join(event_lines(simulation))}. {describe_won_back(simulation)}. {WHERE}"
+        yield section(f"Disturbance {simulation.name}, simulated", text, tables)
     if run:
         yield _goodput(run)
     if plan.rejected:
@@ -118,13 +122,6 @@ def body_of(plan: PlanReport) -> Iterator[str]:
     if run:
         yield _run(plan.spec, run)
         yield _assumptions(run.assumptions, plan.capacity.assumptions)
-
-
-def _advice(lines: Sequence[str]) -> str:
-    return (
-        '<section class="refusal"><h2>No layout fits</h2><p>Each needs more memory than a device has, or breaks a '
-        f"rule. What would fit:</p>{plain_list(lines)}</section>"
-    )
 
 
 def _tiles(unit: str, best: Candidate, run: RunForecast) -> str:
@@ -188,33 +185,19 @@ def _memory(best: Candidate) -> str:
 def _step_times(candidates: Sequence[Candidate]) -> str:
     shown = candidates[:CHARTED_CANDIDATES]
     scale = max(candidate.step_time_s for candidate in shown)
-    rows = [
-        (
-            f"{rank}  {labels.placed_label(candidate)}",
-            render_bar(_phases(candidate), scale),
-            format_duration(candidate.step_time_s),
-        )
-        for rank, candidate in enumerate(shown, 1)
-    ]
+    rows = []
+    others: dict[str, Segment] = {}
+    for rank, candidate in enumerate(shown, 1):
+        phases = _segments(vars(candidate.time), labels.TIME_PARTS, format_duration)
+        others |= {segment.kind: segment for segment in phases}
+        name = f"{rank}  {labels.placed_label(candidate)}"
+        rows.append((name, render_bar(phases, scale), format_duration(candidate.step_time_s)))
     text = "By phase: work is blue, communication that is not hidden behind it orange, waiting grey. Values: the first."
-    legend = render_legend(_phases(shown[0]))
-    others = _absent_from_first(shown)
-    return section("Step time", text, bar_rows(rows) + legend + (render_legend(others, False) if others else ""))
-
-
-def _phases(candidate: Candidate) -> list[Segment]:
-    return _segments(vars(candidate.time), labels.TIME_PARTS, format_duration)
-
-
-def _absent_from_first(candidates: Sequence[Candidate]) -> list[Segment]:
-    """Phases that only other candidates have, for the legend."""
-    seen = {segment.kind for segment in _phases(candidates[0])}
-    more = {}
-    for candidate in candidates[1:]:
-        for segment in _phases(candidate):
-            if segment.kind not in seen:
-                more[segment.kind] = segment
-    return list(more.values())
+    first = _segments(vars(shown[0].time), labels.TIME_PARTS, format_duration)
+    # Phases that only other layouts have are in the legend without a value.
+    absent = [segment for kind, segment in others.items() if kind not in {segment.kind for segment in first}]
+    legend = render_legend(first) + (render_legend(absent, False) if absent else "")
+    return section("Step time", text, bar_rows(rows) + legend)
 
 
 def _goodput(run: RunForecast) -> str:
@@ -242,42 +225,13 @@ def _losses(mode: Goodput) -> list[Segment]:
     ]
 
 
-def _simulation(simulation: Simulation) -> str:
-    paces = table(
-        ("", "samples/s", "of undisturbed", "time"),
-        [text_row(row) for row in pace_rows(simulation)],
-    )
-    decisions = table(
-        ("step", "decision", "reason", "computing in a step"),
-        [text_row(row) for row in decision_rows(simulation)],
-    )
-    text = f"{'; '.join(event_lines(simulation))}. {describe_won_back(simulation)}. {WHERE}"
-    return section(f"Disturbance {simulation.name}, simulated", text, paces + decisions)
-
-
 def _blueprint(blueprint: Blueprint) -> str:
-    headings = [f"#{heading}" if heading in NUMBERS else heading for heading in HEADINGS]
     said = "; ".join(" ".join(line.split()) for line in describe_order(blueprint))
     notes = "".join(map(note, setting_lines(blueprint)))
     text = f"Fabric {blueprint.fabric}, and the axes whose exchanges reach each tier. {said[0].upper()}{said[1:]}."
     return section(
-        "Communication", text, draw_tiers(blueprint) + text_table(headings, exchange_rows(blueprint)) + notes
+        "Communication", text, draw_tiers(blueprint) + text_table(HEADINGS, exchange_rows(blueprint)) + notes
     )
-
-
-def _pools(best: Candidate | None, pools: PoolsPlan, unit: str) -> str:
-    parts = table(PART_HEADINGS, [text_row(row) for row in part_rows(best)]) if best else ""
-    choices = table(choice_headings(unit), [text_row(row) for row in choice_rows(pools)])
-    text = f"What each pool does in a step of the best layout, and the best plans on fewer. {sentence(pools.verdict)}"
-    return section("Pools", text, parts + choices)
-
-
-def _planes(planes: PlanesPlan) -> str:
-    first, *others = figure_headings(planes)
-    name, *numbers = EVENT_HEADINGS
-    tables = table((first, *(f"#{other}" for other in others)), list(map(number_row, figure_rows(planes))))
-    tables += table((name, *(f"#{number}" for number in numbers)), list(map(number_row, event_rows(planes))))
-    return section("Planes of the network", f"{describe_dips(planes)} {NO_PACKETS}", tables)
 
 
 def _refusals(rejected: Mapping[str, int]) -> str:
@@ -322,6 +276,7 @@ def _segments(breakdown: Mapping[str, float], names: dict[str, str], say: labels
 def render_sweep_page(sweep: SweepReport, origin: PageOrigin | None = None) -> str:
     """The page of a sweep: how it scales, then the plan of the last point that fits (else of the last)."""
     points = sweep.points
+    # The largest that fits is what a sweep is usually made for.
     shown = next((point for point in reversed(points) if point.plan.best), points[-1])
     chosen = f'<p class="soft below">In detail: <code>{escape(_setting(shown))}</code></p>'
     above = [heading_of(shown.plan), origin_line(origin), _scaling(sweep), *_outcomes(sweep), chosen]
@@ -361,6 +316,7 @@ def _outcomes(sweep: SweepReport) -> Iterator[str]:
 def _scaling_chart(fitting: Sequence[tuple[int, Candidate]], rate: str) -> str:
     """Draw the throughput of the best layouts, each with its number of devices; nothing where two have the same."""
     points = sorted((devices, best.tokens_per_s) for devices, best in fitting)
+    # Two points of one size would stand above each other, and no line joins them.
     if len({devices for devices, _ in points}) < len(points):
         return ""
     (first_x, first_y), (last_x, _) = points[0], points[-1]
@@ -382,88 +338,3 @@ def _scaling_row(point: SweepPoint, first: Candidate | None) -> str:
         return f'<tr>{start}<td colspan="9">nothing fits: {escape("; ".join(plan.capacity.advice[:1]))}</td></tr>'
     figures = "".join(cell(text, "number") for text in labels.sweep_figures(best, run, first))
     return f"<tr>{start}{cell(labels.layout_label(best.layout))}{figures}</tr>"
-
-
-# A traced step beside the planner's estimate of it.
-
-
-@dataclass(frozen=True)
-class TraceEstimate:
-    """The planner's figures for what a trace counts: tensors, without the allocator's holes, the collectives' own
-    buffers and the device's context."""
-
-    peak_memory_bytes: float
-    peak_by_cause: dict[str, float]
-    flops: float
-
-
-@dataclass(frozen=True)
-class TraceReport:
-    """A traced step of a layout, and the planner's estimate of it."""
-
-    layout: str
-    micro_batch_size: int
-    recompute: str
-    traced: TraceResult
-    estimated: TraceEstimate
-
-    def as_json(self) -> JsonObject:
-        plain = to_plain(self)
-        del plain["traced"]
-        return plain | to_plain(self.traced)
-
-
-def compare_trace(
-    candidate: Candidate, capacity: CapacityPlan, traced: TraceResult, counted: dict[str, float] | None
-) -> TraceReport:
-    """Put a trace of `candidate` beside its estimate. `counted`: the engine's memory by cause, where the planner counts
-    that."""
-    memory = candidate.fullest_memory
-    by_cause = {
-        "parameters": memory.parameters_bytes,
-        "gradients": memory.gradients_bytes,
-        "optimizer": memory.optimizer_bytes,
-        "activations": memory.activations_bytes,
-        "logits": memory.logits_bytes,
-        "collectives": 0.0,
-    }
-    if counted is not None:
-        by_cause = {cause: sum(counted.get(part, 0.0) for part in parts) for cause, parts in GROUPS.items()}
-    model_flops = capacity.flops_per_token * capacity.tokens_per_step / capacity.world_size
-    executed = model_flops * candidate.hfu / candidate.mfu if candidate.mfu else model_flops
-    estimated = TraceEstimate(sum(by_cause.values()), by_cause, executed)
-    layout = candidate.layout.describe()
-    return TraceReport(layout, candidate.micro_batch_size, candidate.recompute, traced, estimated)
-
-
-GROUPS = {
-    "parameters": ("parameters", "gathered"),
-    "gradients": ("gradients",),
-    "optimizer": ("optimizer",),
-    "activations": ("activations", "temporaries"),
-    "logits": ("logits",),
-    "collectives": ("collectives",),
-}
-"""The planner's causes -> the trace's."""
-
-
-def render_trace(trace: TraceReport) -> RenderableType:
-    traced = trace.traced
-    estimated = trace.estimated
-    title = f"traced in {format_duration(traced.seconds)}: rank {traced.rank} of {trace.layout}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    table.add_column("a step of one device", header_style="dim")
-    for column in ("traced", "planned", ""):
-        table.add_column(column, justify="right", header_style="dim")
-    _add_row(table, "peak of tensors", traced.peak_memory_bytes, estimated.peak_memory_bytes, format_bytes)
-    for cause, parts in GROUPS.items():
-        size = sum(traced.peak_by_cause.get(part, 0) for part in parts)
-        _add_row(table, f"  {cause}", size, estimated.peak_by_cause[cause], format_bytes)
-    _add_row(table, "executed", traced.flops, estimated.flops, lambda flops: format_si(flops, "FLOP"))
-    for kind, size in sorted(traced.comm_bytes.items()):
-        table.add_row(kind.replace("_", "-"), format_bytes(size), "", "")
-    return table
-
-
-def _add_row(table: Table, name: str, traced: float, planned: float, show: Callable[[float], str]) -> None:
-    table.add_row(name, show(traced), show(planned), f"{planned / traced - 1:+.1%}" if traced else "")

@@ -1,24 +1,29 @@
-"""A plan's communication blueprint as a table and a picture: which exchange crosses which tier, by which algorithm."""
+"""The parts of a plan that not every plan has: communication, planes of a network, pools, a simulated disturbance.
+
+Rows and sentences are made once, for the terminal (here) and for the page (`page.py`). A heading that begins with #
+stands over numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from trainspec_cli.core.printable import format_bytes, format_duration, format_si
-from trainspec_cli.recipe.results.blueprint import Blueprint, BlueprintTier, Part, PlanesPlan, PoolChoice, PoolsPlan
+from trainspec_cli.recipe.results.blueprint import Blueprint, Part, PlanesPlan, PoolChoice, PoolsPlan
 from trainspec_cli.recipe.results.forecast import Simulation
 from trainspec_cli.recipe.results.plan import Candidate
+from trainspec_cli.reporter.chart import render_chart
 from trainspec_cli.reporter.plan import labels
 from trainspec_cli.reporter.plan.labels import percent
-from trainspec_cli.reporter.rich_text import Text
-from trainspec_cli.reporter.svg import render_chart
+from trainspec_cli.reporter.rich_text import Text, text_table
 
-HEADINGS = ("axis", "ranks", "widest tier", "exchange", "message", "a step", "by", "takes", "flat ring")
-NUMBERS = ("ranks", "message", "a step", "takes", "flat ring")
+# The communication blueprint: which exchange crosses which tier, by which algorithm.
+
+
+HEADINGS = ("axis", "#ranks", "widest tier", "exchange", "#message", "#a step", "by", "#takes", "#flat ring")
 DRAWN_ELEMENTS = 32
 """The most elements of a tier that the picture shows."""
 PICTURE_WIDTH = 760
@@ -29,15 +34,10 @@ RIGHT = 230
 
 
 def render_blueprint(blueprint: Blueprint) -> RenderableType:
-    table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right" if heading in NUMBERS else "left")
-    for row in exchange_rows(blueprint):
-        table.add_row(*row)
     title = Text.assemble(("Communication of the best layout", "bold"), f"  fabric {blueprint.fabric}")
     lines = [Text(line) for line in (describe_tiers(blueprint), *describe_order(blueprint))]
     settings = [Text(line, style="bright_black") for line in setting_lines(blueprint)]
-    return Group(title, *lines, table, *settings)
+    return Group(title, *lines, text_table(HEADINGS, exchange_rows(blueprint)), *settings)
 
 
 def describe_tiers(blueprint: Blueprint) -> str:
@@ -93,28 +93,26 @@ def setting_lines(blueprint: Blueprint) -> Iterator[str]:
 
 def draw_tiers(blueprint: Blueprint) -> str:
     """Draw each tier as a row of its elements, the whole cluster at the top, with the axes that go no further."""
-    tiers = list(reversed(blueprint.tiers))
-    height = ROW_HEIGHT * len(tiers)
-    rows = "".join(_draw_tier(tier, number * ROW_HEIGHT, blueprint) for number, tier in enumerate(tiers))
+    rows = []
+    for number, tier in enumerate(reversed(blueprint.tiers)):
+        top = number * ROW_HEIGHT
+        drawn = min(tier.elements, DRAWN_ELEMENTS)
+        pitch = (PICTURE_WIDTH - LEFT - RIGHT) / drawn
+        boxes = "".join(
+            f'<rect class="tier" x="{LEFT + pitch * place:.1f}" y="{top + 8}" width="{pitch * 0.9:.1f}" '
+            f'height="{BOX_HEIGHT}" rx="3"><title>{escape(tier.name)}: {tier.devices:,} devices</title></rect>'
+            for place in range(drawn)
+        )
+        axes = ", ".join(dict.fromkeys(one.axis for one in blueprint.exchanges if one.tier == tier.name))
+        count = f"{tier.elements:,} x {tier.devices:,}, {format_si(tier.gbit_per_s * 1e9, 'bit/s')}"
+        rows.append(
+            f'<text class="title" x="{LEFT - 10}" y="{top + 20}" text-anchor="end">{escape(tier.name)}</text>'
+            f'<text class="tick" x="{LEFT - 10}" y="{top + 35}" text-anchor="end">{escape(count)}</text>{boxes}'
+            f'<text class="title" x="{PICTURE_WIDTH - RIGHT + 10}" y="{top + 24}">{escape(axes)}</text>'
+        )
+    box = f'viewBox="0 0 {PICTURE_WIDTH} {ROW_HEIGHT * len(rows)}"'
     label = escape(describe_tiers(blueprint))
-    return f'<svg class="chart" viewBox="0 0 {PICTURE_WIDTH} {height}" role="img" aria-label="{label}">{rows}</svg>'
-
-
-def _draw_tier(tier: BlueprintTier, top: int, blueprint: Blueprint) -> str:
-    drawn = min(tier.elements, DRAWN_ELEMENTS)
-    pitch = (PICTURE_WIDTH - LEFT - RIGHT) / drawn
-    boxes = "".join(
-        f'<rect class="tier" x="{LEFT + pitch * place:.1f}" y="{top + 8}" width="{pitch * 0.9:.1f}" '
-        f'height="{BOX_HEIGHT}" rx="3"><title>{escape(tier.name)}: {tier.devices:,} devices</title></rect>'
-        for place in range(drawn)
-    )
-    axes = dict.fromkeys(one.axis for one in blueprint.exchanges if one.tier == tier.name)
-    count = f"{tier.elements:,} x {tier.devices:,}, {format_si(tier.gbit_per_s * 1e9, 'bit/s')}"
-    return (
-        f'<text class="title" x="{LEFT - 10}" y="{top + 20}" text-anchor="end">{escape(tier.name)}</text>'
-        f'<text class="tick" x="{LEFT - 10}" y="{top + 35}" text-anchor="end">{escape(count)}</text>{boxes}'
-        f'<text class="title" x="{PICTURE_WIDTH - RIGHT + 10}" y="{top + 24}">{escape(", ".join(axes))}</text>'
-    )
+    return f'<svg class="chart" {box} role="img" aria-label="{label}">{"".join(rows)}</svg>'
 
 
 # A multi-plane fabric: its figures beside an ordinary one's, and what failures of its parts cost the job.
@@ -132,28 +130,21 @@ LOSSES: dict[Part, str] = {
     "plane": "lost with a plane",
     "transceiver": "lost with a NIC's transceiver",
 }
-EVENT_HEADINGS = ("failure", "lowest speed", "slower for", "time lost", "queue pairs touched", "paths unused at most")
+EVENT_HEADINGS = (
+    *("failure", "#lowest speed", "#slower for", "#time lost"),
+    *("#queue pairs touched", "#paths unused at most"),
+)
 
 
 def render_planes(planes: PlanesPlan) -> RenderableType:
-    figures = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
-    for place, heading in enumerate(figure_headings(planes)):
-        figures.add_column(heading, justify="right" if place else "left")
-    for row in figure_rows(planes):
-        figures.add_row(*row)
-    events = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
-    for place, heading in enumerate(EVENT_HEADINGS):
-        events.add_column(heading, justify="right" if place else "left")
-    for row in event_rows(planes):
-        events.add_row(*row)
+    figures = text_table(figure_headings(planes), figure_rows(planes))
+    events = text_table(EVENT_HEADINGS, event_rows(planes))
     title = Text(f"Planes of the network  {planes.nics:,} NICs", style="bold")
     return Group(title, figures, Text(), events, Text(describe_dips(planes)), Text(NO_PACKETS, style="bright_black"))
 
 
 def figure_headings(planes: PlanesPlan) -> tuple[str, str, str]:
-    figures = planes.figures
-    single = planes.single
-    return "", f"{figures.planes} planes", f"one plane, {single.switch_tiers} tiers"
+    return "", f"#{planes.figures.planes} planes", f"#one plane, {planes.single.switch_tiers} tiers"
 
 
 def figure_rows(planes: PlanesPlan) -> Iterator[tuple[str, ...]]:
@@ -194,7 +185,10 @@ def describe_dips(planes: PlanesPlan) -> str:
 # A cluster of several pools: what each does in a step of the best layout, and the plans on fewer of them.
 
 
-PART_HEADINGS = ("pool", "devices", "stages", "layers", "samples", "micro-batch", "waits for others", "memory", "of")
+PART_HEADINGS = (
+    *("pool", "#devices", "#stages", "#layers", "#samples", "#micro-batch"),
+    *("#waits for others", "#memory", "#of"),
+)
 WORDS = {"samples": "shares of the samples", "layers": "shares of the layers", "alone": ""}
 JOULES_PER_KWH = 3.6e6
 
@@ -203,8 +197,8 @@ def render_pools(best: Candidate | None, plan: PoolsPlan, unit: str) -> Renderab
     parts: list[RenderableType] = []
     if best:
         title = Text("Pools in a step of the best layout", style="bold")
-        parts += [title, _table(PART_HEADINGS, part_rows(best)), Text()]
-    parts += [Text("All pools, and fewer", style="bold"), _table(choice_headings(unit), choice_rows(plan))]
+        parts += [title, text_table(PART_HEADINGS, part_rows(best)), Text()]
+    parts += [Text("All pools, and fewer", style="bold"), text_table(choice_headings(unit), choice_rows(plan))]
     return Group(*parts, Text(sentence(plan.verdict)))
 
 
@@ -228,7 +222,8 @@ def part_rows(best: Candidate) -> Iterator[tuple[str, ...]]:
 
 
 def choice_headings(unit: str) -> tuple[str, ...]:
-    return ("pools", "by", "layout", "devices", "step", f"{unit}/s", "of all", "the run", f"$ a 1B {unit}", "kWh")
+    figures = ("devices", "step", f"{unit}/s", "of all", "the run", f"$ a 1B {unit}", "kWh")
+    return ("pools", "by", "layout", *(f"#{figure}" for figure in figures))
 
 
 def choice_rows(plan: PoolsPlan) -> Iterator[tuple[str, ...]]:
@@ -260,15 +255,6 @@ def _figures(choice: PoolChoice, whole: float | None) -> tuple[str, ...]:
     )
 
 
-def _table(headings: Sequence[str], rows: Iterator[tuple[str, ...]]) -> Table:
-    table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("pool", "pools", "by", "layout") else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 # A simulated disturbance in the terminal: speed without the scheduler, with it and at best, and what was decided.
 
 
@@ -282,6 +268,8 @@ WHERE = (
     "The live scheduler decides so on CPUs. On GPUs it changes nothing yet: it cannot tell a rank's computing from its "
     "waiting there."
 )
+PACE_HEADINGS = ("", "#samples/s", "#of undisturbed", "#time")
+DECISION_HEADINGS = ("#step", "decision", "reason", "computing in a step")
 SHOWN_EVENTS = 8
 SHOWN_DECISIONS = 20
 CHART_ROWS = 8
@@ -293,14 +281,18 @@ def render_simulation(simulation: Simulation, width: int) -> RenderableType:
     ranks = simulation.data_parallel_ranks
     batch = simulation.global_batch_size
     what = f"{simulation.steps:,} steps of {batch:,} samples over {ranks:,} data-parallel ranks"
+    rows = list(decision_rows(simulation))
+    table = text_table(DECISION_HEADINGS, rows[:SHOWN_DECISIONS])
+    if len(rows) > SHOWN_DECISIONS:
+        table.add_row("", f"and {len(rows) - SHOWN_DECISIONS:,} more", "", "")
     parts: list[RenderableType] = [
         Text(f"Disturbance {simulation.name}, simulated  {what}", style="bold"),
         *map(Text, event_lines(simulation)),
-        _paces(simulation),
+        text_table(PACE_HEADINGS, pace_rows(simulation)),
         Text(f"{describe_won_back(simulation)}\n{WHERE}"),
         Text(_chart(simulation, width)),
         Text("Decisions", style="bold"),
-        _decisions(simulation),
+        table if rows else Text("none"),
     ]
     return Group(*parts)
 
@@ -358,33 +350,8 @@ def decision_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]
         )
 
 
-def _paces(simulation: Simulation) -> Table:
-    table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
-    table.add_column("")
-    for heading in ("samples/s", "of undisturbed", "time"):
-        table.add_column(heading, justify="right")
-    for row in pace_rows(simulation):
-        table.add_row(*row)
-    return table
-
-
 def _chart(simulation: Simulation, width: int) -> str:
     points = [(step, rate) for step, rate in enumerate(simulation.on.by_step, 1)]
     return render_chart(
         points, width=max(20, width - MARGIN), height=CHART_ROWS, title="samples/s by step, scheduler on"
     )
-
-
-def _decisions(simulation: Simulation) -> RenderableType:
-    rows = list(decision_rows(simulation))
-    if not rows:
-        return Text("none")
-    table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
-    table.add_column("step", justify="right")
-    for heading in ("decision", "reason", "computing in a step"):
-        table.add_column(heading)
-    for row in rows[:SHOWN_DECISIONS]:
-        table.add_row(*row)
-    if len(rows) > SHOWN_DECISIONS:
-        table.add_row("", f"and {len(rows) - SHOWN_DECISIONS:,} more", "", "")
-    return table

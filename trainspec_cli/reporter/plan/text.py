@@ -13,12 +13,12 @@ from rich.table import Table
 from trainspec_cli.core.printable import format_bytes, format_count, format_duration, format_si
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.own_code import describe_code
-from trainspec_cli.recipe.results.forecast import Assumption, BatchForecast, Goodput, Interval, RunForecast
+from trainspec_cli.recipe.results.forecast import Assumption, Interval, RunForecast
 from trainspec_cli.recipe.results.plan import Candidate
 from trainspec_cli.reporter.plan import labels
 from trainspec_cli.reporter.plan.labels import PlanReport, PlanSection, SweepPoint, SweepReport, percent
 from trainspec_cli.reporter.plan.sections import render_blueprint, render_planes, render_pools, render_simulation
-from trainspec_cli.reporter.rich_text import Text
+from trainspec_cli.reporter.rich_text import Text, text_table
 
 WIDE = 120
 """Columns that the whole table of layouts takes."""
@@ -51,7 +51,7 @@ def render_plan(plan: PlanReport, width: int = WIDE) -> RenderableType:
     if plan.simulation:
         parts.append(render_simulation(plan.simulation, min(width, WIDE)))
     if plan.trace:
-        from trainspec_cli.reporter.plan.page import render_trace  # loads tables of results
+        from trainspec_cli.reporter.plan.trace import render_trace  # loads tables of results
 
         parts.append(render_trace(plan.trace))
     parts += _refusals(plan)
@@ -61,25 +61,19 @@ def render_plan(plan: PlanReport, width: int = WIDE) -> RenderableType:
 
 
 def _section(section: PlanSection) -> RenderableType:
-    table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
-    for place, heading in enumerate(section.headings):
-        table.add_column(heading, justify="left" if place < 2 else "right")
-    for row in section.rows:
-        table.add_row(*row)
+    headings = [*section.headings[:2], *(f"#{heading}" for heading in section.headings[2:])]
+    table = text_table(headings, section.rows)
     title = Text(f"{section.title}  {section.about}", style="bold")
     return Group(title, table, Text(section.text), Text(f"{section.known}.", style="bright_black"))
 
 
 def render_sweep(sweep: SweepReport) -> RenderableType:
     """One line for each value of the swept key."""
-    points = sweep.points
     unit = sweep.points[0].plan.spec.model.unit
-    first = next((point.plan.best for point in points if point.plan.best), None)
-    table = _table(sweep.key, "devices", "best layout", "step", f"{unit}/s", "scaling", "MFU")
-    for heading in ("goodput", "time", "energy", "money", "memory"):
-        table.add_column(heading, justify="right")
-    for point in points:
-        table.add_row(*_sweep_row(point, first))
+    first = next((point.plan.best for point in sweep.points if point.plan.best), None)
+    figures = ("step", f"{unit}/s", "scaling", "MFU", "goodput", "time", "energy", "money", "memory")
+    headings = (f"#{sweep.key}", "#devices", "best layout", *(f"#{figure}" for figure in figures))
+    table = text_table(headings, (list(_sweep_row(point, first)) for point in sweep.points))
     return Group(Text(f"Scaling over {sweep.key}", style="bold"), table)
 
 
@@ -103,7 +97,7 @@ def _candidates(plan: PlanReport) -> RenderableType:
     shown = plan.capacity.candidates[:SHOWN_CANDIDATES]
     limit = format_bytes(shown[0].memory_limit_bytes) if shown else ""
     unit = plan.spec.model.unit
-    table = _table("", "layout", "micro-batch", "recompute", "step", f"{unit}/s/device", "MFU", "HFU")
+    table = text_table(("", "layout", "#micro-batch", "#recompute", "#step", f"#{unit}/s/device", "#MFU", "#HFU"))
     table.add_column(f"memory of {limit}, fits" if limit else "memory", no_wrap=True)
     for rank, candidate in enumerate(shown, 1):
         table.add_row(
@@ -117,7 +111,7 @@ def _candidates(plan: PlanReport) -> RenderableType:
 
 def _candidates_narrow(plan: PlanReport) -> RenderableType:
     """Two lines for each layout, and fewer columns."""
-    table = _table("", "layout", "step", f"{plan.spec.model.unit}/s", "MFU", "memory")
+    table = text_table(("", "layout", "#step", f"#{plan.spec.model.unit}/s", "#MFU", "#memory"))
     for rank, candidate in enumerate(plan.capacity.candidates[:SHOWN_CANDIDATES], 1):
         how = f"{labels.micro_batch_label(candidate)} samples, recompute {labels.recompute_label(candidate)}"
         table.add_row(
@@ -175,6 +169,7 @@ def _memory(best: Candidate) -> RenderableType:
 
 
 def _time(best: Candidate) -> RenderableType:
+    """The phases of a step, as planner/time/step.py adds them up (`StepTime`)."""
     title = f"Step of the best layout  {format_duration(best.step_time_s)}, communication where it is not hidden"
     parts = labels.present(vars(best.time), labels.TIME_PARTS)
     rows = [(name, value, format_duration(value), TIME_COLOURS.get(key, COMPUTE)) for key, name, value in parts]
@@ -214,7 +209,15 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
     losses = labels.present(recovery.lost | {"kept": kept.value}, labels.LOST_PARTS, 5e-5)
     lost = ", ".join(f"{name} {percent(value, 2)}" for _, name, value in losses)
     if run.batches:
-        yield "steps", f"{run.steps:,}", "", _batch_details(run.batches)
+        # `12,000 of 1,024 samples (4.2 s), 9,000 of 2,048 (8.1 s)`; of many sizes the first and the last ones.
+        details = []
+        for place, batch in enumerate(run.batches):
+            size = f"{batch.step_samples:,}{' samples' * (place == 0)}"
+            details.append(f"{batch.steps:,} of {size} ({format_duration(batch.step_time_s)})")
+        if len(details) > SHOWN_SIZES:
+            half = SHOWN_SIZES // 2
+            details[half:-half] = [f"{len(details) - 2 * half} more sizes"]
+        yield "steps", f"{run.steps:,}", "", ", ".join(details)
     for step in (assumption for assumption in run.assumptions if assumption.key == "step_time_s"):
         bounds = Interval(step.value, step.value / step.known_within, step.value * step.known_within)
         yield _figure_row("step", bounds, format_duration, "")
@@ -223,7 +226,16 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
     for other in run.alternatives:
         yield _figure_row("", other.goodput, labels.goodput_percent, labels.alternative_label(other))
     yield "failures", f"{recovery.failures:.3g}", "", f"one every {format_duration(recovery.mtbf_s)}"
-    yield _checkpoint_row(recovery)
+    steps = recovery.checkpoint_interval_steps
+    written = format_bytes(recovery.checkpoint_bytes)
+    held = format_duration(recovery.checkpoint_s)
+    detail = f"every {steps:,} step{'s' * (steps != 1)}; {written}, holds training up for {held}"
+    best_s = recovery.optimal_interval_s
+    # Near the optimum the loss is flat: a quarter more or less costs next to nothing.
+    if math.isfinite(best_s) and not 0.8 < recovery.checkpoint_interval_s / best_s < 1.25:
+        detail += f"; least is lost at one every {format_duration(best_s)}"
+    yield "checkpoints", format_duration(recovery.checkpoint_interval_s), "", detail
+    # A figure that is missing names the key that brings it.
     power = "the accelerator's power is not known: type cluster.accelerator.tdp_w=<watts>"
     if spec.cluster.pools:
         power = "the power of a pool's accelerator is not known: its accelerator.tdp_w"
@@ -235,29 +247,6 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
     yield _cost_row("energy", run.energy_joules, labels.format_energy, _shares(run.energy_parts_joules), power)
     yield _cost_row("carbon", run.carbon_kg, labels.format_mass, grid, power)
     yield _cost_row("money", run.cost_usd, labels.format_money, _shares(run.cost_parts_usd), price)
-
-
-def _batch_details(batches: Sequence[BatchForecast]) -> str:
-    """`12,000 of 1,024 samples (4.2 s), 9,000 of 2,048 (8.1 s)`; of many sizes the first and the last ones."""
-    details = [
-        f"{batch.steps:,} of {batch.step_samples:,}{' samples' * (place == 0)} ({format_duration(batch.step_time_s)})"
-        for place, batch in enumerate(batches)
-    ]
-    if len(details) > SHOWN_SIZES:
-        half = SHOWN_SIZES // 2
-        details[half:-half] = [f"{len(details) - 2 * half} more sizes"]
-    return ", ".join(details)
-
-
-def _checkpoint_row(recovery: Goodput) -> tuple[str, str, str, str]:
-    steps = recovery.checkpoint_interval_steps
-    size = format_bytes(recovery.checkpoint_bytes)
-    held = format_duration(recovery.checkpoint_s)
-    detail = f"every {steps:,} step{'s' * (steps != 1)}; {size}, holds training up for {held}"
-    best_s = recovery.optimal_interval_s
-    if math.isfinite(best_s) and not 0.8 < recovery.checkpoint_interval_s / best_s < 1.25:
-        detail += f"; least is lost at one every {format_duration(best_s)}"
-    return "checkpoints", format_duration(recovery.checkpoint_interval_s), "", detail
 
 
 def _cost_row(
@@ -277,12 +266,9 @@ def _shares(parts: Mapping[str, float]) -> str:
 
 
 def _assumptions(plan: PlanReport, run: RunForecast) -> RenderableType:
-    table = _table("assumed", "value", "within", "source")
-    for assumption in run.assumptions:
-        table.add_row(*assumption_row(assumption))
-    for text in plan.capacity.assumptions:
-        table.add_row("layouts", "", "", text)
-    return table
+    rows = [assumption_row(assumption) for assumption in run.assumptions]
+    rows += [("layouts", "", "", text) for text in plan.capacity.assumptions]
+    return text_table(("assumed", "#value", "#within", "source"), rows)
 
 
 def assumption_row(assumption: Assumption) -> tuple[str, str, str, str]:
@@ -323,15 +309,6 @@ def _bars(title: str, rows: Sequence[tuple[str, float, str, str]], whole: float)
     for name, value, text, colour in rows:
         table.add_row(name, Text(bar(value / longest, BAR_WIDTH), style=colour), text, percent(value / whole))
     return Group(Text(title, style="bold"), table)
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
-    for heading in headings:
-        table.add_column(
-            heading, justify="left" if heading in ("", "layout", "best layout", "assumed", "source") else "right"
-        )
-    return table
 
 
 def _pairs(

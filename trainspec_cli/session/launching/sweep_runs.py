@@ -23,8 +23,8 @@ from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.reporter.compare import table
 from trainspec_cli.reporter.progress import Progress
+from trainspec_cli.reporter.style import aligned
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.folder.event_types.events import EvalEvent
 from trainspec_cli.run.folder.events import EventTail
@@ -339,4 +339,4 @@ def render_results(results: Sequence[SweptResult]) -> str:
     for one in results:
         losses = ("-" if loss is None else f"{loss:.4f}" for loss in (one.heldout_loss, one.loss))
         rows.append((*one.values.values(), *losses, str(one.steps), one.status, str(one.run.root)))
-    return table(rows)
+    return "\n".join(aligned(rows))

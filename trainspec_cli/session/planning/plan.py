@@ -31,7 +31,7 @@ from trainspec_cli.session.planning.profile import with_profile
 from trainspec_cli.session.recipe.load import Loaded, load_for_planning, this_machine, with_defaults
 
 if TYPE_CHECKING:
-    from trainspec_cli.reporter.plan.page import TraceReport
+    from trainspec_cli.reporter.plan.trace import TraceReport
     from trainspec_cli.session.planning.disturbance import NamedDisturbance
 
 PLAN_SECTIONS: Point[Callable[[RunSpec, CapacityPlan, Candidate], PlanSection | None]] = Point("plan_sections")
@@ -146,7 +146,7 @@ def _sections(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> tuple[P
 
 def _trace(spec: RunSpec, capacity: CapacityPlan) -> TraceReport:
     """Trace the first candidate. Raises RecipeError where the engine does not build the model."""
-    from trainspec_cli.reporter.plan.page import compare_trace
+    from trainspec_cli.reporter.plan.trace import compare_trace
     from trainspec_cli.run.tools import trace_plan
 
     candidate = capacity.candidates[0]

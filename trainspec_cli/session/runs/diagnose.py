@@ -90,7 +90,8 @@ def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict,
 
 def trace_to(name: str, file: Path) -> None:
     """Write the trace of a run. Raises as `find_run`, and OSError where the file cannot be written."""
-    from trainspec_cli.reporter.diagnosis.gather import shape_of, trace_run
+    from trainspec_cli.reporter.diagnosis.gather import shape_of
+    from trainspec_cli.reporter.diagnosis.trace import trace_run
 
     run = find_run(name)
     with refusing_closed(name):

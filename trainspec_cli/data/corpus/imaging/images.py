@@ -47,6 +47,7 @@ class ImageFolder:
             hint = f"type model.num_classes={len(self.classes)}"
             raise RecipeError(Problem("wrong_classes", message, "model.num_classes", hint))
         files = [(path, label) for label, name in enumerate(self.classes) for path in list_pictures(folder / name)]
+        # By their names: adding a picture moves no other from one split to the other.
         names = [path.relative_to(folder).as_posix() for path, _ in files]
         held = hold_out(names, data.heldout_fraction)
         self._files = {

@@ -116,6 +116,7 @@ class VolumeFolder:
 
 def find_pairs(folder: Path) -> list[tuple[Path, Path]]:
     """Return every image with its label of the same name (the suffixes may differ)."""
+    # An image may be .nii.gz and its label .npy.
     images = _by_stem(folder / "images")
     labels = _by_stem(folder / "labels")
     if not images:

@@ -5,8 +5,7 @@ network.
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -86,8 +85,10 @@ def render_curves(lines: Sequence[LineSeries], x_title: str, y_title: str) -> st
     xs, ys = _places(lines)
     low = min(ys)
     high = max(ys)
+    # A flat curve would otherwise lie on the frame, or divide by 0.
     margin = abs(low) * 0.1 or 1.0 if _is_flat(low, high) else 0.05 * (high - low)
     frame = _Frame(min(xs), max(xs), low - margin, high + margin, even=True)
+    # There is no half a step.
     whole = [x for x in even_ticks(min(xs), max(xs)) if x == round(x)]
     return _chart(frame, lines, (x_title, y_title), [(x, f"{x:,.0f}") for x in whole])
 
@@ -112,9 +113,16 @@ def _places(lines: Sequence[LineSeries]) -> tuple[list[float], list[float]]:
 def _chart(
     frame: _Frame, lines: Sequence[LineSeries], titles: tuple[str, str], ticks: Sequence[tuple[float, str]]
 ) -> str:
-    parts = [_grid(frame, ticks), *(_draw(line, frame) for line in lines), _titles(*titles)]
+    x_title, y_title = map(escape, titles)
+    middle = (MARGIN_LEFT + CHART_WIDTH - MARGIN_RIGHT) / 2
+    parts = [
+        _grid(frame, ticks),
+        *(_draw(line, frame) for line in lines),
+        f'<text class="title" x="{middle}" y="{CHART_HEIGHT - 6}" text-anchor="middle">{x_title}</text>',
+        f'<text class="title" x="{MARGIN_LEFT}" y="{MARGIN_TOP - 16}">{y_title}</text>',
+    ]
     view = f'viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}"'
-    return f'<svg class="chart" {view} role="img" aria-label="{escape(titles[1])}">{"".join(parts)}</svg>'
+    return f'<svg class="chart" {view} role="img" aria-label="{y_title}">{"".join(parts)}</svg>'
 
 
 @dataclass(frozen=True)
@@ -201,134 +209,8 @@ def _draw(line: LineSeries, frame: _Frame) -> str:
     return "".join(drawn)
 
 
-def _titles(x_title: str, y_title: str) -> str:
-    middle = (MARGIN_LEFT + CHART_WIDTH - MARGIN_RIGHT) / 2
-    return (
-        f'<text class="title" x="{middle}" y="{CHART_HEIGHT - 6}" text-anchor="middle">{escape(x_title)}</text>'
-        f'<text class="title" x="{MARGIN_LEFT}" y="{MARGIN_TOP - 16}">{escape(y_title)}</text>'
-    )
-
-
 def _short(value: float) -> str:
     for scale, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= scale:
             return f"{value / scale:.3g}{suffix}"
     return f"{value:.3g}"
-
-
-# A curve in a terminal, drawn with braille characters: two dots wide and four high in every cell.
-
-
-_BLANK = 0x2800
-_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""Bits of a braille character: column, then row from the top."""
-
-
-def render_chart(
-    points: Sequence[tuple[float, float | None]], *, width: int = 64, height: int = 10, title: str = ""
-) -> str:
-    """Draw `points` (x, y) in `width` x `height` cells plus axes.
-
-    Several points on one dot's width are drawn as their mean; those that are not finite are passed over, and when
-    none is left the text is empty.
-    """
-    first = min((x for x, _ in _finite(points)), default=None)
-    last = max((x for x, _ in _finite(points)), default=None)
-    if first is None or last is None:
-        return ""
-    columns = _column_means(_finite(points), width * 2, first, last)
-    low, high = _padded_range([y for y in columns if y is not None])
-    rows = [row.rstrip(chr(_BLANK)) for row in _draw_braille(columns, low, high, width, height)]
-    return _with_axes(rows, (low, high), (first, last), width, title)
-
-
-def render_overlay(curves: Mapping[str, Sequence[Point]], *, width: int = 64, height: int = 14, title: str = "") -> str:
-    """Draw several curves on the same axes, each by the character that names it; `*` where two meet. Points are drawn
-    as by `render_chart`."""
-    finite = {
-        mark: sorted((x, y) for x, y in points if math.isfinite(x) and math.isfinite(y))
-        for mark, points in curves.items()
-    }
-    everything = sorted(point for points in finite.values() for point in points)
-    if not everything:
-        return ""
-    first = everything[0][0]
-    last = everything[-1][0]
-    means = {mark: _column_means(points, width, first, last) for mark, points in finite.items()}
-    low, high = _padded_range([y for columns in means.values() for y in columns if y is not None])
-    cells = [[" "] * width for _ in range(height)]
-    for mark, columns in means.items():
-        for x, y in ((x, y) for x, y in enumerate(columns) if y is not None):
-            row = cells[round((high - y) / (high - low) * (height - 1))]
-            row[x] = mark if row[x] == " " else "*"
-    return _with_axes(["".join(row).rstrip() for row in cells], (low, high), (first, last), width, title)
-
-
-def _with_axes(
-    rows: Sequence[str], y_range: tuple[float, float], x_range: tuple[float, float], width: int, title: str
-) -> str:
-    labels = _y_labels(*y_range, len(rows))
-    margin = max(map(len, labels))
-    lines = [title] if title else []
-    lines += [f"{label:>{margin}} ┤{row}" for label, row in zip(labels, rows, strict=True)]
-    lines.append(" " * margin + " └" + "─" * width)
-    first, last = (f"{x:g}" for x in x_range)
-    lines.append(" " * (margin + 2) + first + last.rjust(width - len(first)))
-    return "\n".join(lines)
-
-
-def _finite(points: Iterable[tuple[float, float | None]]) -> Iterator[Point]:
-    """Yield the points that can be drawn. A long curve is read several times rather than held as a list of them."""
-    return ((float(x), y) for x, y in points if y is not None and math.isfinite(x) and math.isfinite(y))
-
-
-def _column_means(points: Iterable[Point], columns: int, first: float, last: float) -> list[float | None]:
-    """The mean of the points that fall on each column of `first` to `last`, None where none does."""
-    span = (last - first) or 1.0
-    buckets = [array("d") for _ in range(columns)]
-    for x, y in points:
-        buckets[min(columns - 1, int((x - first) / span * (columns - 1) + 0.5))].append(y)
-    return [math.fsum(bucket) / len(bucket) if bucket else None for bucket in buckets]
-
-
-def _padded_range(values: Sequence[float]) -> tuple[float, float]:
-    """A flat curve is drawn in the middle."""
-    low = min(values)
-    high = max(values)
-    if low == high:
-        pad = abs(low) * 0.1 or 1.0
-        return low - pad, high + pad
-    return low, high
-
-
-def _draw_braille(columns: Sequence[float | None], low: float, high: float, width: int, height: int) -> list[str]:
-    """Rows of braille, top first; neighbouring points are joined by a line."""
-    cells = [[_BLANK] * width for _ in range(height)]
-    dots_high = height * 4
-    before: tuple[int, int] | None = None
-    for column, value in enumerate(columns):
-        if value is None:
-            continue
-        dot = column, round((high - value) / (high - low) * (dots_high - 1))
-        for x, y in _line(before or dot, dot):
-            cells[y // 4][x // 2] |= _DOTS[x % 2][y % 4]
-        before = dot
-    return ["".join(map(chr, row)) for row in cells]
-
-
-def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """Dots from `start` to `end`, both included."""
-    steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
-    return [
-        (start[0] + round((end[0] - start[0]) * step / steps), start[1] + round((end[1] - start[1]) * step / steps))
-        for step in range(steps + 1)
-    ]
-
-
-def _y_labels(low: float, high: float, height: int) -> list[str]:
-    """Numbers on the first, middle and last row."""
-    labels = [""] * height
-    for row in {0, (height - 1) // 2, height - 1}:
-        share = row / (height - 1) if height > 1 else 0.0
-        labels[row] = f"{high - share * (high - low):.3g}"
-    return labels

@@ -1,0 +1,259 @@
+"""When a series is higher than it should be, and what counters and connections show at that time.
+
+A series is smoothed against single outliers, held against its own noise, and confirmed. The noise is taken from the
+differences of neighbouring steps, which a change of level leaves alone however much of the series lies behind it (a
+median absolute deviation from the series' median would count half of a long change as noise).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from trainspec_cli.recipe.results.verdict import Cause, RunVerdict
+from trainspec_cli.reporter.diagnosis.evidence import Connection, Figures, RunEvidence
+
+LEAST_SHARE = 0.1
+"""Causes that cost less than this part of a step are not reported."""
+STEADY = 0.6
+"""Fraction of an episode's steps that are slow where other work could be the reason."""
+SMOOTHED_STEPS = 5
+CONFIRMING_STEPS = 3
+"""A series lies above its limit in so many steps in a row, at least."""
+CONFIRMING_S = 1.0
+"""And for so long: other work of the machine that is over sooner slows no run."""
+GAP_STEPS = 4
+"""Steps below the limit between two episodes that count as one."""
+NOISE_FACTOR = 2.5
+"""Standard deviations of a single step; the smoothed series has about half of these."""
+TO_DEVIATION = 1.4826
+"""A median absolute deviation times this is the standard deviation of what is normally distributed."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """Steps from index `first` to index `last`, both included, in which a series lies above its limit."""
+
+    first: int
+    last: int
+    excess: float
+    """Their median."""
+    steadiness: float
+    """The fraction of them that lie above the limit without smoothing."""
+
+    @property
+    def steps(self) -> int:
+        return self.last - self.first + 1
+
+    @property
+    def where(self) -> slice:
+        return slice(self.first, self.last + 1)
+
+    def covers(self, other: Episode) -> float:
+        """Return the fraction of the shorter one's steps that both have."""
+        common = min(self.last, other.last) - max(self.first, other.first) + 1
+        return max(0, common) / min(self.steps, other.steps)
+
+
+def smoothed(series: Figures, steps: int = SMOOTHED_STEPS) -> Figures:
+    """Return the running median over so many steps (an odd number) along the first axis; the ends repeat."""
+    half = steps // 2
+    if len(series) < steps:
+        return np.repeat(np.median(series, axis=0)[None], len(series), axis=0) if len(series) else series
+    # The ends are repeated so that a change in the newest steps is not lost.
+    padded = np.concatenate([np.repeat(series[:1], half, 0), series, np.repeat(series[-1:], half, 0)])
+    # A partition finds the median without a full sort, and this runs over all ranks and steps.
+    middle: Figures = np.partition(sliding_window_view(padded, steps, axis=0), half, axis=-1)[..., half]
+    return middle
+
+
+def deviation(series: Figures) -> Figures:
+    """Return the standard deviation of single steps along the first axis, by the differences of neighbours."""
+    if len(series) < 2:
+        return np.zeros(series.shape[1:])
+    spread: Figures = TO_DEVIATION * np.median(np.abs(np.diff(series, axis=0)), axis=0) / np.sqrt(2)
+    return spread
+
+
+def usual(series: Figures) -> Figures:
+    """Return what a series is when nothing disturbs it: the lower quartile of the smoothed one, which half a run of
+    disturbance leaves alone."""
+    level: Figures = np.percentile(smoothed(series), 25, axis=0)
+    return level
+
+
+def find_episodes(
+    series: Figures, limit: Figures, steps_s: Figures, confirming_s: float = CONFIRMING_S
+) -> list[Episode]:
+    """Return the confirmed episodes of a series (T,) above `limit` (T,); `steps_s` (T,) is how long each step took."""
+    above = smoothed(series) > limit
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], above, [False]]).astype(np.int8)))
+    joined: list[tuple[int, int]] = []
+    for first, last in zip(edges[::2].tolist(), (edges[1::2] - 1).tolist(), strict=True):
+        # A slow device is fast in some step by chance; one disturbance must not be reported as many.
+        if joined and first - joined[-1][1] <= GAP_STEPS:
+            joined[-1] = joined[-1][0], last
+        else:
+            joined.append((first, last))
+    found = []
+    for first, last in joined:
+        inside = slice(first, last + 1)
+        if last - first + 1 >= CONFIRMING_STEPS and steps_s[inside].sum() >= confirming_s:
+            values = series[inside]
+            found.append(Episode(first, last, float(np.median(values)), float(np.mean(values > limit[inside]))))
+    return found
+
+
+def until(evidence: RunEvidence, episode: Episode) -> int | None:
+    """Return the last step of an episode; None where it may go on."""
+    return None if episode.last >= len(evidence.steps) - 2 else int(evidence.steps[episode.last])
+
+
+def confidence(episode: Episode) -> float:
+    """Return how sure an episode is: how many of its steps show it, and more of them the surer."""
+    return round(min(0.99, episode.steadiness * (1 - 0.5 / episode.steps)), 2)
+
+
+def verdict_of(
+    evidence: RunEvidence,
+    episode: Episode,
+    cause: Cause,
+    *sentences: str,
+    rank: int | None = None,
+    node: int | None = None,
+    link: tuple[int, ...] | None = None,
+) -> RunVerdict:
+    """Return a verdict for an episode: since when it lasts, what it costs and how sure it is follow from that."""
+    return RunVerdict(
+        cause=cause,
+        rank=rank,
+        node=node,
+        link=link,
+        since_step=int(evidence.steps[episode.first]),
+        until_step=until(evidence, episode),
+        cost_s=episode.excess,
+        confidence=confidence(episode),
+        evidence=sentences,
+    )
+
+
+def mean_known(values: Figures) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if known.size else float("nan")
+
+
+def means_known(values: Figures) -> Figures:
+    """Return the mean over the first axis of what is known; NaN where nothing is."""
+    known = np.isfinite(values)
+    counts = known.sum(axis=0)
+    with np.errstate(invalid="ignore"):
+        means: Figures = np.where(known, values, 0.0).sum(axis=0) / np.where(counts, counts, np.nan)
+    return means if np.isfinite(means).any() else np.array([np.nan])
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+# What the connections between two ranks show in an episode, and by how much counters of all ranks rise in it.
+
+
+OVERFLOW, QUEUED_S, QUEUED = 0.05, 2e-3, 4.0
+"""A queue before a narrow link drops what it cannot hold: no larger part of the segments, while round trips take so
+much longer and so many times as long as usual. A link that loses segments has no queue."""
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Path:
+    """The connections between two ranks, both ways, in an episode."""
+
+    ranks: Pair
+    resent: float
+    resent_later: float
+    """Of them those of the episode's later half."""
+    segments: float
+    segments_later: float
+    timeouts: float
+    rate: float
+    """Bytes a second while anything was under way; 0 where it is not known."""
+    usual_rate: float
+    """The same at other times."""
+    rtt_s: float
+    usual_rtt_s: float
+
+    def has_queue(self, least_s: float = QUEUED_S) -> bool:
+        """Return whether what is sent waits on its way: round trips take far longer than at other times, and `least_s`
+        longer."""
+        return self.rtt_s > max(self.usual_rtt_s + least_s, QUEUED * self.usual_rtt_s)
+
+    @property
+    def overflows(self) -> bool:
+        """Whether what was sent again was dropped by a queue that is full: TCP fills it to find the link's rate, and
+        fills it most while the link has just become narrow."""
+        of_later = self.resent_later <= OVERFLOW * self.segments_later
+        return self.has_queue() and (of_later or self.resent <= OVERFLOW * self.segments)
+
+
+def paths_of(connections: Sequence[Connection], episode: Episode) -> list[Path]:
+    of_pair: dict[Pair, list[Connection]] = defaultdict(list)
+    for connection in connections:
+        first, second = sorted(connection.ranks)
+        of_pair[first, second].append(connection)
+    return [_path(ranks, of_pair[ranks], episode) for ranks in sorted(of_pair)]
+
+
+def _path(ranks: Pair, connections: Sequence[Connection], episode: Episode) -> Path:
+    inside = np.zeros(len(connections[0].sent_bytes), dtype=bool)
+    inside[episode.where] = True
+    later = inside.copy()
+    # A narrow link drops most while TCP still looks for its rate; a lossy one goes on losing.
+    later[: episode.first + episode.steps // 2] = False
+
+    def total(name: str, where: Figures | np.ndarray = inside) -> float:
+        return float(sum(np.nansum(getattr(one, name)[where]) for one in connections))
+
+    def median_rtt_s(where: np.ndarray) -> float:
+        seen = np.concatenate([one.rtt_s[where] for one in connections])
+        return float(np.nanmedian(seen)) if np.isfinite(seen).any() else 0.0
+
+    def rate(where: np.ndarray) -> float:
+        busy_s = total("busy_s", where)
+        return total("sent_bytes", where) / busy_s if busy_s > 0 else 0.0
+
+    return Path(
+        ranks,
+        total("resent"),
+        total("resent", later),
+        max(1.0, total("segments")),
+        max(1.0, total("segments", later)),
+        total("timeouts"),
+        rate(inside),
+        rate(~inside),
+        median_rtt_s(inside),
+        median_rtt_s(~inside),
+    )
+
+
+def rise(series: Figures, episode: Episode, over_ranks: Callable[..., Figures]) -> float:
+    """Return by how much a counter of all ranks is above its usual level in an episode; 0 where it is not known."""
+    whole = over_all_ranks(series, over_ranks)
+    inside = whole[episode.where]
+    if not np.isfinite(inside).any():
+        return 0.0
+    return float(np.nanmedian(inside) - np.nanpercentile(whole, 25))
+
+
+def over_all_ranks(series: Figures, over_ranks: Callable[..., Figures]) -> Figures:
+    """Return a counter (T,) over all ranks; NaN where a rank's is not known, 0 throughout where none is."""
+    if not np.isfinite(series).any():
+        return np.zeros(len(series))
+    whole = np.full(len(series), np.nan)
+    known = np.isfinite(series).any(axis=1)
+    whole[known] = over_ranks(series[known], axis=1)
+    return whole
