@@ -32,6 +32,8 @@ from trainspec_cli.run.backend import OpenBackend, RunBackend
 from trainspec_cli.run.backend.node_processes import ranks_of, start_folder
 from trainspec_cli.run.backend.observe import newest_checkpoint, newest_step
 from trainspec_cli.run.backend.processes import POLL_S
+from trainspec_cli.run.channel.messages import ExpectGroups, SpeedsReport
+from trainspec_cli.run.channel.worker import WorkerMail
 from trainspec_cli.run.folder.event_types.events import (
     EndedMark,
     Event,
@@ -44,9 +46,7 @@ from trainspec_cli.run.folder.event_types.events import (
     StepEvent,
 )
 from trainspec_cli.run.folder.events import EventTail, EventWriter, read_sound
-from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import Fence, was_stop_noted
-from trainspec_cli.run.folder.looks import SpeedsReport, SpeedsWatch
 from trainspec_cli.run.folder.record import NodeErrorRecord, write_error
 from trainspec_cli.run.job.folder import write_fewer_nodes
 from trainspec_cli.run.job.job import Job, torchrun_command
@@ -86,9 +86,10 @@ class SlowNodes:
         plan: Plan,
         replan: Replan | None,
         report: Callable[[str], None],
+        mail: WorkerMail,
         executor: Executor | None = None,
     ):
-        """`replan` is called in a thread, which nothing waits for."""
+        """`replan` is called in a thread, which nothing waits for. `mail` brings the speeds that the workers report."""
         scheduler = plan.spec.scheduler
         self._run = job.run
         self._executor = executor or ThreadPoolExecutor(1, "fewer nodes")
@@ -97,6 +98,7 @@ class SlowNodes:
         self._change = scheduler.change
         self._replan = replan
         self._report = report
+        self._mail = mail
         self._restart_s = math.inf
         self._asked_s = math.inf
         self._decided: Gain | None = None
@@ -113,7 +115,7 @@ class SlowNodes:
         self._planning: Future[Plan | None] | None = None
         if self._is_on and self._replan:
             self._planning = self._executor.submit(self._plan_fewer, self._replan, plan)
-        self._events, self._speeds = EventTail(self._run.events(0)), SpeedsWatch(self._run)
+        self._events = EventTail(self._run.events(0))
         self._paces = PaceTracker(self._change)
         self._learnt: _Learnt | None = None
         self._scheduler = LeaveOutScheduler()
@@ -143,8 +145,9 @@ class SlowNodes:
 
     def _look(self, made: int) -> list[NodeSlow]:
         """Take in what is reported, after so many steps were made."""
-        report = self._speeds.poll()
-        if report is not None and report.layout.world_size == self._plan.world_size:
+        report = self._mail.speeds
+        is_known = self._learnt is not None and self._learnt.report is report
+        if report is not None and not is_known and report.layout.world_size == self._plan.world_size:
             self._learn(report)
         if not made or not self._is_on or self._learnt is None or len(self._times_s) < MEASURED_STEPS:
             return []
@@ -320,13 +323,14 @@ def supervise(
     report: Callable[[str], None] = lambda _: None,
     requests: StopRequests | None = None,
     replan: Replan | None = None,
+    mail: WorkerMail | None = None,
 ) -> Ending:
     """Run `job` until all its processes have ended, and start again what fails where `plan` wants that.
 
     `watch` is called about ten times a second, with whether a stop has been asked for; `report` hears of every failure
     that does not end the run, and what follows. Without a plan the job is started again after failures as often as its
     `max_restarts` allow, and a tool's never. `replan` finds the plan of a run that leaves a slow node out; without it
-    only a spare node can take its place.
+    only a spare node can take its place. `mail`: of others who hear the workers, and send to them.
 
     A first request to stop asks the workers to write a checkpoint and end, within the job's `stop_grace_s`; before
     they have written an event there is nothing to save, and they are killed. A second request kills at once.
@@ -335,7 +339,7 @@ def supervise(
     """
     requests = requests or StopRequests()
     with on_stop_signal(requests.add):
-        supervisor = Supervisor(job, plan, backend, report, replan)
+        supervisor = Supervisor(job, plan, backend, report, replan, mail)
         supervisor.open()
         try:
             while not supervisor.state.is_over:
@@ -356,6 +360,7 @@ class Supervisor:
         backend: OpenBackend,
         report: Callable[[str], None],
         replan: Replan | None = None,
+        mail: WorkerMail | None = None,
     ):
         self._job = job
         self._plan = plan
@@ -376,10 +381,12 @@ class Supervisor:
         self._left_behind: tuple[int, ...] = ()
         self._has_named_missing = False
         self._losses: dict[int, run_state.NodeLost | run_state.NodeUnfit] = {}
-        self._slow_nodes = SlowNodes(job, plan, replan, report) if plan else None
+        self._mail = mail or WorkerMail()
+        self._slow_nodes = SlowNodes(job, plan, replan, report, self._mail) if plan else None
 
     def open(self) -> None:
         """Begin a generation of the run."""
+        self._mail.clear()
         if self._slow_nodes and self._plan:
             self._slow_nodes.open(self._job, self._plan)
         self._marks = EventWriter(self._job.run.supervisor_events, SUPERVISOR)
@@ -407,6 +414,11 @@ class Supervisor:
         if self._backend:
             for event in self._backend.poll():
                 self._take(event)
+        if self._backend and (hub := self._backend.hub):
+            self._mail.speeds = hub.take_speeds() or self._mail.speeds
+            for message, rank in self._mail.unsent:
+                hub.tell(message, rank)
+        self._mail.unsent.clear()
         for event in self._slow_nodes.poll() if self._slow_nodes else ():
             self._take(event)
         if requests.count:
@@ -444,7 +456,6 @@ class Supervisor:
 
     def _apply(self, action: run_state.Action) -> None:
         backend = self._backend
-        run = self._job.run
         assert backend is not None, "a generation is open"
         match action:
             case run_state.Launch(group, number):
@@ -470,7 +481,7 @@ class Supervisor:
             case run_state.RecordLosses():
                 self._record_losses()
             case run_state.Expect(groups):
-                write_json(run.groups_json, {"expected": groups})
+                self._mail.tell(ExpectGroups(groups))
             case run_state.Refuse(code, message):
                 hint = f"look at {self._job.torchrun_log}" if code == "agents_failed" else ""
                 raise MachineError(Problem(code, message, hint=hint, environment=True))

@@ -16,7 +16,7 @@ from trainspec_cli.core.environment_names import GROUP, START
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend import node_processes, processes
 from trainspec_cli.run.backend.node_processes import NodeProcesses, devices_of, group_job
-from trainspec_cli.run.backend.nodes.messages import (
+from trainspec_cli.run.channel.messages import (
     GroupExited,
     ProcessMessage,
     WorkerExited,

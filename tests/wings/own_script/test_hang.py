@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.run.backend.nodes.messages import RankStands
+from trainspec_cli.run.channel.messages import RankStands
 from trainspec_cli.wings.own_script.hang import in_library, name_late, place_of
 
 

@@ -22,8 +22,8 @@ from trainspec_cli.core.environment_names import GENERATION, GROUP, START
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend import guard, processes
 from trainspec_cli.run.backend.family import Family
-from trainspec_cli.run.backend.nodes.messages import GroupExited, ProcessMessage, WorkerExited, WorkersOrphaned
 from trainspec_cli.run.backend.spawn import start, start_guard
+from trainspec_cli.run.channel.messages import GroupExited, ProcessMessage, WorkerExited, WorkersOrphaned
 from trainspec_cli.run.failure import describe_exit, find_listed
 from trainspec_cli.run.folder.generations import note_stop
 from trainspec_cli.run.job.job import Job, node_command, torchrun_command

@@ -13,7 +13,7 @@ from trainspec_cli.recipe.records import Absent
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
 from trainspec_cli.run.backend.node_processes import group_job
-from trainspec_cli.run.backend.nodes.messages import GroupExited, ProcessMessage, WorkerExited
+from trainspec_cli.run.channel.messages import GroupExited, ProcessMessage, WorkerExited
 from trainspec_cli.run.failure import WorkerFailure, explain, explain_end, find_failures, first_causes
 from trainspec_cli.run.folder.event_types.events import DirectiveEvent, Event, RetryEvent, StepEvent
 from trainspec_cli.run.folder.events import EventTail, read_sound

@@ -1,154 +1,28 @@
-"""Deeper looks: the supervisor writes RUN/looks.json when a verdict is new, the ranks that it names look at themselves.
-
-What they find is an event of their own (`LookEvent`), and a trace in RUN/looks.
-"""
+"""What a run has learned, as its folder keeps it: memory that ran out, held-out losses, the code that it executes."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from trainspec_cli.core.environment_names import GENERATION
 from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.core.reading.files import UnreadableFileError, exists, read_bytes, unreadable
 from trainspec_cli.recipe.extensions.kinds import SOURCE
 from trainspec_cli.recipe.extensions.source import MAX_SOURCE_BYTES, find, source_files, source_sha256
 from trainspec_cli.recipe.keys.run import Offload, Recompute, RunSpec
 from trainspec_cli.recipe.own_code import own_code_of, worker_code_of
-from trainspec_cli.recipe.records import Count, Seconds, from_plain, to_plain
-from trainspec_cli.recipe.results.plan import LayoutProposal
+from trainspec_cli.recipe.records import from_plain, to_plain
 from trainspec_cli.recipe.results.tables import MemorySetting, Relief
-from trainspec_cli.recipe.results.verdict import LookOrder, MeasuredLink
-from trainspec_cli.run.folder.event_types.events import EvalEvent, MemoryEvent, WrittenLayout
+from trainspec_cli.run.folder.event_types.events import EvalEvent, MemoryEvent
 from trainspec_cli.run.folder.events import read_log, read_sound
 from trainspec_cli.run.folder.files import (
-    FileWatch,
-    read_json,
     read_versioned,
-    read_versioned_record,
-    write_json,
     write_versioned,
 )
 from trainspec_cli.run.folder.paths import RunDir
-
-TRACE_VERSION = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class LooksRecord:
-    """looks.json: all looks that were asked for, over all starts of the run."""
-
-    orders: tuple[LookOrder, ...] = ()
-
-
-def write_looks(run: RunDir, record: LooksRecord) -> None:
-    write_versioned(run.looks_json, to_plain(record))
-
-
-def read_looks(run: RunDir) -> LooksRecord:
-    """Return the looks that were asked for; none where there is no file. Raises UnreadableFileError where it is damaged
-    or of a later version."""
-    path = run.looks_json
-    return read_versioned_record(path, LooksRecord, "list of looks") if path.exists() else LooksRecord()
-
-
-# Reports of the workers to the supervisor: how fast the ranks compute and their links are, as was confirmed.
-#
-# Rank 0 writes RUN/speeds.json anew when confirmed speeds or the division of samples change, and not otherwise.
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeedsReport:
-    """speeds.json: the confirmed speeds of all ranks, and how samples are divided over them."""
-
-    step: Count
-    """Updates made when this was written."""
-    step_s: Seconds
-    """Computing of the slowest rank in the last step, with the exchanges of its micro-batches."""
-    layout: WrittenLayout
-    """The layout in which the speeds were measured."""
-    micro_batches: Count
-    """Micro-batches of every rank in a step."""
-    samples: tuple[Count, ...]
-    """Samples in a step by global rank, as the other lists."""
-    fixed_s: tuple[Seconds, ...]
-    """A micro-batch's forward and backward take so long, and"""
-    per_sample_s: tuple[Seconds, ...]
-    """so long for each sample in it."""
-    links: tuple[MeasuredLink, ...] = ()
-    """The links whose speeds are known."""
-
-    @property
-    def compute_s(self) -> tuple[float, ...]:
-        """Return what each rank computes in a step, without waiting for others."""
-        each = zip(self.samples, self.fixed_s, self.per_sample_s, strict=True)
-        return tuple(self.micro_batches * fixed_s + samples * sample_s for samples, fixed_s, sample_s in each)
-
-    @property
-    def even_s(self) -> tuple[float, ...]:
-        """Return what each rank would compute if all took equally many samples."""
-        share = sum(self.samples) / len(self.samples)
-        each = zip(self.fixed_s, self.per_sample_s, strict=True)
-        return tuple(self.micro_batches * fixed_s + share * sample_s for fixed_s, sample_s in each)
-
-
-def write_speeds(run: RunDir, report: SpeedsReport) -> None:
-    write_versioned(run.speeds_json, to_plain(report))
-
-
-def read_speeds(run: RunDir) -> SpeedsReport:
-    """Read speeds.json. Raises UnreadableFileError where it is damaged or of a later version."""
-    path = run.speeds_json
-    report = read_versioned_record(path, SpeedsReport, "report of speeds")
-    ranks = report.layout.world_size
-    if any(len(figures) != ranks for figures in (report.samples, report.fixed_s, report.per_sample_s)):
-        raise unreadable(path, f"has other numbers of figures than the layout's ranks, {ranks}")
-    if any(not link.ranks or max(link.ranks) >= ranks or not link.bytes_per_s for link in report.links):
-        raise unreadable(path, f"has a link without a speed, or of ranks beyond the layout's, {ranks}")
-    return report
-
-
-class SpeedsWatch:
-    """Looks for a newer report; `poll` is to be called again and again, and costs one `stat` where there is none."""
-
-    def __init__(self, run: RunDir):
-        self._run, self._file = run, FileWatch(run.speeds_json)
-
-    def poll(self) -> SpeedsReport | None:
-        """Return the report that was written since the last call, if any. Raises UnreadableFileError."""
-        return read_speeds(self._run) if self._file.has_changed() else None
-
-
-# Memory that ran out in a run: what a rank tells the others at once, and the directives that followed.
-#
-# The rank whose memory ran out leaves a file that the others look for while they wait for it:
-# RUN/shortages/00000003.json is of the third start. Each rank then saves its part of the state
-# (`engine/run/shortage.py`).
-
-
-@dataclass(frozen=True)
-class ShortageNote:
-    rank: int
-    step: int
-    """Updates made before the step in which it happened."""
-
-
-def leave_note(run: RunDir, note: ShortageNote) -> None:
-    """Write the note of this worker's start. Of several ranks the last one's stays; they fail in the same step."""
-    write_json(run.shortage(_generation()), to_plain(note))
-
-
-def read_note(run: RunDir) -> ShortageNote | None:
-    path = run.shortage(_generation())
-    return from_plain(ShortageNote, read_json(path)) if path.is_file() else None
-
-
-def _generation() -> int:
-    return int(os.environ.get(GENERATION, "0"))
 
 
 def read_reliefs(run: RunDir, layout: str) -> list[Relief]:
@@ -177,55 +51,6 @@ def _unfollowed(run: RunDir, event: MemoryEvent, hint: str) -> UnreadableFileErr
 def _is_known(setting: MemorySetting) -> bool:
     kinds = setting.recompute in get_args(Recompute) and setting.offload in get_args(Offload)
     return kinds and setting.micro_batch_size >= 1
-
-
-# Proposals of the supervisor to the workers: another layout that their run would be faster in.
-#
-# It writes RUN/proposal.json, which rank 0 looks for; the ranks agree at which step they take it up.
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProposalRecord:
-    """proposal.json: the newest proposal. `LayoutProposal` says what the fields mean that have the same names."""
-
-    number: Count
-    """Proposals of a run are numbered from 1, over all of its starts."""
-    before: WrittenLayout
-    """It is meant for a run in this layout, and void in any other."""
-    layout: WrittenLayout
-    micro_batch_size: Count
-    grad_accum_steps: Count
-    largest_micro_batch_size: Count
-    largest_stage_layers: Count | None
-    before_s: Seconds
-    """A step takes so long as it is, measured."""
-    expected_s: Seconds
-    """As it is expected to."""
-    reason: str
-
-    @property
-    def proposal(self) -> LayoutProposal:
-        return LayoutProposal(
-            layout=self.layout,
-            micro_batch_size=self.micro_batch_size,
-            grad_accum_steps=self.grad_accum_steps,
-            largest_micro_batch_size=self.largest_micro_batch_size,
-            largest_stage_layers=self.largest_stage_layers,
-            before_s=self.before_s,
-            expected_s=self.expected_s,
-            reason=self.reason,
-        )
-
-
-def write_proposal(run: RunDir, record: ProposalRecord) -> None:
-    write_versioned(run.proposal_json, to_plain(record))
-
-
-def read_proposal(run: RunDir) -> ProposalRecord | None:
-    """Return the newest proposal; None where there is none. Raises UnreadableFileError where it is damaged or of a
-    later version."""
-    path = run.proposal_json
-    return read_versioned_record(path, ProposalRecord, "proposal of a layout") if path.exists() else None
 
 
 # The held-out losses that a run has measured.

@@ -22,6 +22,7 @@ from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.reporter.render import render_summary
 from trainspec_cli.run.backend import OpenBackend
 from trainspec_cli.run.backend.node_processes import PassedThrough
+from trainspec_cli.run.channel.worker import WorkerMail
 from trainspec_cli.run.failure import Explanation
 from trainspec_cli.run.folder.event_types.events import FirstTextEvent, StepEvent
 from trainspec_cli.run.folder.events import read_sound
@@ -53,6 +54,7 @@ def run(
     limits: LimitsWatch | None = None,
     *,
     advisor: LayoutAdvisor | None = None,
+    mail: WorkerMail | None = None,
     as_json: bool = False,
     requests: StopRequests | None = None,
     replan: Replan | None = None,
@@ -62,18 +64,21 @@ def run(
     run_kind: RunKind = RECIPE_RUNS,
 ) -> int:
     """Supervise the job until its run has ended, and report how it ended; return the exit code. `limits` remembers
-    what it learns of the machine's memory, and `advisor` proposes other layouts; `replan` is as of `supervise`;
-    `notifies` says who else is notified of the end. The job's own `output` is shown, where it is given; where it is
-    `passed` through to a terminal, its lines go to the run's log alone. `run_kind` decides how the run has ended.
+    what it learns of the machine's memory, and `advisor` proposes other layouts, over `mail`; `replan` is as of
+    `supervise`; `notifies` says who else is notified of the end. The job's own `output` is shown, where it is given;
+    where it is `passed` through to a terminal, its lines go to the run's log alone. `run_kind` decides how the run has
+    ended.
 
     Raises the error whose exit code the outcome has where the run failed, WorkerError where it was begun anew by
     another start while it ran, BrokenPipeError where it ended well and nobody reads that.
     """
-    verdicts = VerdictLines(job.run, looks_deeper=plan is not None and plan.spec.observe.deeper_look)
+    mail = mail or WorkerMail()
+    looks_deeper = plan is not None and plan.spec.observe.deeper_look
+    verdicts = VerdictLines(job.run, (lambda order: mail.tell(order, order.looker)) if looks_deeper else None)
     watches = [verdicts, *(watch for watch in (limits, advisor) if watch is not None)]
     requests = requests or StopRequests()
     with on_stop_signal(requests.add):  # until the result is written and reported
-        ending = _supervise(job, plan, backend, console, watches, requests, replan, output, passed)
+        ending = _supervise(job, plan, backend, console, watches, requests, replan, mail, output, passed)
         job = ending.job
         if ending.left_behind:
             hanging = ", ".join(map(str, ending.left_behind))
@@ -105,6 +110,7 @@ def _supervise(
     watches: Sequence[Watch],
     requests: StopRequests,
     replan: Replan | None,
+    mail: WorkerMail,
     output: Watch | None,
     passed: PassedThrough | None,
 ) -> Ending:
@@ -130,7 +136,7 @@ def _supervise(
         if passed:
             passed.on_first = view.yield_terminal
         try:
-            return supervise(job, plan, backend, watch, say, requests, replan)
+            return supervise(job, plan, backend, watch, say, requests, replan, mail)
         finally:
             if passed:
                 passed.begin_line()

@@ -28,6 +28,7 @@ from trainspec_cli.recipe.wings import parts_for
 from trainspec_cli.run.backend import OpenBackend
 from trainspec_cli.run.backend.local import LocalBackend
 from trainspec_cli.run.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
+from trainspec_cli.run.channel.worker import WorkerMail
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.event_types.events import StartEvent
 from trainspec_cli.run.folder.events import EventTail
@@ -105,13 +106,15 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
         if session.reach:
             backend = partial(NodesBackend, reach=session.reach, examination=examination)
         limits = LimitsWatch(job.run, plan, machine)
-        advisor = LayoutAdvisor(job.run, plan, layouts) if decides_layouts(plan) else None
+        mail = WorkerMail()
+        advisor = LayoutAdvisor(job.run, plan, layouts, mail) if decides_layouts(plan) else None
         with ExitStack() as services:
             for serve in parts_for(RUN_SERVICES, plan.spec):
                 services.enter_context(serve(job.run, plan))
             code = run(
                 *(job, plan, backend, session.console, limits),
                 advisor=advisor,
+                mail=mail,
                 as_json=session.as_json,
                 requests=requests,
                 replan=partial(plan_on_fewer, machine=machine),

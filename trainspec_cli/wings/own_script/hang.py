@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from trainspec_cli.run.backend.nodes.messages import NodeStands, RankStands
+from trainspec_cli.run.channel.messages import NodeStands, RankStands
 from trainspec_cli.run.folder.event_types.events import HangEvent
 from trainspec_cli.run.recovery.watch import Reading, Whereabouts, find_late, step_deadline_s, working
 from trainspec_cli.wings.own_script.journal import CountedRank

@@ -9,7 +9,7 @@ import psutil
 
 from trainspec_cli.run.backend import processes
 from trainspec_cli.run.backend.node_processes import NodeProcesses
-from trainspec_cli.run.backend.nodes.messages import (
+from trainspec_cli.run.channel.messages import (
     GroupExited,
     NodeSilent,
     NodeStands,

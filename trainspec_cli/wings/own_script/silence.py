@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from trainspec_cli.run.backend.nodes.messages import ProcessSilent
+from trainspec_cli.run.channel.messages import ProcessSilent
 from trainspec_cli.run.recovery.watch import Reading, working
 from trainspec_cli.wings.own_script.usage import moved_bytes, wanted_s
 

@@ -30,10 +30,10 @@ from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import check_machine
 from trainspec_cli.run.backend import processes
-from trainspec_cli.run.backend.nodes import messages
 from trainspec_cli.run.backend.nodes.backend import JOB_KINDS, RECIPE_JOBS, NodePart, RunningNode, run_section
-from trainspec_cli.run.backend.nodes.hub import Wire, call_hub
 from trainspec_cli.run.backend.processes import POLL_S
+from trainspec_cli.run.channel import messages
+from trainspec_cli.run.channel.wire import Wire, call_hub
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import GenerationRecord, read_secret
 from trainspec_cli.run.folder.paths import RunDir

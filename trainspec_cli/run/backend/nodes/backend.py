@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from trainspec_cli.core.environment_names import LAUNCH_ID
+from trainspec_cli.core.environment_names import LAUNCH_ID, SUPERVISOR
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.printable import format_duration
 from trainspec_cli.core.wings import Point
@@ -23,12 +23,12 @@ from trainspec_cli.recipe.keys.run import RunSection
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend.family import Family
+from trainspec_cli.run.backend.hub import Came, Hub, Lost, News, RemoteNode, max_knocks
 from trainspec_cli.run.backend.node_processes import NodeProcesses, close_family
-from trainspec_cli.run.backend.nodes import messages
-from trainspec_cli.run.backend.nodes.hub import Came, Hub, Lost, News, RemoteNode, max_knocks
 from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, RunningStart, poll_starts
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.backend.spawn import start_guard
+from trainspec_cli.run.channel import messages
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import Fence, GenerationRecord, UnplannedWork, create_secret
@@ -210,7 +210,7 @@ class NodesBackend:
         secret_file = job.run.secret(self.generation)
         address = listening_address(reach.head)
         port = reach.rendezvous_port or 0
-        self._hub = self._open_hub(create_secret(secret_file), address)
+        self.hub = self._hub = self._open_hub(create_secret(secret_file), address)
         self._rendezvous: Rendezvous | None = None
         self._rendezvous_watch: RendezvousWatch | None = None
         self._port = 0
@@ -373,7 +373,7 @@ class NodesBackend:
 
     def _open_hub(self, secret: bytes, address: str) -> Hub:
         nodes = max(self._num_nodes, len(self._places))
-        allow_connections(max_knocks(nodes) + nodes)
+        allow_connections(max_knocks(nodes) + nodes + self._job.world_size)
         welcomes_back = self._num_groups > 1
         return Hub(
             nodes,
@@ -386,13 +386,16 @@ class NodesBackend:
         )
 
     def _record(self, worker: Sequence[str]) -> GenerationRecord:
+        addresses = {}
+        if self._rendezvous:
+            addresses = {**self._rendezvous.environment, SUPERVISOR: f"{self._reach.head}:{self._hub.port}"}
         return GenerationRecord(
             generation=self.generation,
             at=time.time(),
             host=socket.gethostname(),
             head=self._reach.head,
             hub_port=self._hub.port,
-            rendezvous=self._rendezvous.environment if self._rendezvous else {},
+            rendezvous=addresses,
             num_nodes=self._num_nodes,
             launch_id=self._job.launch_id,
             logs=str(self._job.logs),
