@@ -31,8 +31,8 @@ from trainspec_cli.data.weights.naming import other_tensors
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import ExportRequest
+from trainspec_cli.run.folder.accounting import best_checkpoint
 from trainspec_cli.run.folder.files import write_json
-from trainspec_cli.run.folder.looks import best_checkpoint
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir, read_plan
 from trainspec_cli.run.tools import EXPORT, run_tool

@@ -16,7 +16,7 @@ from trainspec_cli.reporter.collect import collect
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.file_schemas import FILE_SCHEMAS
 from trainspec_cli.run.folder.forms import FORMS
-from trainspec_cli.run.folder.looks import read_code
+from trainspec_cli.run.folder.own_code import read_code
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import (
     NodeErrorRecord,

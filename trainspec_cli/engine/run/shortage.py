@@ -42,8 +42,8 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tables import MemorySetting, Relief, Shortage
 from trainspec_cli.run.channel.messages import ShortageNote
 from trainspec_cli.run.channel.worker import SupervisorConnection
+from trainspec_cli.run.folder.accounting import read_reliefs
 from trainspec_cli.run.folder.event_types.events import MemoryEvent, WarningEvent
-from trainspec_cli.run.folder.looks import read_reliefs
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.recovery.memory import next_setting, rank_setting, with_reliefs
 

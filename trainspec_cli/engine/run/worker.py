@@ -18,7 +18,7 @@ from trainspec_cli.engine.run.sources import open_source
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.run.channel.worker import SupervisorConnection
 from trainspec_cli.run.folder.files import read_versioned
-from trainspec_cli.run.folder.looks import check_code
+from trainspec_cli.run.folder.own_code import check_code
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 from trainspec_cli.run.recovery.memory import with_reliefs

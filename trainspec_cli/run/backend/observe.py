@@ -15,9 +15,9 @@ from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
 from trainspec_cli.run.backend.node_processes import group_job
 from trainspec_cli.run.channel.messages import GroupExited, ProcessMessage, WorkerExited
 from trainspec_cli.run.failure import WorkerFailure, explain, explain_end, find_failures, first_causes
+from trainspec_cli.run.folder.accounting import read_sound_reliefs
 from trainspec_cli.run.folder.event_types.events import DirectiveEvent, Event, RetryEvent, StepEvent
 from trainspec_cli.run.folder.events import EventTail, read_sound
-from trainspec_cli.run.folder.looks import read_sound_reliefs
 from trainspec_cli.run.folder.memory import newest_copy
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_result

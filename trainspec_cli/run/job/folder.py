@@ -35,7 +35,7 @@ from trainspec_cli.run.backend import processes
 from trainspec_cli.run.folder import memory
 from trainspec_cli.run.folder.files import write_json, write_text, write_versioned
 from trainspec_cli.run.folder.known_runs import remember_run
-from trainspec_cli.run.folder.looks import keep_code
+from trainspec_cli.run.folder.own_code import keep_code
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import Resume, RunRecord, read_run_record, write_plan, write_run_record
 from trainspec_cli.run.job.job import Job, git_state, render_command, versions

@@ -34,8 +34,8 @@ from trainspec_cli.run.folder.event_types.events import StartEvent
 from trainspec_cli.run.folder.events import EventTail
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.known_runs import known_runs
-from trainspec_cli.run.folder.looks import describe_changed_code
 from trainspec_cli.run.folder.memory import newest_copy
+from trainspec_cli.run.folder.own_code import describe_changed_code
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_of_all_nodes
 from trainspec_cli.run.job.folder import RUNS, claim, find_owner, make_folder, storage, write_launch, write_resume

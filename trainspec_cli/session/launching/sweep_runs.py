@@ -26,9 +26,9 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.reporter.compare import table
 from trainspec_cli.reporter.progress import Progress
 from trainspec_cli.run.backend.processes import POLL_S
+from trainspec_cli.run.folder.accounting import read_heldout_losses
 from trainspec_cli.run.folder.event_types.events import EvalEvent
 from trainspec_cli.run.folder.events import EventTail
-from trainspec_cli.run.folder.looks import read_heldout_losses
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import RunResult, read_result
 from trainspec_cli.run.notify import NOBODY, Notify
