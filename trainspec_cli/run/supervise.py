@@ -29,7 +29,6 @@ from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend import OpenBackend, RunBackend
-from trainspec_cli.run.backend.node_processes import ranks_of, start_folder
 from trainspec_cli.run.backend.observe import newest_checkpoint, newest_step
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.channel.messages import ExpectGroups, SpeedsReport
@@ -49,7 +48,7 @@ from trainspec_cli.run.folder.events import EventTail, EventWriter, read_sound
 from trainspec_cli.run.folder.generations import Fence, was_stop_noted
 from trainspec_cli.run.folder.record import NodeErrorRecord, write_error
 from trainspec_cli.run.job.folder import write_fewer_nodes
-from trainspec_cli.run.job.job import Job, torchrun_command
+from trainspec_cli.run.job.job import Job, ranks_of, start_folder, torchrun_command
 from trainspec_cli.run.recovery import recovery, run_state
 from trainspec_cli.run.recovery.run_state import NodeSlow
 from trainspec_cli.run.signals import StopRequests, on_stop_signal

@@ -1,22 +1,38 @@
-"""The local backend: all of a run's processes are on this node."""
+"""The processes of a run on one node, and the backend of a run that has all of its processes here.
+
+Of each replica group a node has its torchrun, or its part of one, and the workers below it. The local backend and a
+node's agent both hold a `NodeProcesses`, which reports in the messages that agents send.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import shutil
+import signal
 import socket
+import subprocess
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
+
+import psutil
 
 from trainspec_cli.core.environment_names import GENERATION, SECRET_FILE, SUPERVISOR
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.backend import guard, processes
+from trainspec_cli.run.backend.family import Family, start, start_guard
 from trainspec_cli.run.backend.hub import Hub
-from trainspec_cli.run.backend.node_processes import NodeProcesses
 from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, RunningStart, poll_starts
+from trainspec_cli.run.channel.messages import GroupExited, ProcessMessage, WorkerExited, WorkersOrphaned
+from trainspec_cli.run.failure import describe_exit, find_listed
 from trainspec_cli.run.folder import generations
-from trainspec_cli.run.folder.generations import create_secret
-from trainspec_cli.run.job.job import LOOPBACK, Job
-from trainspec_cli.run.job.machine import BACKLOG
+from trainspec_cli.run.folder.generations import create_secret, note_stop
+from trainspec_cli.run.job.job import LOOPBACK, Job, group_job
+from trainspec_cli.run.job.machine import BACKLOG, NodePlace, count_oom_kills, usable_memory_bytes
 from trainspec_cli.run.recovery.run_state import Event, PresenceChanged
 from trainspec_cli.run.rendezvous.address import Rendezvous
 
@@ -92,3 +108,168 @@ class LocalBackend:
             self._rendezvous_watch = RendezvousWatch(self._rendezvous, self._job.run, plan)
             environment |= self._rendezvous.environment
         self._job = replace(self._job, environment={**self._job.environment, **environment})
+
+
+class PassedThrough(Protocol):
+    """Passes what a program prints through to this terminal as it is, and keeps the program's log."""
+
+    on_first: Callable[[], None]
+    """Called before the first byte is shown."""
+
+    def open(self, log: Path) -> int:
+        """Return the descriptor that one start of the program prints to."""
+
+    def look(self) -> None:
+        """Show what has come since the last look."""
+
+    def begin_line(self) -> None:
+        """End a line that the program has begun, before something else is printed."""
+
+    def finish(self) -> None:
+        """Wait until all that the program has printed is in its log, after its end."""
+
+    def close(self) -> None: ...
+
+
+class NodeProcesses:
+    def __init__(
+        self, job: Job, plan: Plan | None, place: NodePlace | None = None, passed: PassedThrough | None = None
+    ):
+        """`job` belongs to a generation; of several nodes it is this one's, at `place`. `passed`: shows the output."""
+        self._job = job
+        self._plan = plan
+        self._place = place
+        self._passed = passed
+        self._guard, self._family = start_guard(job), Family(job)
+        self._starts: dict[int, _GroupProcesses] = {}
+
+    def start(self, group: int, number: int) -> None:
+        """Start torchrun in a session of its own, so that Ctrl-C reaches the supervisor alone."""
+        job = group_job(self._job, self._plan, group, number, self._place)
+        family = self._family if job.ranks is None else Family(job, group)
+        self._starts[group] = _GroupProcesses(job, family, group, number, self._passed)
+
+    def poll(self) -> list[ProcessMessage]:
+        return [message for processes_of in self._starts.values() for message in processes_of.poll()]
+
+    def stop(self, group: int | None = None) -> None:
+        """Ask workers to stop, as `RunBackend.stop` does."""
+        if group is None:
+            note_stop(self._job.run, int(self._job.environment[GENERATION]))
+            self._family.ask_to_stop()
+        elif group in self._starts:
+            self._starts[group].family.ask_to_stop()
+
+    def members(self) -> list[psutil.Process]:
+        """Return the processes that live."""
+        return self._family.members()
+
+    def kill(self, group: int) -> None:
+        """`poll` reports when nothing is left."""
+        if group in self._starts:
+            self._starts[group].kill()
+
+    def record_hang(self, late: tuple[int, ...]) -> None:
+        """Workers of a recipe have written down themselves where they stand."""
+
+    def close(self) -> tuple[int, ...]:
+        """Kill what is left on this node, then end the guard; -> the ids of what could not be killed."""
+        left = close_family(self._family, self._guard)
+        for processes_of in self._starts.values():
+            processes_of.wait()
+        return left
+
+
+class _GroupProcesses:
+    """One start of a group."""
+
+    def __init__(self, job: Job, family: Family, group: int, number: int, passed: PassedThrough | None):
+        self._job = job
+        self.family = family
+        self._group = group
+        self._number = number
+        self._passed = passed
+        self._oom_kills = count_oom_kills()
+        self._torchrun = start(job.command, job, open_output=passed.open if passed else None)
+        self._workers: list[psutil.Process] = []
+        self._failed = self._orphaned = self._killed = self._exited = False
+        self._exit_code: int | None = None
+        """torchrun's, where it ended by itself."""
+        self._give_up_at_s = math.inf
+
+    def poll(self) -> Iterator[ProcessMessage]:
+        if self._exited:
+            return
+        code = self._torchrun.poll()
+        if not self._killed:
+            self._exit_code = code
+            yield from self._find_failure(code)
+        if self._killed:
+            left = self.family.kill_once()
+        else:
+            left = self.family.members() if code is not None else []
+        given_up = time.monotonic() > self._give_up_at_s
+        if given_up or (code is not None and not left):
+            self._exited = True
+            yield self._describe_exit(left)
+        elif left and not self._killed and not self._orphaned:
+            self._orphaned = True
+            yield WorkersOrphaned(self._group, self._number)
+
+    def _describe_exit(self, left: list[psutil.Process]) -> GroupExited:
+        if self._passed:
+            self._passed.finish()  # its log says why it has ended
+        ended = GroupExited(self._group, self._number, self._exit_code, tuple(process.pid for process in left))
+        kills = count_oom_kills() - self._oom_kills
+        return replace(ended, oom_kills=kills, memory_bytes=usable_memory_bytes()) if kills > 0 else ended
+
+    def kill(self) -> None:
+        """Kill what is left again and again, until nothing is, or processes have hung in the kernel for long."""
+        if not self._killed:
+            self._killed = True
+            self._exit_code = self._torchrun.poll()
+            self._give_up_at_s = time.monotonic() + processes.KILL_TIMEOUT_S
+            self.family.kill_once()
+
+    def wait(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._torchrun.wait(processes.KILL_TIMEOUT_S)
+
+    def _find_failure(self, code: int | None) -> Iterator[ProcessMessage]:
+        """Find a failed worker of a group before its torchrun reports it, which looks at the others first; in a run of
+        one group they all have the time to report."""
+        if self._failed:
+            return
+        failure = self._find_failed_worker() if code is None else self._explain_end(code) if code else None
+        if failure:
+            self._failed = True
+            yield WorkerExited(self._group, self._number, *failure)
+
+    def _find_failed_worker(self) -> tuple[int, str, bool] | None:
+        ranks = self._job.ranks or ()
+        if len(self._workers) < len(ranks):
+            self._workers = []
+            with contextlib.suppress(psutil.NoSuchProcess):  # torchrun has ended meanwhile: the next poll shows that
+                children = psutil.Process(self._torchrun.pid).children()
+                self._workers = sorted(children, key=lambda process: process.pid)
+        for rank, worker in zip(ranks, self._workers, strict=False):
+            if code := processes.unread_exit_code(worker):
+                return rank, describe_exit(code), code == -signal.SIGKILL
+        return None
+
+    def _explain_end(self, code: int) -> tuple[int, str, bool]:
+        """Return the rank that failed, how, and whether by SIGKILL. torchrun ends with 1 whatever its workers ended
+        with; its log lists their exit codes."""
+        if listed := find_listed(self._job):
+            return listed[0].rank, listed[0].summary, listed[0].was_killed
+        lost = f"lost its torchrun, which {describe_exit(code)}"
+        return (self._job.ranks or (0,))[0], lost, code == -signal.SIGKILL
+
+
+def close_family(family: Family, guarding: subprocess.Popen[bytes]) -> tuple[int, ...]:
+    """Kill what is left of a job on this node, then end its guard; -> the ids of what could not be killed."""
+    left = family.kill()
+    family.close()
+    with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+        guarding.communicate(guard.DONE, timeout=processes.KILL_TIMEOUT_S)
+    return tuple(process.pid for process in left)

@@ -12,7 +12,6 @@ from trainspec_cli.recipe.keys.training import parse_faults
 from trainspec_cli.recipe.records import Absent
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
-from trainspec_cli.run.backend.node_processes import group_job
 from trainspec_cli.run.channel.messages import GroupExited, ProcessMessage, WorkerExited
 from trainspec_cli.run.failure import WorkerFailure, explain, explain_end, find_failures, first_causes
 from trainspec_cli.run.folder.accounting import read_sound_reliefs
@@ -21,7 +20,7 @@ from trainspec_cli.run.folder.events import EventTail, read_sound
 from trainspec_cli.run.folder.memory import newest_copy
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_result
-from trainspec_cli.run.job.job import Job
+from trainspec_cli.run.job.job import Job, group_job
 from trainspec_cli.run.recovery import run_state
 from trainspec_cli.run.recovery.memory import settle
 from trainspec_cli.run.rendezvous.address import Rendezvous

@@ -14,13 +14,13 @@ import sysconfig
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import trainspec_cli
-from trainspec_cli.core.environment_names import GENERATION, LAUNCH_ID
+from trainspec_cli.core.environment_names import GENERATION, GROUP, LAUNCH_ID, START
 from trainspec_cli.core.node import cpu_name
 from trainspec_cli.core.trust import make_folder
 from trainspec_cli.planner.memory.caching_allocator import grows_segments
@@ -129,6 +129,48 @@ def next_log_folder(logs: Path) -> Path:
     """logs/launch_01, and one more for every resume."""
     taken = [path.name for path in logs.glob("launch_*")]
     return logs / f"launch_{len(taken) + 1:02d}"
+
+
+def group_job(job: Job, plan: Plan | None, group: int, number: int, place: NodePlace | None = None) -> Job:
+    """Return the job of one start of a replica group, or of its part on the node at `place`; a run of one group is the
+    job itself."""
+    if plan is None or plan.replica_groups == 1:
+        return job
+    name = start_folder(group, number)
+    ranks = ranks_of(plan, group)
+    if place is None:
+        logs = job.logs / name
+        command = torchrun_command(len(ranks), logs, job.worker)
+    else:
+        nodes = plan.nodes_of_group(group)
+        here = NodePlace(place.node - nodes.start, len(nodes), place.head)
+        processes_here = len(ranks) // len(nodes)
+        ranks = ranks[here.node * processes_here : (here.node + 1) * processes_here]
+        logs = job.logs.parent / name / job.logs.name
+        command = node_command(here, name, processes_here, logs, job.worker)
+    environment = {**job.environment, GROUP: str(group), START: str(number), **devices_of(plan, group)}
+    return replace(job, command=command, environment=environment, world_size=plan.group_size, logs=logs, ranks=ranks)
+
+
+def start_folder(group: int, number: int) -> str:
+    """Return the name of the folder of one start's logs."""
+    return f"group{group:05d}_start{number:03d}"
+
+
+def ranks_of(plan: Plan, group: int) -> range:
+    """Return a group's ranks, among all of the run's."""
+    return range(group * plan.group_size, (group + 1) * plan.group_size)
+
+
+def devices_of(plan: Plan, group: int) -> dict[str, str]:
+    """Return the variable that shows a group its GPUs alone, of those shown to this process, where several groups share
+    a node."""
+    per_node = plan.replica_groups // plan.num_nodes
+    if plan.device != "cuda" or per_node < 2:
+        return {}
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(per_node * plan.group_size)))
+    first = group % per_node * plan.group_size
+    return {"CUDA_VISIBLE_DEVICES": ",".join(shown.split(",")[first : first + plan.group_size])}
 
 
 # The command line

@@ -46,7 +46,7 @@ from trainspec_cli.run.folder.record import read_plan
 from trainspec_cli.run.job.machine import detect
 from trainspec_cli.run.tools import known_probe, probe_machine
 from trainspec_cli.session.calibration.table import read_rows
-from trainspec_cli.session.launching.launch import launch_apart
+from trainspec_cli.session.launching.session import launch_apart
 from trainspec_cli.session.planning.profile import UNNAMED
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 

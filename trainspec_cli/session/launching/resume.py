@@ -34,9 +34,8 @@ from trainspec_cli.run.slurm.script import places_nodes
 from trainspec_cli.session.console import PrintableConsole, RunConsole, make_console
 from trainspec_cli.session.launching.changes import count_more_steps, find_fixed, prepare_changed_data, trained_samples
 from trainspec_cli.session.launching.kinds import kind_of
-from trainspec_cli.session.launching.launch import check_detachable, describe_detached, resume_detached
 from trainspec_cli.session.launching.nodes import NodeOptions, join
-from trainspec_cli.session.launching.session import Session, start
+from trainspec_cli.session.launching.session import Session, check_detachable, describe_detached, resume_detached, start
 from trainspec_cli.session.recipe.data import check_data_of
 from trainspec_cli.session.recipe.load import Loaded, follows, plan_on, require, this_machine
 from trainspec_cli.session.runs.find import find_own_run

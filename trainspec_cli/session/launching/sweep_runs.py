@@ -34,8 +34,7 @@ from trainspec_cli.run.folder.record import RunResult, read_result
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
 from trainspec_cli.session.console import RunConsole, make_console
-from trainspec_cli.session.launching.launch import spawn_resume
-from trainspec_cli.session.launching.session import Session, write_down
+from trainspec_cli.session.launching.session import Session, spawn_resume, write_down
 from trainspec_cli.session.launching.sweep import Sweep, load_points
 from trainspec_cli.session.planning.predict import probe_after_run
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine

@@ -8,7 +8,7 @@ from __future__ import annotations
 import psutil
 
 from trainspec_cli.run.backend import processes
-from trainspec_cli.run.backend.node_processes import NodeProcesses
+from trainspec_cli.run.backend.local import NodeProcesses
 from trainspec_cli.run.channel.messages import (
     GroupExited,
     NodeSilent,

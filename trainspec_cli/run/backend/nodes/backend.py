@@ -22,12 +22,11 @@ from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSection
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run.backend.family import Family
+from trainspec_cli.run.backend.family import Family, start_guard
 from trainspec_cli.run.backend.hub import Came, Hub, Lost, News, RemoteNode, max_knocks
-from trainspec_cli.run.backend.node_processes import NodeProcesses, close_family
+from trainspec_cli.run.backend.local import NodeProcesses, close_family
 from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, RunningStart, poll_starts
 from trainspec_cli.run.backend.processes import POLL_S
-from trainspec_cli.run.backend.spawn import start_guard
 from trainspec_cli.run.channel import messages
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.files import write_json
