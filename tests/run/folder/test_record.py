@@ -26,7 +26,6 @@ from trainspec_cli.run.folder.record import (
     WorkerErrorRecord,
     read_data_dir,
     read_error,
-    read_max_steps,
     read_plan,
     read_plan_outline,
     read_result,
@@ -187,7 +186,7 @@ def test_a_plan_is_read_back(run: RunDir) -> None:
     made = plan(SPEC, MACHINE)
     write_json(run.plan_json, to_plain(made))
     assert read_plan(run) == made
-    assert read_max_steps(run) == 1
+    assert read_plan_outline(run).total_steps == 1
     assert read_section(run, "train")["max_steps"] == 1
     assert read_section(run, "colour") == {}
 
@@ -197,7 +196,7 @@ def test_a_plan_of_another_version_is_refused_with_what_is_wrong(run: RunDir) ->
     with pytest.raises(UnreadableFileError, match=r"plan\.json is no plan of this version") as caught:
         read_plan(run)
     assert caught.value.problems[0].hint == "it is damaged, or another version of trainspec wrote it"
-    assert read_max_steps(run) == 9
+    assert read_plan_outline(run).total_steps == 9
 
 
 def test_a_plan_that_states_a_former_key_as_it_always_was_is_read_and_one_that_used_it_is_refused(run: RunDir) -> None:
@@ -229,15 +228,15 @@ def test_a_damaged_plan_is_reported_whatever_its_version(run: RunDir, content: d
 
 @pytest.mark.parametrize(("spec", "steps"), [({}, None), ({"train": {}}, None), ({"train": {"max_steps": 3}}, 3)])
 def test_the_steps_of_a_run_of_any_version(run: RunDir, spec: dict[str, Any], steps: int | None) -> None:
-    assert (read_plan_outline(run), read_max_steps(run)) == (PlanOutline(), None)
+    assert (read_plan_outline(run), read_plan_outline(run).total_steps) == (PlanOutline(), None)
     write_json(run.plan_json, {"spec": spec})
-    assert read_max_steps(run) == steps
+    assert read_plan_outline(run).total_steps == steps
 
 
 @pytest.mark.parametrize(("planned", "steps"), [(None, 3), (2, 2)])
 def test_a_plan_whose_batch_changes_says_how_many_steps_that_makes(run: RunDir, planned, steps: int) -> None:
     write_json(run.plan_json, {"spec": {"train": {"max_steps": 3}}, "steps": planned})
-    assert read_max_steps(run) == steps
+    assert read_plan_outline(run).total_steps == steps
 
 
 def test_a_section_that_is_no_object_is_reported(run: RunDir) -> None:

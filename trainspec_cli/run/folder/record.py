@@ -190,11 +190,6 @@ def read_section(run: RunDir, name: str) -> JsonObject:
     return section
 
 
-def read_max_steps(run: RunDir) -> int | None:
-    """Return the steps that the run was to make; None where no plan says."""
-    return read_plan_outline(run).total_steps
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
     """result.json: how the run ended. The workers write it; where they left none, the supervisor does, with null for

@@ -211,19 +211,14 @@ def _options(name: str, processes: int, address: str, logs: Path) -> tuple[str, 
 def render_command(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> str:
     """A shell text that does the same as the launch, one setting and one option a line."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items())]
-    lines = [f"cd {shlex.quote(str(folder))} && env", *settings, *_option_lines(command)]
-    return " \\\n  ".join(lines) + "\n"
-
-
-def _option_lines(command: Sequence[str]) -> list[str]:
-    """Keep an option and its value on one line."""
-    lines: list[str] = []
+    options: list[str] = []
     for word in map(shlex.quote, command):
-        if lines and lines[-1].startswith("-") and not word.startswith("-") and " " not in lines[-1]:
-            lines[-1] += f" {word}"
+        # An option and its value stay on one line.
+        if options and options[-1].startswith("-") and not word.startswith("-") and " " not in options[-1]:
+            options[-1] += f" {word}"
         else:
-            lines.append(word)
-    return lines
+            options.append(word)
+    return " \\\n  ".join([f"cd {shlex.quote(str(folder))} && env", *settings, *options]) + "\n"
 
 
 # The environment
@@ -232,9 +227,12 @@ def _option_lines(command: Sequence[str]) -> list[str]:
 def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, str]:
     """Return what is set on top of this process' own environment. Raises MachineError where another user holds the
     folder that compiled code would be loaded from."""
+    # torch.compile loads code from this folder of a name that anyone can guess: it is made beforehand, or checked.
+    cache = Path(os.environ.get(COMPILE_CACHE, Path(tempfile.gettempdir(), f"torchinductor_{os.geteuid()}")))
+    make_folder(cache, f"set {COMPILE_CACHE} to a folder of your own")
     return {
         LAUNCH_ID: launch_id,
-        COMPILE_CACHE: str(_compile_cache()),
+        COMPILE_CACHE: str(cache),
         # Without it torchrun gives every process one thread.
         "OMP_NUM_THREADS": str(max(1, machine.cpu_cores // plan.devices_per_node)),
         # A crash in native code leaves its Python stack in the log.
@@ -268,14 +266,6 @@ def keep_freed_memory() -> dict[str, str]:
     the same pages in again. A 30M-parameter llama on two cores trained at 3,270 tokens/s with that and 4,150 without.
     Other systems ignore these."""
     return {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
-
-
-def _compile_cache() -> Path:
-    """torch.compile loads code from this folder of a name that anyone can guess: it is made beforehand, or checked."""
-    usual = Path(tempfile.gettempdir(), f"torchinductor_{os.geteuid()}")
-    folder = Path(os.environ.get(COMPILE_CACHE, usual))
-    make_folder(folder, f"set {COMPILE_CACHE} to a folder of your own")
-    return folder
 
 
 def growing_segments(machine: Machine) -> dict[str, str]:
@@ -363,8 +353,8 @@ def git_state(folder: Path) -> GitState | GitRefusal | None:
         return GitRefusal(found.stderr.strip().partition("\n")[0]) if found and _DUBIOUS in found.stderr else None
     commit, top, index, objects, object_format = found.stdout.splitlines()
     branch = _git(folder, "symbolic-ref", "--quiet", "--short", "HEAD")
-    repository = _Repository(commit, folder / top, folder / index, folder / objects, object_format)
-    return GitState(commit, branch.stdout.strip() or None if branch else None, _is_dirty(repository))
+    is_dirty = _is_dirty(commit, folder / top, folder / index, folder / objects, is_sha256=object_format == "sha256")
+    return GitState(commit, branch.stdout.strip() or None if branch else None, is_dirty)
 
 
 _FACTS = ("HEAD", "--show-toplevel", "--git-path", "index", "--git-path", "objects", "--show-object-format")
@@ -373,41 +363,31 @@ _COMPARISON = "filemode|symlinks|ignorecase|precomposeunicode|trustctime|checkst
 """Keys of `core` that say how files compare with what is committed; none of them names a command."""
 
 
-@dataclass(frozen=True)
-class _Repository:
-    commit: str
-    top: Path
-    index: Path
-    objects: Path
-    object_format: str
-
-
-def _is_dirty(repository: _Repository) -> bool | None:
+def _is_dirty(commit: str, top: Path, index: Path, objects: Path, *, is_sha256: bool) -> bool | None:
     """Return True if tracked files were changed; None where it cannot be known, as where a touched file has a filter
     (git-lfs).
 
     The repository's index, objects and files are compared by a git folder of our own, since its own configuration may
     name commands: filters, hooks, monitors, ways to fetch.
     """
-    comparison = _git(repository.top, "config", "--null", "--get-regexp", rf"^core\.({_COMPARISON})$")
+    comparison = _git(top, "config", "--null", "--get-regexp", rf"^core\.({_COMPARISON})$")
     pairs = (entry.partition("\n") for entry in comparison.stdout.split("\0") if entry) if comparison else ()
     settings = [part for key, _, value in pairs for part in ("-c", f"{key}={value or 'true'}")]
     with tempfile.TemporaryDirectory(prefix="trainspec-git-") as scratch:
         folder = Path(scratch)
-        is_sha256 = repository.object_format == "sha256"
         extensions = "[extensions]\n\tobjectformat = sha256\n" if is_sha256 else ""
         (folder / "refs").mkdir()
-        (folder / "HEAD").write_text(f"{repository.commit}\n")
+        (folder / "HEAD").write_text(f"{commit}\n")
         (folder / "config").write_text(f"[core]\n\trepositoryformatversion = {int(is_sha256)}\n{extensions}")
         own = {
             "GIT_DIR": scratch,
-            "GIT_WORK_TREE": str(repository.top),
-            "GIT_INDEX_FILE": str(repository.index),
-            "GIT_OBJECT_DIRECTORY": str(repository.objects),
+            "GIT_WORK_TREE": str(top),
+            "GIT_INDEX_FILE": str(index),
+            "GIT_OBJECT_DIRECTORY": str(objects),
             "GIT_CONFIG_GLOBAL": os.devnull,
             "GIT_CONFIG_NOSYSTEM": "1",
         }
-        ask = partial(_git, repository.top, *settings, environment=own)
+        ask = partial(_git, top, *settings, environment=own)
         status = ask("status", "--porcelain", "-z", "--no-renames", "--untracked-files=no", "--ignore-submodules=dirty")
         if status is None or status.returncode:
             return None
