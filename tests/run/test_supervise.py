@@ -305,7 +305,7 @@ def test_a_generation_that_cannot_be_begun_ends_the_run_with_its_reason(
     def refuse(supervisor: Supervisor) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Supervisor, "_note_restart", refuse)
+    monkeypatch.setattr(Supervisor, "_begin_generation", refuse)
     run.world.checkpoint = 7
     run.script = [run.happen(Stepped(0)), lambda: run.world.end(0, from_outside=True)]
     with pytest.raises(OSError, match="No space left"):

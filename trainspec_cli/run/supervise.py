@@ -150,7 +150,14 @@ class SlowNodes:
             self._learn(report)
         if not made or not self._is_on or self._learnt is None or len(self._times_s) < MEASURED_STEPS:
             return []
-        gain = self._find_gain(self._learnt, median(self._times_s))
+        plan = self._plan_without
+        gain: Gain | None = None
+        if plan is not None:
+            before = self._learnt.report.layout
+            work = added_work(before, before if plan is self._plan else plan.layout, self._learnt.samples)
+            step_s = median(self._times_s)
+            best_s = self._learnt.best_s
+            gain = gain_without_slowest(self._learnt.times, self._plan.devices_per_node, step_s, best_s, work)
         gain = self._scheduler.note_steps(gain, made, self._plan.total_steps - self._step, self._restart_s)
         return [] if gain is None else self._decide(gain)
 
@@ -238,14 +245,6 @@ class SlowNodes:
         return best_shares_s(report.layout, even, samples, speeds, largest)
 
     # Deciding
-
-    def _find_gain(self, learnt: _Learnt, step_s: float) -> Gain | None:
-        plan = self._plan_without
-        if plan is None:
-            return None
-        before = learnt.report.layout
-        work = added_work(before, before if plan is self._plan else plan.layout, learnt.samples)
-        return gain_without_slowest(learnt.times, self._plan.devices_per_node, step_s, learnt.best_s, work)
 
     def _decide(self, gain: Gain) -> list[NodeSlow]:
         plan = self._plan_without
@@ -486,20 +485,10 @@ class Supervisor:
                 raise MachineError(Problem(code, message, hint=hint, environment=True))
 
     def _begin_generation(self) -> None:
-        self._job.run.result_json.unlink(missing_ok=True)  # other nodes take part until there is one
-        self.close()
-        self._note_restart()
-        self._losses.clear()
-        number = self.state.groups[0].starts + 1
-        logs = self._first_logs.with_name(f"{self._first_logs.name}_start{number:03d}")
-        worker = self._job.worker
-        command = torchrun_command(self._job.world_size, logs, worker) if worker else self._job.command
-        self._job = replace(self._job, logs=logs, command=command)
-        self.open()
-
-    def _note_restart(self) -> None:
-        """Move the failed start's error reports to its logs, and write to the run's events what is lost."""
         run = self._job.run
+        run.result_json.unlink(missing_ok=True)  # other nodes take part until there is one
+        self.close()
+        # The failed start's error reports go to its logs, and what is lost to the run's events.
         for path in run.errors_folder.glob("*.json"):
             path.rename(self._job.logs / path.name)
         step = newest_step(read_sound(run.events(0)))
@@ -508,6 +497,13 @@ class Supervisor:
         events = EventWriter(run.events(0), rank=0)
         events.write(RecoveryEvent(step=step, change="restart", group=None, stall_s=None, lost_steps=lost_steps))
         events.close()
+        self._losses.clear()
+        number = self.state.groups[0].starts + 1
+        logs = self._first_logs.with_name(f"{self._first_logs.name}_start{number:03d}")
+        worker = self._job.worker
+        command = torchrun_command(self._job.world_size, logs, worker) if worker else self._job.command
+        self._job = replace(self._job, logs=logs, command=command)
+        self.open()
 
     def _take_setting(self, action: run_state.TakeSetting) -> None:
         """Write down with what the next start takes less memory: its workers follow that."""

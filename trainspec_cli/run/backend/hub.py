@@ -243,24 +243,17 @@ class Hub:
         return node.wire is None or (self._welcomes_back and node.is_gone)
 
     def _attend(self, node: RemoteNode) -> list[News]:
-        if node.wire is None:
-            if time.monotonic() <= self._join_deadline:
-                return []
-            return _lose(node, self._missing)
-        news = self._take(node, node.wire.receive())
-        node.wire.beat()
-        if node.is_gone or not (loss := self._loss_of_wire(node.wire)):
-            return news
-        return [*news, *_lose(node, loss)]
-
-    def _loss_of_wire(self, wire: Wire) -> str:
-        if wire.fault:
-            return wire.fault
-        if wire.closed:
-            return "closed its connection without notice: its processes were killed, or the node went down"
-        if wire.silent_s > self._timeout_s:
-            return f"has not been heard of for {self._timeout_s:g} s: the node is off, hangs, or its link is cut"
-        return ""
+        wire = node.wire
+        if wire is None:
+            return _lose(node, self._missing) if time.monotonic() > self._join_deadline else []
+        news = self._take(node, wire.receive())
+        wire.beat()
+        loss = wire.fault
+        if wire.closed and not loss:
+            loss = "closed its connection without notice: its processes were killed, or the node went down"
+        elif not loss and wire.silent_s > self._timeout_s:
+            loss = f"has not been heard of for {self._timeout_s:g} s: the node is off, hangs, or its link is cut"
+        return [*news, *_lose(node, loss)] if loss and not node.is_gone else news
 
     def _take(self, node: RemoteNode, received: list[messages.Message]) -> list[News]:
         """Pass on what an agent may send; one that sends anything else is lost."""

@@ -203,7 +203,9 @@ class _GroupProcesses:
         code = self._torchrun.poll()
         if not self._killed:
             self._exit_code = code
-            yield from self._find_failure(code)
+            if not self._failed and (failure := self._find_failure(code)):
+                self._failed = True
+                yield failure
         if self._killed:
             left = self.family.kill_once()
         else:
@@ -211,17 +213,14 @@ class _GroupProcesses:
         given_up = time.monotonic() > self._give_up_at_s
         if given_up or (code is not None and not left):
             self._exited = True
-            yield self._describe_exit(left)
+            if self._passed:
+                self._passed.finish()  # its log says why it has ended
+            ended = GroupExited(self._group, self._number, self._exit_code, tuple(process.pid for process in left))
+            kills = count_oom_kills() - self._oom_kills
+            yield replace(ended, oom_kills=kills, memory_bytes=usable_memory_bytes()) if kills > 0 else ended
         elif left and not self._killed and not self._orphaned:
             self._orphaned = True
             yield WorkersOrphaned(self._group, self._number)
-
-    def _describe_exit(self, left: list[psutil.Process]) -> GroupExited:
-        if self._passed:
-            self._passed.finish()  # its log says why it has ended
-        ended = GroupExited(self._group, self._number, self._exit_code, tuple(process.pid for process in left))
-        kills = count_oom_kills() - self._oom_kills
-        return replace(ended, oom_kills=kills, memory_bytes=usable_memory_bytes()) if kills > 0 else ended
 
     def kill(self) -> None:
         """Kill what is left again and again, until nothing is, or processes have hung in the kernel for long."""
@@ -235,35 +234,31 @@ class _GroupProcesses:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._torchrun.wait(processes.KILL_TIMEOUT_S)
 
-    def _find_failure(self, code: int | None) -> Iterator[ProcessMessage]:
-        """Find a failed worker of a group before its torchrun reports it, which looks at the others first; in a run of
-        one group they all have the time to report."""
-        if self._failed:
-            return
-        failure = self._find_failed_worker() if code is None else self._explain_end(code) if code else None
-        if failure:
-            self._failed = True
-            yield WorkerExited(self._group, self._number, *failure)
-
-    def _find_failed_worker(self) -> tuple[int, str, bool] | None:
+    def _find_failure(self, code: int | None) -> WorkerExited | None:
+        """Return a failed worker of a group before its torchrun reports it, which looks at the others first; in a run
+        of one group they all have the time to report. `code`: torchrun's, where it has ended."""
         ranks = self._job.ranks or ()
-        if len(self._workers) < len(ranks):
-            self._workers = []
-            with contextlib.suppress(psutil.NoSuchProcess):  # torchrun has ended meanwhile: the next poll shows that
-                children = psutil.Process(self._torchrun.pid).children()
-                self._workers = sorted(children, key=lambda process: process.pid)
-        for rank, worker in zip(ranks, self._workers, strict=False):
-            if code := processes.unread_exit_code(worker):
-                return rank, describe_exit(code), code == -signal.SIGKILL
-        return None
-
-    def _explain_end(self, code: int) -> tuple[int, str, bool]:
-        """Return the rank that failed, how, and whether by SIGKILL. torchrun ends with 1 whatever its workers ended
-        with; its log lists their exit codes."""
+        if code is None:
+            if len(self._workers) < len(ranks):
+                self._workers = []
+                # Where torchrun has ended meanwhile the next poll shows that.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    children = psutil.Process(self._torchrun.pid).children()
+                    self._workers = sorted(children, key=lambda process: process.pid)
+            for rank, worker in zip(ranks, self._workers, strict=False):
+                if own_code := processes.unread_exit_code(worker):
+                    return self._failed_worker(rank, describe_exit(own_code), was_killed=own_code == -signal.SIGKILL)
+            return None
+        if not code:
+            return None
+        # torchrun ends with 1 whatever its workers ended with; its log lists their exit codes.
         if listed := find_listed(self._job):
-            return listed[0].rank, listed[0].summary, listed[0].was_killed
+            return self._failed_worker(listed[0].rank, listed[0].summary, was_killed=listed[0].was_killed)
         lost = f"lost its torchrun, which {describe_exit(code)}"
-        return (self._job.ranks or (0,))[0], lost, code == -signal.SIGKILL
+        return self._failed_worker((*ranks, 0)[0], lost, was_killed=code == -signal.SIGKILL)
+
+    def _failed_worker(self, rank: int, summary: str, *, was_killed: bool) -> WorkerExited:
+        return WorkerExited(self._group, self._number, rank, summary, was_killed)
 
 
 def close_family(family: Family, guarding: subprocess.Popen[bytes]) -> tuple[int, ...]:

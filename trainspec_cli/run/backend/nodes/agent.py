@@ -179,7 +179,9 @@ class Agent:
             while self._listen():
                 while self._received:
                     self._obey(self._received.popleft(), running)
-                self._pass_on_request(running)
+                if self._requests.count and not self._is_stopping:
+                    self._wire.send(messages.StopAsked())
+                    self._stop(running)
                 for message in running.poll():
                     self._wire.send(message)
         finally:
@@ -213,11 +215,6 @@ class Agent:
         elif isinstance(message, messages.StopWorkers) and message.group is not None:
             running.stop(message.group)
         elif isinstance(message, messages.StopWorkers):
-            self._stop(running)
-
-    def _pass_on_request(self, running: RunningNode) -> None:
-        if self._requests.count and not self._is_stopping:
-            self._wire.send(messages.StopAsked())
             self._stop(running)
 
     def _stop(self, running: RunningNode) -> None:
