@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import select
+import selectors
 import threading
-import time
 from pathlib import Path
 from typing import TypeVar
 
@@ -61,6 +60,7 @@ class SupervisorConnection:
             return found
 
     def close(self) -> None:
+        """The thread ends within `FLUSH_S`; nothing is sent or received any more."""
         self._closed.set()
         with self._lock:
             if self._wire is not None:
@@ -73,20 +73,23 @@ class SupervisorConnection:
             except OSError:  # the supervisor begins to listen before workers start: it has ended, or a cable is cut
                 self._closed.wait(RETRY_S)
                 continue
-            with self._lock:
-                self._wire = wire
-                for message in (self._hello, *self._unsent):
-                    wire.send(message)
-                self._unsent.clear()
-            while not wire.closed and not self._closed.is_set():
-                try:
-                    select.select([wire], [], [], FLUSH_S)
-                except (OSError, ValueError):  # closed by `close`
-                    break
+            # Not select.select, which takes no descriptor beyond 1,023: a rank may have more connections to others.
+            with selectors.DefaultSelector() as ready:
                 with self._lock:
-                    self._received += wire.receive()
-                    wire.flush()
-            time.sleep(RETRY_S)
+                    if self._closed.is_set():
+                        wire.close()
+                        return
+                    ready.register(wire, selectors.EVENT_READ)
+                    self._wire = wire
+                    for message in (self._hello, *self._unsent):
+                        wire.send(message)
+                    self._unsent.clear()
+                while not wire.closed:
+                    ready.select(FLUSH_S)
+                    with self._lock:
+                        self._received += wire.receive()
+                        wire.flush()
+            self._closed.wait(RETRY_S)
 
 
 class WorkerMail:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from trainspec_cli.core.errors import EXIT_DONE, Problem, RecipeError
-from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
@@ -109,8 +108,16 @@ def prepare_resume(
     if reach:
         return prepare_unchanged(run, reach, console, force=force, as_json=as_json)
     machine = this_machine(loaded.spec)
-    plan = _keep_memory(_keep_kernels(plan_on(loaded, machine), old, machine), old)
-    require(loaded.composed.locate(_find_other_blocks(run, old, plan)))
+    plan = plan_on(loaded, machine)
+    if plan.spec.kernels == old.spec.kernels:  # those that were chosen when the run began
+        require(list(check_kernels(replace(plan.spec, kernels=old.kernels), machine)))
+        plan = replace(plan, kernels=old.kernels)
+    plan = _keep_memory(plan, old)
+    # The state that the run has saved must be readable in the layout that it is to go on with.
+    has_saved = run.newest_step or newest_copy(run)
+    if has_saved and (message := describe_other_blocks(plan.spec, old.layout.tp, plan.layout.tp)):
+        hint = f"type layout.tp={old.layout.tp}, which the run has saved"
+        require(loaded.composed.locate([Problem("unsupported", message, "layout.tp", hint)]))
     return Session(plan, machine, run, console, data_folder=data_folder, force=force, as_json=as_json)
 
 
@@ -176,22 +183,6 @@ def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
     problems = [*mistyped, *broken, *find_fixed(run, recipe, values, composed.data)]
     require([*composed.problems, *composed.locate(problems)])
     return Loaded(draft, composed)
-
-
-def _find_other_blocks(run: RunDir, old: Plan, plan: Plan) -> Iterator[Problem]:
-    """Yield a problem where the state that the run has saved cannot be read in the layout that it is to go on with."""
-    has_saved = run.newest_step or newest_copy(run)
-    if has_saved and (message := describe_other_blocks(plan.spec, old.layout.tp, plan.layout.tp)):
-        yield Problem("unsupported", message, "layout.tp", f"type layout.tp={old.layout.tp}, which the run has saved")
-
-
-def _keep_kernels(plan: Plan, old: Plan, machine: Machine) -> Plan:
-    """Keep the kernels that were chosen when the run began, unless another choice is asked for now. Raises MachineError
-    where this machine cannot run them."""
-    if plan.spec.kernels != old.spec.kernels:
-        return plan
-    require(list(check_kernels(replace(plan.spec, kernels=old.kernels), machine)))
-    return replace(plan, kernels=old.kernels)
 
 
 def _keep_memory(plan: Plan, old: Plan) -> Plan:
