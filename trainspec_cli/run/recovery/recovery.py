@@ -19,10 +19,10 @@ ends and starts again without it. Several groups keep theirs, and give it fewer 
 
 When a node dies, its agent's connection is closed or silent for `run.node_timeout_s` (`backend/hub.py`). The backend
 (`backend/nodes/backend.py`) lets the groups that ran there know why they will fail (`GroupStart` of
-`backend/observe.py`), and reports NodeLost. Here `_node_lost` has those groups killed, and a run of one group writes the
-loss down (errors/nodeNNNNN.json, by `supervise.py`). When nothing is left of a group GroupEnded follows: a run of one
-group ends, with exit code 5, and its Slurm job is requeued without the node; of several, the others go on, and the group
-waits for its node, or until it is away for too long.
+`backend/observe.py`), and reports NodeLost. Here `_node_lost` has those groups killed, and a run of one group writes
+the loss down (errors/nodeNNNNN.json, by `supervise.py`). When nothing is left of a group GroupEnded follows: a run of
+one group ends, with exit code 5, and its Slurm job is requeued without the node; of several, the others go on, and the
+group waits for its node, or until it is away for too long.
 """
 
 from __future__ import annotations
