@@ -82,7 +82,7 @@ class Lab:
     def open(self, job: Job | None = None, plan: Plan | None = None) -> None:
         self.mail.clear()
         self.slow_nodes.open(job or self.job, plan or self.plan)
-        self.slow_nodes.see(tuple(f"host{number}" for number in (job or self.job).nodes))
+        self.slow_nodes.hostnames = tuple(f"host{number}" for number in (job or self.job).nodes)
 
     def report_speeds(self, *samples_s: float) -> None:
         """Each rank takes so long for its sample."""
@@ -192,7 +192,7 @@ def test_the_run_goes_on_with_fewer_nodes_and_its_effect_is_measured(make_lab, c
 def test_a_spare_node_that_is_there_takes_the_place(make_lab) -> None:
     lab = make_lab(spares=2)
     lab.open()
-    lab.slow_nodes.see(("host0", "host1", "host2", "", "host4"))
+    lab.slow_nodes.hostnames = ("host0", "host1", "host2", "", "host4")
     lab.become_slow()
     assert "2.0 s are expected" in lab.until_decided().why
     job, plan = lab.slow_nodes.leave_out(1)
@@ -203,7 +203,7 @@ def test_a_spare_node_that_is_there_takes_the_place(make_lab) -> None:
     assert isinstance(given, NodesEvent)
     assert (given.spare, given.num_nodes, given.expected_s) == (4, 3, 2.0)
     lab.open(job, plan)
-    lab.slow_nodes.see(("host0", "host2", "host4", "", "host1"))
+    lab.slow_nodes.hostnames = ("host0", "host2", "host4", "", "host1")
     lab.report_speeds(1.0, 1.0, 4.0)
     assert lab.until_decided().node == 4, "by its number"
     job, _ = lab.slow_nodes.leave_out(4)
@@ -216,7 +216,7 @@ def test_a_spare_node_that_goes_meanwhile(make_lab) -> None:
     lab.open()
     lab.become_slow()
     lab.until_decided()
-    lab.slow_nodes.see(("host0", "host1", "host2", ""))
+    lab.slow_nodes.hostnames = ("host0", "host1", "host2", "")
     assert lab.slow_nodes.leave_out(1) == (lab.job, lab.plan)
     assert lab.reports == ["no spare node is there any more: the run starts again with node 1"]
     assert lab.directives == []

@@ -108,7 +108,10 @@ class SlowNodes:
 
     def open(self, job: Job, plan: Plan) -> None:
         """Begin a generation of the run: speeds and times are learnt anew."""
-        self._job, self._plan, self._hostnames = job, plan, ("",) * len(job.nodes)
+        self._job = job
+        self._plan = plan
+        self.hostnames = ("",) * len(job.nodes)
+        """Of the nodes that are there, by their places."""
         can_leave = plan.replica_groups == 1 and plan.num_nodes > 1 and plan.spec.resilience.mode == "restart"
         self._is_on = can_leave and self._mode != "off" and "nodes" in self._may_change
         self._planning: Future[Plan | None] | None = None
@@ -122,10 +125,6 @@ class SlowNodes:
         self._asked_s = math.inf
         self._step = self._steps = 0
         self._times_s = deque[float](maxlen=REMEMBERED_STEPS)
-
-    def see(self, hostnames: tuple[str, ...]) -> None:
-        """Take in which nodes are there, by their places."""
-        self._hostnames = hostnames
 
     def poll(self) -> list[NodeSlow]:
         """Return the node that is to be left out now, if any; advice is written down and reported.
@@ -193,7 +192,7 @@ class SlowNodes:
     def _spare(self) -> int | None:
         """Return the number of a node that stands by; those that were left out do not count."""
         places = range(self._plan.num_nodes, len(self._job.nodes))
-        return next((self._job.nodes[place] for place in places if self._hostnames[place]), None)
+        return next((self._job.nodes[place] for place in places if self.hostnames[place]), None)
 
     @property
     def _plan_without(self) -> Plan | None:
@@ -249,7 +248,7 @@ class SlowNodes:
     def _decide(self, gain: Gain) -> list[NodeSlow]:
         plan = self._plan_without
         node = self._job.nodes[gain.node]
-        host = self._hostnames[gain.node]
+        host = self.hostnames[gain.node]
         assert plan is not None, "there is a gain"
         name = f"node {node} ({host})" if host else f"node {node}"
         why = (
@@ -272,7 +271,7 @@ class SlowNodes:
             number=self._number,
             applied=applied,
             node=self._job.nodes[gain.node],
-            host=self._hostnames[gain.node],
+            host=self.hostnames[gain.node],
             spare=ABSENT if self._spare is None else self._spare,
             num_nodes=plan.num_nodes,
             layout=plan.layout,
@@ -444,7 +443,7 @@ class Supervisor:
             self._losses.pop(event.node, None)
         elif isinstance(event, run_state.NodesSeen):
             if self._slow_nodes:
-                self._slow_nodes.see(event.hostnames)
+                self._slow_nodes.hostnames = event.hostnames
             if event.waiting and not self._has_named_missing and not any(group.starts for group in self.state.groups):
                 self._has_named_missing = True
                 self._report(event.waiting)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -50,10 +51,15 @@ class Family:
             return [process for process in of_launch if self._is_marked(environ(process))]
         found: dict[int, psutil.Process] = {}
         for process in psutil.Process().children(recursive=True):  # parents come before their children
-            if _has_ended(process):
-                continue
-            if process in self._seen or parent_id(process) in found or self._carries_marks(process):
-                found[process.pid] = process
+            with suppress(psutil.NoSuchProcess):
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                is_known = process in self._seen or parent_id(process) in found
+                variables = {} if is_known else environ(process)
+                # One in the midst of an exec has no environment yet: until that is over it may be one of the job.
+                is_new = not variables and time.time() - process.create_time() < EXEC_TIMEOUT_S
+                if is_known or is_new or self._is_marked(variables):
+                    found[process.pid] = process
         self._reap(found)
         return list(found.values())
 
@@ -81,11 +87,6 @@ class Family:
         if not Family._open:
             _adopt_orphans(False)
 
-    def _carries_marks(self, process: psutil.Process) -> bool:
-        """One in the midst of an exec has no environment yet: until that is over it may be one of the job."""
-        variables = environ(process)
-        return self._is_marked(variables) if variables else _is_new(process)
-
     def _is_marked(self, variables: Mapping[str, str]) -> bool:
         return all(variables.get(name) == value for name, value in self._marks.items())
 
@@ -95,7 +96,8 @@ class Family:
         for process in self._seen - set(living.values()):
             # A Popen that finds its child reaped by others reports exit code 0, and a failed torchrun would count as
             # done.
-            if parent_id(process) == os.getpid() and not is_own_child(process.pid):
+            is_own = any(one.pid == process.pid and one.returncode is None for one in _started)
+            if parent_id(process) == os.getpid() and not is_own:
                 os.waitpid(process.pid, os.WNOHANG)
             # psutil compares the time at which it began too: the number of a process that has ended is given out again.
             if not process.is_running():
@@ -105,20 +107,6 @@ class Family:
 def _adopt_orphans(adopt: bool) -> None:
     if ADOPTS:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
-
-
-def _has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def _is_new(process: psutil.Process) -> bool:
-    try:
-        return time.time() - process.create_time() < EXEC_TIMEOUT_S
-    except psutil.NoSuchProcess:
-        return False
 
 
 # Start processes of a job on this node, and the guard that outlives their supervisor.
@@ -150,11 +138,6 @@ def start(
         )
     _started[:] = [*(earlier for earlier in _started if earlier.returncode is None), process]
     return process
-
-
-def is_own_child(pid: int) -> bool:
-    """Return whether `start` has started it, and its end is still to be read."""
-    return any(process.pid == pid and process.returncode is None for process in _started)
 
 
 def start_guard(job: Job) -> subprocess.Popen[bytes]:

@@ -53,21 +53,16 @@ def replace_head(path: Path, old: bytes, new: bytes, backup: Path) -> None:
             target.flush()
             os.fchmod(target.fileno(), stat.S_IMODE(os.fstat(source.fileno()).st_mode))
             os.fsync(target.fileno())
-        _keep_copy(path, backup)
+        # A copy that an interruption has left is taken as it is.
+        if not (backup.is_file() and filecmp.cmp(path, backup, shallow=False)):
+            with path.open("rb") as source, backup.open("xb") as target:
+                os.fchmod(target.fileno(), stat.S_IMODE(os.fstat(source.fileno()).st_mode))
+                shutil.copyfileobj(source, target)
+                target.flush()
+                os.fsync(target.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _keep_copy(path: Path, backup: Path) -> None:
-    """A copy that an interruption has left is taken as it is."""
-    if backup.is_file() and filecmp.cmp(path, backup, shallow=False):
-        return
-    with path.open("rb") as source, backup.open("xb") as target:
-        os.fchmod(target.fileno(), stat.S_IMODE(os.fstat(source.fileno()).st_mode))
-        shutil.copyfileobj(source, target)
-        target.flush()
-        os.fsync(target.fileno())
 
 
 def write_json(path: Path, content: object) -> None:

@@ -97,13 +97,18 @@ def render_script(
     predicted not to fit. Raises RecipeError where a container cannot see a folder."""
     asked = asked_by_plan(plan)
     own = [root.parent if len(roots) > 1 else root for root in roots]
+    # What the agent on each node sets for its workers: the job need not, and its own variables stay.
+    communication = [
+        line if line.startswith("#") else f"#   {line.replace(str(roots[0]), '$run')}"
+        for line in describe_communication(plan, RunDir(roots[0]))
+    ]
     srun, agent = _start(asked, folder, [folder, *own, *needed], _caches())
     lines = [
         *_head(asked, roots, recipe, argv, folder),
         *_exports(_variables()),
         *_environment(asked, activation_lines(os.environ, sys.prefix, sys.executable)),
         *_choose_root(roots),
-        *_communication(plan, roots[0]),
+        *communication,
         *_run_driver(["--force"] if force else [], srun, agent),
     ]
     return "\n".join(lines) + "\n"
@@ -148,12 +153,6 @@ def _environment(asked: Asked, activation: Iterator[str]) -> Iterator[str]:
     yield from activation
     yield from container.exports(asked.slurm)
     yield ""
-
-
-def _communication(plan: Plan, root: Path) -> Iterator[str]:
-    """Say what the agent on each node sets for its workers: the job need not, and its own variables stay."""
-    for line in describe_communication(plan, RunDir(root)):
-        yield line if line.startswith("#") else f"#   {line.replace(str(root), '$run')}"
 
 
 def _run_driver(options: Sequence[str], srun: Sequence[str], agent: Sequence[str]) -> Iterator[str]:
