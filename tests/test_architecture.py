@@ -28,6 +28,7 @@ TRUNK = {
     "balance/batch": {"recipe"},
     "balance/decisions": {"recipe", "balance/batch", "planner/pipeline"},
     "run/folder": {"recipe", "recipe/extensions"},
+    "run/channel": {"recipe", "run/folder"},
     "run/recovery": {"recipe", "balance/batch"},
     "reporter/diagnosis": {"recipe", "run/folder", "run/recovery", "balance/decisions"},
     "planner": {
@@ -38,19 +39,23 @@ TRUNK = {
         "run/recovery",
         "reporter/diagnosis",
     },
-    "balance": {"recipe", "planner", "planner/pipeline", "balance/batch", "balance/decisions", "run/folder"},
+    "balance": {
+        *("recipe", "planner", "planner/pipeline", "balance/batch", "balance/decisions"),
+        *("run/channel", "run/folder"),
+    },
     "reporter": {"recipe", "run/folder"},
     "run": {
         *("recipe", "data/huggingface", "data/corpus", "data/weights", "planner/pipeline"),
-        *("balance/batch", "balance/decisions", "run/folder", "run/recovery"),
+        *("balance/batch", "balance/decisions", "run/channel", "run/folder", "run/recovery"),
     },
     "engine": {
-        *("recipe", "recipe/extensions", "data/huggingface", "data/corpus", "data/weights", "planner/pipeline"),
-        *("balance/batch", "balance/decisions", "run/folder", "run/recovery"),
+        *("recipe", "data/huggingface", "data/corpus", "data/weights", "planner/pipeline"),
+        *("balance/batch", "balance/decisions", "run/channel", "run/folder", "run/recovery"),
     },
     "session": {
         *("recipe", "recipe/extensions", "recipe/compose", "data/huggingface", "data/corpus", "data/weights"),
-        *("planner", "balance", "balance/batch", "balance/decisions", "run", "run/folder", "run/recovery"),
+        *("planner", "balance", "balance/batch", "balance/decisions", "run"),
+        *("run/channel", "run/folder", "run/recovery"),
         *("reporter", "reporter/diagnosis"),
     },
     "cli": {"recipe", "recipe/compose", "data/corpus", "planner", "run", "run/folder", "reporter", "session"},

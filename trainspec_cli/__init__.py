@@ -50,7 +50,7 @@ def launch(*arguments: str, force: bool = False, progress: bool | None = None) -
     the command shows while it trains, by default on a terminal and in a notebook. An interrupt (Ctrl-C) lets the run
     write a checkpoint and stop."""
     from trainspec_cli.session.console import make_progress_console
-    from trainspec_cli.session.launching.launch import launch_apart
+    from trainspec_cli.session.launching.session import launch_apart
 
     run = launch_apart(arguments, force=force, console=make_progress_console(progress))
     return report(str(run.root))

@@ -25,9 +25,10 @@ from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec, Schedule
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import LayoutProposal, Plan, PlannedLayout
 from trainspec_cli.recipe.results.verdict import MeasuredLink
+from trainspec_cli.run.channel.messages import Proposal, SpeedsReport
+from trainspec_cli.run.channel.worker import WorkerMail
 from trainspec_cli.run.folder.event_types.events import Event
 from trainspec_cli.run.folder.files import write_json
-from trainspec_cli.run.folder.looks import ProposalRecord, SpeedsReport, read_proposal, write_speeds
 from trainspec_cli.run.folder.paths import RunDir
 
 PIPELINE, DATA = Layout(pp=2), Layout(dp_replicate=2)
@@ -90,7 +91,8 @@ class World:
         self.asked: list[tuple[Layout, int, Any]] = []
         self.homes: list[Layout] = []
         self.found = found.get("found", {(PIPELINE, False): TO_DATA})
-        self.advisor = LayoutAdvisor(self.run, self.plan, self._make, AtOnce())
+        self.mail = WorkerMail()
+        self.advisor = LayoutAdvisor(self.run, self.plan, self._make, self.mail, AtOnce())
         self.at, self.said = 0, list[str]()
 
     def _make(self, home: Plan) -> Known:
@@ -115,20 +117,19 @@ class World:
             per_sample_s=tuple(times_s),
             links=(MeasuredLink(axis=axis, ranks=(0, 1), bytes_per_s=1e9 / link_pace, noise=0.02, sent_bytes=1e6),),
         )
-        write_speeds(self.run, report)
+        self.mail.speeds = report
         self.look()
 
-    def steps(self, number: int, step_s: float = STEP_S) -> list[ProposalRecord]:
-        """Make so many steps; return what is proposed meanwhile."""
-        proposed, before = [], read_proposal(self.run)
+    def steps(self, number: int, step_s: float = STEP_S) -> list[Proposal]:
+        """Make so many steps; return what is proposed to rank 0 meanwhile."""
         for _ in range(number):
             self.at += 1
             self.happen(replace(stepped(self.at), step_time_s=step_s + 5.0, time_s={"checkpoint": 5.0}))
             self.look()
-            if (found := read_proposal(self.run)) not in (None, before):
-                proposed.append(found)
-                before = found
-        return proposed
+        assert all(rank == 0 for _, rank in self.mail.unsent)
+        proposed = [message for message, _ in self.mail.unsent]
+        self.mail.unsent.clear()
+        return proposed  # type: ignore[return-value]
 
     def slow_down(self) -> None:
         self.speeds(USUAL)
@@ -162,8 +163,9 @@ def test_all_is_well_and_nothing_is_searched_for(tmp_path: Path) -> None:
 
 def test_a_slow_rank_leads_to_one_proposal_once_waiting_has_cost_enough(slowed: World) -> None:
     assert slowed.steps(COST_STEPS - 1, SLOW_S) == []
-    (found,) = slowed.steps(20, SLOW_S)
-    assert (found.number, found.before, found.layout, found.reason) == (1, PIPELINE, DATA, "rank 1 is slow")
+    (proposed,) = slowed.steps(20, SLOW_S)
+    found = proposed.proposal
+    assert (proposed.number, proposed.before, found.layout, found.reason) == (1, PIPELINE, DATA, "rank 1 is slow")
     assert (found.micro_batch_size, found.grad_accum_steps, found.largest_micro_batch_size) == (4, 1, 7)
     assert (found.before_s, found.expected_s) == pytest.approx((SLOW_S, SLOW_S * 0.75))
     assert slowed.asked == [(PIPELINE, 2, (1.0, 2.0))]
@@ -176,13 +178,13 @@ def test_a_narrow_link_leads_to_a_proposal_and_back_when_it_is_wide_again(tmp_pa
     assert world.steps(20) + world.steps(3, SLOW_S) == []
     world.speeds(USUAL, link_pace=4.0)
     (there,) = world.steps(COST_STEPS, SLOW_S)
-    assert (there.layout, world.asked) == (DATA, [(PIPELINE, 2, USUAL)])
+    assert (there.proposal.layout, world.asked) == (DATA, [(PIPELINE, 2, USUAL)])
     world.apply(DATA, pause_s=0.5)
     world.speeds(USUAL, DATA)
     assert world.steps(30, 13.0) == [], "its way is taken to be as narrow as before"
     world.speeds(USUAL, DATA, link_pace=0.25)
     (back,) = world.steps(30, 11.0)
-    assert back.layout == PIPELINE
+    assert back.proposal.layout == PIPELINE
 
 
 def test_where_a_node_was_left_out_the_plan_of_the_others_is_followed(tmp_path: Path) -> None:
@@ -211,14 +213,15 @@ def test_the_last_measured_pause_is_what_a_change_costs(slowed: World) -> None:
 
 def test_when_the_rank_recovers_the_planned_layout_is_gone_back_to_by_what_was_measured(slowed: World) -> None:
     (there,) = slowed.steps(COST_STEPS, SLOW_S)
-    slowed.apply(there.layout, pause_s=0.5)
+    slowed.apply(there.proposal.layout, pause_s=0.5)
     assert slowed.steps(12, 13.0) == []  # speeds are learnt anew
     slowed.speeds(SLOW, DATA)
     assert slowed.steps(30, 13.0) == []
     assert slowed.steps(3, 11.0) == []
     slowed.speeds(USUAL, DATA)
-    (back,) = slowed.steps(30, 11.0)
-    assert (back.number, back.before, back.layout) == (2, DATA, PIPELINE)
+    (second,) = slowed.steps(30, 11.0)
+    back = second.proposal
+    assert (second.number, second.before, back.layout) == (2, DATA, PIPELINE)
     assert (back.micro_batch_size, back.grad_accum_steps) == (2, 4)
     assert (back.before_s, back.expected_s) == pytest.approx((11.0, STEP_S))
     assert back.reason == "all ranks compute as usual again, and the run was planned as pp=2"
@@ -230,7 +233,7 @@ def test_when_the_rank_recovers_the_planned_layout_is_gone_back_to_by_what_was_m
 def test_speeds_that_were_written_before_a_change_are_not_those_after_it(slowed: World) -> None:
     (there,) = slowed.steps(COST_STEPS, SLOW_S)
     slowed.happen(replace(stepped(slowed.at), step_time_s=SLOW_S))
-    slowed.apply(there.layout, pause_s=0.5)
+    slowed.apply(there.proposal.layout, pause_s=0.5)
     slowed.speeds(SLOW, PIPELINE)
     assert slowed.steps(50, 13.0) == []
     assert slowed.said == []
@@ -239,7 +242,7 @@ def test_speeds_that_were_written_before_a_change_are_not_those_after_it(slowed:
 
 def test_it_stays_where_the_planned_layout_was_measured_to_be_slower(slowed: World) -> None:
     (there,) = slowed.steps(COST_STEPS, SLOW_S)
-    slowed.apply(there.layout, pause_s=0.5)
+    slowed.apply(there.proposal.layout, pause_s=0.5)
     slowed.speeds(USUAL, DATA)
     assert slowed.steps(50, 9.0) == []
 
@@ -250,7 +253,7 @@ def test_where_the_planned_layout_was_never_measured_the_planner_says_which_is_f
     world = World(tmp_path, found={(DATA, True): home})
     world.speeds(USUAL, DATA)
     (back,) = world.steps(COST_STEPS + 5)
-    assert (back.before, back.layout) == (DATA, PIPELINE)
+    assert (back.before, back.proposal.layout) == (DATA, PIPELINE)
 
 
 def test_advice_is_not_repeated_while_nothing_changes(tmp_path: Path) -> None:
@@ -276,11 +279,12 @@ def test_a_change_that_failed_is_not_proposed_again(slowed: World) -> None:
 
 def test_a_change_that_was_no_gain_is_taken_back_and_not_proposed_again(slowed: World) -> None:
     (there,) = slowed.steps(COST_STEPS, SLOW_S)
-    slowed.apply(there.layout, pause_s=0.5)
+    slowed.apply(there.proposal.layout, pause_s=0.5)
     slowed.speeds(SLOW, DATA)
     slowed.steps(5, 20.0)
     slowed.happen(replace(ACHIEVED, step=slowed.at, before_s=SLOW_S, expected_s=13.5, achieved_s=20.0))
-    (back,) = slowed.steps(20, 20.0)
+    (proposed,) = slowed.steps(20, 20.0)
+    back = proposed.proposal
     assert (back.layout, back.before_s, back.expected_s) == (PIPELINE, 20.0, SLOW_S)
     assert back.reason == "as dp_replicate=2 a step takes 20.0 s, and it took 18.0 s before"
     slowed.apply(PIPELINE, DATA, number=2)
@@ -290,7 +294,7 @@ def test_a_change_that_was_no_gain_is_taken_back_and_not_proposed_again(slowed: 
 
 def test_a_change_that_was_a_gain_stays(slowed: World) -> None:
     (there,) = slowed.steps(COST_STEPS, SLOW_S)
-    slowed.apply(there.layout, pause_s=0.5)
+    slowed.apply(there.proposal.layout, pause_s=0.5)
     slowed.speeds(SLOW, DATA)
     slowed.happen(replace(ACHIEVED, step=slowed.at, before_s=SLOW_S, expected_s=13.5, achieved_s=17.0))
     assert slowed.steps(50, 17.0) == []
@@ -307,7 +311,7 @@ def test_what_the_recipe_has_changed_to_is_gone_back_to(tmp_path: Path) -> None:
     world.steps(20)
     world.speeds(SLOW, DATA)
     (there,) = world.steps(COST_STEPS, SLOW_S)
-    assert (there.before, there.layout) == (DATA, tensor)
+    assert (there.before, there.proposal.layout) == (DATA, tensor)
     assert world.homes == [DATA]
 
 
@@ -321,14 +325,6 @@ def test_a_new_start_of_the_workers_is_another_run(slowed: World) -> None:
     assert len(slowed.steps(COST_STEPS, SLOW_S)) == 1
 
 
-def test_numbers_go_on_after_a_resume(slowed: World) -> None:
-    slowed.steps(COST_STEPS, SLOW_S)
-    resumed = World(slowed.run.root)
-    resumed.slow_down()
-    (found,) = resumed.steps(COST_STEPS, SLOW_S)
-    assert found.number == 2
-
-
 def test_the_steps_that_are_left_must_win_the_pause_back(tmp_path: Path) -> None:
     world = World(tmp_path, a_plan(steps=23 + 2 * COST_STEPS - 1))
     world.slow_down()
@@ -340,18 +336,10 @@ def test_a_search_that_fails_ends_the_advice_and_not_the_run(tmp_path: Path) -> 
         raise RecipeError(Problem("unknown", "nobody knows this GPU"))
 
     world = World(tmp_path)
-    world.advisor = LayoutAdvisor(world.run, world.plan, fails, AtOnce())
+    world.advisor = LayoutAdvisor(world.run, world.plan, fails, world.mail, AtOnce())
     world.slow_down()
     assert world.steps(50, SLOW_S) == []
     assert world.said == ["no other layout is looked for any more: RecipeError: nobody knows this GPU"]
-
-
-def test_a_damaged_report_ends_the_advice_and_not_the_run(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    world.run.speeds_json.write_text("{}")
-    world.look()
-    (said,) = world.said
-    assert said.startswith("no other layout is looked for any more: UnreadableFileError: ")
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from trainspec_cli.engine.run.step_report import StepReport
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.engine.tools.certify_batches import drawn_batch
 from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.run.channel.worker import SupervisorConnection
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.certify.cases import Case, build_plan
 from trainspec_cli.wings.certify.families import SAMPLES
@@ -81,7 +82,7 @@ def measure(steps: int, folder: Path) -> tuple[list[float], list[float]]:
     journal: Any = SimpleNamespace()
     run_dir = RunDir(folder)
     directives = Directives(run_dir, journal, plan.layout, recalls=False)
-    link = SupervisorLink(run_dir, journal)
+    link = SupervisorLink(SupervisorConnection())
     scheduler = StepScheduler(plan, state, directives, 0, link)  # of one rank alone there is nothing to do
     times_s: tuple[list[float], list[float]] = ([], [])
     state.clock.restart()

@@ -21,7 +21,7 @@ def exported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Export]:
     """Exports of a run with a checkpoint of step 7; each writes two files of weights and two others."""
     asked: list[Export] = []
 
-    def write(wanted: Export, output: Path) -> str:
+    def write(wanted: Export, output: Path, *_: str) -> str:
         asked.append(wanted)
         output.mkdir()
         for name, size in {**WEIGHTS, "config.json": 11, "tokenizer.json": 2**20}.items():

@@ -110,7 +110,7 @@ def test_exit_codes(capsys, monkeypatch, raised: BaseException, code: int, text:
 
 @pytest.mark.parametrize("code", [0, 4, 5])
 def test_what_a_command_returns_is_the_exit_code(monkeypatch, code: int) -> None:
-    monkeypatch.setattr("trainspec_cli.session.launching.launch.launch", lambda *_, **__: code)
+    monkeypatch.setattr("trainspec_cli.session.launching.session.launch", lambda *_, **__: code)
     assert __main__.run(["launch", "recipe=tiny"]) == code
 
 

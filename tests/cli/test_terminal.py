@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from trainspec_cli.core.printable import is_printable
-from trainspec_cli.run.folder.event_types.events import PARTS, SetFigures
-from trainspec_cli.run.folder.event_types.parse import EVENT_TYPES
+from trainspec_cli.run.folder.event_types.events import EVENT_TYPES, PARTS, SetFigures
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir

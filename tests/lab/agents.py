@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from trainspec_cli.run.backend.nodes.hub import Hub, Wire, call_hub
+from trainspec_cli.run.backend.hub import Hub
+from trainspec_cli.run.channel.wire import Wire, call_hub
 
 SECRET = b"s" * 32
 

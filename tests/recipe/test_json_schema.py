@@ -22,7 +22,7 @@ from trainspec_cli.recipe.keys.kernels import KERNELS, KernelSpec
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.rules.run import forget_out_of_range
 from trainspec_cli.recipe.structure import build, hints_of, key_of, known_paths
-from trainspec_cli.run.folder.event_types.parse import event_types
+from trainspec_cli.run.folder.event_types.events import event_types
 from trainspec_cli.run.folder.file_schemas import FILE_SCHEMAS
 
 HOUSE = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from trainspec_cli.recipe.json_schema import record_schema
 from trainspec_cli.recipe.records import ABSENT, Absent, Count, FieldError, from_plain, number, read_record
 from trainspec_cli.recipe.results.certificate import Certificate
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run.folder.event_types.parse import event_types, parse_event
+from trainspec_cli.run.folder.event_types.events import event_types, parse_event
 from trainspec_cli.run.folder.file_schemas import FILE_SCHEMAS, OF_DIRECTIVES
 from trainspec_cli.run.folder.record import RunRecord, RunResult
 

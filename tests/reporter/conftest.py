@@ -17,8 +17,7 @@ from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 from trainspec_cli.recipe.results.forecast import Assumption, Goodput, Interval, RunForecast
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan, MemoryBreakdown, StepTime
 from trainspec_cli.reporter.plan.labels import PlanReport, SweepPoint, SweepReport
-from trainspec_cli.run.folder.event_types.events import PARTS
-from trainspec_cli.run.folder.event_types.parse import EVENT_TYPES
+from trainspec_cli.run.folder.event_types.events import EVENT_TYPES, PARTS
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir

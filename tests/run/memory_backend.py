@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.channel.messages import SpeedsReport, WorkerMessage
 from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.recovery.run_state import Event, GroupEnded, PresenceChanged
 
@@ -44,9 +45,24 @@ class World:
         self.backend.queue.append(GroupEnded(group, done=done, **given))  # type: ignore[arg-type]
 
 
+class MemoryHub:
+    def __init__(self) -> None:
+        self.told: list[tuple[WorkerMessage, int | None]] = []
+        self.speeds: SpeedsReport | None = None
+        """What rank 0 reports."""
+
+    def tell(self, message: WorkerMessage, rank: int | None = None) -> None:
+        self.told.append((message, rank))
+
+    def take_speeds(self) -> SpeedsReport | None:
+        speeds = self.speeds
+        self.speeds = None
+        return speeds
+
+
 class MemoryBackend:
     def __init__(self, world: World, generation: int):
-        self.world, self.generation = world, generation
+        self.world, self.generation, self.hub = world, generation, MemoryHub()
         self.queue: list[Event] = [PresenceChanged(group, world.presence) for group in range(world.groups)]  # type: ignore[arg-type]
         self.on_poll: Callable[[], None] = lambda: None
         self.closed = 0

@@ -18,10 +18,11 @@ from trainspec_cli.recipe.keys.training import SchedulerSpec
 from trainspec_cli.recipe.records import ABSENT, to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run import supervise as module
+from trainspec_cli.run.channel.messages import SpeedsReport
+from trainspec_cli.run.channel.worker import WorkerMail
 from trainspec_cli.run.folder.event_types.events import NodesAchievedEvent, NodesEvent
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.files import write_json
-from trainspec_cli.run.folder.looks import SpeedsReport, write_speeds
 from trainspec_cli.run.folder.record import read_plan, read_plan_of_all_nodes
 from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.recovery.run_state import NodeSlow
@@ -70,7 +71,8 @@ class Lab:
         self.asked: list[int] = []
         self.has_fewer, self.reports, self.step = True, list[str](), 0
         self.executor = executor = AtOnce()
-        self.slow_nodes = SlowNodes(self.job, self.plan, self.replan, self.reports.append, executor)
+        self.mail = WorkerMail()
+        self.slow_nodes = SlowNodes(self.job, self.plan, self.replan, self.reports.append, self.mail, executor)
 
     def replan(self, plan: Plan, nodes: int) -> Plan | None:
         self.asked.append(nodes)
@@ -78,8 +80,9 @@ class Lab:
         return fewer if self.has_fewer else None
 
     def open(self, job: Job | None = None, plan: Plan | None = None) -> None:
+        self.mail.clear()
         self.slow_nodes.open(job or self.job, plan or self.plan)
-        self.slow_nodes.see(tuple(f"host{number}" for number in (job or self.job).nodes))
+        self.slow_nodes.hostnames = tuple(f"host{number}" for number in (job or self.job).nodes)
 
     def report_speeds(self, *samples_s: float) -> None:
         """Each rank takes so long for its sample."""
@@ -93,7 +96,7 @@ class Lab:
             fixed_s=zeros,
             per_sample_s=samples_s,
         )
-        write_speeds(self.job.run, report)
+        self.mail.speeds = report
 
     def make_steps(self, steps: int, step_s: float = STEP_S) -> list[NodeSlow]:
         for _ in range(steps):
@@ -189,7 +192,7 @@ def test_the_run_goes_on_with_fewer_nodes_and_its_effect_is_measured(make_lab, c
 def test_a_spare_node_that_is_there_takes_the_place(make_lab) -> None:
     lab = make_lab(spares=2)
     lab.open()
-    lab.slow_nodes.see(("host0", "host1", "host2", "", "host4"))
+    lab.slow_nodes.hostnames = ("host0", "host1", "host2", "", "host4")
     lab.become_slow()
     assert "2.0 s are expected" in lab.until_decided().why
     job, plan = lab.slow_nodes.leave_out(1)
@@ -200,7 +203,7 @@ def test_a_spare_node_that_is_there_takes_the_place(make_lab) -> None:
     assert isinstance(given, NodesEvent)
     assert (given.spare, given.num_nodes, given.expected_s) == (4, 3, 2.0)
     lab.open(job, plan)
-    lab.slow_nodes.see(("host0", "host2", "host4", "", "host1"))
+    lab.slow_nodes.hostnames = ("host0", "host2", "host4", "", "host1")
     lab.report_speeds(1.0, 1.0, 4.0)
     assert lab.until_decided().node == 4, "by its number"
     job, _ = lab.slow_nodes.leave_out(4)
@@ -213,7 +216,7 @@ def test_a_spare_node_that_goes_meanwhile(make_lab) -> None:
     lab.open()
     lab.become_slow()
     lab.until_decided()
-    lab.slow_nodes.see(("host0", "host1", "host2", ""))
+    lab.slow_nodes.hostnames = ("host0", "host1", "host2", "")
     assert lab.slow_nodes.leave_out(1) == (lab.job, lab.plan)
     assert lab.reports == ["no spare node is there any more: the run starts again with node 1"]
     assert lab.directives == []
@@ -306,22 +309,18 @@ def test_a_run_with_samples_to_move_is_left_to_its_shares(make_lab) -> None:
         fixed_s=(0.0,) * 3,
         per_sample_s=samples_s,
     )
-    write_speeds(lab.job.run, report)
+    lab.mail.speeds = report
     lab.make_steps(1, step_s=17.0)
     assert lab.make_steps(200, step_s=17.0) == []
 
 
-def test_a_report_of_another_start_or_a_damaged_one_decides_nothing(make_lab) -> None:
+def test_a_report_of_other_ranks_decides_nothing_and_what_fails_ends_the_search(make_lab) -> None:
     lab = make_lab()
-    lab.report_speeds(1.0, 4.0, 1.0)
     lab.open()
-    assert lab.make_steps(100) == [], "it was there before"
     lab.report_speeds(1.0, 4.0)
-    assert lab.make_steps(100) == [], "it is of other ranks"
-    lab.job.run.speeds_json.unlink()
-    lab.job.run.speeds_json.write_text("{")
     assert lab.make_steps(100) == []
-    assert lab.reports[0].startswith("no node is left out any more: UnreadableFileError: ")
-    assert "speeds.json" in lab.reports[0]
+    lab.mail.speeds = replace(lab.mail.speeds, layout=Layout(dp_replicate=3))  # with the figures of two
+    assert lab.make_steps(100) == []
+    assert lab.reports[0].startswith("no node is left out any more: ")
     lab.report_speeds(1.0, 4.0, 1.0)
     assert (lab.make_steps(100), len(lab.reports)) == ([], 1)

@@ -32,12 +32,12 @@ from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
 from trainspec_cli.run import supervise as module
+from trainspec_cli.run.channel.messages import ExpectGroups, SpeedsReport
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.event_types.events import MemoryEvent
 from trainspec_cli.run.folder.events import read_events, read_log
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import note_stop
-from trainspec_cli.run.folder.looks import SpeedsReport, write_speeds
 from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.recovery.recovery import RESTART_WINDOW_S
 from trainspec_cli.run.recovery.run_state import (
@@ -201,7 +201,7 @@ def test_a_run_goes_on_without_a_slow_node(tmp_path: Path, make_plan) -> None:
 
     def become_slow() -> None:
         each = {"samples": (1, 1, 1), "fixed_s": (0.0,) * 3, "per_sample_s": (1.0, 4.0, 1.0), "micro_batches": 1}
-        write_speeds(run.job.run, SpeedsReport(step=3, step_s=4.0, layout=plan.layout, **each))  # type: ignore[arg-type]
+        run.world.backend.hub.speeds = SpeedsReport(step=3, step_s=4.0, layout=plan.layout, **each)  # type: ignore[arg-type]
 
     def open_and_note(job: Job, plan: Plan | None):
         opened.append(plan)
@@ -305,7 +305,7 @@ def test_a_generation_that_cannot_be_begun_ends_the_run_with_its_reason(
     def refuse(supervisor: Supervisor) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Supervisor, "_note_restart", refuse)
+    monkeypatch.setattr(Supervisor, "_begin_generation", refuse)
     run.world.checkpoint = 7
     run.script = [run.happen(Stepped(0)), lambda: run.world.end(0, from_outside=True)]
     with pytest.raises(OSError, match="No space left"):
@@ -373,7 +373,7 @@ def test_too_few_groups_end_the_run_and_the_lost_node_is_named(pair: Run) -> Non
     ending = pair()
     assert ending.given_up.startswith("1 of 2 replica groups are left, and resilience.min_groups is 2")
     assert (pair.world.stops, ending.stop_requested) == ([None], False)
-    assert json.loads(pair.job.run.groups_json.read_text()) == {"expected": 1}
+    assert pair.world.backend.hub.told == [(ExpectGroups(2), None), (ExpectGroups(1), None)]
     assert (pair.job.run.node_error(1).exists(), pair.job.run.node_error(5).exists()) == (True, False)
 
 

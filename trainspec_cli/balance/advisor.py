@@ -1,7 +1,7 @@
 """The supervisor's part of the scheduler: it follows a run's speeds, and proposes another layout where that pays.
 
-The workers know their speeds and report them (`run/folder/looks.py`); the planner, which they do not have, finds the
-layout that is fastest at these speeds; the workers take it up between two steps (`run/folder/looks.py`).
+The workers know their speeds and report them; the planner, which they do not have, finds the layout that is fastest at
+these speeds; the workers take it up between two steps (messages: `run/channel/messages.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from trainspec_cli.core.printable import format_duration
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.records import Absent
 from trainspec_cli.recipe.results.plan import LayoutProposal, Plan
+from trainspec_cli.run.channel.messages import Proposal, SpeedsReport
+from trainspec_cli.run.channel.worker import WorkerMail
 from trainspec_cli.run.folder.event_types.events import AchievedEvent, DirectiveEvent, Event, StartEvent, StepEvent
 from trainspec_cli.run.folder.events import EventTail
-from trainspec_cli.run.folder.looks import ProposalRecord, SpeedsReport, SpeedsWatch, read_proposal, write_proposal
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 
@@ -54,15 +55,24 @@ def decides_layouts(plan: Plan) -> bool:
 class LayoutAdvisor:
     """`look` is to be called again and again; the search runs in a thread of its own, and nothing waits for it."""
 
-    def __init__(self, run: RunDir, plan: Plan, layouts: Callable[[Plan], Layouts], executor: Executor | None = None):
+    def __init__(
+        self,
+        run: RunDir,
+        plan: Plan,
+        layouts: Callable[[Plan], Layouts],
+        mail: WorkerMail,
+        executor: Executor | None = None,
+    ):
         """`layouts` makes what finds other layouts for a plan; it is called when a rank is slow for the first time."""
         self._run = run
         self._plan = plan
         self._make = layouts
         self._executor = executor or ThreadPoolExecutor(1, "other layouts")
-        self._events, self._speeds = EventTail(run.events(0)), SpeedsWatch(run)
-        before = read_proposal(run)
-        self._number = before.number if before else 0
+        self._events = EventTail(run.events(0))
+        self._mail = mail
+        self._speeds: SpeedsReport | None = None
+        """The report that was taken in last."""
+        self._number = 0
         self._home = plan
         """The plan whose layout is gone back to."""
         self._layouts: dict[Layout, Layouts] = {}
@@ -108,7 +118,9 @@ class LayoutAdvisor:
         try:
             for event in self._events.read():
                 self._take(event)
-            if speeds := self._speeds.poll():
+            speeds = self._mail.speeds
+            if speeds is not None and speeds is not self._speeds:
+                self._speeds = speeds
                 self._take_speeds(speeds)
             if self._searching is not None and self._searching.done():
                 found = self._searching.result()
@@ -189,7 +201,7 @@ class LayoutAdvisor:
         return layouts.after(report.layout, math.ceil(even / report.micro_batches)).propose(paces, links)
 
     def _propose(self) -> None:
-        """Write down what is due."""
+        """Send what is due to rank 0."""
         steps = self._new_steps
         self._new_steps = 0
         if not steps or self._in_force is None:
@@ -202,7 +214,7 @@ class LayoutAdvisor:
         if due is not None:
             self._number = self._number + 1
             self._proposed = due.layout
-            write_proposal(self._run, ProposalRecord(number=self._number, before=self._in_force, **vars(due)))
+            self._mail.tell(Proposal(self._number, self._in_force, due), rank=0)
 
     def _look_back(self, step_s: float) -> None:
         """Want the planned layout, where it was measured to be faster than the present one, whose step takes

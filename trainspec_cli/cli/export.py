@@ -17,7 +17,6 @@ from trainspec_cli.run.exporting import (
     how_to_load,
     write_adapters,
     write_folder,
-    write_other,
 )
 from trainspec_cli.session.runs.find import find_own_run
 
@@ -53,10 +52,10 @@ def export(
         message = f"--naming {naming} is of --format dcp, and the format is {format_}"
         raise RecipeError(Problem("usage", message, "--naming", "type --format dcp, or leave --naming out"))
     wanted = Export(run_dir, chosen, dtype, round(max_file_gb * 1e9))
-    if format_ == "hf" or format_ == "peft":
-        what = (write_folder if format_ == "hf" else write_adapters)(wanted, output)
+    if format_ == "peft":
+        what = write_adapters(wanted, output)
     else:
-        what = write_other(wanted, output, format_, naming)
+        what = write_folder(wanted, output, format_, naming)
     _report(output, wanted.step, what, format_, as_json)
 
 

@@ -31,6 +31,8 @@ processes have others."""
 
 SECRET_FILE = "TRAINSPEC_SECRET_FILE"
 """The file that holds the secret of the job's processes; the secret itself stands in no environment."""
+SUPERVISOR = "TRAINSPEC_SUPERVISOR"
+"""Where the supervisor hears its workers: HOST:PORT, or the path of a Unix socket on this node."""
 RENDEZVOUS = "TRAINSPEC_RENDEZVOUS"
 """The address at which the job's rendezvous server listens, as HOST:PORT."""
 STORE_FILE = "TRAINSPEC_STORE_FILE"

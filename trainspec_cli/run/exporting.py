@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -31,8 +32,8 @@ from trainspec_cli.data.weights.naming import other_tensors
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import ExportRequest
+from trainspec_cli.run.folder.accounting import best_checkpoint
 from trainspec_cli.run.folder.files import write_json
-from trainspec_cli.run.folder.looks import best_checkpoint
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir, read_plan
 from trainspec_cli.run.tools import EXPORT, run_tool
@@ -46,6 +47,12 @@ CARD = "README.md"
 OtherFormat = Literal["dcp", "megatron", "litgpt"]
 DcpNaming = Literal["hf", "torchtitan"]
 OtherNaming = Literal["hf", "torchtitan", "megatron", "litgpt"]
+_TENSOR_FORMATS: Mapping[str, Literal["safetensors", "dcp", "litgpt"]] = {
+    "hf": "safetensors",
+    "dcp": "dcp",
+    "megatron": "dcp",
+    "litgpt": "litgpt",
+}
 MEGATRON_METADATA = "metadata.json"
 _MEGATRON_BACKENDS: JsonObject = {
     "sharded_backend": "torch_dist",
@@ -87,36 +94,27 @@ def find_checkpoint(run: RunDir, step: int | None, *, best: bool = False) -> int
     return steps[-1] if step is None else step
 
 
-def write_folder(wanted: Export, output: Path) -> str:
-    """Make `output`, which must not exist or be empty; -> its model_type. Raises RecipeError and MachineError."""
-    plan = read_plan(wanted.run)
-    model = plan.spec.model
-    config = _config(plan, wanted)
-    assert isinstance(model, DecoderModel), "write_config refuses others"
-    with publishing(output.expanduser().resolve()) as temporary:
-        _write_beside(plan, wanted.run, config, temporary)
-        _write_tensors(wanted, temporary, "merged")
-    return str(config["model_type"])
-
-
-def write_other(wanted: Export, output: Path, format_: OtherFormat, naming: DcpNaming) -> str:
-    """Make `output` with a run's weights as another project's checkpoint; -> what it is. Raises RecipeError where that
-    project has no such model, and MachineError."""
+def write_folder(
+    wanted: Export, output: Path, format_: Literal["hf"] | OtherFormat = "hf", naming: DcpNaming = "hf"
+) -> str:
+    """Make `output`, which must not exist or be empty, with a run's weights: as transformers reads them, or as another
+    project's checkpoint; -> what it is. Raises RecipeError where that project has no such model, and MachineError."""
     plan = read_plan(wanted.run)
     model = plan.spec.model
     config = _config(plan, wanted)
     assert isinstance(model, DecoderModel), "write_config refuses others"
     names: OtherNaming = naming if format_ == "dcp" else format_
-    other_tensors(model, names)
+    if format_ != "hf":
+        other_tensors(model, names)
     described = litgpt_config.write_config(model, plan.spec.data.seq_len) if format_ == "litgpt" else None
     with publishing(output.expanduser().resolve()) as temporary:
         _write_beside(plan, wanted.run, config, temporary)
         if described is not None:
             (temporary / litgpt_config.CONFIG).write_text(described, encoding="utf-8")
-        _write_tensors(wanted, temporary, "merged", "litgpt" if format_ == "litgpt" else "dcp", names)
+        _write_tensors(wanted, temporary, "merged", _TENSOR_FORMATS[format_], names)
         if format_ == "megatron":
             write_json(temporary / MEGATRON_METADATA, _MEGATRON_BACKENDS)
-    return f"{config['model_type']} with the names of {names}"
+    return str(config["model_type"]) if format_ == "hf" else f"{config['model_type']} with the names of {names}"
 
 
 def _config(plan: Plan, wanted: Export) -> JsonObject:

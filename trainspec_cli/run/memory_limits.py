@@ -99,27 +99,25 @@ class LimitsWatch:
             return
         try:
             for event in self._tail.read():
-                if isinstance(event, MemoryEvent) and event.layout in self._plans:
-                    self._remember(event, self._plans[event.layout])
+                if not isinstance(event, MemoryEvent) or event.layout not in self._plans:
+                    continue
+                plan = self._plans[event.layout]
+                limits = read_limits(plan, self._machine)
+                learned = Learned(
+                    Relief(event.failed, event.taken),
+                    run=str(self._run.root.absolute()),
+                    at=self._now(),
+                    predicted_bytes=plan.prediction.needed_bytes if plan.prediction else None,
+                    used_bytes=_known(event.used_bytes),
+                    limit_bytes=_known(event.limit_bytes),
+                )
+                # What a later run has taken instead of the same setting is the better knowledge.
+                others = [one for one in limits.learned if one.relief.failed != learned.relief.failed]
+                make_cache()
+                write_json(_path(plan, self._machine), to_plain(replace(limits, learned=(*others, learned))))
         except (MachineError, OSError) as error:
             self._tail = None
             report(f"later launches will not know of this shortage of memory: {error}")
-
-    def _remember(self, event: MemoryEvent, plan: Plan) -> None:
-        limits = read_limits(plan, self._machine)
-        prediction = plan.prediction
-        learned = Learned(
-            Relief(event.failed, event.taken),
-            run=str(self._run.root.absolute()),
-            at=self._now(),
-            predicted_bytes=prediction.needed_bytes if prediction else None,
-            used_bytes=_known(event.used_bytes),
-            limit_bytes=_known(event.limit_bytes),
-        )
-        # What a later run has taken instead of the same setting is the better knowledge.
-        others = [one for one in limits.learned if one.relief.failed != learned.relief.failed]
-        make_cache()
-        write_json(_path(plan, self._machine), to_plain(replace(limits, learned=(*others, learned))))
 
 
 def _known(value: int | Absent | None) -> int | None:

@@ -29,9 +29,10 @@ from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend import OpenBackend, RunBackend
-from trainspec_cli.run.backend.node_processes import ranks_of, start_folder
 from trainspec_cli.run.backend.observe import newest_checkpoint, newest_step
 from trainspec_cli.run.backend.processes import POLL_S
+from trainspec_cli.run.channel.messages import ExpectGroups, SpeedsReport
+from trainspec_cli.run.channel.worker import WorkerMail
 from trainspec_cli.run.folder.event_types.events import (
     EndedMark,
     Event,
@@ -44,12 +45,10 @@ from trainspec_cli.run.folder.event_types.events import (
     StepEvent,
 )
 from trainspec_cli.run.folder.events import EventTail, EventWriter, read_sound
-from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import Fence, was_stop_noted
-from trainspec_cli.run.folder.looks import SpeedsReport, SpeedsWatch
 from trainspec_cli.run.folder.record import NodeErrorRecord, write_error
 from trainspec_cli.run.job.folder import write_fewer_nodes
-from trainspec_cli.run.job.job import Job, torchrun_command
+from trainspec_cli.run.job.job import Job, ranks_of, start_folder, torchrun_command
 from trainspec_cli.run.recovery import recovery, run_state
 from trainspec_cli.run.recovery.run_state import NodeSlow
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
@@ -86,9 +85,10 @@ class SlowNodes:
         plan: Plan,
         replan: Replan | None,
         report: Callable[[str], None],
+        mail: WorkerMail,
         executor: Executor | None = None,
     ):
-        """`replan` is called in a thread, which nothing waits for."""
+        """`replan` is called in a thread, which nothing waits for. `mail` brings the speeds that the workers report."""
         scheduler = plan.spec.scheduler
         self._run = job.run
         self._executor = executor or ThreadPoolExecutor(1, "fewer nodes")
@@ -97,6 +97,7 @@ class SlowNodes:
         self._change = scheduler.change
         self._replan = replan
         self._report = report
+        self._mail = mail
         self._restart_s = math.inf
         self._asked_s = math.inf
         self._decided: Gain | None = None
@@ -107,13 +108,16 @@ class SlowNodes:
 
     def open(self, job: Job, plan: Plan) -> None:
         """Begin a generation of the run: speeds and times are learnt anew."""
-        self._job, self._plan, self._hostnames = job, plan, ("",) * len(job.nodes)
+        self._job = job
+        self._plan = plan
+        self.hostnames = ("",) * len(job.nodes)
+        """Of the nodes that are there, by their places."""
         can_leave = plan.replica_groups == 1 and plan.num_nodes > 1 and plan.spec.resilience.mode == "restart"
         self._is_on = can_leave and self._mode != "off" and "nodes" in self._may_change
         self._planning: Future[Plan | None] | None = None
         if self._is_on and self._replan:
             self._planning = self._executor.submit(self._plan_fewer, self._replan, plan)
-        self._events, self._speeds = EventTail(self._run.events(0)), SpeedsWatch(self._run)
+        self._events = EventTail(self._run.events(0))
         self._paces = PaceTracker(self._change)
         self._learnt: _Learnt | None = None
         self._scheduler = LeaveOutScheduler()
@@ -121,10 +125,6 @@ class SlowNodes:
         self._asked_s = math.inf
         self._step = self._steps = 0
         self._times_s = deque[float](maxlen=REMEMBERED_STEPS)
-
-    def see(self, hostnames: tuple[str, ...]) -> None:
-        """Take in which nodes are there, by their places."""
-        self._hostnames = hostnames
 
     def poll(self) -> list[NodeSlow]:
         """Return the node that is to be left out now, if any; advice is written down and reported.
@@ -143,12 +143,20 @@ class SlowNodes:
 
     def _look(self, made: int) -> list[NodeSlow]:
         """Take in what is reported, after so many steps were made."""
-        report = self._speeds.poll()
-        if report is not None and report.layout.world_size == self._plan.world_size:
+        report = self._mail.speeds
+        is_known = self._learnt is not None and self._learnt.report is report
+        if report is not None and not is_known and report.layout.world_size == self._plan.world_size:
             self._learn(report)
         if not made or not self._is_on or self._learnt is None or len(self._times_s) < MEASURED_STEPS:
             return []
-        gain = self._find_gain(self._learnt, median(self._times_s))
+        plan = self._plan_without
+        gain: Gain | None = None
+        if plan is not None:
+            before = self._learnt.report.layout
+            work = added_work(before, before if plan is self._plan else plan.layout, self._learnt.samples)
+            step_s = median(self._times_s)
+            best_s = self._learnt.best_s
+            gain = gain_without_slowest(self._learnt.times, self._plan.devices_per_node, step_s, best_s, work)
         gain = self._scheduler.note_steps(gain, made, self._plan.total_steps - self._step, self._restart_s)
         return [] if gain is None else self._decide(gain)
 
@@ -184,7 +192,7 @@ class SlowNodes:
     def _spare(self) -> int | None:
         """Return the number of a node that stands by; those that were left out do not count."""
         places = range(self._plan.num_nodes, len(self._job.nodes))
-        return next((self._job.nodes[place] for place in places if self._hostnames[place]), None)
+        return next((self._job.nodes[place] for place in places if self.hostnames[place]), None)
 
     @property
     def _plan_without(self) -> Plan | None:
@@ -237,18 +245,10 @@ class SlowNodes:
 
     # Deciding
 
-    def _find_gain(self, learnt: _Learnt, step_s: float) -> Gain | None:
-        plan = self._plan_without
-        if plan is None:
-            return None
-        before = learnt.report.layout
-        work = added_work(before, before if plan is self._plan else plan.layout, learnt.samples)
-        return gain_without_slowest(learnt.times, self._plan.devices_per_node, step_s, learnt.best_s, work)
-
     def _decide(self, gain: Gain) -> list[NodeSlow]:
         plan = self._plan_without
         node = self._job.nodes[gain.node]
-        host = self._hostnames[gain.node]
+        host = self.hostnames[gain.node]
         assert plan is not None, "there is a gain"
         name = f"node {node} ({host})" if host else f"node {node}"
         why = (
@@ -271,7 +271,7 @@ class SlowNodes:
             number=self._number,
             applied=applied,
             node=self._job.nodes[gain.node],
-            host=self._hostnames[gain.node],
+            host=self.hostnames[gain.node],
             spare=ABSENT if self._spare is None else self._spare,
             num_nodes=plan.num_nodes,
             layout=plan.layout,
@@ -320,13 +320,14 @@ def supervise(
     report: Callable[[str], None] = lambda _: None,
     requests: StopRequests | None = None,
     replan: Replan | None = None,
+    mail: WorkerMail | None = None,
 ) -> Ending:
     """Run `job` until all its processes have ended, and start again what fails where `plan` wants that.
 
     `watch` is called about ten times a second, with whether a stop has been asked for; `report` hears of every failure
     that does not end the run, and what follows. Without a plan the job is started again after failures as often as its
     `max_restarts` allow, and a tool's never. `replan` finds the plan of a run that leaves a slow node out; without it
-    only a spare node can take its place.
+    only a spare node can take its place. `mail`: of others who hear the workers, and send to them.
 
     A first request to stop asks the workers to write a checkpoint and end, within the job's `stop_grace_s`; before
     they have written an event there is nothing to save, and they are killed. A second request kills at once.
@@ -335,7 +336,7 @@ def supervise(
     """
     requests = requests or StopRequests()
     with on_stop_signal(requests.add):
-        supervisor = Supervisor(job, plan, backend, report, replan)
+        supervisor = Supervisor(job, plan, backend, report, replan, mail)
         supervisor.open()
         try:
             while not supervisor.state.is_over:
@@ -356,6 +357,7 @@ class Supervisor:
         backend: OpenBackend,
         report: Callable[[str], None],
         replan: Replan | None = None,
+        mail: WorkerMail | None = None,
     ):
         self._job = job
         self._plan = plan
@@ -376,10 +378,12 @@ class Supervisor:
         self._left_behind: tuple[int, ...] = ()
         self._has_named_missing = False
         self._losses: dict[int, run_state.NodeLost | run_state.NodeUnfit] = {}
-        self._slow_nodes = SlowNodes(job, plan, replan, report) if plan else None
+        self._mail = mail or WorkerMail()
+        self._slow_nodes = SlowNodes(job, plan, replan, report, self._mail) if plan else None
 
     def open(self) -> None:
         """Begin a generation of the run."""
+        self._mail.clear()
         if self._slow_nodes and self._plan:
             self._slow_nodes.open(self._job, self._plan)
         self._marks = EventWriter(self._job.run.supervisor_events, SUPERVISOR)
@@ -407,6 +411,11 @@ class Supervisor:
         if self._backend:
             for event in self._backend.poll():
                 self._take(event)
+        if self._backend and (hub := self._backend.hub):
+            self._mail.speeds = hub.take_speeds() or self._mail.speeds
+            for message, rank in self._mail.unsent:
+                hub.tell(message, rank)
+        self._mail.unsent.clear()
         for event in self._slow_nodes.poll() if self._slow_nodes else ():
             self._take(event)
         if requests.count:
@@ -434,7 +443,7 @@ class Supervisor:
             self._losses.pop(event.node, None)
         elif isinstance(event, run_state.NodesSeen):
             if self._slow_nodes:
-                self._slow_nodes.see(event.hostnames)
+                self._slow_nodes.hostnames = event.hostnames
             if event.waiting and not self._has_named_missing and not any(group.starts for group in self.state.groups):
                 self._has_named_missing = True
                 self._report(event.waiting)
@@ -444,7 +453,6 @@ class Supervisor:
 
     def _apply(self, action: run_state.Action) -> None:
         backend = self._backend
-        run = self._job.run
         assert backend is not None, "a generation is open"
         match action:
             case run_state.Launch(group, number):
@@ -470,27 +478,17 @@ class Supervisor:
             case run_state.RecordLosses():
                 self._record_losses()
             case run_state.Expect(groups):
-                write_json(run.groups_json, {"expected": groups})
+                self._mail.tell(ExpectGroups(groups))
             case run_state.Refuse(code, message, hint):
                 if code == "agents_failed":
                     hint = f"look at {self._job.torchrun_log}"
                 raise MachineError(Problem(code, message, hint=hint, environment=True))
 
     def _begin_generation(self) -> None:
-        self._job.run.result_json.unlink(missing_ok=True)  # other nodes take part until there is one
-        self.close()
-        self._note_restart()
-        self._losses.clear()
-        number = self.state.groups[0].starts + 1
-        logs = self._first_logs.with_name(f"{self._first_logs.name}_start{number:03d}")
-        worker = self._job.worker
-        command = torchrun_command(self._job.world_size, logs, worker) if worker else self._job.command
-        self._job = replace(self._job, logs=logs, command=command)
-        self.open()
-
-    def _note_restart(self) -> None:
-        """Move the failed start's error reports to its logs, and write to the run's events what is lost."""
         run = self._job.run
+        run.result_json.unlink(missing_ok=True)  # other nodes take part until there is one
+        self.close()
+        # The failed start's error reports go to its logs, and what is lost to the run's events.
         for path in run.errors_folder.glob("*.json"):
             path.rename(self._job.logs / path.name)
         step = newest_step(read_sound(run.events(0)))
@@ -499,6 +497,13 @@ class Supervisor:
         events = EventWriter(run.events(0), rank=0)
         events.write(RecoveryEvent(step=step, change="restart", group=None, stall_s=None, lost_steps=lost_steps))
         events.close()
+        self._losses.clear()
+        number = self.state.groups[0].starts + 1
+        logs = self._first_logs.with_name(f"{self._first_logs.name}_start{number:03d}")
+        worker = self._job.worker
+        command = torchrun_command(self._job.world_size, logs, worker) if worker else self._job.command
+        self._job = replace(self._job, logs=logs, command=command)
+        self.open()
 
     def _take_setting(self, action: run_state.TakeSetting) -> None:
         """Write down with what the next start takes less memory: its workers follow that."""

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -226,16 +227,11 @@ def _supervise(tool: Tool[Any, Any], job: Job, backend: OpenBackend, on_tick: Ca
 
 def _problem(tool: Tool[Any, Any], job: Job, ending: str) -> Problem:
     """Say how the tool ended, and show the end of one log: that of the process which failed first."""
-    message = f"{tool.what} {ending}\n\n{_last_lines(job)}".rstrip()
-    return Problem(tool.code, message, hint=tool.hint, environment=True)
-
-
-def _last_lines(job: Job) -> str:
-    failures = find_failures(job)
-    if failures:
-        lines = failures[0].detail.splitlines()[-TAIL_LINES:]
-        return "\n".join([f"{failures[0].who} {failures[0].summary}", *lines])
-    return tail(job.torchrun_log, TAIL_LINES) if job.torchrun_log.is_file() else ""
+    lines = tail(job.torchrun_log, TAIL_LINES) if job.torchrun_log.is_file() else ""
+    if failures := find_failures(job):
+        last = failures[0].detail.splitlines()[-TAIL_LINES:]
+        lines = "\n".join([f"{failures[0].who} {failures[0].summary}", *last])
+    return Problem(tool.code, f"{tool.what} {ending}\n\n{lines}".rstrip(), hint=tool.hint, environment=True)
 
 
 # Choose the backend of an operation: correct, and clearly faster than torch's default.
@@ -379,22 +375,15 @@ def table_path(plan: Plan, machine: Machine) -> Path:
     plain = to_plain(plan)
     shapes |= {key: plain[key] for key in ("layout", "micro_batch_size", "device", "offload", "recompute")}
     shapes |= {"seq_len": plan.spec.data.seq_len, "documents": plan.spec.data.masks_documents}
-    return figures_path("kernels", plan, machine, {"shapes": shapes, "libraries": library_versions()})
+    libraries = {}
+    for name in LIBRARIES:
+        with suppress(metadata.PackageNotFoundError):
+            libraries[name] = metadata.version(name)
+    return figures_path("kernels", plan, machine, {"shapes": shapes, "libraries": libraries})
 
 
 def read_table(path: Path) -> KernelTable | None:
     return read_figures(KernelTable, path)
-
-
-def library_versions() -> dict[str, str]:
-    """Return the versions of those libraries that are installed."""
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def figures_path(kind: str, plan: Plan, machine: Machine, others: Mapping[str, object]) -> Path:

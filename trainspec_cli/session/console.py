@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -105,15 +105,11 @@ def open_run_log(run: RunDir, console: Console) -> Iterator[Console | None]:
     the console writes to that file itself. A disk that is full ends the log and not the run."""
     run.logs.mkdir(parents=True, exist_ok=True)
     with run.run_log.open("a", encoding="utf-8") as file:
-        if _is_same_file(console.file, file):
+        is_same = False
+        with suppress(OSError):  # a stream in memory has no number
+            is_same = os.path.sameopenfile(console.file.fileno(), file.fileno())
+        if is_same:
             yield None
         else:
             lasting = LastingStream(file, ends_at=(errno.ENOSPC, errno.EDQUOT, errno.EIO))
             yield PrintableConsole(file=cast(IO[str], lasting), color_system=None)
-
-
-def _is_same_file(one: IO[str], other: IO[str]) -> bool:
-    try:
-        return os.path.sameopenfile(one.fileno(), other.fileno())
-    except OSError:  # a stream in memory has no number
-        return False

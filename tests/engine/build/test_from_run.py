@@ -22,7 +22,7 @@ from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.recipe.keys.run import InitSpec
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.run.folder.files import write_json
-from trainspec_cli.run.folder.looks import keep_code
+from trainspec_cli.run.folder.own_code import keep_code
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import write_plan
 from trainspec_cli.wings.certify.cases import Case, build_plan

@@ -7,12 +7,12 @@ import time
 
 import pytest
 import torch
+from lab.supervisor import PlayedSupervisor
 
 from trainspec_cli.engine.observe import deeper_look, stack_samples
 from trainspec_cli.engine.observe.deeper_look import LOOK_STEPS, TRACE_BYTES, DeeperLook
 from trainspec_cli.recipe.results.verdict import LookOrder
 from trainspec_cli.run.folder.event_types.events import LookEvent, WarningEvent
-from trainspec_cli.run.folder.looks import LooksRecord, write_looks
 from trainspec_cli.run.folder.paths import RunDir
 
 PATIENCE_S = 60.0
@@ -24,7 +24,8 @@ class Steps:
 
     def __init__(self, run: RunDir):
         self.run, self.events, self.step = run, [], 0
-        self.look = DeeperLook(run, self, 2, torch.device("cpu"))
+        self.supervisor = PlayedSupervisor()
+        self.look = DeeperLook(run, self, self.supervisor, 2, torch.device("cpu"))
         self.look.start()
 
     def write(self, event):
@@ -58,14 +59,10 @@ def steps(tmp_path, monkeypatch):
         one.look.join()
 
 
-def order(run, *orders):
-    write_looks(run, LooksRecord(orders=orders))
-
-
 def test_a_look_names_the_line_and_the_operations_of_whole_steps(steps):
     rank = steps()
     rank.until(lambda: rank.step == 3)
-    order(rank.run, SPIN)
+    rank.supervisor.tell(SPIN)
     rank.until(lambda: rank.events)
     (event,) = rank.events
     assert isinstance(event, LookEvent)
@@ -81,20 +78,9 @@ def test_a_look_names_the_line_and_the_operations_of_whole_steps(steps):
     assert not rank.look.looked_at(look.last_step + 1)
     text = (rank.run.root / look.file).read_text()
     assert len(text) <= TRACE_BYTES and json.loads(text)["order"]["looker"] == 2
-    order(rank.run, SPIN, LookOrder(number=2, looker=1, cause="slow_device", rank=1))
     for _ in range(5):
         rank.make()
-    assert len(rank.events) == 1, "neither twice, nor for another rank"
-
-
-def test_a_later_start_takes_no_look_that_an_earlier_one_was_asked_for(steps):
-    order(RunDir(steps().run.root), SPIN)
-    later = steps()
-    for _ in range(5):
-        later.make()
-    order(later.run, SPIN, LookOrder(number=2, looker=2, cause="slow_loader", rank=2))
-    later.until(lambda: later.events)
-    assert later.events[0].look.order.number == 2
+    assert len(rank.events) == 1, "it is taken once"
 
 
 def test_a_rank_that_hangs_is_sampled_without_a_step(steps, monkeypatch):
@@ -102,7 +88,7 @@ def test_a_rank_that_hangs_is_sampled_without_a_step(steps, monkeypatch):
     monkeypatch.setattr(stack_samples.PySpy, "find", lambda: None)
     rank = steps()
     rank.make()
-    order(rank.run, LookOrder(number=1, looker=2, cause="hang", rank=2))
+    rank.supervisor.tell(LookOrder(number=1, looker=2, cause="hang", rank=2))
     end_s = time.monotonic() + PATIENCE_S
     while not rank.events and time.monotonic() < end_s:
         time.sleep(0.01)
@@ -113,7 +99,7 @@ def test_a_rank_that_hangs_is_sampled_without_a_step(steps, monkeypatch):
 
 def test_a_run_that_ends_in_view_ends_the_profile_and_reports_nothing(steps):
     rank = steps()
-    order(rank.run, SPIN)
+    rank.supervisor.tell(SPIN)
     rank.until(lambda: rank.look._begun is not None)
     rank.look.close()
     rank.look.join()
@@ -123,23 +109,20 @@ def test_a_run_that_ends_in_view_ends_the_profile_and_reports_nothing(steps):
 def test_a_profiler_that_runs_already_is_left_alone_and_said(steps):
     rank = steps()
     with torch.autograd.profiler.profile():
-        order(rank.run, SPIN)
+        rank.supervisor.tell(SPIN)
         rank.until(lambda: rank.events)
         assert torch.autograd._profiler_enabled()
     assert isinstance(rank.events[0], WarningEvent) and "no deeper look" in rank.events[0].message
 
 
-def test_a_damaged_list_and_a_full_disk_end_no_training(steps, monkeypatch):
+def test_a_full_disk_ends_no_training(steps, monkeypatch):
     rank = steps()
-    rank.run.looks_json.write_text("[")
-    rank.until(lambda: rank.events)
-    assert "looks.json" in rank.events.pop().message
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(deeper_look, "write_text", full)
-    order(rank.run, SPIN)
+    rank.supervisor.tell(SPIN)
     rank.until(lambda: rank.events)
     look = rank.events[0].look
     assert look.file is None and look.notes == ("the trace could not be written: No space left on device",)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from lab.quorum import DiedError, FakeComm, Network
+from lab.supervisor import PlayedSupervisor
 from torch import nn
 
 from trainspec_cli.balance.batch.division import OwnSamples
@@ -39,6 +40,7 @@ from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
 from trainspec_cli.recipe.keys.training import BatchingSpec, BatchScheduleSpec, OptimSpec, RampStage
+from trainspec_cli.run.channel.messages import ExpectGroups
 from trainspec_cli.run.folder.event_types.events import StepEvent
 from trainspec_cli.run.folder.events import read_events
 from trainspec_cli.run.folder.files import write_json
@@ -109,7 +111,8 @@ class Group:
             grad_accum_steps=1,
             num_nodes=1,
         )
-        run = RunContext(plan, lab.run, Numbered(), state, "", self.stop)  # type: ignore[arg-type]
+        self.supervisor = PlayedSupervisor()
+        run = RunContext(plan, lab.run, Numbered(), state, "", self.stop, self.supervisor)  # type: ignore[arg-type]
         self.coordinator = ReplicaGroups(run, GroupRank(number, 0, 1))
         self.pace = StepPace(plan)  # type: ignore[arg-type]
         self.state, self.progress, self.error = state, TrainProgress(), None
@@ -189,7 +192,6 @@ class Group:
 class Lab:
     def __init__(self, folder: Any, patch: pytest.MonkeyPatch, groups: int, spec: RunSpec = SPEC):
         self.run, self.groups, self.spec, self._patch = RunDir(folder), groups, spec, patch
-        write_json(self.run.groups_json, {"expected": groups})
         self.network = Network()
         self.network.install(patch)
         self.acts: dict[tuple[int, str, int], Callable[[Group], None]] = {}
@@ -462,8 +464,10 @@ def test_the_first_step_waits_for_all_expected_groups(lab: Callable[..., Lab]) -
 
 def test_one_group_alone_goes_on_where_the_supervisor_expects_no_other(lab: Callable[..., Lab]) -> None:
     trial = lab(2)
-    write_json(trial.run.groups_json, {"expected": 1})
-    trial.start(0)
+    group = trial.start(0)
+    group.thread.join(0.1)
+    assert group.thread.is_alive() and group.progress.step == 0
+    group.supervisor.tell(ExpectGroups(1))
     trial.check_all_done()
 
 

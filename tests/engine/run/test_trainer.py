@@ -46,10 +46,10 @@ from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
 from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
 from trainspec_cli.recipe.keys.run import CheckpointSpec, DataSpec, RunSpec, TrainSection
 from trainspec_cli.recipe.keys.training import BatchingSpec, BatchScheduleSpec, OptimSpec, RampStage, ScheduleSpec
+from trainspec_cli.run.folder.accounting import best_checkpoint
 from trainspec_cli.run.folder.event_types.events import EvalEvent
 from trainspec_cli.run.folder.events import read_events
 from trainspec_cli.run.folder.files import read_json, write_json
-from trainspec_cli.run.folder.looks import best_checkpoint
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import RunResult
 

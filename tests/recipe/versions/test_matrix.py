@@ -16,7 +16,7 @@ from trainspec_cli.reporter.collect import collect
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.file_schemas import FILE_SCHEMAS
 from trainspec_cli.run.folder.forms import FORMS
-from trainspec_cli.run.folder.looks import read_code, read_looks, read_proposal, read_speeds
+from trainspec_cli.run.folder.own_code import read_code
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import (
     NodeErrorRecord,
@@ -42,9 +42,6 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "directives": ("run", lambda path: list(read_log(RunDir(path).directives))),
     "report": ("run", lambda path: collect(path)),
     "composed": ("run", lambda path: read_composed(RunDir(path)).removeprefix(f'{KEY}: "{CURRENT}"\n')),
-    "speeds": ("others", lambda path: read_speeds(RunDir(path))),
-    "proposal": ("others", lambda path: read_proposal(RunDir(path))),
-    "looks": ("others", lambda path: read_looks(RunDir(path))),
     "code": ("others", lambda path: read_code(RunDir(path))),
     "error": ("others", lambda path: read_error(RunDir(path).error(1), WorkerErrorRecord)),
     "node": ("others", lambda path: read_error(RunDir(path).node_error(1), NodeErrorRecord)),

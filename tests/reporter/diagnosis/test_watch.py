@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from trainspec_cli.recipe.results.verdict import CodeLine, Look
+from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.results.verdict import CodeLine, Look, LookOrder
 from trainspec_cli.reporter.diagnosis.watch import LONGEST_S, DiagnosisWatch
 from trainspec_cli.run.folder.event_types.events import LookEvent, VerdictEvent
 from trainspec_cli.run.folder.events import read_log
-from trainspec_cli.run.folder.looks import read_looks
+from trainspec_cli.run.folder.files import write_json
 
 
 @pytest.fixture
@@ -17,7 +18,8 @@ def watching(folder):
     run.start()
     now = [100.0]
     told = []
-    watch = DiagnosisWatch(run.run, clock=lambda: now[0])
+    run.asked = []
+    watch = DiagnosisWatch(run.run, run.asked.append, clock=lambda: now[0])
 
     def look():
         now[0] += LONGEST_S
@@ -75,7 +77,7 @@ def test_a_new_verdict_asks_its_rank_for_a_look_whose_line_is_told_when_it_is_kn
     run.steps(31, 40, slow=1)
     look()
     look()
-    (order,) = read_looks(run.run).orders
+    (order,) = run.asked
     assert (order.number, order.looker, order.cause) == (1, 1, "slow_device")
     line = CodeLine(file="a.py", line=7, function="f", text="spin()", share=0.9)
     run.write(1, LookEvent(step=43, look=Look(order=order, first_step=41, last_step=43, lines=(line,))))
@@ -88,7 +90,7 @@ def test_a_new_verdict_asks_its_rank_for_a_look_whose_line_is_told_when_it_is_kn
     run.steps(91, 120, slow=1)
     look()
     assert len(look()) == 4, "it is told of again"
-    assert read_looks(run.run).orders == (order,), "and not looked at again"
+    assert run.asked == [order], "and not looked at again"
 
 
 def test_a_run_that_is_not_to_look_deeper_asks_for_nothing(folder):
@@ -97,9 +99,24 @@ def test_a_run_that_is_not_to_look_deeper_asks_for_nothing(folder):
     run.steps(1, 30)
     run.steps(31, 50, slow=1)
     now, told = [100.0], []
-    watch = DiagnosisWatch(run.run, clock=lambda: now[0], looks_deeper=False)
+    watch = DiagnosisWatch(run.run, clock=lambda: now[0])
     for _ in range(3):
         now[0] += LONGEST_S
         watch.look(told.append)
     assert len(told) == 1
-    assert not run.run.looks_json.exists()
+
+
+def test_looks_of_earlier_starts_count_by_the_traces_that_they_left(watching):
+    run, look = watching
+    write_json(run.run.look_trace(4), {"order": to_plain(LookOrder(number=4, looker=2, cause="slow_device", rank=2))})
+    run.steps(1, 30)
+    run.steps(31, 40, slow=2)
+    look()
+    look()
+    assert run.asked == [], "its place was looked at"
+    run.steps(41, 70)
+    look()
+    run.steps(71, 80, slow=1)
+    look()
+    look()
+    assert [(order.number, order.looker) for order in run.asked] == [(5, 1)]

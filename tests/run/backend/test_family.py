@@ -16,8 +16,7 @@ from lab.waiting import wait_for
 
 from trainspec_cli.core.environment_names import GROUP
 from trainspec_cli.run.backend import processes
-from trainspec_cli.run.backend.family import Family
-from trainspec_cli.run.backend.spawn import start
+from trainspec_cli.run.backend.family import Family, start
 from trainspec_cli.run.job.job import Job
 
 PARENT = """

@@ -14,16 +14,17 @@ from lab.waiting import wait_for
 
 from trainspec_cli.core.environment_names import GROUP, START
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run.backend import node_processes, processes
-from trainspec_cli.run.backend.node_processes import NodeProcesses, devices_of, group_job
-from trainspec_cli.run.backend.nodes.messages import (
+from trainspec_cli.run.backend import local, processes
+from trainspec_cli.run.backend.local import NodeProcesses
+from trainspec_cli.run.channel.messages import (
     GroupExited,
     ProcessMessage,
     WorkerExited,
     WorkersOrphaned,
 )
 from trainspec_cli.run.folder.generations import GenerationRecord, was_stop_noted
-from trainspec_cli.run.job.job import Job, build_node_job
+from trainspec_cli.run.job import job as job_module
+from trainspec_cli.run.job.job import Job, build_node_job, devices_of, group_job
 from trainspec_cli.run.job.machine import NodePlace
 
 STANDIN = str(Path(__file__).parents[1] / "standin_worker.py")
@@ -138,7 +139,7 @@ def only(open_node, make_job) -> Callable[[str], Node]:
 def test_of_two_groups_on_a_node_one_is_ended_alone(
     open_node, make_job, make_plan, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_processes, "torchrun_command", lambda *_: ("env", "RANK=0", "sleep", "600"))
+    monkeypatch.setattr(job_module, "torchrun_command", lambda *_: ("env", "RANK=0", "sleep", "600"))
     job, plan = make_job("endless"), replace(make_plan(), replica_groups=2)
     node = open_node(replace(job, environment={**job.environment, "TRAINSPEC_LAUNCH_ID": LAUNCH}), plan)
     for group in range(2):
@@ -215,7 +216,7 @@ def test_a_run_of_one_group_has_the_time_to_report_a_failed_worker(only) -> None
 
 def test_what_hangs_in_the_kernel_is_left_behind(second: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the group follows a signal here."""
-    monkeypatch.setattr(node_processes.processes, "KILL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(local.processes, "KILL_TIMEOUT_S", 0.3)
     second.processes.start(1, 1)
     (worker,) = second.workers(1)
     family = second.processes._starts[1].family

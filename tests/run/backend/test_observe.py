@@ -9,8 +9,8 @@ from lab.events import DIRECTIVE, retried, started, stepped, write_event
 
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
-from trainspec_cli.run.backend.nodes.messages import GroupExited, WorkerExited, WorkersOrphaned
 from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, newest_checkpoint
+from trainspec_cli.run.channel.messages import GroupExited, WorkerExited, WorkersOrphaned
 from trainspec_cli.run.failure import explain
 from trainspec_cli.run.folder.event_types.events import MemoryEvent
 from trainspec_cli.run.folder.files import write_json

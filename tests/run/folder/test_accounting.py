@@ -14,6 +14,7 @@ from trainspec_cli.run.folder.accounting import (
     read_recoveries,
 )
 from trainspec_cli.run.folder.event_types.events import (
+    EVENT_TYPES,
     CheckpointEvent,
     EndEvent,
     EvalEvent,
@@ -21,7 +22,6 @@ from trainspec_cli.run.folder.event_types.events import (
     StartEvent,
     StepEvent,
 )
-from trainspec_cli.run.folder.event_types.parse import EVENT_TYPES
 from trainspec_cli.run.folder.paths import RunDir
 
 

@@ -13,6 +13,7 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.records import ABSENT, FieldError, to_plain
 from trainspec_cli.recipe.results.verdict import CodeLine, Look, LookOrder, OperationTime, RunVerdict
 from trainspec_cli.run.folder.event_types.events import (
+    EVENT_TYPES,
     AchievedEvent,
     BucketsEvent,
     BucketTry,
@@ -45,8 +46,8 @@ from trainspec_cli.run.folder.event_types.events import (
     UsageEvent,
     VerdictEvent,
     WarningEvent,
+    parse_event,
 )
-from trainspec_cli.run.folder.event_types.parse import EVENT_TYPES, parse_event
 from trainspec_cli.run.folder.events import EventWriter, read_log
 
 START = StartEvent(

@@ -17,7 +17,7 @@ from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.run import DataSpec, InitSpec
 from trainspec_cli.recipe.records import digest
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run.backend.spawn import start
+from trainspec_cli.run.backend.family import start
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan, read_plan_of_all_nodes

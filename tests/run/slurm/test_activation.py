@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.run.slurm.activation import activation_lines
+from trainspec_cli.run.slurm.script import activation_lines
 
 
 def run(lines: list[str], shown: str) -> str:

@@ -25,7 +25,7 @@ from trainspec_cli.recipe.results.blueprint import Blueprint
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.run import gpus_of_node, slurm_text
 from trainspec_cli.run.slurm.container import mounts
-from trainspec_cli.run.slurm.script import asked_by_plan, check_folder, render_script, srun_command, start_command
+from trainspec_cli.run.slurm.script import check_folder, render_script, start_command
 
 
 def options(text: str) -> list[str]:
@@ -360,5 +360,4 @@ def test_tasks_are_numbered_by_a_hostfile_where_the_plan_places_nodes(
     plan = replace(make_plan(), blueprint=blueprint)
     text = render_script(plan, [tmp_path / "run"], "tiny", ("sbatch",), tmp_path)
     assert ("--distribution=arbitrary" in text) == sorts_nodes
-    assert ("--distribution=arbitrary" in srun_command(asked_by_plan(plan))) == sorts_nodes
     assert "--distribution=arbitrary" not in start_command(plan, tmp_path, []), "the doctor writes no hostfile"

@@ -10,10 +10,9 @@ import pytest
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.session.launching import launch as module
-from trainspec_cli.session.launching.launch import launch, show_launch
+from trainspec_cli.session.launching import session as module
 from trainspec_cli.session.launching.nodes import NodeOptions
-from trainspec_cli.session.launching.session import Session
+from trainspec_cli.session.launching.session import Session, launch, show_launch
 
 ALONE = NodeOptions()
 

@@ -61,7 +61,7 @@ class Run:
         monkeypatch.setattr(run_module, "supervise", self._supervise)
 
     def _supervise(
-        self, job: Job, plan: Any, backend: Any, watch: Any, report: Any, requests: StopRequests, replan: Any
+        self, job: Job, plan: Any, backend: Any, watch: Any, report: Any, requests: StopRequests, replan: Any, *_: Any
     ) -> Ending:
         assert (job, plan, backend) == (self.job, self.plan, LocalBackend)
         self.replan = replan

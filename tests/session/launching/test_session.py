@@ -19,6 +19,7 @@ from trainspec_cli.recipe.results.tables import Relief
 from trainspec_cli.recipe.results.tools import MachineProbe
 from trainspec_cli.run.backend.local import LocalBackend
 from trainspec_cli.run.backend.nodes.backend import NodesBackend, Reach
+from trainspec_cli.run.channel.worker import WorkerMail
 from trainspec_cli.run.folder.event_types.events import StartEvent
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import read_json
@@ -115,6 +116,7 @@ def test_a_new_run_takes_every_step_in_order_and_is_written_down(
     assert (given.pop("as_json"), given.pop("requests")) == (True, None)
     assert isinstance(given.pop("advisor"), LayoutAdvisor)
     assert given.pop("replan").func is plan_on_fewer
+    assert isinstance(given.pop("mail"), WorkerMail)
     assert given == {"notifies": NOBODY}
     assert steps.backend is LocalBackend
     assert steps.was_claimed, "nobody else may start it meanwhile"

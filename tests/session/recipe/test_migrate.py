@@ -92,9 +92,9 @@ def test_events_state_the_version_in_their_first_whole_line(run: RunDir) -> None
 
 
 def test_a_number_of_a_form_of_its_own_makes_room_for_the_version(run: RunDir) -> None:
-    write_json(run.looks_json, {"version": 1, "orders": []})
-    migrate(run.looks_json)
-    assert json.loads(run.looks_json.read_text()) == {"spec_version": "1.0", "orders": []}
+    write_json(run.root / "looks.json", {"version": 1, "orders": []})
+    migrate(run.root / "looks.json")
+    assert json.loads((run.root / "looks.json").read_text()) == {"spec_version": "1.0", "orders": []}
 
 
 def test_the_lines_that_change_are_shown(run: RunDir) -> None:
@@ -123,8 +123,8 @@ def refused(*paths: Path, **options: str) -> TrainspecError:
 @pytest.mark.clause("VER-7")
 def test_all_that_stands_against_it_is_told_before_anything_is_written(run: RunDir, tmp_path: Path) -> None:
     write_json(run.plan_json, {"spec_version": "7.0", "spec": {}})
-    write_json(run.speeds_json, {"spec_version": 3, "step": 1})
-    run.looks_json.symlink_to(run.result_json)
+    write_json(run.root / "speeds.json", {"spec_version": 3, "step": 1})
+    (run.root / "looks.json").symlink_to(run.result_json)
     (tmp_path / "x.txt").write_text("")
     (tmp_path / "group.yaml").write_text("num_layers: 3\n")
     (tmp_path / "flow.yaml").write_text("{compile: true}\n")
@@ -139,7 +139,7 @@ def test_all_that_stands_against_it_is_told_before_anything_is_written(run: RunD
     ]
     said = [problem.message for problem in error.problems]
     assert said[0].endswith("it is of version 7.0 of the training spec; this one reads 0.1 and 1.0")
-    assert said[2] == f"{run.looks_json} is a link"
+    assert said[2] == f"{run.root / 'looks.json'} is a link"
     assert said[4] == f"{tmp_path}/group.yaml is no recipe: it has the key `num_layers`, which no recipe has"
     assert snapshot(tmp_path) == before
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.run.backend.nodes.messages import (
+from trainspec_cli.run.channel.messages import (
     GroupExited,
     NodeSilent,
     NodeStands,

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from lab.gpus.machines import play
 
-from trainspec_cli.run.backend.nodes.messages import RankStands
+from trainspec_cli.run.channel.messages import RankStands
 from trainspec_cli.wings.own_script import watches
 from trainspec_cli.wings.own_script.watches import Silence, SilenceWatch, in_library, name_late, name_silent, place_of
 

@@ -10,7 +10,7 @@ import pytest
 
 from trainspec_cli.recipe.records import FieldError, to_plain
 from trainspec_cli.reporter.text import describe_event
-from trainspec_cli.run.folder.event_types.parse import event_types, parse_event
+from trainspec_cli.run.folder.event_types.events import event_types, parse_event
 from trainspec_cli.run.folder.events import EventWriter, read_log
 from trainspec_cli.wings.sites.events import EVENT_TYPES, ExchangeEvent
 

@@ -67,12 +67,19 @@ class Answer:
             raise HandshakeError("the server does not know the job's secret")
 
 
-def connect(address: tuple[str, int], secret: bytes, purpose: str) -> socket.socket:
-    """Return an authenticated connection. Raises as `prove_to` does."""
-    connection = socket.create_connection(address, TIMEOUT_S)
+def connect(address: tuple[str, int] | str, secret: bytes, purpose: str) -> socket.socket:
+    """Return an authenticated connection to a host's port, or to a Unix socket's path. Raises as `prove_to` does."""
+    if isinstance(address, str):
+        connection = socket.socket(socket.AF_UNIX)
+    else:
+        connection = socket.create_connection(address, TIMEOUT_S)
     try:
-        # Messages are short and each waits for its answer, which Nagle's algorithm would hold back.
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if isinstance(address, str):
+            connection.settimeout(TIMEOUT_S)
+            connection.connect(address)
+        else:
+            # Messages are short and each waits for its answer, which Nagle's algorithm would hold back.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         prove_to(connection, secret, purpose)
     except OSError:
         connection.close()

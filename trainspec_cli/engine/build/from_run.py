@@ -14,7 +14,7 @@ from trainspec_cli.engine.checkpoint.manifest import read_manifest, verify_files
 from trainspec_cli.engine.checkpoint.memory import DTYPES
 from trainspec_cli.engine.checkpoint.saver import PREFIX, fill_parts
 from trainspec_cli.engine.shares import TENSORS
-from trainspec_cli.run.folder.looks import describe_changed_code
+from trainspec_cli.run.folder.own_code import describe_changed_code
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 

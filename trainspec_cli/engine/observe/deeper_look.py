@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd import profiler
 
-from trainspec_cli.core.errors import MachineError, WorkerError
+from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.engine.accelerators import KINDS
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
@@ -35,9 +35,9 @@ from trainspec_cli.engine.observe.watch import recorded_collectives
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.verdict import Look, LookOrder, OperationTime
+from trainspec_cli.run.channel.worker import SupervisorConnection
 from trainspec_cli.run.folder.event_types.events import LookEvent, WarningEvent
-from trainspec_cli.run.folder.files import FileWatch, write_text
-from trainspec_cli.run.folder.looks import TRACE_VERSION, read_looks
+from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.paths import RunDir
 
 # Torch's profiler over a few steps: which operations take the time, and a trace that is kept small.
@@ -47,6 +47,7 @@ MOST_OPERATIONS = 200_000
 """Operations beyond so many are not looked at."""
 NAMED_OPERATIONS = 5
 TRACE_BYTES = 2**20
+TRACE_VERSION = 1
 MOST_CHARACTERS = 120
 
 
@@ -235,18 +236,23 @@ class DeeperLook(threading.Thread):
     """Looks at this rank where the supervisor asks for it. The thread that trains calls `after_step`, before the step's
     time is cut."""
 
-    def __init__(self, run_dir: RunDir, journal: Journal | GroupJournal, rank: int, device: torch.device):
-        """`rank`: those of replica groups are counted through. Looks that an earlier start was asked for are over."""
+    def __init__(
+        self,
+        run_dir: RunDir,
+        journal: Journal | GroupJournal,
+        supervisor: SupervisorConnection,
+        rank: int,
+        device: torch.device,
+    ):
+        """`rank`: those of replica groups are counted through."""
         super().__init__(name="deeper look", daemon=True)
         self._run_dir = run_dir
         self._journal = journal
         self._rank = rank
         self._device = device
-        self._file, self._closed = FileWatch(run_dir.looks_json), threading.Event()
-        self._done = 0
+        self._supervisor = supervisor
+        self._closed = threading.Event()
         self._step = 0
-        with suppress(MachineError, OSError):
-            self._done = max((one.number for one in read_looks(run_dir).orders), default=0)
         self._is_wanted, self._has_begun = threading.Event(), threading.Event()
         self._begun: StepsInView | None = None
         """The steps in view, or those that were last."""
@@ -280,22 +286,15 @@ class DeeperLook(threading.Thread):
     def run(self) -> None:
         while not self._closed.wait(POLL_S):
             try:
-                for order in self._new_orders():
+                for order in self._supervisor.take(LookOrder):
                     self._look(order)
-            except (MachineError, WorkerError, OSError) as error:  # no training ends for want of a look
+            except (WorkerError, OSError) as error:  # no training ends for want of a look
                 self._warn(str(error))
 
     def _warn(self, why: str) -> None:
         """Write down that there is no look; a newer start that owns the run, or a full disk, prevents that too."""
         with suppress(WorkerError, OSError):
             self._journal.write(WarningEvent(step=self._step, message=f"no deeper look is taken: {why}"))
-
-    def _new_orders(self) -> list[LookOrder]:
-        if not self._file.has_changed():
-            return []
-        new = [one for one in read_looks(self._run_dir).orders if one.number > self._done]
-        self._done = max((one.number for one in new), default=self._done)
-        return [one for one in new if one.looker == self._rank]
 
     def _look(self, order: LookOrder) -> None:
         """Look, and write down what was found; nothing where the run ends before."""

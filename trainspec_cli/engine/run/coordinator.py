@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +26,7 @@ from trainspec_cli.engine.run.sources import DataSource
 from trainspec_cli.recipe.records import ABSENT, Absent
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import parts_for
+from trainspec_cli.run.channel.worker import SupervisorConnection
 from trainspec_cli.run.folder.paths import RunDir
 
 
@@ -39,6 +40,8 @@ class RunContext:
     state: TrainState
     recipe_digest: str
     stop: StopRequest
+    supervisor: SupervisorConnection = field(default_factory=SupervisorConnection)
+    """Without an address it hears nothing."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from trainspec_cli.engine.run.checkpoints import Checkpoints
 from trainspec_cli.engine.run.pipeline_run import forward_only
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import read_record, to_plain
+from trainspec_cli.run.folder.accounting import read_heldout_losses
 from trainspec_cli.run.folder.event_types.events import WarningEvent
-from trainspec_cli.run.folder.looks import read_heldout_losses
 from trainspec_cli.run.folder.paths import RunDir
 
 NO_TOKEN = -1

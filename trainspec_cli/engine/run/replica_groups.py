@@ -24,7 +24,6 @@ from trainspec_cli.balance.batch.division import Portion, lr_factor, take_portio
 from trainspec_cli.balance.decisions.shares import describe_rates, group_weights
 from trainspec_cli.core.environment_names import GROUP, START
 from trainspec_cli.core.errors import WorkerError
-from trainspec_cli.core.reading.files import read_field, read_object
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.exchange import sent_bytes
 from trainspec_cli.engine.comm.forking import Background
@@ -33,6 +32,7 @@ from trainspec_cli.engine.elastic.cross_group import GradientPackets, names_outs
 from trainspec_cli.engine.elastic.membership import NOBODY, GroupRank, Membership, Participation
 from trainspec_cli.engine.observe.journal import DirectiveLog, GroupJournal
 from trainspec_cli.engine.run.coordinator import GroupBatches, RunContext, StepSamples, StepStart, TrainProgress
+from trainspec_cli.run.channel.messages import ExpectGroups
 from trainspec_cli.run.folder.event_types.events import DirectiveEvent, RecoveryEvent, RetryEvent, WarningEvent
 from trainspec_cli.run.recovery.recovery import enough_groups
 
@@ -100,6 +100,8 @@ class ReplicaGroups:
         self._committed_at = time.perf_counter()
         self._recent_s: deque[float] = deque(maxlen=USUAL_STEPS)
         self._failed_tries = 0
+        self._expected_groups = plan.replica_groups
+        """As the supervisor has said it last: fewer where some do not come."""
         self._tenure_steps = 0
         """The group with the longest tenure leads."""
 
@@ -155,8 +157,9 @@ class ReplicaGroups:
         present = len(self._taking_part.groups)
         resilience = self._spec.resilience
         stepped = self._committed is not None or self._taking_part.healed
-        groups = self._run.run_dir.groups_json
-        complete = stepped or present >= read_field(groups, read_object(groups), "expected", int)
+        for message in self._run.supervisor.take(ExpectGroups):
+            self._expected_groups = message.groups
+        complete = stepped or present >= self._expected_groups
         tenures = [0.0] * present
         tenures[self._taking_part.rank] = float(self._tenure_steps)
         rates = [0.0] * present

@@ -1,9 +1,9 @@
 """Save the state of a step's beginning where the memory of a rank runs out within the step.
 
 The step's update needs an exchange that this rank does not reach, so no rank has made it: all of them hold the state of
-the step's beginning, in pieces. The others may wait in any collective, for ever. So the rank that failed leaves a note
-in the run folder, a thread of each other rank finds it, and each rank writes its own piece without exchanging anything.
-With the last piece it is a checkpoint like any other, from which the run goes on.
+the step's beginning, in pieces. The others may wait in any collective, for ever. So the rank that failed tells the
+others through the supervisor, a thread of each hears it, and each rank writes its own piece without exchanging
+anything. With the last piece it is a checkpoint like any other, from which the run goes on.
 """
 
 from __future__ import annotations
@@ -40,18 +40,14 @@ from trainspec_cli.engine.run.coordinator import Coordinator, RunContext, TrainP
 from trainspec_cli.recipe.records import ABSENT, read_record, to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tables import MemorySetting, Relief, Shortage
+from trainspec_cli.run.channel.messages import ShortageNote
+from trainspec_cli.run.channel.worker import SupervisorConnection
+from trainspec_cli.run.folder.accounting import read_reliefs
 from trainspec_cli.run.folder.event_types.events import MemoryEvent, WarningEvent
-from trainspec_cli.run.folder.looks import ShortageNote, leave_note, read_note, read_reliefs
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.recovery.memory import next_setting, rank_setting, with_reliefs
 
 LOOK_INTERVAL_S = 0.25
-PATIENT_S, MOST_PATIENT_S = 1.0, 5.0
-"""A step that lasts longer than this, and twice as long as the one before it, may wait for a rank that failed; every
-step that lasts longer than the second may."""
-RANKS_A_LOOK = 512
-"""For every so many ranks the interval between two looks grows by `LOOK_INTERVAL_S`: they may share the server of a
-file system."""
 OTHERS_S, OTHERS_TIMES = 30.0, 10.0
 """The others' pieces are waited for so long, and so many times longer than the own one took."""
 
@@ -59,15 +55,21 @@ OTHERS_S, OTHERS_TIMES = 30.0, 10.0
 class Emergency:
     """One rank's part in it. The main thread calls `begin_step` before each step."""
 
-    def __init__(self, run_dir: RunDir, state: TrainState, checkpoints: Checkpoints, watch: StepWatch):
+    def __init__(
+        self,
+        run_dir: RunDir,
+        supervisor: SupervisorConnection,
+        state: TrainState,
+        checkpoints: Checkpoints,
+        watch: StepWatch,
+    ):
         self._run_dir = run_dir
+        self._supervisor = supervisor
         self._state = state
         self._checkpoints = checkpoints
         self._watch = watch
         self._progress: TrainProgress | None = None
         self._mark: Mark | None = None
-        self._began_s = time.monotonic()
-        self._last_s = 0.0
         self._saved_step = -1
         self._lock, self._closed = threading.Lock(), threading.Event()
         self.kept: dict[str, Tensor] = {}
@@ -78,7 +80,6 @@ class Emergency:
 
     def begin_step(self, progress: TrainProgress) -> None:
         """The state is that of `progress` until this step's update."""
-        self._began_s = time.monotonic()
         self.kept = {f"model.{name}": buffer.clone() for name, buffer in self._buffers}
         self._mark = mark(on_gpu=self._state.clock.on_gpu)
         self._progress = progress
@@ -90,7 +91,6 @@ class Emergency:
 
     def end_step(self) -> None:
         """The update is made: there is nothing to save until the next step begins."""
-        self._last_s = time.monotonic() - self._began_s
         self._progress = None
 
     def save(self) -> bool:
@@ -99,7 +99,7 @@ class Emergency:
         assert progress is not None, "a step has begun"
         started = time.monotonic()
         try:
-            leave_note(self._run_dir, ShortageNote(dist.get_rank(), progress.step))
+            self._supervisor.send(ShortageNote(dist.get_rank(), progress.step))
             self._save_own(progress)
         except OSError:  # of a full disk, say: the caller reports that nothing was saved
             return False
@@ -113,15 +113,12 @@ class Emergency:
         self._closed.set()
 
     def _look_for_notes(self) -> None:
-        """A healthy step is not looked at, unless it is long."""
-        interval_s = LOOK_INTERVAL_S * (1 + dist.get_world_size() // RANKS_A_LOOK)
-        while not self._closed.wait(interval_s):
+        """This rank may still be in the step before the one in which memory ran out."""
+        notes: list[ShortageNote] = []
+        while not self._closed.wait(LOOK_INTERVAL_S):
+            notes += self._supervisor.take(ShortageNote)
             progress = self._progress
-            patience_s = min(MOST_PATIENT_S, max(PATIENT_S, 2 * self._last_s))
-            if progress is None or time.monotonic() - self._began_s < patience_s:
-                continue
-            note = read_note(self._run_dir)
-            if note is not None and note.step == progress.step:
+            if progress is not None and any(note.step == progress.step for note in notes):
                 self._save_own(progress)
                 return
 
@@ -266,7 +263,7 @@ class MemoryRelief:
             self._emergency = None
         if run.plan.memory_ladder and self._group is None:
             self._checkpoints.agree()
-            self._emergency = Emergency(run.run_dir, run.state, self._checkpoints, self._watch)
+            self._emergency = Emergency(run.run_dir, run.supervisor, run.state, self._checkpoints, self._watch)
 
     def relieved(self, plan: Plan) -> Plan:
         """Return `plan`, of another layout, with what the run has changed in that layout before."""

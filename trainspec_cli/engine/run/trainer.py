@@ -68,7 +68,7 @@ class Trainer:
         )
         recalls = follows_earlier(run.plan, coordinator.group)
         self.directives = Directives(run.run_dir, self.journal, run.plan.layout, recalls=recalls)
-        self.link = SupervisorLink(run.run_dir, self.journal)
+        self.link = SupervisorLink(run.supervisor)
         self._begin_to_learn()
         self.layouts = LayoutChanges(run.plan, run.state, self.directives)
         self.relief = MemoryRelief(
@@ -85,7 +85,7 @@ class Trainer:
         self.deeper_look: DeeperLook | NoLook = NoLook()
         if self.spec.observe.deeper_look:
             rank = (coordinator.group or 0) * run.plan.group_size + dist.get_rank()
-            self.deeper_look = DeeperLook(run.run_dir, self.journal, rank, run.state.device)
+            self.deeper_look = DeeperLook(run.run_dir, self.journal, run.supervisor, rank, run.state.device)
         self.divergence = Divergence(run.run_dir, self.spec.train.max_skipped_steps)
         self.unread: DoneStep | None = None
         self.allocated = device_allocations(run.state.device)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+import torch.distributed as dist
+
+from trainspec_cli.core.environment_names import GROUP
 from trainspec_cli.core.reading.files import read_field
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.initial import load_initial
@@ -11,8 +16,9 @@ from trainspec_cli.engine.run.faults import StopRequest
 from trainspec_cli.engine.run.shortage import recall_reliefs
 from trainspec_cli.engine.run.sources import open_source
 from trainspec_cli.engine.run.trainer import Trainer
+from trainspec_cli.run.channel.worker import SupervisorConnection
 from trainspec_cli.run.folder.files import read_versioned
-from trainspec_cli.run.folder.looks import check_code
+from trainspec_cli.run.folder.own_code import check_code
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 from trainspec_cli.run.recovery.memory import with_reliefs
@@ -25,12 +31,14 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
     data_dir = None if about["data_dir"] is None else read_field(run_dir.run_json, about, "data_dir", str)
     digest = read_field(run_dir.run_json, about, "digest", str)
     device = join_processes(plan.device)
+    rank = int(os.environ.get(GROUP, "0")) * plan.group_size + dist.get_rank()
+    supervisor = SupervisorConnection.of_worker(rank)  # now, so that it is there before the first step
     plan = with_reliefs(plan, recall_reliefs(plan, run_dir))
     check_code(plan.spec, run_dir)
     state = build_train_state(plan, device)
     if not run_dir.checkpoint_steps():
         load_initial(plan, state)
     source = open_source(plan, data_dir, state)
-    run = RunContext(plan, run_dir, source, state, digest, stop)
+    run = RunContext(plan, run_dir, source, state, digest, stop, supervisor)
     Trainer(run, open_coordinator(run)).run()
     leave_processes()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 
-from trainspec_cli.recipe.results.verdict import RunVerdict
+from trainspec_cli.core.reading.files import read_object
+from trainspec_cli.recipe.records import read_record
+from trainspec_cli.recipe.results.verdict import LookOrder, RunVerdict
 from trainspec_cli.reporter.diagnosis.conclude import conclude
 from trainspec_cli.reporter.diagnosis.gather import RunReader, shape_of
 from trainspec_cli.reporter.diagnosis.looks import next_look
 from trainspec_cli.run.folder.event_types.events import VerdictEvent
 from trainspec_cli.run.folder.events import EventWriter
-from trainspec_cli.run.folder.looks import LooksRecord, read_looks, write_looks
 from trainspec_cli.run.folder.paths import RunDir
 
 SUPERVISOR = -1
@@ -27,11 +27,18 @@ SEEN_TWICE = 2
 class DiagnosisWatch:
     """`look` is to be called again and again; a run needs none of it to go on."""
 
-    def __init__(self, run: RunDir, clock: Callable[[], float] = time.monotonic, *, looks_deeper: bool = True):
-        """`looks_deeper`: a new verdict asks the suspected rank for a deeper look."""
+    def __init__(
+        self,
+        run: RunDir,
+        ask: Callable[[LookOrder], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """`ask` asks the suspected rank for a deeper look because of a new verdict; None: no rank is asked."""
         self._run = run
         self._clock = clock
-        self._looks_deeper = looks_deeper
+        self._ask = ask
+        self._orders: list[LookOrder] | None = None
+        """The looks of the run so far; None until one is to be asked for."""
         self._reader: RunReader | None = None
         self._due_s = clock() + LOOK_S
         self._is_over = False
@@ -64,12 +71,7 @@ class DiagnosisWatch:
             if place not in self._reported and (self._seen[place] >= SEEN_TWICE or one.cause == "hang"):
                 self._reported[place] = one
                 self._write(one, report, is_over=False)
-                if self._looks_deeper:
-                    # The suspected rank is asked for a deeper look; a disk that is full takes no such order.
-                    with suppress(OSError):
-                        orders = read_looks(self._run).orders
-                        if (order := next_look(one, self._reader.shape.nodes, orders)) is not None:
-                            write_looks(self._run, LooksRecord(orders=(*orders, order)))
+                self._look_deeper(one, self._reader)
             elif place in self._reported and one.code and not self._reported[place].code:
                 self._reported[place] = one
                 self._write(one, report, is_over=False)
@@ -77,6 +79,17 @@ class DiagnosisWatch:
             known = self._reported.pop(place)
             ended = found.get(place) or replace(known, until_step=self._reader.step)
             self._write(ended, report, is_over=True)
+
+    def _look_deeper(self, verdict: RunVerdict, reader: RunReader) -> None:
+        """Ask a rank for a deeper look at what a new verdict names."""
+        if self._ask is None:
+            return
+        if self._orders is None:  # each look of an earlier start has left a trace, which says what it was asked for
+            traces = [read_object(path)["order"] for path in sorted(self._run.looks_folder.glob("*.json"))]
+            self._orders = [read_record(LookOrder, order) for order in traces if isinstance(order, dict)]
+        if (order := next_look(verdict, reader.shape.nodes, self._orders)) is not None:
+            self._orders.append(order)
+            self._ask(order)
 
     def _write(self, verdict: RunVerdict, report: Callable[[VerdictEvent], None], *, is_over: bool) -> None:
         assert self._reader is not None, "something was read"

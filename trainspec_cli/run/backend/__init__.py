@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.backend.hub import Hub
 from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.recovery.run_state import Event
 
@@ -14,6 +15,10 @@ class RunBackend(Protocol):
     """The processes of one generation of a run. Only `poll` and `kill()` look at anything or wait."""
 
     generation: int
+
+    @property
+    def hub(self) -> Hub | None:
+        """What reaches the workers; None where they are not the engine's, and know nothing of it."""
 
     def start(self, group: int, number: int) -> None:
         """Start a replica group, for the `number`th time; all of a run of one group."""

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
-from trainspec_cli.core.environment_names import GROUP, LAUNCH_ID
-from trainspec_cli.run.backend import processes
+from trainspec_cli.core.environment_names import GENERATION, GROUP, LAUNCH_ID
+from trainspec_cli.run.backend import guard, processes
 from trainspec_cli.run.backend.processes import EXEC_TIMEOUT_S, environ, parent_id
-from trainspec_cli.run.backend.spawn import is_own_child
-from trainspec_cli.run.job.job import Job
+from trainspec_cli.run.folder.events import spoken_bytes
+from trainspec_cli.run.job.job import Job, own_modules
 
 ADOPTS = sys.platform == "linux"
 PR_SET_CHILD_SUBREAPER = 36
@@ -48,10 +51,15 @@ class Family:
             return [process for process in of_launch if self._is_marked(environ(process))]
         found: dict[int, psutil.Process] = {}
         for process in psutil.Process().children(recursive=True):  # parents come before their children
-            if _has_ended(process):
-                continue
-            if process in self._seen or parent_id(process) in found or self._carries_marks(process):
-                found[process.pid] = process
+            with suppress(psutil.NoSuchProcess):
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                is_known = process in self._seen or parent_id(process) in found
+                variables = {} if is_known else environ(process)
+                # One in the midst of an exec has no environment yet: until that is over it may be one of the job.
+                is_new = not variables and time.time() - process.create_time() < EXEC_TIMEOUT_S
+                if is_known or is_new or self._is_marked(variables):
+                    found[process.pid] = process
         self._reap(found)
         return list(found.values())
 
@@ -79,11 +87,6 @@ class Family:
         if not Family._open:
             _adopt_orphans(False)
 
-    def _carries_marks(self, process: psutil.Process) -> bool:
-        """One in the midst of an exec has no environment yet: until that is over it may be one of the job."""
-        variables = environ(process)
-        return self._is_marked(variables) if variables else _is_new(process)
-
     def _is_marked(self, variables: Mapping[str, str]) -> bool:
         return all(variables.get(name) == value for name, value in self._marks.items())
 
@@ -93,7 +96,8 @@ class Family:
         for process in self._seen - set(living.values()):
             # A Popen that finds its child reaped by others reports exit code 0, and a failed torchrun would count as
             # done.
-            if parent_id(process) == os.getpid() and not is_own_child(process.pid):
+            is_own = any(one.pid == process.pid and one.returncode is None for one in _started)
+            if parent_id(process) == os.getpid() and not is_own:
                 os.waitpid(process.pid, os.WNOHANG)
             # psutil compares the time at which it began too: the number of a process that has ended is given out again.
             if not process.is_running():
@@ -105,15 +109,48 @@ def _adopt_orphans(adopt: bool) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
-def _has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+# Start processes of a job on this node, and the guard that outlives their supervisor.
 
 
-def _is_new(process: psutil.Process) -> bool:
-    try:
-        return time.time() - process.create_time() < EXEC_TIMEOUT_S
-    except psutil.NoSuchProcess:
-        return False
+_started: list[subprocess.Popen[bytes]] = []
+"""Processes whose end has not been read yet."""
+
+
+def start(
+    command: Sequence[str],
+    job: Job,
+    pass_fds: tuple[int, ...] = (),
+    open_output: Callable[[Path], int] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, with the job's environment; its output goes to the job's torchrun
+    log. `pass_fds`: descriptors that it inherits. `open_output` returns where its output goes instead, and sees to it
+    that the log has it too."""
+    job.logs.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(open_output(job.torchrun_log), "wb") if open_output else job.torchrun_log.open("ab") as log:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **job.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=pass_fds,
+        )
+    _started[:] = [*(earlier for earlier in _started if earlier.returncode is None), process]
+    return process
+
+
+def start_guard(job: Job) -> subprocess.Popen[bytes]:
+    """Start the guard, before anything of the job is started."""
+    environment = {**os.environ, **job.environment, **own_modules()}
+    del environment[LAUNCH_ID]  # it must not count itself among those it ends
+    spoken = -1 if job.begins_unseen else spoken_bytes(job.run)
+    about = (job.launch_id, job.stop_grace_s, job.root, job.environment.get(GENERATION, 0), spoken)
+    return subprocess.Popen(
+        [sys.executable, "-m", guard.__name__, *map(str, about)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )

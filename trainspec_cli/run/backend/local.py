@@ -1,22 +1,46 @@
-"""The local backend: all of a run's processes are on this node."""
+"""The processes of a run on one node, and the backend of a run that has all of its processes here.
+
+Of each replica group a node has its torchrun, or its part of one, and the workers below it. The local backend and a
+node's agent both hold a `NodeProcesses`, which reports in the messages that agents send.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import shutil
+import signal
 import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
 
-from trainspec_cli.core.environment_names import GENERATION
+import psutil
+
+from trainspec_cli.core.environment_names import GENERATION, SECRET_FILE, SUPERVISOR
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run.backend.node_processes import NodeProcesses
+from trainspec_cli.run.backend import guard, processes
+from trainspec_cli.run.backend.family import Family, start, start_guard
+from trainspec_cli.run.backend.hub import Hub
 from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, RunningStart, poll_starts
+from trainspec_cli.run.channel.messages import GroupExited, ProcessMessage, WorkerExited, WorkersOrphaned
+from trainspec_cli.run.failure import describe_exit, find_listed
 from trainspec_cli.run.folder import generations
-from trainspec_cli.run.folder.generations import create_secret
-from trainspec_cli.run.job.job import LOOPBACK, Job
+from trainspec_cli.run.folder.generations import create_secret, note_stop
+from trainspec_cli.run.job.job import LOOPBACK, Job, group_job
+from trainspec_cli.run.job.machine import BACKLOG, NodePlace, count_oom_kills, usable_memory_bytes
 from trainspec_cli.run.recovery.run_state import Event, PresenceChanged
 from trainspec_cli.run.rendezvous.address import Rendezvous
 
 HERE = 0
 """This node's number."""
+MOST_PATH_BYTES = 60
+"""A longer name of the folder for temporary files leaves too little of the 104 bytes that the path of a Unix socket may
+have on macOS (108 on Linux)."""
 
 
 class LocalBackend:
@@ -28,8 +52,11 @@ class LocalBackend:
         self._groups = plan.replica_groups if plan else 1
         self._rendezvous: Rendezvous | None = None
         self._rendezvous_watch: RendezvousWatch | None = None
-        if plan and self._groups > 1:
-            self._open_rendezvous(plan)
+        self.hub: Hub | None = None
+        self._private = Path()
+        """A folder of this user alone, which holds the job's secret and the socket of the hub."""
+        if plan:
+            self._open_hub(plan)
         self._processes = NodeProcesses(self._job, plan)
         self._starts: dict[int, RunningStart] = {}
         self._unreported: list[Event] = [PresenceChanged(group, "there") for group in range(self._groups)]
@@ -41,6 +68,8 @@ class LocalBackend:
     def poll(self) -> list[Event]:
         events = self._unreported
         self._unreported = []
+        if self.hub:
+            self.hub.poll()
         for message in self._processes.poll():
             events += self._starts[message.group].hear(HERE, socket.gethostname(), message)
         events += poll_starts(self._starts)
@@ -56,13 +85,186 @@ class LocalBackend:
         left_behind = self._processes.close()
         if self._rendezvous:
             self._rendezvous.close()
+        if self.hub:
+            self.hub.close()
+            shutil.rmtree(self._private, ignore_errors=True)
         return left_behind
 
-    def _open_rendezvous(self, plan: Plan) -> None:
-        """Groups meet there; the processes of one group meet in a file."""
-        secret_file = self._job.run.secret(self.generation)
-        create_secret(secret_file)
-        self._rendezvous = Rendezvous(self._job, plan.spec.resilience, secret_file, LOOPBACK)
-        self._rendezvous_watch = RendezvousWatch(self._rendezvous, self._job.run, plan)
-        environment = {**self._job.environment, **self._rendezvous.environment}
-        self._job = replace(self._job, environment=environment)
+    def _open_hub(self, plan: Plan) -> None:
+        """Let the workers reach this process, by a socket that has no port. Replica groups meet at a rendezvous server;
+        the processes of one group meet in a file."""
+        is_long = len(tempfile.gettempdir()) > MOST_PATH_BYTES
+        self._private = Path(tempfile.mkdtemp(prefix="trainspec-", dir="/tmp" if is_long else None))
+        secret_file = self._private / "secret"
+        address = self._private / "hub"
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(address))
+        listener.listen(BACKLOG)
+        limits = plan.spec.run
+        self.hub = Hub(0, create_secret(secret_file), listener, limits.node_timeout_s, limits.join_timeout_s)
+        environment = {SUPERVISOR: str(address), SECRET_FILE: str(secret_file)}
+        if self._groups > 1:
+            self._rendezvous = Rendezvous(self._job, plan.spec.resilience, secret_file, LOOPBACK)
+            self._rendezvous_watch = RendezvousWatch(self._rendezvous, self._job.run, plan)
+            environment |= self._rendezvous.environment
+        self._job = replace(self._job, environment={**self._job.environment, **environment})
+
+
+class PassedThrough(Protocol):
+    """Passes what a program prints through to this terminal as it is, and keeps the program's log."""
+
+    on_first: Callable[[], None]
+    """Called before the first byte is shown."""
+
+    def open(self, log: Path) -> int:
+        """Return the descriptor that one start of the program prints to."""
+
+    def look(self) -> None:
+        """Show what has come since the last look."""
+
+    def begin_line(self) -> None:
+        """End a line that the program has begun, before something else is printed."""
+
+    def finish(self) -> None:
+        """Wait until all that the program has printed is in its log, after its end."""
+
+    def close(self) -> None: ...
+
+
+class NodeProcesses:
+    def __init__(
+        self, job: Job, plan: Plan | None, place: NodePlace | None = None, passed: PassedThrough | None = None
+    ):
+        """`job` belongs to a generation; of several nodes it is this one's, at `place`. `passed`: shows the output."""
+        self._job = job
+        self._plan = plan
+        self._place = place
+        self._passed = passed
+        self._guard, self._family = start_guard(job), Family(job)
+        self._starts: dict[int, _GroupProcesses] = {}
+
+    def start(self, group: int, number: int) -> None:
+        """Start torchrun in a session of its own, so that Ctrl-C reaches the supervisor alone."""
+        job = group_job(self._job, self._plan, group, number, self._place)
+        family = self._family if job.ranks is None else Family(job, group)
+        self._starts[group] = _GroupProcesses(job, family, group, number, self._passed)
+
+    def poll(self) -> list[ProcessMessage]:
+        return [message for processes_of in self._starts.values() for message in processes_of.poll()]
+
+    def stop(self, group: int | None = None) -> None:
+        """Ask workers to stop, as `RunBackend.stop` does."""
+        if group is None:
+            note_stop(self._job.run, int(self._job.environment[GENERATION]))
+            self._family.ask_to_stop()
+        elif group in self._starts:
+            self._starts[group].family.ask_to_stop()
+
+    def members(self) -> list[psutil.Process]:
+        """Return the processes that live."""
+        return self._family.members()
+
+    def kill(self, group: int) -> None:
+        """`poll` reports when nothing is left."""
+        if group in self._starts:
+            self._starts[group].kill()
+
+    def record_hang(self, late: tuple[int, ...]) -> None:
+        """Workers of a recipe have written down themselves where they stand."""
+
+    def close(self) -> tuple[int, ...]:
+        """Kill what is left on this node, then end the guard; -> the ids of what could not be killed."""
+        left = close_family(self._family, self._guard)
+        for processes_of in self._starts.values():
+            processes_of.wait()
+        return left
+
+
+class _GroupProcesses:
+    """One start of a group."""
+
+    def __init__(self, job: Job, family: Family, group: int, number: int, passed: PassedThrough | None):
+        self._job = job
+        self.family = family
+        self._group = group
+        self._number = number
+        self._passed = passed
+        self._oom_kills = count_oom_kills()
+        self._torchrun = start(job.command, job, open_output=passed.open if passed else None)
+        self._workers: list[psutil.Process] = []
+        self._failed = self._orphaned = self._killed = self._exited = False
+        self._exit_code: int | None = None
+        """torchrun's, where it ended by itself."""
+        self._give_up_at_s = math.inf
+
+    def poll(self) -> Iterator[ProcessMessage]:
+        if self._exited:
+            return
+        code = self._torchrun.poll()
+        if not self._killed:
+            self._exit_code = code
+            if not self._failed and (failure := self._find_failure(code)):
+                self._failed = True
+                yield failure
+        if self._killed:
+            left = self.family.kill_once()
+        else:
+            left = self.family.members() if code is not None else []
+        given_up = time.monotonic() > self._give_up_at_s
+        if given_up or (code is not None and not left):
+            self._exited = True
+            if self._passed:
+                self._passed.finish()  # its log says why it has ended
+            ended = GroupExited(self._group, self._number, self._exit_code, tuple(process.pid for process in left))
+            kills = count_oom_kills() - self._oom_kills
+            yield replace(ended, oom_kills=kills, memory_bytes=usable_memory_bytes()) if kills > 0 else ended
+        elif left and not self._killed and not self._orphaned:
+            self._orphaned = True
+            yield WorkersOrphaned(self._group, self._number)
+
+    def kill(self) -> None:
+        """Kill what is left again and again, until nothing is, or processes have hung in the kernel for long."""
+        if not self._killed:
+            self._killed = True
+            self._exit_code = self._torchrun.poll()
+            self._give_up_at_s = time.monotonic() + processes.KILL_TIMEOUT_S
+            self.family.kill_once()
+
+    def wait(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._torchrun.wait(processes.KILL_TIMEOUT_S)
+
+    def _find_failure(self, code: int | None) -> WorkerExited | None:
+        """Return a failed worker of a group before its torchrun reports it, which looks at the others first; in a run
+        of one group they all have the time to report. `code`: torchrun's, where it has ended."""
+        ranks = self._job.ranks or ()
+        if code is None:
+            if len(self._workers) < len(ranks):
+                self._workers = []
+                # Where torchrun has ended meanwhile the next poll shows that.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    children = psutil.Process(self._torchrun.pid).children()
+                    self._workers = sorted(children, key=lambda process: process.pid)
+            for rank, worker in zip(ranks, self._workers, strict=False):
+                if own_code := processes.unread_exit_code(worker):
+                    return self._failed_worker(rank, describe_exit(own_code), was_killed=own_code == -signal.SIGKILL)
+            return None
+        if not code:
+            return None
+        # torchrun ends with 1 whatever its workers ended with; its log lists their exit codes.
+        if listed := find_listed(self._job):
+            return self._failed_worker(listed[0].rank, listed[0].summary, was_killed=listed[0].was_killed)
+        lost = f"lost its torchrun, which {describe_exit(code)}"
+        return self._failed_worker((*ranks, 0)[0], lost, was_killed=code == -signal.SIGKILL)
+
+    def _failed_worker(self, rank: int, summary: str, *, was_killed: bool) -> WorkerExited:
+        return WorkerExited(self._group, self._number, rank, summary, was_killed)
+
+
+def close_family(family: Family, guarding: subprocess.Popen[bytes]) -> tuple[int, ...]:
+    """Kill what is left of a job on this node, then end its guard; -> the ids of what could not be killed."""
+    left = family.kill()
+    family.close()
+    with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+        guarding.communicate(guard.DONE, timeout=processes.KILL_TIMEOUT_S)
+    return tuple(process.pid for process in left)

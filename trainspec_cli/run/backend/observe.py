@@ -12,16 +12,15 @@ from trainspec_cli.recipe.keys.training import parse_faults
 from trainspec_cli.recipe.records import Absent
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
-from trainspec_cli.run.backend.node_processes import group_job
-from trainspec_cli.run.backend.nodes.messages import GroupExited, ProcessMessage, WorkerExited
+from trainspec_cli.run.channel.messages import GroupExited, ProcessMessage, WorkerExited
 from trainspec_cli.run.failure import WorkerFailure, explain, explain_end, find_failures, first_causes
+from trainspec_cli.run.folder.accounting import read_sound_reliefs
 from trainspec_cli.run.folder.event_types.events import DirectiveEvent, Event, RetryEvent, StepEvent
 from trainspec_cli.run.folder.events import EventTail, read_sound
-from trainspec_cli.run.folder.looks import read_sound_reliefs
 from trainspec_cli.run.folder.memory import newest_copy
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_result
-from trainspec_cli.run.job.job import Job
+from trainspec_cli.run.job.job import Job, group_job
 from trainspec_cli.run.recovery import run_state
 from trainspec_cli.run.recovery.memory import settle
 from trainspec_cli.run.rendezvous.address import Rendezvous
@@ -124,11 +123,18 @@ class GroupStart:
         killed = [failure for failure in causes if failure.was_killed]
         was_killed = from_outside and (bool(killed) or -signal.SIGKILL in codes)
         if self._oom_kills and was_killed:
-            shortage = self._find_shortage()
-            headline = _killed_by_kernel(killed)
+            # The shortage is of the setting in force.
+            if self._plan is not None:
+                step = max(self._step, newest_checkpoint(self.job.run))
+                layout, setting = _in_force(self.job.run, self._plan, step)
+                shortage = Shortage(setting, layout, limit_bytes=self._memory_bytes or None, was_killed=True)
+            who = f"{killed[0].who} ({killed[0].host or 'hostname unknown'})" if killed else "torchrun"
+            headline = f"{who} was killed by the kernel, because the host's memory had run out"
+        result = read_result(self.job.run) if self._is_alone else None
         return run_state.GroupEnded(
             group=self.group,
-            done=_is_done(self.job.run) if self._is_alone else exit_code == 0,
+            # A result with the status `stopped` is none: nobody may have wanted that.
+            done=bool(result and result.status == "done") if self._is_alone else exit_code == 0,
             headline=headline,
             exit_code=exit_code,
             own_error=own_error,
@@ -139,13 +145,6 @@ class GroupStart:
             left_behind=tuple(self._left_behind),
             shortage=shortage,
         )
-
-    def _find_shortage(self) -> Shortage | None:
-        """Return the shortage for which the kernel has killed a process: it is of the setting in force."""
-        if self._plan is None:
-            return None
-        layout, setting = _in_force(self.job.run, self._plan, max(self._step, newest_checkpoint(self.job.run)))
-        return Shortage(setting, layout, limit_bytes=self._memory_bytes or None, was_killed=True)
 
     def _explain(self, failures: list[WorkerFailure], exit_code: int | None) -> str:
         if self._is_alone:
@@ -180,11 +179,6 @@ def _in_force(run: RunDir, plan: Plan, step: int) -> tuple[str, MemorySetting]:
     return layout.describe(), setting
 
 
-def _killed_by_kernel(killed: Sequence[WorkerFailure]) -> str:
-    who = f"{killed[0].who} ({killed[0].host or 'hostname unknown'})" if killed else "torchrun"
-    return f"{who} was killed by the kernel, because the host's memory had run out"
-
-
 def poll_starts(starts: dict[int, RunningStart]) -> list[run_state.Event]:
     """Return what the starts show; those that have ended leave `starts`."""
     events = [event for start in starts.values() for event in start.poll()]
@@ -217,9 +211,3 @@ def newest_step(events: Iterable[Event]) -> int:
 def newest_checkpoint(run: RunDir) -> int:
     """Return its step, on disk or in this node's memory; 0 where there is none."""
     return max(newest_copy(run), *run.checkpoint_steps(), 0)
-
-
-def _is_done(run: RunDir) -> bool:
-    """A result with the status `stopped` is none: nobody may have wanted that."""
-    result = read_result(run)
-    return result is not None and result.status == "done"

@@ -135,11 +135,13 @@ def parent_id(process: psutil.Process) -> int | None:
 def _candidates() -> list[psutil.Process]:
     """This user's processes, without this one and its ancestors: nobody looks for a launch that it belongs to."""
     ancestors = _with_ancestors(psutil.Process())
-    return [
-        process
-        for process in psutil.process_iter()
-        if process not in ancestors and process not in _without_environment and _is_of_this_user(process)
-    ]
+    found = []
+    for process in psutil.process_iter():
+        if process not in ancestors and process not in _without_environment:
+            with contextlib.suppress(psutil.Error):
+                if process.uids().real == os.getuid():
+                    found.append(process)
+    return found
 
 
 def _with_ancestors(process: psutil.Process) -> set[psutil.Process]:
@@ -151,13 +153,6 @@ def _with_ancestors(process: psutil.Process) -> set[psutil.Process]:
         except psutil.NoSuchProcess as error:
             if error.pid == process.pid:
                 raise
-
-
-def _is_of_this_user(process: psutil.Process) -> bool:
-    try:
-        return process.uids().real == os.getuid()
-    except psutil.Error:
-        return False
 
 
 def _may_be_in_exec(process: psutil.Process) -> bool:

@@ -10,8 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import get_args
 
+from trainspec_cli.core.reading.files import UnreadableFileError, unreadable
+from trainspec_cli.recipe.keys.run import Offload, Recompute
 from trainspec_cli.recipe.records import Absent
+from trainspec_cli.recipe.results.tables import MemorySetting, Relief
 from trainspec_cli.run.folder.event_types.events import (
     CheckpointEvent,
     EndedMark,
@@ -20,11 +24,12 @@ from trainspec_cli.run.folder.event_types.events import (
     Event,
     FailureMark,
     LaunchMark,
+    MemoryEvent,
     RecoveryEvent,
     StartEvent,
     StepEvent,
 )
-from trainspec_cli.run.folder.events import read_sound
+from trainspec_cli.run.folder.events import read_log, read_sound
 from trainspec_cli.run.folder.files import StepColumns
 from trainspec_cli.run.folder.paths import RunDir
 
@@ -309,3 +314,52 @@ def _before_launch(came_from: str, *, is_restarted: bool) -> str:
     if came_from == "launch":
         return "start_up"
     return "recovery" if is_restarted else "idle"
+
+
+# Memory that ran out: the settings that a run has taken since, and follows in its next start.
+
+
+def read_reliefs(run: RunDir, layout: str) -> list[Relief]:
+    """Return what a run in `layout` has changed for want of memory, in this order. Raises UnreadableFileError where a
+    line is damaged or of a later version."""
+    found = [event for event in read_log(run.directives) if isinstance(event, MemoryEvent)]
+    for event in found:
+        if not (_is_known(event.failed) and _is_known(event.taken)):
+            hint = f"to go on as the recipe says, take {run.directives.name} out of the run's folder"
+            raise _unfollowed(run, event, hint)
+    return [Relief(event.failed, event.taken) for event in found if event.layout == layout]
+
+
+def read_sound_reliefs(run: RunDir, layout: str) -> list[Relief]:
+    """Return them without lines that nobody can follow, which end the workers' next start."""
+    found = [event for event in read_sound(run.directives) if isinstance(event, MemoryEvent) and event.layout == layout]
+    return [Relief(one.failed, one.taken) for one in found if _is_known(one.failed) and _is_known(one.taken)]
+
+
+def _unfollowed(run: RunDir, event: MemoryEvent, hint: str) -> UnreadableFileError:
+    return unreadable(
+        run.directives, f"has a directive of memory (step {event.step}) that this version cannot follow", hint
+    )
+
+
+def _is_known(setting: MemorySetting) -> bool:
+    kinds = setting.recompute in get_args(Recompute) and setting.offload in get_args(Offload)
+    return kinds and setting.micro_batch_size >= 1
+
+
+# The held-out losses that a run has measured.
+
+
+def read_heldout_losses(run: RunDir) -> dict[int, float | None]:
+    """Return step -> held-out loss, in the order of steps. Of a step that was made again the newest counts."""
+    evaluations = (event for event in read_sound(run.events(0)) if isinstance(event, EvalEvent))
+    losses = {event.step: event.heldout_loss for event in evaluations}
+    return {step: losses[step] for step in sorted(losses)}
+
+
+def best_checkpoint(run: RunDir) -> int | None:
+    """Return the step of the whole checkpoint with the lowest held-out loss; None where none was evaluated."""
+    losses = read_heldout_losses(run)
+    evaluated = {step: loss for step in run.checkpoint_steps() if (loss := losses.get(step)) is not None}
+    finite = {step: loss for step, loss in evaluated.items() if math.isfinite(loss)}
+    return min(finite, key=finite.__getitem__, default=None)

@@ -21,8 +21,7 @@ from trainspec_cli.core.reading.files import open_regular, parse_json, unreadabl
 from trainspec_cli.core.reading.spec_version import KEY, check_version, with_version
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import FieldError, to_plain
-from trainspec_cli.run.folder.event_types.events import Event
-from trainspec_cli.run.folder.event_types.parse import parse_event
+from trainspec_cli.run.folder.event_types.events import Event, parse_event
 from trainspec_cli.run.folder.paths import RunDir
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

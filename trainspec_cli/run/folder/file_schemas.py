@@ -8,8 +8,7 @@ from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.recipe.json_schema import events_schema, plan_schema, record_schema
 from trainspec_cli.recipe.results.certificate import Certificate
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run.folder.event_types.events import Event
-from trainspec_cli.run.folder.event_types.parse import EVENT_TYPES, ONE_OF, event_types
+from trainspec_cli.run.folder.event_types.events import EVENT_TYPES, ONE_OF, Event, event_types
 from trainspec_cli.run.folder.record import RunRecord, RunResult
 
 OF_DIRECTIVES = ("directive", "achieved", "buckets", "memory", "nodes", "nodes_achieved")

@@ -1,6 +1,4 @@
-"""Files that are never seen half-written; `read_json` and `read_object` read what they hold, and `FileWatch` tells when
-they are new.
-"""
+"""Files that are never seen half-written; `read_json` and `read_object` read what they hold."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from trainspec_cli.core.reading.spec_version import CURRENT, KEY, UNSTATED, chec
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import FieldError, read_record
 
-__all__ = ["FileWatch", "read_json", "read_object", "replace_head", "write_json", "write_text"]
+__all__ = ["read_json", "read_object", "replace_head", "write_json", "write_text"]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -55,48 +53,20 @@ def replace_head(path: Path, old: bytes, new: bytes, backup: Path) -> None:
             target.flush()
             os.fchmod(target.fileno(), stat.S_IMODE(os.fstat(source.fileno()).st_mode))
             os.fsync(target.fileno())
-        _keep_copy(path, backup)
+        # A copy that an interruption has left is taken as it is.
+        if not (backup.is_file() and filecmp.cmp(path, backup, shallow=False)):
+            with path.open("rb") as source, backup.open("xb") as target:
+                os.fchmod(target.fileno(), stat.S_IMODE(os.fstat(source.fileno()).st_mode))
+                shutil.copyfileobj(source, target)
+                target.flush()
+                os.fsync(target.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _keep_copy(path: Path, backup: Path) -> None:
-    """A copy that an interruption has left is taken as it is."""
-    if backup.is_file() and filecmp.cmp(path, backup, shallow=False):
-        return
-    with path.open("rb") as source, backup.open("xb") as target:
-        os.fchmod(target.fileno(), stat.S_IMODE(os.fstat(source.fileno()).st_mode))
-        shutil.copyfileobj(source, target)
-        target.flush()
-        os.fsync(target.fileno())
-
-
 def write_json(path: Path, content: object) -> None:
     write_text(path, json_text(content) + "\n")
-
-
-class FileWatch:
-    """Tells when a file is another one than before, at the cost of one `stat`: what is renamed into place is."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._seen = self._signature()
-
-    def has_changed(self) -> bool:
-        """Return whether the file was written since the last call, or since this watch was made."""
-        signature = self._signature()
-        if signature in (None, self._seen):
-            return False
-        self._seen = signature
-        return True
-
-    def _signature(self) -> tuple[int, int] | None:
-        try:
-            status = self._path.stat()
-        except FileNotFoundError:
-            return None
-        return status.st_ino, status.st_mtime_ns
 
 
 # Files that state the version of the training spec that they keep to.

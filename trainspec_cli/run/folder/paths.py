@@ -6,7 +6,7 @@ RUN/
   command.txt     the command started, to paste  pid.json     the supervisor, while the run is alive
   events/rank00000.jsonl, supervisor.jsonl       errors/rank00000.json  a failing worker's own report
   checkpoints/step_00000020/                     logs/        run.log, and the workers' output
-  result.json     how it ended                   groups.json  the replica groups that a start waits for
+  result.json     how it ended
   faults/         the injected faults that occurred  huggingface/  config and tokenizer of the folder it began with
   generations/    one file a start: the newest owns the run
   stops/          one file a start that was asked to stop        secrets/     what its processes share, while it lasts
@@ -14,10 +14,7 @@ RUN/
   slurm.json      the job it was last given to   own_job.json  the job of a command of one's own
   directives.jsonl  what the scheduler has changed, and what came of it
   verdicts.jsonl  what slowed the run, as it was found while it went on
-  looks.json      deeper looks at ranks that the supervisor asked for   looks/  a trace of each
-  speeds.json     how fast the ranks compute, for the supervisor
-  proposal.json   the layout that the supervisor proposes to the workers
-  shortages/      one file a start in which the memory of a rank ran out
+  looks/          a trace of each deeper look that the supervisor has asked a rank for
   nccl.env        variables of the workers, with reasons     nccl_tuner.csv  a table for NCCL's example tuner
   hosts.txt       the Slurm job's nodes by number, where the plan places them
   plan_all_nodes.json  the plan before nodes were left out, which a resume goes back to
@@ -48,10 +45,7 @@ class RunDir:
         self.plan_of_all_nodes = self.root / "plan_all_nodes.json"
         self.directives = self.root / "directives.jsonl"
         self.verdicts = self.root / "verdicts.jsonl"
-        self.looks_json = self.root / "looks.json"
         self.looks_folder = self.root / "looks"
-        self.speeds_json = self.root / "speeds.json"
-        self.proposal_json = self.root / "proposal.json"
         self.code = self.root / "code"
         self.code_json = self.root / "code.json"
         self.kernels_json = self.root / "kernels.json"
@@ -60,7 +54,6 @@ class RunDir:
         self.pid_json = self.root / "pid.json"
         self.result_json = self.root / "result.json"
         self.events_folder = self.root / "events"
-        self.groups_json = self.root / "groups.json"
         self.faults_folder = self.root / "faults"
         self.supervisor_events = self.events_folder / "supervisor.jsonl"
         self.errors_folder = self.root / "errors"
@@ -104,9 +97,6 @@ class RunDir:
     def secret(self, generation: int) -> Path:
         """Return the secret by which the processes of one start authenticate to one another."""
         return self.root / "secrets" / f"{generation:08d}"
-
-    def shortage(self, generation: int) -> Path:
-        return self.root / "shortages" / f"{generation:08d}.json"
 
     def stop(self, generation: int) -> Path:
         return self.root / "stops" / f"{generation:08d}.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import itertools
@@ -35,7 +34,7 @@ from trainspec_cli.run.backend import processes
 from trainspec_cli.run.folder import memory
 from trainspec_cli.run.folder.files import write_json, write_text, write_versioned
 from trainspec_cli.run.folder.known_runs import remember_run
-from trainspec_cli.run.folder.looks import keep_code
+from trainspec_cli.run.folder.own_code import keep_code
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import Resume, RunRecord, read_run_record, write_plan, write_run_record
 from trainspec_cli.run.job.job import Job, git_state, render_command, versions
@@ -248,7 +247,11 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
 
     The file is written in place: the lock belongs to the file, not to its name.
     """
-    _give_up_earlier_start(run)
+    # Slurm starts a job anew only when the start before is over; what lives on behind a cut cable is fenced off.
+    with suppress(FileNotFoundError, ValueError):
+        held_by = read_object(run.pid_json).get("slurm_job_id")
+        if held_by and held_by == os.environ.get("SLURM_JOB_ID"):
+            run.pid_json.unlink()
     # No link is followed to a file outside of the run, and a pipe of that name does not block the open.
     descriptor = os.open(run.pid_json, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
@@ -279,19 +282,15 @@ def find_owner(run: RunDir) -> Owner | None:
         if _lock_within_glance(descriptor):
             return None
         owner = _read(descriptor)
-        return owner if owner and _may_have_written(owner, os.fstat(descriptor).st_mtime) else None
+        if owner is None or owner.host != socket.gethostname():
+            return owner
+        # The file may be an earlier launch's, whose process number is somebody else's by now.
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(owner.pid).create_time() <= os.fstat(descriptor).st_mtime + CLOCK_ERROR_S:
+                return owner
+        return None
     finally:
         os.close(descriptor)
-
-
-def _may_have_written(owner: Owner, written_at: float) -> bool:
-    """Return False where the file is an earlier launch's, whose process number may be somebody else's by now."""
-    if owner.host != socket.gethostname():
-        return True
-    try:
-        return bool(psutil.Process(owner.pid).create_time() <= written_at + CLOCK_ERROR_S)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def is_running(run: RunDir) -> bool:
@@ -327,14 +326,6 @@ def _lock_within_glance(descriptor: int) -> bool:
 
 def _is_same_file(descriptor: int, path: Path) -> bool:
     return path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino
-
-
-def _give_up_earlier_start(run: RunDir) -> None:
-    """Slurm starts a job anew only when the start before is over; what lives on behind a cut cable is fenced off."""
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        held_by = read_object(run.pid_json).get("slurm_job_id")
-        if held_by and held_by == os.environ.get("SLURM_JOB_ID"):
-            run.pid_json.unlink()
 
 
 def _lock(descriptor: int) -> bool:

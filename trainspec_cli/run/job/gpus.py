@@ -96,7 +96,9 @@ def opened_nvml(sys: Path = SYS) -> Iterator[Any]:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         missing = error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
-        unused = error.value == pynvml.NVML_ERROR_DRIVER_NOT_LOADED and not _has_pci_gpu(sys, "0x10de")
+        pci = (sys / "bus/pci/devices").glob("*")
+        has_gpu = any(_text(one / "vendor") == "0x10de" and _text(one / "class").startswith("0x03") for one in pci)
+        unused = error.value == pynvml.NVML_ERROR_DRIVER_NOT_LOADED and not has_gpu
         if not missing and not unused:
             raise _not_answering("NVIDIA's driver", error) from error
         yield None
@@ -113,7 +115,15 @@ def _nvidia_gpus(sys: Path, dev: Path) -> FoundGpus:
     try:
         with opened_nvml(sys) as nvml:
             if nvml is not None:
-                return _describe_all(nvml)
+                chosen, notes = _chosen(nvml, nvml.nvmlDeviceGetCount())
+                gpus = []
+                for index, handle in chosen:
+                    try:
+                        gpus.append(_describe(nvml, handle))
+                    except nvml.NVMLError as error:
+                        others = [other for other, _ in chosen if other != index]
+                        raise _not_answering(f"GPU {index}", error, others) from error
+                return FoundGpus(tuple(gpus), notes=notes)
     except MachineError:
         if os.environ.get("CUDA_VISIBLE_DEVICES") not in HIDING:
             raise
@@ -137,24 +147,6 @@ def _not_answering(what: str, error: Any, others: Sequence[int] = ()) -> Machine
     if others:
         hint += f"; CUDA_VISIBLE_DEVICES={','.join(map(str, others))} leaves it out"
     return _unusable(f"{what} does not answer: {error} (NVML error {error.value})", hint)
-
-
-def _has_pci_gpu(sys: Path, vendor: str) -> bool:
-    devices = (sys / "bus/pci/devices").glob("*")
-    return any(_text(one / "vendor") == vendor and _text(one / "class").startswith("0x03") for one in devices)
-
-
-def _describe_all(nvml: Any) -> FoundGpus:
-    count = nvml.nvmlDeviceGetCount()
-    chosen, notes = _chosen(nvml, count)
-    gpus = []
-    for index, handle in chosen:
-        try:
-            gpus.append(_describe(nvml, handle))
-        except nvml.NVMLError as error:
-            others = [other for other, _ in chosen if other != index]
-            raise _not_answering(f"GPU {index}", error, others) from error
-    return FoundGpus(tuple(gpus), notes=notes)
 
 
 def _chosen(nvml: Any, count: int) -> tuple[list[tuple[int, Any]], tuple[str, ...]]:
@@ -373,25 +365,22 @@ def _amd_described(amdsmi: Any, handle: Any) -> tuple[str, Gpu]:
     chip = amdsmi.amdsmi_get_gpu_asic_info(handle)
     total = int(amdsmi.amdsmi_get_gpu_memory_total(handle, amdsmi.AmdSmiMemoryType.VRAM))
     used = int(amdsmi.amdsmi_get_gpu_memory_usage(handle, amdsmi.AmdSmiMemoryType.VRAM))
+    # 942 -> (9, 0x42), 1100 -> (11, 0x00): the last two digits are hexadecimal.
     target = str(chip.get("target_graphics_version", "")).removeprefix("gfx")
+    try:
+        capability = (int(target[:-2]), int(target[-2:], 16))
+    except ValueError:
+        capability = (0, 0)
     units = chip.get("num_compute_units", 0)
     gpu = Gpu(
         name=str(chip["market_name"]),
         memory_bytes=total,
-        compute_capability=_gfx(target),
+        compute_capability=capability,
         free_bytes=total - used,
         vendor="amd",
         processors=units if isinstance(units, int) else 0,
     )
     return str(chip.get("asic_serial", "")).lower().removeprefix("0x"), gpu
-
-
-def _gfx(target: str) -> tuple[int, int]:
-    """942 -> (9, 0x42), 1100 -> (11, 0x00): the last two digits are hexadecimal."""
-    try:
-        return int(target[:-2]), int(target[-2:], 16)
-    except ValueError:
-        return 0, 0
 
 
 def _by_kfd(sys: Path) -> list[tuple[str, Gpu]]:

@@ -14,13 +14,13 @@ import sysconfig
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import trainspec_cli
-from trainspec_cli.core.environment_names import GENERATION, LAUNCH_ID
+from trainspec_cli.core.environment_names import GENERATION, GROUP, LAUNCH_ID, START
 from trainspec_cli.core.node import cpu_name
 from trainspec_cli.core.trust import make_folder
 from trainspec_cli.planner.memory.caching_allocator import GROWS_SEGMENTS
@@ -131,6 +131,48 @@ def next_log_folder(logs: Path) -> Path:
     return logs / f"launch_{len(taken) + 1:02d}"
 
 
+def group_job(job: Job, plan: Plan | None, group: int, number: int, place: NodePlace | None = None) -> Job:
+    """Return the job of one start of a replica group, or of its part on the node at `place`; a run of one group is the
+    job itself."""
+    if plan is None or plan.replica_groups == 1:
+        return job
+    name = start_folder(group, number)
+    ranks = ranks_of(plan, group)
+    if place is None:
+        logs = job.logs / name
+        command = torchrun_command(len(ranks), logs, job.worker)
+    else:
+        nodes = plan.nodes_of_group(group)
+        here = NodePlace(place.node - nodes.start, len(nodes), place.head)
+        processes_here = len(ranks) // len(nodes)
+        ranks = ranks[here.node * processes_here : (here.node + 1) * processes_here]
+        logs = job.logs.parent / name / job.logs.name
+        command = node_command(here, name, processes_here, logs, job.worker)
+    environment = {**job.environment, GROUP: str(group), START: str(number), **devices_of(plan, group)}
+    return replace(job, command=command, environment=environment, world_size=plan.group_size, logs=logs, ranks=ranks)
+
+
+def start_folder(group: int, number: int) -> str:
+    """Return the name of the folder of one start's logs."""
+    return f"group{group:05d}_start{number:03d}"
+
+
+def ranks_of(plan: Plan, group: int) -> range:
+    """Return a group's ranks, among all of the run's."""
+    return range(group * plan.group_size, (group + 1) * plan.group_size)
+
+
+def devices_of(plan: Plan, group: int) -> dict[str, str]:
+    """Return the variable that shows a group its GPUs alone, of those shown to this process, where several groups share
+    a node."""
+    per_node = plan.replica_groups // plan.num_nodes
+    if plan.device != "cuda" or per_node < 2:
+        return {}
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(per_node * plan.group_size)))
+    first = group % per_node * plan.group_size
+    return {"CUDA_VISIBLE_DEVICES": ",".join(shown.split(",")[first : first + plan.group_size])}
+
+
 # The command line
 
 
@@ -169,19 +211,14 @@ def _options(name: str, processes: int, address: str, logs: Path) -> tuple[str, 
 def render_command(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> str:
     """A shell text that does the same as the launch, one setting and one option a line."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items())]
-    lines = [f"cd {shlex.quote(str(folder))} && env", *settings, *_option_lines(command)]
-    return " \\\n  ".join(lines) + "\n"
-
-
-def _option_lines(command: Sequence[str]) -> list[str]:
-    """Keep an option and its value on one line."""
-    lines: list[str] = []
+    options: list[str] = []
     for word in map(shlex.quote, command):
-        if lines and lines[-1].startswith("-") and not word.startswith("-") and " " not in lines[-1]:
-            lines[-1] += f" {word}"
+        # An option and its value stay on one line.
+        if options and options[-1].startswith("-") and not word.startswith("-") and " " not in options[-1]:
+            options[-1] += f" {word}"
         else:
-            lines.append(word)
-    return lines
+            options.append(word)
+    return " \\\n  ".join([f"cd {shlex.quote(str(folder))} && env", *settings, *options]) + "\n"
 
 
 # The environment
@@ -190,9 +227,12 @@ def _option_lines(command: Sequence[str]) -> list[str]:
 def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, str]:
     """Return what is set on top of this process' own environment. Raises MachineError where another user holds the
     folder that compiled code would be loaded from."""
+    # torch.compile loads code from this folder of a name that anyone can guess: it is made beforehand, or checked.
+    cache = Path(os.environ.get(COMPILE_CACHE, Path(tempfile.gettempdir(), f"torchinductor_{os.geteuid()}")))
+    make_folder(cache, f"set {COMPILE_CACHE} to a folder of your own")
     return {
         LAUNCH_ID: launch_id,
-        COMPILE_CACHE: str(_compile_cache()),
+        COMPILE_CACHE: str(cache),
         # Without it torchrun gives every process one thread.
         "OMP_NUM_THREADS": str(max(1, machine.cpu_cores // plan.devices_per_node)),
         # A crash in native code leaves its Python stack in the log.
@@ -226,14 +266,6 @@ def keep_freed_memory() -> dict[str, str]:
     the same pages in again. A 30M-parameter llama on two cores trained at 3,270 tokens/s with that and 4,150 without.
     Other systems ignore these."""
     return {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
-
-
-def _compile_cache() -> Path:
-    """torch.compile loads code from this folder of a name that anyone can guess: it is made beforehand, or checked."""
-    usual = Path(tempfile.gettempdir(), f"torchinductor_{os.geteuid()}")
-    folder = Path(os.environ.get(COMPILE_CACHE, usual))
-    make_folder(folder, f"set {COMPILE_CACHE} to a folder of your own")
-    return folder
 
 
 def growing_segments(machine: Machine) -> dict[str, str]:
@@ -321,8 +353,8 @@ def git_state(folder: Path) -> GitState | GitRefusal | None:
         return GitRefusal(found.stderr.strip().partition("\n")[0]) if found and _DUBIOUS in found.stderr else None
     commit, top, index, objects, object_format = found.stdout.splitlines()
     branch = _git(folder, "symbolic-ref", "--quiet", "--short", "HEAD")
-    repository = _Repository(commit, folder / top, folder / index, folder / objects, object_format)
-    return GitState(commit, branch.stdout.strip() or None if branch else None, _is_dirty(repository))
+    is_dirty = _is_dirty(commit, folder / top, folder / index, folder / objects, is_sha256=object_format == "sha256")
+    return GitState(commit, branch.stdout.strip() or None if branch else None, is_dirty)
 
 
 _FACTS = ("HEAD", "--show-toplevel", "--git-path", "index", "--git-path", "objects", "--show-object-format")
@@ -331,41 +363,31 @@ _COMPARISON = "filemode|symlinks|ignorecase|precomposeunicode|trustctime|checkst
 """Keys of `core` that say how files compare with what is committed; none of them names a command."""
 
 
-@dataclass(frozen=True)
-class _Repository:
-    commit: str
-    top: Path
-    index: Path
-    objects: Path
-    object_format: str
-
-
-def _is_dirty(repository: _Repository) -> bool | None:
+def _is_dirty(commit: str, top: Path, index: Path, objects: Path, *, is_sha256: bool) -> bool | None:
     """Return True if tracked files were changed; None where it cannot be known, as where a touched file has a filter
     (git-lfs).
 
     The repository's index, objects and files are compared by a git folder of our own, since its own configuration may
     name commands: filters, hooks, monitors, ways to fetch.
     """
-    comparison = _git(repository.top, "config", "--null", "--get-regexp", rf"^core\.({_COMPARISON})$")
+    comparison = _git(top, "config", "--null", "--get-regexp", rf"^core\.({_COMPARISON})$")
     pairs = (entry.partition("\n") for entry in comparison.stdout.split("\0") if entry) if comparison else ()
     settings = [part for key, _, value in pairs for part in ("-c", f"{key}={value or 'true'}")]
     with tempfile.TemporaryDirectory(prefix="trainspec-git-") as scratch:
         folder = Path(scratch)
-        is_sha256 = repository.object_format == "sha256"
         extensions = "[extensions]\n\tobjectformat = sha256\n" if is_sha256 else ""
         (folder / "refs").mkdir()
-        (folder / "HEAD").write_text(f"{repository.commit}\n")
+        (folder / "HEAD").write_text(f"{commit}\n")
         (folder / "config").write_text(f"[core]\n\trepositoryformatversion = {int(is_sha256)}\n{extensions}")
         own = {
             "GIT_DIR": scratch,
-            "GIT_WORK_TREE": str(repository.top),
-            "GIT_INDEX_FILE": str(repository.index),
-            "GIT_OBJECT_DIRECTORY": str(repository.objects),
+            "GIT_WORK_TREE": str(top),
+            "GIT_INDEX_FILE": str(index),
+            "GIT_OBJECT_DIRECTORY": str(objects),
             "GIT_CONFIG_GLOBAL": os.devnull,
             "GIT_CONFIG_NOSYSTEM": "1",
         }
-        ask = partial(_git, repository.top, *settings, environment=own)
+        ask = partial(_git, top, *settings, environment=own)
         status = ask("status", "--porcelain", "-z", "--no-renames", "--untracked-files=no", "--ignore-submodules=dirty")
         if status is None or status.returncode:
             return None

@@ -74,17 +74,16 @@ def settle(setting: MemorySetting, reliefs: Sequence[Relief]) -> MemorySetting:
     """Return the setting that `reliefs` lead to from `setting`: one that asks for as much as what failed is given up
     for what was taken instead."""
     while True:
-        found = [relief for relief in reliefs if _asks_as_much(setting, relief)]
+        asks_as_much = [
+            relief.taken
+            for relief in reliefs
+            if _is_alike(relief.failed, setting) and setting.micro_batch_size >= relief.failed.micro_batch_size
+        ]
+        # A relief that leads nowhere, as only a damaged file has one, is passed over.
+        found = [taken for taken in asks_as_much if rank_setting(taken) > rank_setting(setting)]
         if not found:
             return setting
-        setting = max((relief.taken for relief in found), key=rank_setting)
-
-
-def _asks_as_much(setting: MemorySetting, relief: Relief) -> bool:
-    """A relief that leads nowhere, as only a damaged file has one, is passed over."""
-    leads_on = rank_setting(relief.taken) > rank_setting(setting)
-    asks_as_much = setting.micro_batch_size >= relief.failed.micro_batch_size
-    return _is_alike(relief.failed, setting) and asks_as_much and leads_on
+        setting = max(found, key=rank_setting)
 
 
 def with_reliefs(plan: Plan, reliefs: Sequence[Relief]) -> Plan:

@@ -14,8 +14,15 @@ it starts again as a new generation, from its newest checkpoint, where that prom
 failed one is killed at once: the others hold the state, step on, and heal it when it is back. Where memory ran out, the
 next start has a setting that takes less (`memory.py`), and the run ends where there is none.
 
-A node that is too slow (`leave_out.py`) is left out of a run of one group, which writes a checkpoint, ends and starts
-again without it. Several groups keep theirs, and give it fewer samples.
+A node that is too slow (`SlowNodes` of `supervise.py`) is left out of a run of one group, which writes a checkpoint,
+ends and starts again without it. Several groups keep theirs, and give it fewer samples.
+
+When a node dies, its agent's connection is closed or silent for `run.node_timeout_s` (`backend/hub.py`). The backend
+(`backend/nodes/backend.py`) lets the groups that ran there know why they will fail (`GroupStart` of
+`backend/observe.py`), and reports NodeLost. Here `_node_lost` has those groups killed, and a run of one group writes
+the loss down (errors/nodeNNNNN.json, by `supervise.py`). When nothing is left of a group GroupEnded follows: a run of
+one group ends, with exit code 5, and its Slurm job is requeued without the node; of several, the others go on, and the
+group waits for its node, or until it is away for too long.
 """
 
 from __future__ import annotations

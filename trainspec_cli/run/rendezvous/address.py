@@ -12,8 +12,8 @@ from pathlib import Path
 from trainspec_cli.core.environment_names import RENDEZVOUS, SECRET_FILE
 from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
+from trainspec_cli.run.backend.family import start
 from trainspec_cli.run.backend.processes import KILL_TIMEOUT_S
-from trainspec_cli.run.backend.spawn import start
 from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.job.machine import listen
 from trainspec_cli.run.rendezvous import server as rendezvous_server

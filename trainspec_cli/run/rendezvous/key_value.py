@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 
 from trainspec_cli.core.wire import rendezvous as messages
 
@@ -22,48 +21,40 @@ class KeyValueStore:
 
     async def wait(self, request: messages.WaitRequest) -> messages.KeyValues | messages.MissingKey:
         """Wait until all keys of the request exist, and return their values where it asks for them."""
-        missing = await self._await_keys(request.keys, request.timeout_s)
-        if missing is not None:
-            return messages.MissingKey(missing)
-        wanted = request.keys if isinstance(request, messages.GetKeys) else ()
-        return messages.KeyValues(tuple(self._values.get(key, "") for key in wanted))
-
-    def answer(self, request: messages.KeyRequest) -> messages.StoreAnswer:
-        """Raises ValueError where the store would grow too large, or a value to add to is no number."""
-        return messages.StoreAnswer(self._carry_out(request))
-
-    def _carry_out(self, request: messages.KeyRequest) -> str | int | bool | None:
-        match request:
-            case messages.SetKey(key, value):
-                self._put(key, value)
-            case messages.AppendToKey(key, value):
-                self._put(key, self._values.get(key, "") + value)
-            case messages.AddToKey(key, amount):
-                return int(self._put(key, str(int(self._values.get(key, "0")) + amount)))
-            case messages.CompareAndSetKey(key, expected, value):
-                if self._values.get(key, "") != expected:
-                    return self._values.get(key, expected)
-                return self._put(key, value)
-            case messages.DeleteKey(key):
-                return self._delete(key)
-            case messages.CountKeys():
-                return len(self._values)
-            case messages.CheckKeys(keys):
-                return all(key in self._values for key in keys)
-        return None
-
-    async def _await_keys(self, keys: Sequence[str], timeout_s: float) -> str | None:
-        """Return the first key that did not come in time."""
-        deadline = time.monotonic() + timeout_s
-        for key in keys:
+        deadline = time.monotonic() + request.timeout_s
+        for key in request.keys:
             while key not in self._values:
                 changed = self._changed.setdefault(key, asyncio.Event())
                 try:
                     async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                         await changed.wait()
                 except TimeoutError:
-                    return key
-        return None
+                    return messages.MissingKey(key)
+        wanted = request.keys if isinstance(request, messages.GetKeys) else ()
+        return messages.KeyValues(tuple(self._values.get(key, "") for key in wanted))
+
+    def answer(self, request: messages.KeyRequest) -> messages.StoreAnswer:
+        """Raises ValueError where the store would grow too large, or a value to add to is no number."""
+        value: str | int | bool | None = None
+        match request:
+            case messages.SetKey(key, new):
+                self._put(key, new)
+            case messages.AppendToKey(key, new):
+                self._put(key, self._values.get(key, "") + new)
+            case messages.AddToKey(key, amount):
+                value = int(self._put(key, str(int(self._values.get(key, "0")) + amount)))
+            case messages.CompareAndSetKey(key, expected, new):
+                is_expected = self._values.get(key, "") == expected
+                value = self._put(key, new) if is_expected else self._values.get(key, expected)
+            case messages.DeleteKey(key):
+                value = key in self._values
+                if value:
+                    self._bytes -= len(key) + len(self._values.pop(key))
+            case messages.CountKeys():
+                value = len(self._values)
+            case messages.CheckKeys(keys):
+                value = all(key in self._values for key in keys)
+        return messages.StoreAnswer(value)
 
     def _put(self, key: str, value: str) -> str:
         grown = self._bytes + len(key) + len(value) - (len(self._values[key]) + len(key) if key in self._values else 0)
@@ -73,9 +64,3 @@ class KeyValueStore:
         if changed := self._changed.pop(key, None):
             changed.set()
         return value
-
-    def _delete(self, key: str) -> bool:
-        if key not in self._values:
-            return False
-        self._bytes -= len(key) + len(self._values.pop(key))
-        return True

@@ -114,44 +114,34 @@ class RendezvousServer:
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection. An error is logged and closes this connection alone."""
-        try:
-            async with self._door.proving():
-                await prove(reader, writer, Challenge(self._secret, RENDEZVOUS_PURPOSE))
-            await self._answer_requests(reader, writer)
-        except (*BAD_REQUEST, OSError, EOFError, asyncio.CancelledError) as error:
-            self._door.note_refusal("rendezvous", writer, error)
-        finally:
-            writer.transport.abort()
 
-    async def _answer_requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         def write(answer: messages.Answer) -> None:
             writer.write(json.dumps(asdict(answer), allow_nan=False).encode() + b"\n")
 
         name = ""
-        self._proven += 1
         try:
-            while line := await reader.readline():
-                request = read_request(json.loads(line))
-                if isinstance(request, messages.QuorumRequest):
-                    name = request.name
-                    self.quorums.hear(write, request)
-                elif isinstance(request, messages.WaitRequest):
-                    write(await self.store.wait(request))
-                else:
-                    write(self.store.answer(request))
-                await writer.drain()
+            async with self._door.proving():
+                await prove(reader, writer, Challenge(self._secret, RENDEZVOUS_PURPOSE))
+            self._proven += 1
+            try:
+                while line := await reader.readline():
+                    plain: JsonObject = json.loads(line)
+                    request = read_record(messages.OPERATIONS[str(plain[messages.OPERATION])], plain)
+                    if isinstance(request, messages.QuorumRequest):
+                        name = request.name
+                        self.quorums.hear(write, request)
+                    elif isinstance(request, messages.WaitRequest):
+                        write(await self.store.wait(request))
+                    else:
+                        write(self.store.answer(request))
+                    await writer.drain()
+            finally:
+                self._proven -= 1
+                self.quorums.leave(name, write)
+        except (*BAD_REQUEST, OSError, EOFError, asyncio.CancelledError) as error:
+            self._door.note_refusal("rendezvous", writer, error)
         finally:
-            self._proven -= 1
-            self.quorums.leave(name, write)
-
-
-def read_request(plain: JsonObject) -> messages.Request:
-    """Raises one of `BAD_REQUEST` where `plain` is no request."""
-    operation = plain[messages.OPERATION]
-    if not isinstance(operation, str):
-        raise TypeError(f"`{messages.OPERATION}` is no text")
-    request: messages.Request = read_record(messages.OPERATIONS[operation], plain)
-    return request
+            writer.transport.abort()
 
 
 def main() -> None:

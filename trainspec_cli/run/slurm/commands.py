@@ -139,17 +139,9 @@ SEPARATOR = "."
 def arrange(addresses: Mapping[str, str], first: str, places: Sequence[int]) -> list[str]:
     """Return the job's nodes by their number. `addresses`: the switches above each node, from the top, and its name.
 
-    `first` gets number 0, since the supervisor runs there. `places`: of each number, among nodes sorted by switch;
-    empty: they are numbered in that order.
-    """
-    standing = sort_by_switch(addresses, first)
-    return [standing[place] for place in places] if places else standing
-
-
-def sort_by_switch(addresses: Mapping[str, str], first: str) -> list[str]:
-    """Return the nodes in an order that leaves each switch once, with `first` and its neighbours at the beginning.
-
-    Those of one switch stay in the order of `addresses`.
+    Nodes are sorted so that each switch is left once, with `first`, where the supervisor runs, and its neighbours at
+    the beginning; those of one switch stay in the order of `addresses`. `places`: of each number, among nodes sorted
+    so; empty: they are numbered in that order.
     """
     own = _switches(addresses[first], first)
 
@@ -159,7 +151,8 @@ def sort_by_switch(addresses: Mapping[str, str], first: str) -> list[str]:
         far = [above[: depth + 1] != own[: depth + 1] for depth in range(len(above))]
         return list(zip(far, above, strict=True)), node != first
 
-    return sorted(addresses, key=place)
+    standing = sorted(addresses, key=place)
+    return [standing[place] for place in places] if places else standing
 
 
 def has_switches(addresses: Mapping[str, str]) -> bool:

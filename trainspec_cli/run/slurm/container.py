@@ -34,7 +34,13 @@ def mounts(slurm: SlurmSpec, needed: Iterable[Path]) -> list[str]:
     mounted."""
     package = Path(trainspec_cli.__file__).resolve().parent
     own = [_mount(package, f"{HOME}/{package.name}:ro")]
-    folders = [*needed, *_environment_of(slurm.container_python)]
+    folders = [*needed]
+    # The environment that the container's Python is in, where it is one of this machine's, and the installation that a
+    # virtual one is made of, where that lies outside the system's folders.
+    root = Path(slurm.container_python).parent.parent
+    if Path(slurm.container_python).is_absolute() and any((root / name).exists() for name in OF_ENVIRONMENT):
+        base = (root / "bin" / "python").resolve().parent.parent
+        folders += [root, *([] if base in (*OF_SYSTEM, root.resolve()) else [base])]
     return [*own, *(_mount(source, str(target)) for source, target in _places(folders)), *_asked(slurm)]
 
 
@@ -66,16 +72,6 @@ def _outermost(folders: Iterable[Path]) -> list[Path]:
     """Return the folders that are not below another of them: mounting that mounts them."""
     distinct = list(dict.fromkeys(folders))
     return [folder for folder in distinct if not any(other in folder.parents for other in distinct)]
-
-
-def _environment_of(python: str) -> list[Path]:
-    """Return the environment that a path to a Python is in, where it is one of this machine's, and the installation
-    that a virtual one is made of, where that lies outside the system's folders."""
-    root = Path(python).parent.parent
-    if not Path(python).is_absolute() or not any((root / name).exists() for name in OF_ENVIRONMENT):
-        return []
-    base = (root / "bin" / "python").resolve().parent.parent
-    return [root, *([] if base in (*OF_SYSTEM, root.resolve()) else [base])]
 
 
 def srun_options(slurm: SlurmSpec, folder: Path, mounted: Sequence[str]) -> list[str]:

@@ -23,7 +23,6 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.job import own_modules
 from trainspec_cli.run.job.machine import describe_communication
 from trainspec_cli.run.slurm import container
-from trainspec_cli.run.slurm.activation import activation_lines
 
 DRIVER = "trainspec_cli.session.slurm_job"
 """The module that the script finally executes."""
@@ -98,13 +97,18 @@ def render_script(
     predicted not to fit. Raises RecipeError where a container cannot see a folder."""
     asked = asked_by_plan(plan)
     own = [root.parent if len(roots) > 1 else root for root in roots]
+    # What the agent on each node sets for its workers: the job need not, and its own variables stay.
+    communication = [
+        line if line.startswith("#") else f"#   {line.replace(str(roots[0]), '$run')}"
+        for line in describe_communication(plan, RunDir(roots[0]))
+    ]
     srun, agent = _start(asked, folder, [folder, *own, *needed], _caches())
     lines = [
         *_head(asked, roots, recipe, argv, folder),
         *_exports(_variables()),
         *_environment(asked, activation_lines(os.environ, sys.prefix, sys.executable)),
         *_choose_root(roots),
-        *_communication(plan, roots[0]),
+        *communication,
         *_run_driver(["--force"] if force else [], srun, agent),
     ]
     return "\n".join(lines) + "\n"
@@ -149,12 +153,6 @@ def _environment(asked: Asked, activation: Iterator[str]) -> Iterator[str]:
     yield from activation
     yield from container.exports(asked.slurm)
     yield ""
-
-
-def _communication(plan: Plan, root: Path) -> Iterator[str]:
-    """Say what the agent on each node sets for its workers: the job need not, and its own variables stay."""
-    for line in describe_communication(plan, RunDir(root)):
-        yield line if line.startswith("#") else f"#   {line.replace(str(root), '$run')}"
 
 
 def _run_driver(options: Sequence[str], srun: Sequence[str], agent: Sequence[str]) -> Iterator[str]:
@@ -272,26 +270,21 @@ def _start(
     """Return srun with its options, and what it starts on each node. `inside`: variables of a container beside those
     of the script."""
     slurm = asked.slurm
-    srun = srun_command(asked)
+    nodes = asked.num_nodes
+    srun = [
+        *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
+        *([f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else []),
+        *_outliving(asked),
+        *(["--distribution=arbitrary"] if asked.by_hostfile else []),
+        # A failed task does not end the others; their agents report.
+        *("--cpu-bind=none", "--kill-on-bad-exit=0", "--unbuffered", "--mpi=none"),
+    ]
     if slurm.container_image is None:
         return srun, list(agent_command())
     mounted = container.mounts(slurm, needed)
     program = container.program(slurm, folder, mounted, uses_gpus=asked.uses_gpus, vendor=asked.gpu_vendor)
     python = container.python(slurm, {**_variables(), **inside})
     return [*srun, *container.srun_options(slurm, folder, mounted)], [*program, *python, *AGENT]
-
-
-def srun_command(asked: Asked) -> list[str]:
-    """Return the srun command with one task per node. A failed task does not end the others; their agents report."""
-    slurm = asked.slurm
-    nodes = asked.num_nodes
-    return [
-        *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
-        *([f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else []),
-        *_outliving(asked),
-        *(["--distribution=arbitrary"] if asked.by_hostfile else []),
-        *("--cpu-bind=none", "--kill-on-bad-exit=0", "--unbuffered", "--mpi=none"),
-    ]
 
 
 def places_nodes(plan: Plan) -> bool:
@@ -302,3 +295,45 @@ def places_nodes(plan: Plan) -> bool:
 def _outliving(asked: Asked) -> Iterator[str]:
     if asked.outlives_nodes:
         yield "--no-kill"
+
+
+# The Python environment that was active at submission, as the job's script takes it up again. The job's Python is named
+# by its full path and needs no activation; what it starts may need the environment's programs and variables (a
+# compiler, libraries' folders).
+
+
+def activation_lines(
+    environ: Mapping[str, str], prefix: str, python: str, *, of_command: bool = False
+) -> Iterator[str]:
+    """Yield the lines of the script, and comments that say which environment and why. `prefix` and `python` are those
+    of the Python that runs trainspec. `of_command`: the environment is that of a command of the user's own, and
+    trainspec need not be installed there."""
+    if modules := environ.get("LOADEDMODULES"):
+        names = on_one_line(", ".join(modules.split(":")))
+        yield f"# Modules loaded at submission: {names}. sbatch passes their variables on; a site that does not"
+        yield "# (--export=NONE) needs them in cluster.slurm.setup: the lines above come before the environment."
+    virtual = environ.get("VIRTUAL_ENV")
+    conda = environ.get("CONDA_PREFIX")
+    holds = "." if of_command else ", and that trainspec is installed in."
+    if virtual and (of_command or _is_same(virtual, prefix)) and Path(virtual, "bin/activate").is_file():
+        yield f"# The virtual environment that was active at submission{holds}"
+        yield f". {shlex.quote(f'{virtual}/bin/activate')}"
+    elif (
+        conda
+        and (of_command or _is_same(conda, prefix))
+        and (tool := environ.get("CONDA_EXE") or environ.get("MAMBA_EXE"))
+    ):
+        yield f"# The conda environment that was active at submission{holds}"
+        # conda and mamba name the shell in different words (docs.conda.io, mamba.readthedocs.io).
+        name = Path(tool).name
+        hook = [tool, "shell.bash", "hook"] if name == "conda" else [tool, "shell", "hook", "--shell", "bash"]
+        yield f'eval "$({shlex.join(hook)})"'
+        yield f"{'conda' if name == 'conda' else shlex.quote(name)} activate {shlex.quote(conda)}"
+    elif not of_command:
+        active = virtual or conda
+        why = f"{on_one_line(active)} was active, and trainspec is not installed there" if active else "none was active"
+        yield f"# No environment is activated: {why}. {on_one_line(python)} is named by its path."
+
+
+def _is_same(folder: str, prefix: str) -> bool:
+    return Path(folder).resolve() == Path(prefix).resolve()

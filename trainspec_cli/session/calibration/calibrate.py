@@ -45,7 +45,7 @@ from trainspec_cli.run.folder.record import read_plan
 from trainspec_cli.run.job.machine import detect
 from trainspec_cli.run.tools import known_probe, probe_machine
 from trainspec_cli.session.calibration.table import read_rows
-from trainspec_cli.session.launching.launch import launch_apart
+from trainspec_cli.session.launching.session import launch_apart
 from trainspec_cli.session.planning.profile import UNNAMED
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 
@@ -223,7 +223,10 @@ def measure_recipe(
     trials = [trial for trial in _trials(loaded.spec, machine) if _observe(trial.plan, machine, probe, None, "")]
     if not trials:
         raise PlanError(_unpredicted("this recipe"))
-    chosen = choose_trials(trials, machine, probe, number)
+    # Those whose step times leave least in doubt.
+    names, spread = (EFFICIENCIES, GPU_SPREAD) if is_known(trials[0].plan, machine) else (PARTS, CPU_SPREAD)
+    slopes = [slopes_of(_observe(trial.plan, machine, probe, None, ""), names) for trial in trials]
+    chosen = [trials[place] for place in choose(slopes, spread, number)]
     report(f"{len(chosen)} of {len(trials)} layouts say most; {steps} steps each")
     folders = []
     for place, trial in enumerate(chosen, 1):
@@ -233,16 +236,6 @@ def measure_recipe(
         launch_apart([*arguments, *trial.changes, *fixed], force=False)
         folders.append(root)
     return measure_runs(folders)
-
-
-def choose_trials(
-    trials: Sequence[TriedLayout], machine: Machine, probe: MachineProbe | None, number: int
-) -> list[TriedLayout]:
-    """Return the trials whose step times leave least in doubt."""
-    is_gpu = is_known(trials[0].plan, machine)
-    names, spread = (EFFICIENCIES, GPU_SPREAD) if is_gpu else (PARTS, CPU_SPREAD)
-    slopes = [slopes_of(_observe(trial.plan, machine, probe, None, ""), names) for trial in trials]
-    return [trials[place] for place in choose(slopes, spread, number)]
 
 
 def _trials(spec: RunSpec, machine: Machine) -> Iterator[TriedLayout]:

@@ -49,33 +49,28 @@ def requeue_if_of_use(
     run: RunDir, job_id: str, code: int, limits: Limits, *, warned: bool, console: PrintableConsole
 ) -> None:
     """Send the job back to the queue, unless that was done often enough; where Slurm refuses, say so."""
+    done = restarts()
     try:
-        _requeue(run, job_id, code, limits, warned=warned, console=console)
+        job = slurm.show(job_id)
+        about = {"warned": warned, "preempted": is_preempted(job), "after_hang": limits.after_hang}
+        again = decide(run, code, num_nodes=limits.num_nodes, **about)
+        if again is None or is_over(job, done) or job.get("BatchFlag") == "0":  # an interactive job cannot go back
+            return
+        if job.get("Requeue", "1") == "0":
+            console.print(f"not requeued: {again.reason}, and the job was submitted without --requeue")
+            return
+        if done >= limits.max_requeues:
+            often = f"the job was requeued {done} times (cluster.slurm.max_requeues)"
+            console.print(f"not requeued: {again.reason}, and {often}")
+            return
+        console.print(f"requeued: {again.reason}; start {done + 2} goes on from the newest checkpoint")
+        sys.stdout.flush()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        slurm.requeue(job_id)
+        if again.avoid:
+            _avoid(job_id, again.avoid, limits.exclude)
     except MachineError as error:
         print(f"not requeued: {error}", file=sys.stderr)
-
-
-def _requeue(run: RunDir, job_id: str, code: int, limits: Limits, *, warned: bool, console: PrintableConsole) -> None:
-    """Raises MachineError."""
-    done = restarts()
-    job = slurm.show(job_id)
-    about = {"warned": warned, "preempted": is_preempted(job), "after_hang": limits.after_hang}
-    again = decide(run, code, num_nodes=limits.num_nodes, **about)
-    if again is None or is_over(job, done) or job.get("BatchFlag") == "0":  # an interactive job cannot go back
-        return
-    if job.get("Requeue", "1") == "0":
-        console.print(f"not requeued: {again.reason}, and the job was submitted without --requeue")
-        return
-    if done >= limits.max_requeues:
-        often = f"the job was requeued {done} times (cluster.slurm.max_requeues)"
-        console.print(f"not requeued: {again.reason}, and {often}")
-        return
-    console.print(f"requeued: {again.reason}; start {done + 2} goes on from the newest checkpoint")
-    sys.stdout.flush()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    slurm.requeue(job_id)
-    if again.avoid:
-        _avoid(job_id, again.avoid, limits.exclude)
 
 
 def restarts() -> int:

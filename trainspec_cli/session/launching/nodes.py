@@ -17,7 +17,7 @@ from trainspec_cli.recipe.keys.run import RunSection, RunSpec
 from trainspec_cli.recipe.records import Absent
 from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.run.backend.nodes.agent import run_agent
-from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, Reach, reach_from_here
+from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, Reach, agent_command
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
@@ -78,7 +78,8 @@ class NodeOptions:
             beside = f" and {spares} that stand by (cluster.reliability.spare_nodes)" if spares else ""
             message = f"--node-rank is {self.node_rank}; of {nodes} nodes{beside} it is 0 to {nodes + spares - 1}"
             raise RecipeError(Problem("usage", message, hint=hint))
-        return reach_from_here(endpoint, join_timeout_s)
+        # This node is the first, and every other starts its own agent.
+        return Reach(host, agent_command(node=0), int(port), return_timeout_s=join_timeout_s)
 
 
 def exit_code_of(run: RunDir, result: RunResult | None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,9 +44,8 @@ from trainspec_cli.session.launching.changes import (
     trained_samples,
 )
 from trainspec_cli.session.launching.kinds import command_to_resume, kind_of, quoted
-from trainspec_cli.session.launching.launch import check_detachable, describe_detached, resume_detached
 from trainspec_cli.session.launching.nodes import NodeOptions, join
-from trainspec_cli.session.launching.session import Session, start
+from trainspec_cli.session.launching.session import Session, check_detachable, describe_detached, resume_detached, start
 from trainspec_cli.session.recipe.data import check_data_of
 from trainspec_cli.session.recipe.load import (
     Loaded,
@@ -237,26 +236,16 @@ def _change_values_and_data(
 
 def _keep_choices(run: RunDir, plan: Plan, old: Plan, loaded: Loaded, machine: Machine) -> Plan:
     """Return the plan with what was chosen when the run began. Raises RecipeError where its state cannot be read in
-    the plan's layout."""
-    plan = _keep_memory(_keep_kernels(plan, old, machine), old)
-    require(loaded.composed.locate(_find_other_blocks(run, old, plan)))
-    return plan
-
-
-def _find_other_blocks(run: RunDir, old: Plan, plan: Plan) -> Iterator[Problem]:
-    """Yield a problem where the state that the run has saved cannot be read in the layout that it is to go on with."""
+    the plan's layout, MachineError where this machine cannot run the kernels."""
+    if plan.spec.kernels == old.spec.kernels:
+        require(list(check_kernels(replace(plan.spec, kernels=old.kernels), machine)))
+        plan = replace(plan, kernels=old.kernels)
+    plan = _keep_memory(plan, old)
     has_saved = run.newest_step or newest_copy(run)
     if has_saved and (message := describe_other_blocks(plan.spec, old.layout.tp, plan.layout.tp)):
-        yield Problem("unsupported", message, "layout.tp", f"type layout.tp={old.layout.tp}, which the run has saved")
-
-
-def _keep_kernels(plan: Plan, old: Plan, machine: Machine) -> Plan:
-    """Keep the kernels that were chosen when the run began, unless another choice is asked for now. Raises MachineError
-    where this machine cannot run them."""
-    if plan.spec.kernels != old.spec.kernels:
-        return plan
-    require(list(check_kernels(replace(plan.spec, kernels=old.kernels), machine)))
-    return replace(plan, kernels=old.kernels)
+        hint = f"type layout.tp={old.layout.tp}, which the run has saved"
+        require(loaded.composed.locate([Problem("unsupported", message, "layout.tp", hint)]))
+    return plan
 
 
 def _keep_memory(plan: Plan, old: Plan) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +21,8 @@ from trainspec_cli.reporter.collect import collect
 from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.reporter.render import render_summary
 from trainspec_cli.run.backend import OpenBackend
-from trainspec_cli.run.backend.node_processes import PassedThrough
+from trainspec_cli.run.backend.local import PassedThrough
+from trainspec_cli.run.channel.worker import WorkerMail
 from trainspec_cli.run.failure import Explanation
 from trainspec_cli.run.folder.event_types.events import FirstTextEvent, StepEvent
 from trainspec_cli.run.folder.events import read_sound
@@ -31,9 +32,9 @@ from trainspec_cli.run.folder.record import read_run_record
 from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.memory_limits import LimitsWatch
 from trainspec_cli.run.notify import NOBODY, Notify, notify
-from trainspec_cli.run.outcome import RunOutcome, conclude
+from trainspec_cli.run.outcome import conclude
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
-from trainspec_cli.run.supervise import Ending, Replan, supervise
+from trainspec_cli.run.supervise import Replan, supervise
 from trainspec_cli.session.console import RunConsole, open_run_log
 from trainspec_cli.session.launching.kinds import RECIPE_RUNS, RunKind, shown
 from trainspec_cli.session.runs.diagnose import VerdictLines
@@ -60,6 +61,7 @@ def run(
     limits: LimitsWatch | None = None,
     *,
     advisor: LayoutAdvisor | None = None,
+    mail: WorkerMail | None = None,
     as_json: bool = False,
     requests: StopRequests | None = None,
     replan: Replan | None = None,
@@ -69,55 +71,19 @@ def run(
     run_kind: RunKind = RECIPE_RUNS,
 ) -> int:
     """Supervise the job until its run has ended, and report how it ended; return the exit code. `limits` remembers
-    what it learns of the machine's memory, and `advisor` proposes other layouts; `replan` is as of `supervise`;
-    `notifies` says who else is notified of the end. The job's own `output` is shown, where it is given; where it is
-    `passed` through to a terminal, its lines go to the run's log alone. `run_kind` decides how the run has ended.
+    what it learns of the machine's memory, and `advisor` proposes other layouts, over `mail`; `replan` is as of
+    `supervise`; `notifies` says who else is notified of the end. The job's own `output` is shown, where it is given;
+    where it is `passed` through to a terminal, its lines go to the run's log alone. `run_kind` decides how the run has
+    ended.
 
     Raises the error whose exit code the outcome has where the run failed, WorkerError where it was begun anew by
     another start while it ran, BrokenPipeError where it ended well and nobody reads that.
     """
-    verdicts = VerdictLines(job.run, looks_deeper=plan is not None and plan.spec.observe.deeper_look)
-    watches = [verdicts, *(watch for watch in (limits, advisor) if watch is not None)]
+    mail = mail or WorkerMail()
+    looks_deeper = plan is not None and plan.spec.observe.deeper_look
+    verdicts = VerdictLines(job.run, (lambda order: mail.tell(order, order.looker)) if looks_deeper else None)
+    watches = [verdicts, *(one for one in (limits, advisor) if one is not None)]
     requests = requests or StopRequests()
-    with on_stop_signal(requests.add):  # until the result is written and reported
-        ending = _supervise(job, plan, backend, console, watches, requests, replan, output, passed)
-        job = ending.job
-        if ending.left_behind:
-            hanging = ", ".join(map(str, ending.left_behind))
-            console.print(f"processes {hanging} hang in the kernel and could not be ended")
-        Fence(job.run, ending.generation).check()
-        outcome = conclude(job, ending, run_kind.decide)
-        reason = outcome.explanation.headline if outcome.explanation else ""
-        if failed := list(notify(notifies, job.run, read_run_record(job.run).recipe, outcome.result, reason)):
-            console.report(*failed)
-        if outcome.result.status == "failed":
-            kind = ERRORS_OF_RUNS[outcome.exit_code]
-            assert outcome.explanation is not None, "a failed run has an explanation"
-            hint = outcome.explanation.hint or run_kind.hint(job, outcome)
-            raise kind(_failure(job, outcome.explanation, console, output, hint, as_json=as_json))
-        if console.reader_left:
-            raise BrokenPipeError
-        if as_json:
-            print(json_text({"run": str(job.root), **to_plain(outcome.result), **_first_text(job.run)}))
-        else:
-            _report_end(job, outcome, console, run_kind.last_lines(job, outcome))
-            if plan is not None and (tracking := list(describe_tracking(plan.spec, job.root))):
-                console.report(*tracking)
-    return outcome.exit_code
-
-
-def _supervise(
-    job: Job,
-    plan: Plan | None,
-    backend: OpenBackend,
-    console: RunConsole,
-    watches: Sequence[Watch],
-    requests: StopRequests,
-    replan: Replan | None,
-    output: Watch | None,
-    passed: PassedThrough | None,
-) -> Ending:
-    """Show what the job does until it ends; return how its last start ended."""
 
     def say(text: str) -> None:
         if passed:
@@ -134,16 +100,48 @@ def _supervise(
         if output:
             output.look(view.note if passed else view.say)
 
-    stopping = console.stopping_run_without_reader(requests.add)
-    with stopping, open_run_log(job.run, console) as log, LiveView(job.run, plan, console, log) as view:
-        if passed:
-            passed.on_first = view.yield_terminal
-        try:
-            return supervise(job, plan, backend, watch, say, requests, replan)
-        finally:
+    with on_stop_signal(requests.add):  # until the result is written and reported
+        stopping = console.stopping_run_without_reader(requests.add)
+        with stopping, open_run_log(job.run, console) as log, LiveView(job.run, plan, console, log) as view:
             if passed:
-                passed.begin_line()
-                passed.close()
+                passed.on_first = view.yield_terminal
+            try:
+                ending = supervise(job, plan, backend, watch, say, requests, replan, mail)
+            finally:
+                if passed:
+                    passed.begin_line()
+                    passed.close()
+        job = ending.job
+        if ending.left_behind:
+            hanging = ", ".join(map(str, ending.left_behind))
+            console.print(f"processes {hanging} hang in the kernel and could not be ended")
+        Fence(job.run, ending.generation).check()
+        outcome = conclude(job, ending, run_kind.decide)
+        explanation = outcome.explanation
+        reason = explanation.headline if explanation else ""
+        if failed := list(notify(notifies, job.run, read_run_record(job.run).recipe, outcome.result, reason)):
+            console.report(*failed)
+        if outcome.result.status == "failed":
+            kind = ERRORS_OF_RUNS[outcome.exit_code]
+            assert explanation is not None, "a failed run has an explanation"
+            hint = explanation.hint or run_kind.hint(job, outcome)
+            raise kind(_failure(job, explanation, console, output, hint, as_json=as_json))
+        if console.reader_left:
+            raise BrokenPipeError
+        if as_json:
+            print(json_text({"run": str(job.root), **to_plain(outcome.result), **_first_text(job.run)}))
+            return outcome.exit_code
+        if explanation:
+            console.report(f"{explanation.headline}\n")
+        if outcome.exit_code == EXIT_DONE or outcome.result.steps:
+            console.print(render_summary(collect(job.root)))
+        if outcome.result.recoveries:
+            costs = [f"  {describe_recovery(recovery).line}" for recovery in outcome.result.recoveries]
+            console.report("failures", *costs, "")
+        console.report(run_kind.last_lines(job, outcome))
+        if plan is not None and (tracking := list(describe_tracking(plan.spec, job.root))):
+            console.report(*tracking)
+    return outcome.exit_code
 
 
 def _failure(
@@ -170,17 +168,6 @@ def _first_text(run: RunDir) -> JsonObject:
         return {}
     parts: list[JsonValue] = [to_plain(part) for part in found.parts]
     return {"first_text": {"tokens": found.tokens, "trained": found.trained, "parts": parts}}
-
-
-def _report_end(job: Job, outcome: RunOutcome, console: RunConsole, last_lines: str) -> None:
-    if outcome.explanation:
-        console.report(f"{outcome.explanation.headline}\n")
-    if outcome.exit_code == EXIT_DONE or outcome.result.steps:
-        console.print(render_summary(collect(job.root)))
-    if outcome.result.recoveries:
-        costs = [f"  {describe_recovery(recovery).line}" for recovery in outcome.result.recoveries]
-        console.report("failures", *costs, "")
-    console.report(last_lines)
 
 
 def describe_tracking(spec: RunSpec, root: Path) -> Iterator[str]:

@@ -1,55 +1,81 @@
-"""One start of a run, from a plan to an exit code: predict, check the nodes, select kernels, run.
+"""`launch`, and one start of a run, from a plan to an exit code: predict, check the nodes, select kernels, run.
 
-`launch`, `resume` and a Slurm job each make a `Session`, on a run's only node or on the first of several, and start it
-in this one order. The other nodes of a run join what the first has started (`nodes.join`).
+`launch`, `resume` and a Slurm job each make a `Session`, on a run's only node or on the first of several, and `start`
+it in this one order: `start` -> `run` (run.py, which commands of a user's own share) -> `supervise` (run/supervise.py).
+The other nodes of a run join what the first has started (`nodes.join`).
 """
 
 from __future__ import annotations
 
+import os
+import shlex
 import socket
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from trainspec_cli.balance.advisor import LayoutAdvisor, Layouts, decides_layouts
-from trainspec_cli.core.errors import EXIT_DONE, TrainspecError
+from trainspec_cli.core.environment_names import PROBE
+from trainspec_cli.core.errors import ERRORS_OF_RUNS, EXIT_DONE, Problem, RecipeError, TrainspecError, WorkerError
 from trainspec_cli.core.printable import format_count
 from trainspec_cli.core.reading.files import read_text
+from trainspec_cli.core.trust import private_files
 from trainspec_cli.core.wings import Point, parts_of
 from trainspec_cli.planner.this_machine import is_predictable
+from trainspec_cli.recipe.compose.folders import show_path
 from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.own_code import describe_code
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import parts_for
+from trainspec_cli.reporter.live import LiveView
+from trainspec_cli.reporter.text import describe_plan
 from trainspec_cli.run.backend import OpenBackend
 from trainspec_cli.run.backend.local import LocalBackend
 from trainspec_cli.run.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
+from trainspec_cli.run.backend.processes import POLL_S
+from trainspec_cli.run.channel.worker import WorkerMail
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.event_types.events import StartEvent
 from trainspec_cli.run.folder.events import EventTail
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.known_runs import known_runs
-from trainspec_cli.run.folder.looks import describe_changed_code
 from trainspec_cli.run.folder.memory import newest_copy
+from trainspec_cli.run.folder.own_code import describe_changed_code
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.record import read_plan_of_all_nodes
-from trainspec_cli.run.job.folder import RUNS, claim, find_owner, make_folder, storage, write_launch, write_resume
-from trainspec_cli.run.job.job import Job, build_job
+from trainspec_cli.run.folder.record import read_plan, read_plan_of_all_nodes
+from trainspec_cli.run.job.folder import (
+    RUNS,
+    check_free,
+    claim,
+    find_owner,
+    make_folder,
+    storage,
+    write_launch,
+    write_resume,
+)
+from trainspec_cli.run.job.job import Job, build_job, render_command
 from trainspec_cli.run.memory_limits import LimitsWatch
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.signals import StopRequests
 from trainspec_cli.run.tools import known_probe
-from trainspec_cli.session.console import RunConsole
+from trainspec_cli.session.console import RunConsole, make_console
 from trainspec_cli.session.launching.changes import describe_changes, plan_on_fewer, trained_samples
+from trainspec_cli.session.launching.nodes import NodeOptions, join
 from trainspec_cli.session.launching.run import describe_tracking, run
 from trainspec_cli.session.launching.select_kernels import select_kernels
 from trainspec_cli.session.planning.predict import describe_load, predict, probe_after_run, with_known_limits
+from trainspec_cli.session.planning.profile import with_profile
 from trainspec_cli.session.recipe.data import prepare_data
-from trainspec_cli.session.recipe.load import Loaded, check_start
+from trainspec_cli.session.recipe.load import Loaded, check_start, load, plan_on, this_machine
+from trainspec_cli.session.runs.find import check_name_free
 
 CheckNodes = Callable[[Plan, Path, RunConsole, bool], Examination | None]
 """Takes the plan, the run's folder, the console, and whether the run starts whatever memory it takes (--force). Checks
@@ -91,6 +117,100 @@ class Session:
         return RUNS if self.plan.spec.run.dir == AUTO else Path(self.plan.spec.run.dir).absolute()
 
 
+def launch(
+    arguments: Sequence[str],
+    nodes: NodeOptions,
+    notify: Notify = NOBODY,
+    *,
+    force: bool,
+    as_json: bool,
+    detach: bool = False,
+) -> int:
+    """Train a recipe, as the first node of the run or as another that joins it; return the run's exit code. With
+    `detach`, 0 as soon as the run has begun in a process of its own."""
+    loaded = load([*arguments, *nodes.as_arguments])
+    wanted = loaded.spec.run.dir
+    if nodes.reach(loaded.spec, wanted) and not nodes.is_first:
+        wait_s = loaded.spec.run.join_timeout_s
+        return join(wanted, nodes.node_rank, make_console(as_json=False), wait_s=wait_s)
+    session = replace(_prepare(loaded, nodes, force=force, as_json=as_json), notify=notify)
+    # Asked again where the run is written down; here it is known before anything is measured or prepared.
+    check_free(wanted)
+    check_name_free(loaded.spec.run.name)
+    if not detach:
+        return start(session)
+    check_detachable(session)
+    run = write_down(session)
+    pid = resume_detached(run, notify.options, force=force)
+    print(describe_detached(run, pid, as_json=as_json))
+    return EXIT_DONE
+
+
+def launch_apart(arguments: Sequence[str], *, force: bool, console: RunConsole | None = None) -> RunDir:
+    """Train a recipe on this node in a process of its own, and wait for its end; return the run, whose result says how
+    it ended. With a `console`, progress is shown on it. An interrupt is passed on, and the run's checkpoint waited for.
+    Raises TrainspecError where it is refused before."""
+    loaded = load(arguments)
+    session = _prepare(loaded, NodeOptions(), force=force, as_json=False)
+    if console:
+        session = replace(session, console=console)
+    check_free(loaded.spec.run.dir)
+    check_name_free(loaded.spec.run.name)
+    check_detachable(session)
+    run = write_down(session)
+    log_bytes = run.run_log.stat().st_size if run.run_log.exists() else 0
+    process = spawn_resume(run, [], force=force, environment={PROBE: "off"})  # it is done below, where it is seen
+    stop_requested = False
+    # A bar takes over sys.stdout, so a console that shows nothing must not have one.
+    shows = console is not None and not console.quiet
+    with LiveView(run, read_plan(run), console) if console and shows else nullcontext() as view:
+        while process.poll() is None:
+            try:
+                if view:
+                    view.watch(stop_requested)
+                process.wait(timeout=POLL_S)
+            except subprocess.TimeoutExpired:
+                continue
+            except KeyboardInterrupt:
+                stop_requested = True
+                process.terminate()
+        if view:
+            view.watch(stop_requested)
+    # Without a generation nothing has begun, and there is no result that could tell the reason.
+    if process.returncode and not generations.newest(run):
+        raise refusal(process.returncode, run.run_log, log_bytes)
+    if process.returncode == EXIT_DONE and not stop_requested:
+        probe_after_run(session.plan, session.machine, session.console)
+    return run
+
+
+def show_launch(
+    arguments: Sequence[str],
+    nodes: NodeOptions,
+    *,
+    force: bool,
+    as_json: bool,
+) -> str:
+    """Return what `launch` would start, and where, as text or as JSON; refused as the launch would be."""
+    loaded = load([*arguments, *nodes.as_arguments])
+    job, plan = rehearse(_prepare(loaded, nodes, force=force, as_json=as_json))
+    if not as_json:
+        return f"{describe_plan(plan)}\n\n{render_command(job.command, job.environment, Path.cwd())}"
+    shown = {"run": str(job.root), "command": list(job.command), "environment": dict(job.environment)}
+    return json_text(shown | {"plan": to_plain(plan)})
+
+
+def _prepare(loaded: Loaded, nodes: NodeOptions, *, force: bool, as_json: bool) -> Session:
+    reach = nodes.reach(loaded.spec, loaded.spec.run.dir)
+    machine = this_machine(loaded.spec)
+    console = make_console(as_json=as_json)
+    spec, profile = with_profile(loaded.spec, machine)
+    loaded = replace(loaded, spec=spec)
+    if profile:
+        console.report(profile)
+    return Session(plan_on(loaded, machine), machine, loaded, console, reach, force=force, as_json=as_json)
+
+
 def start(session: Session, requests: StopRequests | None = None) -> int:
     """Check, predict, examine the nodes, choose kernels, prepare data and write the run down (`_written_down`), then
     supervise it. Return the run's exit code. Raises TrainspecError where the run is refused, or fails."""
@@ -106,13 +226,15 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
         if session.reach:
             backend = partial(NodesBackend, reach=session.reach, examination=examination)
         limits = LimitsWatch(job.run, plan, machine)
-        advisor = LayoutAdvisor(job.run, plan, layouts) if decides_layouts(plan) else None
+        mail = WorkerMail()
+        advisor = LayoutAdvisor(job.run, plan, layouts, mail) if decides_layouts(plan) else None
         with ExitStack() as services:
             for serve in parts_for(RUN_SERVICES, plan.spec):
                 services.enter_context(serve(job.run, plan))
             code = run(
                 *(job, plan, backend, session.console, limits),
                 advisor=advisor,
+                mail=mail,
                 as_json=session.as_json,
                 requests=requests,
                 replan=partial(plan_on_fewer, machine=machine),
@@ -146,30 +268,28 @@ def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | N
     examination = next(filter(None, examinations), None)
     plan, kernels = select_kernels(plan, machine, console)
 
-    if isinstance(begins, Loaded):
-        data_folder = prepare_data(begins, console)
-        with storage(plan.spec.run.dir):
-            job = _build(session, plan, make_folder(session.plan.spec.run.dir, begins.composed.recipe))
-            with claim(job.run, job.launch_id):
-                console.report_each(_describe_adapters(plan), _describe_other_runs(job.run))
-                write_launch(job, plan, begins.origin, data_folder, kernels)
-                console.report_each(describe_code(plan.spec), describe_tracking(plan.spec, job.root))
-                yield job, plan, examination
-        return
-
-    with storage(str(session.folder)):
-        job = _build(session, plan, session.folder)
+    is_new = isinstance(begins, Loaded)
+    data_folder = prepare_data(begins, console) if isinstance(begins, Loaded) else session.data_folder
+    with storage(plan.spec.run.dir if is_new else str(session.folder)):
+        root = session.folder
+        if isinstance(begins, Loaded):
+            root = make_folder(session.plan.spec.run.dir, begins.composed.recipe)
+        job = _build(session, plan, root)
         # Two resumes may be typed at once: what the run holds is read only once it is claimed.
-        with claim(job.run, job.launch_id), _restoring(job.run):
+        with claim(job.run, job.launch_id), nullcontext() if is_new else _restoring(job.run):
             console.report_each(_describe_adapters(plan), _describe_other_runs(job.run))
-            changed_code = list(describe_changed_code(job.run))
-            before = read_plan_of_all_nodes(job.run)
-            # A run that Slurm or --detach begins was only written down before: it goes on from nothing.
-            goes_on = generations.newest(job.run) > 0 or plan.spec != before.spec
-            from_step = job.run.newest_step if goes_on else None
-            write_resume(job, plan, sys.argv[1:], from_step, kernels, session.data_folder)
-            if goes_on:
-                console.report_each(_describe_start(job.run, before, plan), changed_code)
+            if isinstance(begins, Loaded):
+                write_launch(job, plan, begins.origin, data_folder, kernels)
+                console.report_each(describe_code(plan.spec))
+            else:
+                changed_code = list(describe_changed_code(job.run))
+                before = read_plan_of_all_nodes(job.run)
+                # A run that Slurm or --detach begins was only written down before: it goes on from nothing.
+                goes_on = generations.newest(job.run) > 0 or plan.spec != before.spec
+                from_step = job.run.newest_step if goes_on else None
+                write_resume(job, plan, sys.argv[1:], from_step, kernels, data_folder)
+                if goes_on:
+                    console.report_each(_describe_start(job.run, before, plan), changed_code)
             console.report_each(describe_tracking(plan.spec, job.root))
             yield job, plan, examination
 
@@ -248,3 +368,70 @@ def _describe_start(run: RunDir, before: Plan, plan: Plan) -> Iterator[str]:
         if getattr(before, name) != getattr(plan, name):
             yield f"{name} is {getattr(plan, name)} on this machine, and was {getattr(before, name)}"
     yield from describe_changes(before.spec, plan.spec, step, trained_samples(run, plan.spec, step))
+
+
+# `--detach`: a run goes on in a session of its own, without the terminal that it was started from.
+
+
+def check_detachable(session: Session) -> None:
+    """Raise RecipeError for a run on several nodes."""
+    if session.reach:
+        message = "a run on several nodes cannot be started with --detach"
+        hint = "give the command on each node under nohup, or use trainspec sbatch"
+        raise RecipeError(Problem("unsupported", message, "cluster.num_nodes", hint))
+
+
+def resume_detached(run: RunDir, arguments: Sequence[str], *, force: bool) -> int:
+    """Start the run's next start in a process of its own, which is led by no terminal; return its id once the run has
+    begun. Raises TrainspecError where it has ended before."""
+    before = generations.newest(run)
+    length_bytes = run.run_log.stat().st_size if run.run_log.exists() else 0
+    process = spawn_resume(run, arguments, force=force)
+    try:
+        while generations.newest(run) == before:
+            if code := process.poll():
+                raise refusal(code, run.run_log, length_bytes)
+            time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        process.terminate()
+        raise
+    return process.pid
+
+
+def spawn_resume(
+    run: RunDir, arguments: Sequence[str], *, force: bool, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process of its own session that resumes the run, and writes to the run's log. `environment`: variables
+    that it has beside those of this process."""
+    command = [sys.executable, "-m", "trainspec_cli", "resume", str(run.root.absolute()), *arguments]
+    with private_files():
+        run.logs.mkdir(parents=True, exist_ok=True)
+        with run.run_log.open("ab") as log:
+            return subprocess.Popen(
+                [*command, *(["--force"] if force else [])],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **(environment or {})},
+            )
+
+
+def describe_detached(run: RunDir, pid: int, *, as_json: bool) -> str:
+    """Say how the run is followed and stopped."""
+    if as_json:
+        return json_text({"run": str(run.root), "pid": pid, "log": str(run.run_log)})
+    root = shlex.quote(show_path(run.root, Path.cwd()))
+    return "\n".join([
+        f"run folder  {root}",
+        f"follow      trainspec watch {root}",
+        f"log         trainspec logs {root} -f",
+        f"report      trainspec report {root}",
+        f"stop        trainspec stop {root}  (it writes a checkpoint; trainspec resume {root} goes on)",
+    ])  # fmt: skip
+
+
+def refusal(code: int, log: Path, start_bytes: int) -> TrainspecError:
+    """Return the error of a start that ended before the run began, with what it said."""
+    said = log.read_bytes()[start_bytes:].decode(errors="replace").strip()
+    return ERRORS_OF_RUNS.get(code, WorkerError)(Problem("not_started", f"the detached run did not begin:\n{said}"))

@@ -17,25 +17,22 @@ from rich.text import Text
 
 from trainspec_cli.core import environment_names
 from trainspec_cli.core.errors import EXIT_DONE, MachineError, Problem, RecipeError, Stopped, WorkerError
-from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.printable import format_duration
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.reporter.progress import Progress
 from trainspec_cli.reporter.style import aligned
 from trainspec_cli.run.backend.processes import POLL_S
+from trainspec_cli.run.folder.accounting import read_heldout_losses
 from trainspec_cli.run.folder.event_types.events import EvalEvent
 from trainspec_cli.run.folder.events import EventTail
-from trainspec_cli.run.folder.looks import read_heldout_losses
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import RunResult, read_result
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
 from trainspec_cli.session.console import RunConsole, make_console
-from trainspec_cli.session.launching.launch import spawn_resume
-from trainspec_cli.session.launching.session import Session, write_down
+from trainspec_cli.session.launching.session import Session, spawn_resume, write_down
 from trainspec_cli.session.launching.sweep import Sweep, load_points
 from trainspec_cli.session.planning.predict import probe_after_run
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
@@ -111,7 +108,14 @@ def launch_sweep(
     console = make_console(as_json=as_json)
     sessions = list(_sessions(arguments, sweeps, console, force=force, as_json=as_json))
     for _, session in sessions:
-        _check_room(session.plan, session.machine, side_by_side)
+        size = session.plan.devices_per_node
+        on_gpus = session.plan.device == "cuda"
+        there_is = len(session.machine.gpu_names) if on_gpus else session.machine.cpu_cores
+        if side_by_side > 1 and side_by_side * size > there_is:
+            needed = f"{side_by_side} runs of {size} processes need {side_by_side * size}"
+            hint = f"type --at-once {max(1, there_is // size)}, or give a run less: cluster.devices_per_node=1"
+            message = f"{needed} {'GPUs' if on_gpus else 'cores'}, and there are {there_is}"
+            raise MachineError(Problem("no_room", message, "--at-once", hint))
     runs = [
         SweptRun(values, write_down(session), progress=Progress(session.plan.total_steps))
         for values, session in sessions
@@ -123,7 +127,7 @@ def launch_sweep(
     stopped = train.run()
     results = sorted((one.result or _result(one) for one in runs), key=lambda result: result.order)
     if as_json:
-        print(json_text([_as_json(result) for result in results]))
+        print(json_text([{**vars(one), "values": dict(one.values), "run": str(one.run.root)} for one in results]))
     else:
         console.report("", render_results(results))
     unfinished = [result for result in results if result.status != "done"]
@@ -156,17 +160,6 @@ def _sessions(
         yield dict(zip(keys, values, strict=True)), session
 
 
-def _check_room(plan: Plan, machine: Machine, side_by_side: int) -> None:
-    """Raises MachineError where so many runs do not fit side by side."""
-    on_gpus = plan.device == "cuda"
-    there_is, what = (len(machine.gpu_names), "GPUs") if on_gpus else (machine.cpu_cores, "cores")
-    if side_by_side > 1 and side_by_side * plan.devices_per_node > there_is:
-        needed = f"{side_by_side} runs of {plan.devices_per_node} processes need {side_by_side * plan.devices_per_node}"
-        most = max(1, there_is // plan.devices_per_node)
-        hint = f"type --at-once {most}, or give a run less: cluster.devices_per_node=1"
-        raise MachineError(Problem("no_room", f"{needed} {what}, and there are {there_is}", "--at-once", hint))
-
-
 class _Training:
     """Trains the runs of a sweep until all have ended, or one asks to stop."""
 
@@ -193,27 +186,24 @@ class _Training:
 
     def run(self) -> bool:
         """Return True where a stop was asked for: what goes on then is stopped in order, and nothing else begins."""
+        requests = StopRequests()
+        passed_on = 0
         try:
-            return self._run()
+            with on_stop_signal(requests.add), self._table() as show:
+                while self._running or (self._waiting and not requests.count):
+                    if requests.count > passed_on:
+                        passed_on = requests.count
+                        self._stop_running()
+                    while self._waiting and self._free and not requests.count:
+                        self._begin(self._waiting.pop(0), self._free.pop(0))
+                    show()
+                    time.sleep(POLL_S)
+                    for one in [one for one in self._running if one.process and one.process.poll() is not None]:
+                        self._end(one)
+                show()
         except BaseException:  # none of them outlives its sweep
             self._stop_running()
             raise
-
-    def _run(self) -> bool:
-        requests = StopRequests()
-        passed_on = 0
-        with on_stop_signal(requests.add), self._table() as show:
-            while self._running or (self._waiting and not requests.count):
-                if requests.count > passed_on:
-                    passed_on = requests.count
-                    self._stop_running()
-                while self._waiting and self._free and not requests.count:
-                    self._begin(self._waiting.pop(0), self._free.pop(0))
-                show()
-                time.sleep(POLL_S)
-                for one in [one for one in self._running if one.process and one.process.poll() is not None]:
-                    self._end(one)
-            show()
         return requests.count > 0
 
     @contextmanager
@@ -287,11 +277,6 @@ class _Training:
         ids = seen.split(",") if seen else [str(number) for number in range(size * self._side_by_side)]
         return {VISIBLE_GPUS: ",".join(ids[slot * size : (slot + 1) * size])}
 
-    def _cores(self, slot: int) -> list[int]:
-        cores = sorted(os.sched_getaffinity(0))
-        size = len(cores) // self._side_by_side
-        return cores[slot * size : (slot + 1) * size]
-
     def _stop_running(self) -> None:
         self._console.report(f"stopping {len(self._running)} of the runs, with a checkpoint (Ctrl-C again: at once)")
         for one in self._running:
@@ -319,17 +304,6 @@ def _result(one: SweptRun) -> SweptResult:
     losses = list(read_heldout_losses(one.run).values())
     heldout = losses[-1] if losses else None
     return SweptResult(one.values, one.run, result.status, result.steps, result.final_loss, heldout)
-
-
-def _as_json(result: SweptResult) -> JsonObject:
-    return {
-        "values": dict(result.values),
-        "run": str(result.run.root),
-        "status": result.status,
-        "steps": result.steps,
-        "loss": result.loss,
-        "heldout_loss": result.heldout_loss,
-    }
 
 
 def render_results(results: Sequence[SweptResult]) -> str:

@@ -12,8 +12,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import yaml
-
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.core.reading.files import open_regular, parse_json, read_bytes, read_object, unreadable
@@ -125,24 +123,19 @@ def _head_of_yaml(path: Path) -> Head:
     if version == CURRENT:
         return Head(version, old, old)
     assert root is not None, "`yaml_form` has seen its keys"
-    new = "" if root.flow_style else _with_version_line(text, root)
+    before = len(text) - len(text.removeprefix(BOM))
+    stated = next((value for key, value in root.value if key.value == KEY), None)
+    if stated is not None:
+        new = f'{text[: before + stated.start_mark.index]}"{CURRENT}"{text[before + stated.end_mark.index :]}'
+    else:
+        mark = root.value[0][0].start_mark
+        at = before + mark.index
+        newline = "\r\n" if "\r\n" in text else "\n"
+        new = f"{text[:at]}{VERSION_LINE.strip()}{newline}{' ' * mark.column}{text[at:]}"
     if root.flow_style or repr(without_version(_values(new))) != repr(without_version(values)):
         hint = f"write its keys on lines of their own, and {VERSION_LINE.strip()} above them"
         raise RecipeError(Problem("no_form", f"{path} has no line of its own for each key", hint=hint, file=str(path)))
     return Head(version, old, new.encode())
-
-
-def _with_version_line(text: str, root: yaml.MappingNode) -> str:
-    before = len(text) - len(text.removeprefix(BOM))
-    stated = next((value for key, value in root.value if key.value == KEY), None)
-    if stated is not None:
-        start = before + stated.start_mark.index
-        end = before + stated.end_mark.index
-        return f'{text[:start]}"{CURRENT}"{text[end:]}'
-    mark = root.value[0][0].start_mark
-    at = before + mark.index
-    newline = "\r\n" if "\r\n" in text else "\n"
-    return f"{text[:at]}{VERSION_LINE.strip()}{newline}{' ' * mark.column}{text[at:]}"
 
 
 def _values(text: str) -> JsonObject:
@@ -240,19 +233,14 @@ def _of_path(path: Path, problems: list[Problem]) -> Iterator[Migration]:
         raise RecipeError(Problem("no_run", f"{path} holds no run", hint=hint))
     check_tree(run.root)
     _check_free(run)
-    for file, form in _files_of(run):
-        try:
-            _check_own_file(file)
-            yield Migration(file, form, migrated_head(file, form), run)
-        except TrainspecError as error:
-            problems += error.problems
-
-
-def _files_of(run: RunDir) -> Iterator[tuple[Path, Form]]:
-    """Yield the files of a run folder that state a version; those under a digest are left as they are."""
     for form in FORMS:
-        for pattern in () if form.schema else form.patterns:
-            yield from ((file, form) for file in sorted(run.root.glob(pattern)))
+        for pattern in () if form.schema else form.patterns:  # what is under a digest is left as it is
+            for file in sorted(run.root.glob(pattern)):
+                try:
+                    _check_own_file(file)
+                    yield Migration(file, form, migrated_head(file, form), run)
+                except TrainspecError as error:
+                    problems += error.problems
 
 
 def _run_of(file: Path) -> RunDir | None:
@@ -288,19 +276,15 @@ def _form_of_file(path: Path) -> Form:
     """Return the kind of a file that is named by itself. Raises RecipeError where it is none that trainspec writes."""
     if path.suffix in YAML_SUFFIXES:
         return yaml_form(path)
-    if path.suffix == ".json" and (form := _sealed(path)):
-        return form
+    if path.suffix == ".json":  # a file under a digest states its schema
+        schema = str(read_object(path).get("schema", "")).partition("/")[0]
+        if form := next((form for form in FORMS if form.schema and form.schema == schema), None):
+            return form
     if form := next((one for one in FORMS if one.holds(path.absolute())), None):
         return form
     kinds = ", ".join(one.kind for one in FORMS)
     hint = f"files of these kinds are known, by their names in a run folder: {kinds}"
     raise RecipeError(Problem("no_form", f"{path} is no file that trainspec reads", hint=hint, file=str(path)))
-
-
-def _sealed(path: Path) -> Form | None:
-    """Return the kind of a file under a digest, by the schema that it states."""
-    schema = str(read_object(path).get("schema", "")).partition("/")[0]
-    return next((form for form in FORMS if form.schema and form.schema == schema), None)
 
 
 def _replace(migration: Migration) -> Path:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainspec_cli.recipe.results.verdict import RunVerdict
+from trainspec_cli.recipe.results.verdict import LookOrder, RunVerdict
 from trainspec_cli.reporter.collect import Report
 from trainspec_cli.reporter.verdicts import describe_event
 from trainspec_cli.run.folder.event_types.events import EvalEvent, StepEvent, VerdictEvent
@@ -101,9 +101,10 @@ def trace_to(name: str, file: Path) -> None:
 class VerdictLines:
     """Tells of verdicts in the live view, a line each."""
 
-    def __init__(self, run: RunDir, *, looks_deeper: bool):
+    def __init__(self, run: RunDir, ask: Callable[[LookOrder], None] | None):
+        """`ask`: as of DiagnosisWatch."""
         self._run = run
-        self._looks_deeper = looks_deeper
+        self._ask = ask
         self._watch: DiagnosisWatch | None = None
 
     def look(self, say: Callable[[str], None]) -> None:
@@ -112,7 +113,7 @@ class VerdictLines:
                 return
             from trainspec_cli.reporter.diagnosis.watch import DiagnosisWatch
 
-            self._watch = DiagnosisWatch(self._run, looks_deeper=self._looks_deeper)
+            self._watch = DiagnosisWatch(self._run, self._ask)
 
         self._watch.look(lambda event: self._say(event, say))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.reporter.runs import ALIVE, DAMAGED, RunLine
 from trainspec_cli.run.folder import generations
-from trainspec_cli.run.folder.looks import best_checkpoint
+from trainspec_cli.run.folder.accounting import best_checkpoint
 from trainspec_cli.run.folder.memory import find_copies, remove_folder
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_section

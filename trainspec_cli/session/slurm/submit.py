@@ -55,8 +55,17 @@ def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
     limit_s = None if slurm.time is None else time_limit_s(slurm.time)
     if limit_s is None:
         return
-    trains_s = _predicted_s(plan, machine)
-    if trains_s is None or trains_s <= limit_s - slurm.warn_s:
+    # The time of all steps, without start, checkpoints and evaluations: on GPUs that the catalogue knows, and on CPUs
+    # like this machine's where that was probed.
+    group = plan.as_one_group
+    if is_known(group, machine):
+        step_s = predict_device(group, machine).step_time_s
+    elif is_predictable(group) and (probe := known_probe(group, machine)) is not None:
+        step_s = predict_local(group, probe).step_time_s
+    else:
+        return
+    trains_s = step_s * plan.spec.train.max_steps
+    if trains_s <= limit_s - slurm.warn_s:
         return
     shorter = (
         f"cluster.slurm.time is {slurm.time} ({format_duration(limit_s)}, of which the last {slurm.warn_s} s are for "
@@ -71,19 +80,6 @@ def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
     else:
         follows = f"it will be requeued at least {'once' if requeues == 1 else f'{requeues} times'}"
     yield f"{shorter}: {follows}"
-
-
-def _predicted_s(plan: Plan, machine: Machine) -> float | None:
-    """Return the time of all steps, without start, checkpoints and evaluations: on GPUs that the catalogue knows, and
-    on CPUs like this machine's where that was probed."""
-    plan = plan.as_one_group
-    if is_known(plan, machine):
-        step_s = predict_device(plan, machine).step_time_s
-    elif is_predictable(plan) and (probe := known_probe(plan, machine)) is not None:
-        step_s = predict_local(plan, probe).step_time_s
-    else:
-        return None
-    return step_s * plan.spec.train.max_steps
 
 
 RUN_DIR = "run.dir"
@@ -163,33 +159,29 @@ def render_shell_lines(loaded: Loaded) -> str:
 
 
 def check_own_lines(loaded: Iterable[Loaded]) -> None:
-    """Raises RecipeError for lines that somebody else has written, or could have."""
-    problems = [problem for one in loaded for problem in one.composed.locate(_not_own(one))]
+    """Raises RecipeError for lines that somebody else has written, or could have: those of a file that is neither the
+    user's nor root's."""
+    problems: list[Problem] = []
+    for one in loaded:
+        found = []
+        for name, lines in shell_lines(one.spec).items():
+            origin = _origin(name, one)
+            why = ""
+            if origin is None:
+                why = "it is not known which file it comes from"
+            elif origin.file != COMMAND_LINE and (reason := why_not_trusted((one.composed.cwd / origin.file).stat())):
+                why = f"{origin.file} {reason}"
+            if lines and why:
+                message = f"`cluster.slurm.{name}` would run as you, and {why}"
+                hint = "read the lines above, and add --allow-setup; or copy the file, or give them on the command line"
+                found.append(Problem("not_own", message, f"cluster.slurm.{name}", hint))
+        problems += one.composed.locate(found)
     if problems:
         raise RecipeError(list(dict.fromkeys(problems)))
 
 
 def _origin(name: str, loaded: Loaded) -> Origin | None:
     return find_origin(f"cluster.slurm.{name}", loaded.composed.origins)
-
-
-def _not_own(loaded: Loaded) -> Iterator[Problem]:
-    for name, lines in shell_lines(loaded.spec).items():
-        why = _why_not_own(_origin(name, loaded), loaded.composed.cwd) if lines else ""
-        if why:
-            message = f"`cluster.slurm.{name}` would run as you, and {why}"
-            hint = "read the lines above, and add --allow-setup; or copy the file, or give them on the command line"
-            yield Problem("not_own", message, f"cluster.slurm.{name}", hint)
-
-
-def _why_not_own(origin: Origin | None, cwd: Path) -> str:
-    """Empty for a file that is the user's, or root's, and for the command line."""
-    if origin is None:
-        return "it is not known which file it comes from"
-    if origin.file == COMMAND_LINE:
-        return ""
-    reason = why_not_trusted((cwd / origin.file).stat())
-    return f"{origin.file} {reason}" if reason else ""
 
 
 @dataclass(frozen=True)
@@ -235,7 +227,7 @@ def write_submission(runs: Sequence[PlannedRun], *, force: bool = False, dry_run
     check_container(first.plan)
     if len(runs) == 1 and (preview := _find_preview(first, force=force)):
         return preview
-    made = [_show_run(run) if dry_run else _make_run(run) for run in runs]
+    made = [_make_run(run, dry_run=dry_run) for run in runs]
     roots = [root for root, _ in made]
     recipe = first.loaded.composed.recipe
     argv = sys.argv[1:]
@@ -275,24 +267,20 @@ def submit(submission: Submission) -> str:
     return job_id
 
 
-def _show_run(run: PlannedRun) -> tuple[Path, list[Path]]:
-    """Return the folder that `_make_run` would make, and what a container must see of those that are known by now."""
-    wanted = run.plan.spec.run.dir
-    check_folder(Path.cwd() if wanted == AUTO else Path(wanted).absolute())
-    check_free(wanted)
-    root = RUNS / run.loaded.composed.recipe / "TIME" if wanted == AUTO else Path(wanted)
-    return root.absolute(), folders_read(run.plan, None)
-
-
-def _make_run(run: PlannedRun) -> tuple[Path, list[Path]]:
+def _make_run(run: PlannedRun, *, dry_run: bool) -> tuple[Path, list[Path]]:
     """Write down all that a launch writes before its workers start, and make the folder of the job's logs. Return the
-    run's folder, and those outside it that a container must see."""
+    run's folder, and those outside it that a container must see. `dry_run`: make nothing."""
     plan = run.plan
-    wanted = run.plan.spec.run.dir
+    wanted = plan.spec.run.dir
+    recipe = run.loaded.composed.recipe
     check_folder(Path.cwd() if wanted == AUTO else Path(wanted).absolute())
+    if dry_run:
+        check_free(wanted)
+        root = RUNS / recipe / "TIME" if wanted == AUTO else Path(wanted)
+        return root.absolute(), folders_read(plan, None)
     data_folder = prepare_data(run.loaded, PrintableConsole(stderr=True))
     with storage(wanted):
-        root = make_folder(wanted, run.loaded.composed.recipe).absolute()
+        root = make_folder(wanted, recipe).absolute()
         log_of(root).parent.mkdir(parents=True, exist_ok=True)
         job = build_nodes_job(plan, root, Reach("", ("sbatch", str(root / "job.sbatch"))))
         write_launch(job, plan, run.loaded.origin, data_folder)

@@ -16,9 +16,10 @@ from trainspec_cli.core.environment_names import GENERATION, PROGRESS
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend import processes
-from trainspec_cli.run.backend.node_processes import NodeProcesses
+from trainspec_cli.run.backend.local import NodeProcesses
 from trainspec_cli.run.backend.nodes.backend import NameHang, NodePart, RunningNode
-from trainspec_cli.run.backend.nodes.messages import (
+from trainspec_cli.run.backend.observe import RunningStart
+from trainspec_cli.run.channel.messages import (
     GroupExited,
     NodeSilent,
     NodeStands,
@@ -28,7 +29,6 @@ from trainspec_cli.run.backend.nodes.messages import (
     WorkedLong,
     WorkersOrphaned,
 )
-from trainspec_cli.run.backend.observe import RunningStart
 from trainspec_cli.run.failure import WorkerFailure, explain
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.event_types.events import HangEvent
@@ -346,6 +346,7 @@ class OwnCommandBackend:
         passed: PassedOutput | None = None,
     ):
         assert plan is None, "a command has none"
+        self.hub = None
         self.generation = generations.begin(job.run)
         started = start_environment(job, self.generation, on_terminal=passed is not None)
         added = {GENERATION: str(self.generation), **started}

@@ -26,7 +26,7 @@ import psutil
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.recipe.records import ABSENT
-from trainspec_cli.run.backend.nodes.messages import ProcessSilent, RankStands
+from trainspec_cli.run.channel.messages import ProcessSilent, RankStands
 from trainspec_cli.run.folder.event_types.events import UsageEvent
 from trainspec_cli.run.job.gpus import opened_nvml
 from trainspec_cli.run.recovery.watch import Reading, Whereabouts, find_late, step_deadline_s, working

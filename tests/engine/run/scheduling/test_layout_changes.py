@@ -14,27 +14,16 @@ from trainspec_cli.engine.run.scheduling.directives import Directives, planned_b
 from trainspec_cli.engine.run.scheduling.relayout import DueLayout, LayoutChanges
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.training import SchedulerSpec
-from trainspec_cli.recipe.results.plan import PlannedLayout
+from trainspec_cli.recipe.results.plan import LayoutProposal, PlannedLayout
+from trainspec_cli.run.channel.messages import Proposal
 from trainspec_cli.run.folder.event_types.events import DirectiveEvent
-from trainspec_cli.run.folder.looks import ProposalRecord
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.certify.cases import Case, build_plan
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
 PIPELINE, DATA, SHARDED = Layout(pp=2), Layout(dp_replicate=2), Layout(dp_shard=2)
-PROPOSED = ProposalRecord(
-    number=1,
-    before=PIPELINE,
-    layout=DATA,
-    micro_batch_size=4,
-    grad_accum_steps=1,
-    largest_micro_batch_size=7,
-    largest_stage_layers=None,
-    before_s=2.0,
-    expected_s=1.5,
-    reason="rank 1 is slow",
-)
+PROPOSED = Proposal(1, PIPELINE, LayoutProposal(DATA, 4, 1, 7, None, 2.0, 1.5, "rank 1 is slow"))
 MOVED = LayerChange((3, 1), 2.0, 1.6, "pipeline rank 1 is slow")
 
 

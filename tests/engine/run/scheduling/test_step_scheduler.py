@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lab.supervisor import PlayedSupervisor
 
 from trainspec_cli.balance.batch.division import Division, even_division
 from trainspec_cli.balance.decisions import ski_rental
@@ -31,10 +31,11 @@ from trainspec_cli.engine.run.step_report import SpeedFigures
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.training import SchedulerSpec
+from trainspec_cli.recipe.results.plan import LayoutProposal
 from trainspec_cli.recipe.results.verdict import MeasuredLink
-from trainspec_cli.run.folder.event_types.events import AchievedEvent, DirectiveEvent, Event, WarningEvent
+from trainspec_cli.run.channel.messages import Proposal
+from trainspec_cli.run.folder.event_types.events import AchievedEvent, DirectiveEvent, Event
 from trainspec_cli.run.folder.events import EventWriter, read_events
-from trainspec_cli.run.folder.looks import ProposalRecord, SpeedsWatch, read_speeds, write_proposal
 from trainspec_cli.run.folder.paths import RunDir
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -81,7 +82,8 @@ class Run:
         state: Any = SimpleNamespace(mesh=SimpleNamespace(axes=SimpleNamespace(mesh=axes)))
         self.folder, self.journal = RunDir(folder), Journal()
         self.directives = Directives(self.folder, self.journal, layout, recalls=follows_earlier(self.plan, group))  # type: ignore[arg-type]
-        self.link = SupervisorLink(self.folder, self.journal, itertools.count(0.0).__next__)  # type: ignore[arg-type]
+        self.supervisor = PlayedSupervisor()
+        self.link = SupervisorLink(self.supervisor)
         self.scheduler = StepScheduler(self.plan, state, self.directives, group, self.link)
         self.reported: SpeedFigures | None = None
 
@@ -556,13 +558,11 @@ MESH = torch.arange(16).view(2, 2, 2, 1, 2)
 
 
 def test_the_supervisor_is_told_of_speeds_when_they_or_the_shares_change(tmp_path: Path) -> None:
-    """And not otherwise: nothing is written in the steps between."""
+    """And not otherwise: nothing is reported in the steps between."""
     run = Run(tmp_path)
-    watch, told = SpeedsWatch(run.folder), []
     for step in range(40):
         run.step(step, USUAL if step < 20 else ONE_SLOW)
-        if report := watch.poll():
-            told.append(report)
+    told = run.supervisor.sent
     assert [report.samples for report in told] == [EVEN, EVEN, UNEVEN]
     assert [report.per_sample_s for report in told] == [pytest.approx(s) for s in (USUAL, ONE_SLOW, ONE_SLOW)]
     assert {(report.layout, report.micro_batches) for report in told} == {(run.plan.layout, 1)}
@@ -574,21 +574,18 @@ def test_the_supervisor_is_told_of_speeds_when_they_or_the_shares_change(tmp_pat
 
 def test_the_supervisor_is_told_of_links_with_the_speeds(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    watch, told = SpeedsWatch(run.folder), []
     link = MeasuredLink(axis="dp_shard", ranks=(0, 1, 2, 3), bytes_per_s=1e9, noise=0.1, sent_bytes=4e6)
     for step in range(20):
         if step == 10:
             run.link.links = (link,)
         run.step(step, USUAL)
-        if report := watch.poll():
-            told.append((report.step, report.links))
-    assert told == [(1, ()), (11, (link,))]
+    assert [(report.step, report.links) for report in run.supervisor.sent] == [(1, ()), (11, (link,))]
 
 
 def test_ranks_of_one_pipeline_have_the_same_samples(tmp_path: Path) -> None:
     run = Run(tmp_path, layout=Layout(pp=2, dp_shard=2, zero_stage=1), may_change=("layout",))
     run.steps(0, 2, 1.0, 1.0, 2.0, 2.0)
-    report = read_speeds(run.folder)
+    report = run.supervisor.sent[-1]
     assert report.samples == (16, 16, 16, 16)
     assert report.per_sample_s == (1.0, 1.0, 2.0, 2.0)
     assert run.written == []
@@ -607,63 +604,29 @@ def test_only_the_parts_that_may_be_changed_are(tmp_path: Path) -> None:
 def test_replica_groups_tell_the_supervisor_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path, group=0)
     run.steps(0, 10, *ONE_SLOW)
-    assert not run.folder.speeds_json.exists()
+    assert run.supervisor.sent == []
 
 
-def test_a_run_goes_on_where_the_supervisor_cannot_be_told(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.folder.speeds_json.mkdir()
-    run.steps(0, 10, *ONE_SLOW)
-    warnings = [event for event in run.journal.events if isinstance(event, WarningEvent)]
-    assert len(warnings) == 2
-    assert warnings[0].message.startswith("the supervisor does not get the new speeds: ")
-
-
-def proposal(number: int) -> ProposalRecord:
-    before, layout = Layout(dp_shard=RANKS, zero_stage=1), Layout(tp=RANKS)
-    sizes = {"micro_batch_size": 8, "grad_accum_steps": 1, "largest_micro_batch_size": 8, "largest_stage_layers": None}
-    return ProposalRecord(
-        number=number, before=before, layout=layout, before_s=2.0, expected_s=1.5, reason="rank 2 is slow", **sizes
-    )
+def proposal(number: int) -> Proposal:
+    wanted = LayoutProposal(Layout(tp=RANKS), 8, 1, 8, None, 2.0, 1.5, "rank 2 is slow")
+    return Proposal(number, Layout(dp_shard=RANKS, zero_stage=1), wanted)
 
 
 def test_a_proposal_is_known_in_the_step_after_it_and_taken_up_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.steps(0, 3)
     assert not run.scheduler.is_proposed
-    write_proposal(run.folder, proposal(1))
+    run.supervisor.tell(proposal(1))
     run.step(3)
     assert run.reported is not None and run.reported.proposal == 1.0
     assert run.scheduler.is_proposed
     assert run.link.receive() == proposal(1)
     run.steps(4, 6)
     assert not run.scheduler.is_proposed
-    write_proposal(run.folder, proposal(2))
+    run.supervisor.tell(proposal(2))
     run.step(6)
     assert run.scheduler.is_proposed
     assert run.link.receive() == proposal(2)
-
-
-def test_a_proposal_of_an_earlier_start_is_void(tmp_path: Path) -> None:
-    write_proposal(RunDir(tmp_path), proposal(4))
-    run = Run(tmp_path)
-    run.steps(0, 3)
-    assert not run.scheduler.is_proposed
-    write_proposal(run.folder, proposal(5))
-    run.step(3)
-    assert run.scheduler.is_proposed
-
-
-def test_a_damaged_proposal_is_passed_over_with_a_warning(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.folder.proposal_json.write_text("{}")
-    run.steps(0, 3)
-    assert not run.scheduler.is_proposed
-    (warning,) = [event for event in run.journal.events if isinstance(event, WarningEvent)]
-    assert warning.message.startswith("a proposal of the supervisor is passed over: ")
-    write_proposal(run.folder, proposal(1))
-    run.step(3)
-    assert run.scheduler.is_proposed
 
 
 def test_a_run_that_follows_an_earlier_start_takes_up_no_proposal_before_the_last_of_its_directives(
@@ -671,7 +634,7 @@ def test_a_run_that_follows_an_earlier_start_takes_up_no_proposal_before_the_las
 ) -> None:
     write(directive(step=6))
     run = Run(tmp_path)
-    write_proposal(run.folder, proposal(1))
+    run.supervisor.tell(proposal(1))
     run.steps(0, 6)
     assert not run.scheduler.is_proposed
     run.step(6)

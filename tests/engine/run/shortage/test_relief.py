@@ -21,7 +21,7 @@ from trainspec_cli.engine.data.loader import Staging, cut_micro_batches, positio
 from trainspec_cli.engine.digest import MicroBatch
 from trainspec_cli.engine.optim.optimizer import clear_gradients
 from trainspec_cli.engine.parallel.pipeline import forget_visits
-from trainspec_cli.engine.run import shortage as emergency
+from trainspec_cli.engine.run.checkpoints import Checkpoints
 from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, TrainProgress
 from trainspec_cli.engine.run.faults import StopRequest
 from trainspec_cli.engine.run.shortage import (
@@ -231,7 +231,7 @@ def test_a_state_that_cannot_be_saved_is_reported_and_the_shortage_too(
     def fail(*_arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(emergency, "leave_note", fail)
+    monkeypatch.setattr(Checkpoints, "save_where_it_stands", fail)
     context = start("oom(step=2,above=0)", micro=1)
     with pytest.raises(OutOfMemory):
         train(context)

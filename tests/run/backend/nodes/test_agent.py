@@ -15,8 +15,7 @@ from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.run.backend.nodes import agent, backend
 from trainspec_cli.run.backend.nodes.agent import CUT_OFF, Agent
-from trainspec_cli.run.backend.nodes.hub import Wire
-from trainspec_cli.run.backend.nodes.messages import (
+from trainspec_cli.run.channel.messages import (
     Beat,
     EndAgent,
     Goodbye,
@@ -32,6 +31,7 @@ from trainspec_cli.run.backend.nodes.messages import (
     StopAsked,
     StopWorkers,
 )
+from trainspec_cli.run.channel.wire import Wire
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import GenerationRecord

@@ -17,8 +17,7 @@ from trainspec_cli.recipe.results.doctor import Check, NodeReport
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend.nodes import backend as module
 from trainspec_cli.run.backend.nodes.backend import Examination, NodesBackend, Reach, RecipeJobs
-from trainspec_cli.run.backend.nodes.hub import Wire
-from trainspec_cli.run.backend.nodes.messages import (
+from trainspec_cli.run.channel.messages import (
     EndAgent,
     Goodbye,
     GroupExited,
@@ -33,6 +32,7 @@ from trainspec_cli.run.backend.nodes.messages import (
     WorkerExited,
     WorkersOrphaned,
 )
+from trainspec_cli.run.channel.wire import Wire
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import UnplannedWork, read_secret
 from trainspec_cli.run.job.job import Job

@@ -31,8 +31,8 @@ from trainspec_cli.engine.run.scheduling.directives import Directives, planned_b
 from trainspec_cli.recipe.keys.layout import MESH_AXES, Layout
 from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
+from trainspec_cli.run.channel.messages import Proposal
 from trainspec_cli.run.folder.event_types.events import ADVICE, DirectiveEvent
-from trainspec_cli.run.folder.looks import ProposalRecord
 
 Prepare = Callable[[int, int], None]
 DROPS_LOST = "what compressed gradients had lost is not sent in this layout, in part or as a whole: it starts from zero"
@@ -80,7 +80,7 @@ class LayoutChanges:
         self.bucket_bytes = BUCKET_BYTES
 
     def due(
-        self, step: int, plan: Plan, decided: LayerChange | None = None, proposed: ProposalRecord | None = None
+        self, step: int, plan: Plan, decided: LayerChange | None = None, proposed: Proposal | None = None
     ) -> DueLayout | None:
         """Return the layout that the run changes to after `step` updates, if any. Of several that are due, as after a
         resume, it is the last; `decided` is what the scheduler asks for, and `proposed` the supervisor."""
@@ -118,7 +118,7 @@ class LayoutChanges:
         return done, self._directives.write(_directive(step, due, before, due.reason, done))
 
 
-def _proposed(step: int, record: ProposalRecord) -> DueLayout:
+def _proposed(step: int, record: Proposal) -> DueLayout:
     wanted = record.proposal
     return DueLayout(wanted.planned_from(step), wanted.reason, None, wanted.before_s, wanted.expected_s)
 

@@ -302,7 +302,7 @@ class StepScheduler:
         if self._mode == "off" or step % self._interval_steps:
             return None
         speed = self._tracker.estimate or Speed(0.0, 0.0)
-        proposal = self._link.look(step) if self._group is None else 0
+        proposal = self._link.look() if self._group is None else 0
         change_s = self._change_cost.seconds
         own = speed.fixed_s, speed.per_sample_s, speed.noise
         return SpeedFigures(*own, change_s, *self._last_s, proposal, speed.shown_steps)

@@ -30,10 +30,10 @@ from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import check_machine
 from trainspec_cli.run.backend import processes
-from trainspec_cli.run.backend.nodes import messages
 from trainspec_cli.run.backend.nodes.backend import JOB_KINDS, RECIPE_JOBS, NodePart, RunningNode, run_section
-from trainspec_cli.run.backend.nodes.hub import Wire, call_hub
 from trainspec_cli.run.backend.processes import POLL_S
+from trainspec_cli.run.channel import messages
+from trainspec_cli.run.channel.wire import Wire, call_hub
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import GenerationRecord, read_secret
 from trainspec_cli.run.folder.paths import RunDir
@@ -180,7 +180,9 @@ class Agent:
             while self._listen():
                 while self._received:
                     self._obey(self._received.popleft(), running)
-                self._pass_on_request(running)
+                if self._requests.count and not self._is_stopping:
+                    self._wire.send(messages.StopAsked())
+                    self._stop(running)
                 for message in running.poll():
                     self._wire.send(message)
         finally:
@@ -214,11 +216,6 @@ class Agent:
         elif isinstance(message, messages.StopWorkers) and message.group is not None:
             running.stop(message.group)
         elif isinstance(message, messages.StopWorkers):
-            self._stop(running)
-
-    def _pass_on_request(self, running: RunningNode) -> None:
-        if self._requests.count and not self._is_stopping:
-            self._wire.send(messages.StopAsked())
             self._stop(running)
 
     def _stop(self, running: RunningNode) -> None:

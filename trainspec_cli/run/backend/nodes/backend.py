@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from trainspec_cli.core.environment_names import LAUNCH_ID
+from trainspec_cli.core.environment_names import LAUNCH_ID, SUPERVISOR
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.printable import format_duration
 from trainspec_cli.core.wings import Point
@@ -22,13 +22,12 @@ from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSection
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run.backend.family import Family
-from trainspec_cli.run.backend.node_processes import NodeProcesses, close_family
-from trainspec_cli.run.backend.nodes import messages
-from trainspec_cli.run.backend.nodes.hub import Came, Hub, Lost, News, RemoteNode, max_knocks
+from trainspec_cli.run.backend.family import Family, start_guard
+from trainspec_cli.run.backend.hub import Came, Hub, Lost, News, RemoteNode, max_knocks
+from trainspec_cli.run.backend.local import NodeProcesses, close_family
 from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, RunningStart, poll_starts
 from trainspec_cli.run.backend.processes import POLL_S
-from trainspec_cli.run.backend.spawn import start_guard
+from trainspec_cli.run.channel import messages
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import Fence, GenerationRecord, UnplannedWork, create_secret
@@ -61,13 +60,6 @@ class Reach:
     """None: a free one."""
     return_timeout_s: float = 0.0
     """A lost node's agent may be started again: where the others are too few without it, they wait this long."""
-
-
-def reach_from_here(endpoint: str, return_timeout_s: float) -> Reach:
-    """Return how nodes are reached without Slurm: this one is the first, and every other starts its own agent.
-    `endpoint`: HOST:PORT."""
-    host, _, port = endpoint.rpartition(":")
-    return Reach(host, agent_command(node=0), int(port), return_timeout_s=return_timeout_s)
 
 
 def agent_command(node: int | None = None) -> tuple[str, ...]:
@@ -210,7 +202,7 @@ class NodesBackend:
         secret_file = job.run.secret(self.generation)
         address = listening_address(reach.head)
         port = reach.rendezvous_port or 0
-        self._hub = self._open_hub(create_secret(secret_file), address)
+        self.hub = self._hub = self._open_hub(create_secret(secret_file), address)
         self._rendezvous: Rendezvous | None = None
         self._rendezvous_watch: RendezvousWatch | None = None
         self._port = 0
@@ -224,7 +216,17 @@ class NodesBackend:
         generations.describe(job.run, self._record(worker))
         # Where this process is killed, groups agree on their last step through the rendezvous server: a guard ends it.
         self._guarded = (start_guard(job), Family(job)) if self._num_groups > 1 else None
-        self._starter = _start_agents(job, self.generation)
+        environment = {**os.environ, **job.environment}
+        del environment[LAUNCH_ID]  # agents are not among those they end
+        with job.torchrun_log.open("ab") as log:
+            self._starter = subprocess.Popen(
+                (*job.command, str(job.root), str(self.generation)),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
+            )
         self._starts: dict[int, RunningStart] = {}
         self._presence: dict[int, run_state.Presence] = {}
         self._hostnames: tuple[str, ...] = ()
@@ -241,7 +243,16 @@ class NodesBackend:
         elsewhere."""
         self._fence.check_now_and_then()
         events = [event for news in self._hub.poll() for event in self._handle(news)]
-        events += [*self._admit(), *self._find_failed_starter(), *self._find_presence(), *self._find_nodes()]
+        events += self._admit()
+        if not self._agents_failed and not any(node.wire for node in self._hub.nodes) and self._starter.poll():
+            self._agents_failed = True
+            events.append(run_state.AgentsFailed(self._starter.returncode))
+        for group in range(self._num_groups):
+            presence = self._presence_of(group)
+            if presence != self._presence.get(group):
+                self._presence[group] = presence
+                events.append(run_state.PresenceChanged(group, presence))
+        events += self._find_nodes()
         events += poll_starts(self._starts)
         return events + (self._rendezvous_watch.poll() if self._rendezvous_watch else [])
 
@@ -327,18 +338,6 @@ class NodesBackend:
         node.send(messages.EndAgent())
         return run_state.NodeUnfit(self._number(node), node.hostname, node.refusal, error.problems[0].hint)
 
-    def _find_failed_starter(self) -> list[run_state.Event]:
-        if self._agents_failed or any(node.wire for node in self._hub.nodes) or not self._starter.poll():
-            return []
-        self._agents_failed = True
-        return [run_state.AgentsFailed(self._starter.returncode)]
-
-    def _find_presence(self) -> list[run_state.Event]:
-        found = {group: self._presence_of(group) for group in range(self._num_groups)}
-        changed = [group for group, presence in found.items() if self._presence.get(group) != presence]
-        self._presence = found
-        return [run_state.PresenceChanged(group, found[group]) for group in changed]
-
     def _find_nodes(self) -> list[run_state.Event]:
         hostnames = tuple(node.hostname if node.is_connected else "" for node in self._hub.nodes)
         if hostnames == self._hostnames or not self._places:
@@ -359,10 +358,9 @@ class NodesBackend:
         nodes = [self._hub.nodes[node] for node in self._nodes_of(group)]
         if all(node.admitted and not node.is_gone for node in nodes):
             return "there"
-        return "awaited" if all(self._may_come(node) for node in nodes) else "away"
-
-    def _may_come(self, node: RemoteNode) -> bool:
-        return not node.is_gone or time.monotonic() < node.lost_at_s + self._reach.return_timeout_s
+        now_s = time.monotonic()
+        may_come = [not node.is_gone or now_s < node.lost_at_s + self._reach.return_timeout_s for node in nodes]
+        return "awaited" if all(may_come) else "away"
 
     # Opening and closing
 
@@ -373,7 +371,7 @@ class NodesBackend:
 
     def _open_hub(self, secret: bytes, address: str) -> Hub:
         nodes = max(self._num_nodes, len(self._places))
-        allow_connections(max_knocks(nodes) + nodes)
+        allow_connections(max_knocks(nodes) + nodes + self._job.world_size)
         welcomes_back = self._num_groups > 1
         return Hub(
             nodes,
@@ -386,13 +384,16 @@ class NodesBackend:
         )
 
     def _record(self, worker: Sequence[str]) -> GenerationRecord:
+        addresses = {}
+        if self._rendezvous:
+            addresses = {**self._rendezvous.environment, SUPERVISOR: f"{self._reach.head}:{self._hub.port}"}
         return GenerationRecord(
             generation=self.generation,
             at=time.time(),
             host=socket.gethostname(),
             head=self._reach.head,
             hub_port=self._hub.port,
-            rendezvous=self._rendezvous.environment if self._rendezvous else {},
+            rendezvous=addresses,
             num_nodes=self._num_nodes,
             launch_id=self._job.launch_id,
             logs=str(self._job.logs),
@@ -440,18 +441,3 @@ class NodesBackend:
 def run_section(plan: Plan | None) -> RunSection:
     """Return the section that has the time limits of nodes; without a plan they are the defaults."""
     return plan.spec.run if plan else RunSection()
-
-
-def _start_agents(job: Job, generation: int) -> subprocess.Popen[bytes]:
-    """Start them in a session of their own: a terminal's Ctrl-C reaches the supervisor alone."""
-    environment = {**os.environ, **job.environment}
-    del environment[LAUNCH_ID]  # agents are not among those they end
-    with job.torchrun_log.open("ab") as log:
-        return subprocess.Popen(
-            (*job.command, str(job.root), str(generation)),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from trainspec_cli.core.wire.handshake import ANSWER_BYTES, NONCE_BYTES
-from trainspec_cli.run.backend.nodes import hub as wires
-from trainspec_cli.run.backend.nodes.hub import Wire
-from trainspec_cli.run.backend.nodes.messages import Beat, GroupExited, encode
+from trainspec_cli.run.channel import wire as wires
+from trainspec_cli.run.channel.messages import Beat, GroupExited, encode
+from trainspec_cli.run.channel.wire import Wire
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_silence_is_counted_from_what_was_heard_last(
 ) -> None:
     wire, peer = ends
     now = [time.monotonic()]
-    monkeypatch.setattr("trainspec_cli.run.backend.nodes.hub.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trainspec_cli.run.backend.hub.time.monotonic", lambda: now[0])
     wire._heard_at = now[0]
     now[0] += 3.0
     wire.receive()

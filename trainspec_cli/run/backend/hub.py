@@ -1,156 +1,21 @@
-"""The hub knows of each node's agent whether it has come, is there, has left or is lost, and reaches all of them."""
+"""The hub of a start of a run: it hears the agents of the nodes and the workers, and reaches all of them.
+
+Of each agent it knows whether it has come, is there, has left or is lost. Of a worker it knows no more than its
+connection: that a worker has ended is seen where it was started.
+"""
 
 from __future__ import annotations
 
 import math
+import selectors
 import socket
 import time
 from collections import deque
 from dataclasses import dataclass, replace
 
-from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.core.wire.handshake import ANSWER_BYTES, TIMEOUT_S, Challenge, HandshakeError, connect
 from trainspec_cli.recipe.results.doctor import NodeReport
-from trainspec_cli.run.backend.nodes import messages
-from trainspec_cli.run.backend.nodes.messages import Beat, Message, decode, encode
-
-# The connection between the hub and an agent: messages over TCP, once both have shown that they know the secret.
-#
-# Neither end blocks: both look at their sockets while they do their own work. A peer that is silent for too long is
-# lost, whether its process hangs, its node is off or its cable is cut (TCP by itself would wait for a quarter of an
-# hour).
-
-
-PURPOSE = "hub"
-BEAT_INTERVAL_S = 1.0
-PIECE_BYTES = 65536
-RETRY_S = 0.2
-CALL_TIMEOUT_S = 60.0
-"""An agent that the hub has sent away, as it does when too many knock at once, calls again for this long."""
-LINE_BYTES = 2**22
-"""A peer that sends a longer line, or leaves as much unread, is cut off."""
-SHOWN_BYTES = 80
-"""Bytes that are shown of a line that is no message."""
-
-
-def call_hub(address: tuple[str, int], secret: bytes) -> Wire:
-    """Raises OSError where the hub is not reached, or does not know the secret."""
-    deadline = time.monotonic() + CALL_TIMEOUT_S
-    while True:
-        try:
-            return Wire(connect(address, secret, PURPOSE))
-        except ConnectionResetError:  # too many knock at once
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(RETRY_S)
-
-
-class Knock:
-    """A connection to the hub that has proved nothing yet."""
-
-    def __init__(self, connection: socket.socket, secret: bytes):
-        """Raises OSError where the other end has gone already."""
-        connection.setblocking(False)
-        self._connection, self._challenge = connection, Challenge(secret, PURPOSE)
-        self._answer, self._deadline = b"", time.monotonic() + TIMEOUT_S
-        connection.send(self._challenge.nonce)  # an empty buffer takes 32 bytes
-
-    def advance(self) -> Wire | None:
-        """Return the wire once the other end has proved itself; None until then.
-
-        Raises OSError where it never will: a wrong proof, a closed connection, too long a silence.
-        """
-        if time.monotonic() > self._deadline:
-            raise HandshakeError("the connection has proved nothing in time")
-        try:
-            piece = self._connection.recv(ANSWER_BYTES - len(self._answer))
-        except BlockingIOError:
-            return None
-        if not piece:
-            raise HandshakeError("the connection was closed")
-        self._answer += piece
-        if len(self._answer) < ANSWER_BYTES:
-            return None
-        self._connection.send(self._challenge.accept(self._answer))
-        return Wire(self._connection)
-
-    def close(self) -> None:
-        self._connection.close()
-
-
-class Wire:
-    def __init__(self, connection: socket.socket):
-        connection.setblocking(False)
-        self._connection = connection
-        self._unread = b""
-        self._unsent = b""
-        self._heard_at = self._beat_at = time.monotonic()
-        self.closed = False
-        self.was_heard = False
-        """The peer has sent something."""
-        self.fault = ""
-        """Why the connection was closed here: the peer sent what is no message."""
-
-    @property
-    def silent_s(self) -> float:
-        return time.monotonic() - self._heard_at
-
-    def send(self, message: Message) -> None:
-        self._unsent += encode(message)
-        self._flush()
-        if len(self._unsent) > LINE_BYTES:
-            self.close()
-
-    def beat(self) -> None:
-        """Send a beat where none was sent for `BEAT_INTERVAL_S`; to be called often."""
-        if time.monotonic() - self._beat_at >= BEAT_INTERVAL_S:
-            self._beat_at = time.monotonic()
-            self.send(Beat())
-
-    def receive(self) -> list[Message]:
-        """Return the messages that have come, without beats; at most `LINE_BYTES` at once. A peer that sends what is no
-        message is cut off."""
-        self._read()
-        *lines, self._unread = self._unread.split(b"\n")
-        if len(self._unread) > LINE_BYTES:
-            self.close()
-        received: list[Message] = []
-        for line in lines:
-            try:
-                received.append(decode(line))
-            except (ValueError, RecipeError):
-                self.fault = f"sent what the hub does not understand: {line[:SHOWN_BYTES].decode(errors='replace')!r}"
-                self.close()
-                break
-        return [message for message in received if not isinstance(message, Beat)]
-
-    def _read(self) -> None:
-        while not self.closed and len(self._unread) <= LINE_BYTES:
-            try:
-                piece = self._connection.recv(PIECE_BYTES)
-            except BlockingIOError:
-                break
-            except OSError:
-                piece = b""
-            self.closed = not piece
-            if piece:
-                self._heard_at = time.monotonic()
-                self.was_heard = True
-                self._unread += piece
-
-    def close(self) -> None:
-        self.closed = True
-        self._connection.close()
-
-    def _flush(self) -> None:
-        try:
-            while self._unsent and not self.closed:
-                self._unsent = self._unsent[self._connection.send(self._unsent) :]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.closed = True
-
+from trainspec_cli.run.channel import messages
+from trainspec_cli.run.channel.wire import Knock, Wire
 
 MAX_ACCEPTED = 256
 """The most connections that are accepted in one poll: a flood of them does not keep the hub from its agents."""
@@ -158,7 +23,7 @@ MAX_ACCEPTED = 256
 
 def max_knocks(num_nodes: int) -> int:
     """Return how many connections may be in their handshake at once; one more ends the oldest. Each is polled at least
-    twice, so that an agent has the time between two polls to answer in."""
+    twice, so that an agent has the time between two polls to answer in. A worker that is sent away calls again."""
     return num_nodes + 2 * MAX_ACCEPTED
 
 
@@ -236,6 +101,13 @@ class Hub:
         self._newcomers: deque[Wire] = deque()
         self._server = listener
         self._server.setblocking(False)
+        self._workers: dict[int, Wire] = {}
+        """The connections of the workers, by their ranks among all of the run's."""
+        self._ready = selectors.DefaultSelector()
+        """A run may have thousands of workers, of which hardly any has said something since the last poll."""
+        self._for_later: dict[type, messages.WorkerMessage] = {}
+        """The newest message of each type that a worker is told which connects only now."""
+        self._speeds: messages.SpeedsReport | None = None
 
     @property
     def port(self) -> int:
@@ -248,17 +120,37 @@ class Hub:
         for node in self.nodes:
             if not node.is_gone:
                 news += self._attend(node)
+        for wire in self._workers.values():
+            wire.flush()
+        for key, _ in self._ready.select(0):
+            self._hear(key.data, self._workers[key.data].receive())
         return news
 
     def send(self, message: messages.HubMessage) -> None:
         for node in self.nodes:
             node.send(message)
 
+    def tell(self, message: messages.WorkerMessage, rank: int | None = None) -> None:
+        """Send to the worker of this rank, where it is connected, or to all; those that connect later are told too."""
+        if rank is None:
+            self._for_later[type(message)] = message
+        for other, wire in self._workers.items():
+            if rank in (None, other):
+                wire.send(message)
+
+    def take_speeds(self) -> messages.SpeedsReport | None:
+        """Return the newest speeds that rank 0 has reported, once."""
+        speeds = self._speeds
+        self._speeds = None
+        return speeds
+
     def close(self) -> None:
         self._server.close()
+        self._ready.close()
         for knock in self._knocks:
             knock.close()
-        for wire in [*self._newcomers, *(node.wire for node in self.nodes if node.wire)]:
+        nodes = (node.wire for node in self.nodes if node.wire)
+        for wire in [*self._newcomers, *nodes, *self._workers.values()]:
             wire.close()
 
     def _welcome(self) -> list[News]:
@@ -306,6 +198,10 @@ class Hub:
     def _introduce(self, wire: Wire, received: list[messages.Message]) -> list[News]:
         """Take an agent for the node that it names, unless that has one already; others are sent away."""
         hello, *others = received
+        if isinstance(hello, messages.WorkerHello):
+            self._take_in(hello.rank, wire)
+            self._hear(hello.rank, others)
+            return []
         if not isinstance(hello, messages.Hello) or not self._is_free(hello.node):
             if isinstance(hello, messages.Hello) and hello.node in range(len(self.nodes)) and not self._welcomes_back:
                 wire.send(messages.NumberTaken(self.nodes[hello.node].hostname))
@@ -315,6 +211,31 @@ class Hub:
         wire.send(messages.Beat())  # the agent waits for it, or to be sent away
         return [(node, Came()), *self._take(node, others)]
 
+    def _take_in(self, rank: int, wire: Wire) -> None:
+        """A worker that was started again, or has called again, takes the place of the connection before."""
+        if rank in self._workers:
+            self._forget(rank)
+        self._workers[rank] = wire
+        self._ready.register(wire, selectors.EVENT_READ, rank)
+        for message in self._for_later.values():
+            wire.send(message)
+
+    def _hear(self, rank: int, received: list[messages.Message]) -> None:
+        for message in received:
+            if isinstance(message, messages.SpeedsReport):
+                self._speeds = message
+            elif isinstance(message, messages.ShortageNote):  # the other ranks wait for this one, and know nothing
+                self.tell(message)
+            else:
+                self._workers[rank].close()
+        if self._workers[rank].closed:
+            self._forget(rank)
+
+    def _forget(self, rank: int) -> None:
+        wire = self._workers.pop(rank)
+        self._ready.unregister(wire)
+        wire.close()
+
     def _is_free(self, number: int) -> bool:
         if not 0 <= number < len(self.nodes):
             return False
@@ -322,24 +243,17 @@ class Hub:
         return node.wire is None or (self._welcomes_back and node.is_gone)
 
     def _attend(self, node: RemoteNode) -> list[News]:
-        if node.wire is None:
-            if time.monotonic() <= self._join_deadline:
-                return []
-            return _lose(node, self._missing)
-        news = self._take(node, node.wire.receive())
-        node.wire.beat()
-        if node.is_gone or not (loss := self._loss_of_wire(node.wire)):
-            return news
-        return [*news, *_lose(node, loss)]
-
-    def _loss_of_wire(self, wire: Wire) -> str:
-        if wire.fault:
-            return wire.fault
-        if wire.closed:
-            return "closed its connection without notice: its processes were killed, or the node went down"
-        if wire.silent_s > self._timeout_s:
-            return f"has not been heard of for {self._timeout_s:g} s: the node is off, hangs, or its link is cut"
-        return ""
+        wire = node.wire
+        if wire is None:
+            return _lose(node, self._missing) if time.monotonic() > self._join_deadline else []
+        news = self._take(node, wire.receive())
+        wire.beat()
+        loss = wire.fault
+        if wire.closed and not loss:
+            loss = "closed its connection without notice: its processes were killed, or the node went down"
+        elif not loss and wire.silent_s > self._timeout_s:
+            loss = f"has not been heard of for {self._timeout_s:g} s: the node is off, hangs, or its link is cut"
+        return [*news, *_lose(node, loss)] if loss and not node.is_gone else news
 
     def _take(self, node: RemoteNode, received: list[messages.Message]) -> list[News]:
         """Pass on what an agent may send; one that sends anything else is lost."""

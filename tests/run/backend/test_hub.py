@@ -18,9 +18,9 @@ from lab.agents import SECRET, connect_agent
 from trainspec_cli.core.wire import handshake
 from trainspec_cli.recipe.results.doctor import Check, NodeReport
 from trainspec_cli.recipe.results.tools import SpeedResult
-from trainspec_cli.run.backend.nodes import hub as hub_module
-from trainspec_cli.run.backend.nodes.hub import LINE_BYTES, Came, Hub, Lost, News, Wire
-from trainspec_cli.run.backend.nodes.messages import (
+from trainspec_cli.run.backend import hub as hub_module
+from trainspec_cli.run.backend.hub import Came, Hub, Lost, News
+from trainspec_cli.run.channel.messages import (
     Beat,
     EndAgent,
     Goodbye,
@@ -33,6 +33,7 @@ from trainspec_cli.run.backend.nodes.messages import (
     decode,
     encode,
 )
+from trainspec_cli.run.channel.wire import LINE_BYTES, Wire
 from trainspec_cli.run.job.machine import listen
 
 TIMEOUT_S = 30.0
@@ -45,7 +46,7 @@ NEWS: list[News] = []
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr("trainspec_cli.run.backend.nodes.hub.BEAT_INTERVAL_S", 0.1)
+    monkeypatch.setattr("trainspec_cli.run.channel.wire.BEAT_INTERVAL_S", 0.1)
     NEWS.clear()
     made = Hub(2, SECRET, listen(HERE), timeout_s=TIMEOUT_S, join_timeout_s=60.0)
     yield made
@@ -104,7 +105,7 @@ def test_a_message_reaches_every_agent(hub: Hub, call) -> None:
 
 
 def test_who_does_not_know_the_secret_is_sent_away(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainspec_cli.run.backend.nodes.hub.CALL_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("trainspec_cli.run.channel.wire.CALL_TIMEOUT_S", 0.0)
     with pytest.raises(ConnectionError):
         connect_agent(hub, secret=b"x" * 32)
     assert [node.wire for node in hub.nodes] == [None, None]
@@ -203,7 +204,7 @@ def _receive_while_polling(stranger: socket.socket, hub: Hub) -> bytes:
 
 
 def test_a_stranger_that_says_nothing_is_sent_away(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainspec_cli.run.backend.nodes.hub.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("trainspec_cli.run.channel.wire.TIMEOUT_S", 0.2)
     with socket.create_connection((HERE, hub.port)):
         poll_until(hub, lambda: hub._knocks)
         poll_until(hub, lambda: not hub._knocks)

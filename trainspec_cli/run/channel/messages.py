@@ -1,12 +1,15 @@
-"""Messages between the hub and the nodes' agents: one dataclass a message, one JSON object a line."""
+"""Messages between the hub, the nodes' agents and the workers: one dataclass a message, one JSON object a line."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from trainspec_cli.core.reading.files import parse_json
-from trainspec_cli.recipe.records import canonical_json, from_plain, to_plain
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.records import Count, Seconds, canonical_json, from_plain, to_plain
 from trainspec_cli.recipe.results.doctor import NodeReport
+from trainspec_cli.recipe.results.plan import LayoutProposal
+from trainspec_cli.recipe.results.verdict import LookOrder, MeasuredLink
 
 KIND = "kind"
 """The key of a message's class."""
@@ -211,11 +214,89 @@ class EndAgent:
     """Kill what runs on the node, and end."""
 
 
+# worker -> hub
+
+
+@dataclass(frozen=True)
+class WorkerHello:
+    rank: int
+    """Among all of the run's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedsReport:
+    """The confirmed speeds of all ranks, and how samples are divided over them: from rank 0, when they change."""
+
+    step: Count
+    """Updates made when this was sent."""
+    step_s: Seconds
+    """Computing of the slowest rank in the last step, with the exchanges of its micro-batches."""
+    layout: Layout
+    """The layout in which the speeds were measured."""
+    micro_batches: Count
+    """Micro-batches of every rank in a step."""
+    samples: tuple[Count, ...]
+    """Samples in a step by global rank, as the other lists."""
+    fixed_s: tuple[Seconds, ...]
+    """A micro-batch's forward and backward take this long, and"""
+    per_sample_s: tuple[Seconds, ...]
+    """this long for each sample in it."""
+    links: tuple[MeasuredLink, ...] = ()
+    """The links whose speeds are known."""
+
+    @property
+    def compute_s(self) -> tuple[float, ...]:
+        """Return what each rank computes in a step, without waiting for others."""
+        each = zip(self.samples, self.fixed_s, self.per_sample_s, strict=True)
+        return tuple(self.micro_batches * fixed_s + samples * sample_s for samples, fixed_s, sample_s in each)
+
+    @property
+    def even_s(self) -> tuple[float, ...]:
+        """Return what each rank would compute if all took equally many samples."""
+        share = sum(self.samples) / len(self.samples)
+        each = zip(self.fixed_s, self.per_sample_s, strict=True)
+        return tuple(self.micro_batches * fixed_s + share * sample_s for fixed_s, sample_s in each)
+
+
+# worker -> hub -> all other workers
+
+
+@dataclass(frozen=True)
+class ShortageNote:
+    """The memory of a rank has run out in a step whose end the others may wait for."""
+
+    rank: int
+    step: int
+    """Updates made before that step."""
+
+
+# hub -> worker; a `LookOrder` too, to the rank that is to look at itself
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Another layout that the run would be faster in: to rank 0. The ranks agree at which step they take it up."""
+
+    number: int
+    """Proposals of a supervisor are numbered from 1."""
+    before: Layout
+    """It is meant for a run in this layout, and void in any other."""
+    proposal: LayoutProposal
+
+
+@dataclass(frozen=True)
+class ExpectGroups:
+    """This number of replica groups runs or may still come: a run that has not stepped yet waits for them."""
+
+    groups: int
+
+
 OwnCommandMessage = StepsMade | NodeStands | NodeSilent | NodeWorks | WorkedLong
 ProcessMessage = WorkerExited | WorkersOrphaned | GroupExited | OwnCommandMessage
 AgentMessage = Hello | NodeExamined | NodeRefuses | ProcessMessage | StopAsked | Goodbye
 HubMessage = StartGroup | StopWorkers | KillGroup | HangFound | NumberTaken | EndAgent
-Message = Beat | AgentMessage | HubMessage
+WorkerMessage = WorkerHello | SpeedsReport | ShortageNote | Proposal | LookOrder | ExpectGroups
+Message = Beat | AgentMessage | HubMessage | WorkerMessage
 _MESSAGES: dict[str, type] = {message.__name__: message for message in Message.__args__}
 
 

@@ -1,0 +1,151 @@
+"""The connection between the supervisor's hub and those that it hears: agents of nodes, and workers.
+
+Messages over TCP, or over a Unix socket of this node, once both ends have shown that they know the job's secret. No end
+blocks: each looks at its socket while it does its own work. Hub and agents send beats: a peer that is silent for too
+long is lost, whether its process hangs, its node is off or its cable is cut (TCP by itself would wait for a quarter of
+an hour). Workers send none: their agent, or the supervisor, started them and sees them end.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.core.wire.handshake import ANSWER_BYTES, TIMEOUT_S, Challenge, HandshakeError, connect
+from trainspec_cli.run.channel.messages import Beat, Message, decode, encode
+
+PURPOSE = "hub"
+BEAT_INTERVAL_S = 1.0
+PIECE_BYTES = 65536
+RETRY_S = 0.2
+CALL_TIMEOUT_S = 60.0
+"""An agent that the hub has sent away, as it does when too many knock at once, calls again for this long."""
+LINE_BYTES = 2**22
+"""A peer that sends a longer line, or leaves as much unread, is cut off."""
+SHOWN_BYTES = 80
+"""Bytes that are shown of a line that is no message."""
+
+
+def call_hub(address: tuple[str, int] | str, secret: bytes) -> Wire:
+    """Connect to HOST and port, or to the path of a Unix socket. Raises OSError where the hub is not reached, or does
+    not know the secret."""
+    deadline = time.monotonic() + CALL_TIMEOUT_S
+    while True:
+        try:
+            return Wire(connect(address, secret, PURPOSE))
+        except ConnectionResetError:  # too many knock at once
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_S)
+
+
+class Knock:
+    """A connection to the hub that has proved nothing yet."""
+
+    def __init__(self, connection: socket.socket, secret: bytes):
+        """Raises OSError where the other end has gone already."""
+        connection.setblocking(False)
+        self._connection, self._challenge = connection, Challenge(secret, PURPOSE)
+        self._answer, self._deadline = b"", time.monotonic() + TIMEOUT_S
+        connection.send(self._challenge.nonce)  # an empty buffer takes 32 bytes
+
+    def advance(self) -> Wire | None:
+        """Return the wire once the other end has proved itself; None until then.
+
+        Raises OSError where it never will: a wrong proof, a closed connection, too long a silence.
+        """
+        if time.monotonic() > self._deadline:
+            raise HandshakeError("the connection has proved nothing in time")
+        try:
+            piece = self._connection.recv(ANSWER_BYTES - len(self._answer))
+        except BlockingIOError:
+            return None
+        if not piece:
+            raise HandshakeError("the connection was closed")
+        self._answer += piece
+        if len(self._answer) < ANSWER_BYTES:
+            return None
+        self._connection.send(self._challenge.accept(self._answer))
+        return Wire(self._connection)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Wire:
+    def __init__(self, connection: socket.socket):
+        connection.setblocking(False)
+        self._connection = connection
+        self._unread = b""
+        self._unsent = b""
+        self._heard_at = self._beat_at = time.monotonic()
+        self.closed = False
+        self.was_heard = False
+        """The peer has sent something."""
+        self.fault = ""
+        """Why the connection was closed here: the peer sent what is no message."""
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    def send(self, message: Message) -> None:
+        self._unsent += encode(message)
+        self.flush()
+        if len(self._unsent) > LINE_BYTES:
+            self.close()
+
+    def beat(self) -> None:
+        """Send a beat where none was sent for `BEAT_INTERVAL_S`; to be called often."""
+        if time.monotonic() - self._beat_at >= BEAT_INTERVAL_S:
+            self._beat_at = time.monotonic()
+            self.send(Beat())
+
+    def receive(self) -> list[Message]:
+        """Return the messages that have come, without beats; at most `LINE_BYTES` at once. A peer that sends what is no
+        message is cut off."""
+        self._read()
+        *lines, self._unread = self._unread.split(b"\n")
+        if len(self._unread) > LINE_BYTES:
+            self.close()
+        received: list[Message] = []
+        for line in lines:
+            try:
+                received.append(decode(line))
+            except (ValueError, RecipeError):
+                self.fault = f"sent what the hub does not understand: {line[:SHOWN_BYTES].decode(errors='replace')!r}"
+                self.close()
+                break
+        return [message for message in received if not isinstance(message, Beat)]
+
+    def _read(self) -> None:
+        while not self.closed and len(self._unread) <= LINE_BYTES:
+            try:
+                piece = self._connection.recv(PIECE_BYTES)
+            except BlockingIOError:
+                break
+            except OSError:
+                piece = b""
+            self.closed = not piece
+            if piece:
+                self._heard_at = time.monotonic()
+                self.was_heard = True
+                self._unread += piece
+
+    def close(self) -> None:
+        self.closed = True
+        self._connection.close()
+
+    def flush(self) -> None:
+        """Send what the connection had no room for."""
+        try:
+            while self._unsent and not self.closed:
+                self._unsent = self._unsent[self._connection.send(self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.closed = True
