@@ -63,14 +63,16 @@ def test_an_adapter_is_a_matrix_added(rank):
         torch.testing.assert_close(model(TOKENS), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_matrix_outside_of_the_blocks_gets_no_adapter():
+@pytest.mark.parametrize("base", ["full", "nf4"])
+def test_a_matrix_outside_of_the_blocks_stays_and_inside_only_those_named_get_adapters(base: str) -> None:
     part = torch.nn.Module()
-    part.q, part.blocks = torch.nn.Linear(4, 4), torch.nn.ModuleList([torch.nn.Module()])
-    part.head = torch.nn.Module()
-    part.head.q, part.blocks[0].q = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-    apply_lora(part, LoraSpec(rank=2, targets=("q",)))
-    adapted_ones = [name for name, module in part.named_modules() if isinstance(module, LoraLinear)]
-    assert adapted_ones == ["blocks.0.q"]
+    part.q, part.blocks = torch.nn.Linear(128, 64), torch.nn.ModuleList([torch.nn.Module()])
+    part.blocks[0].q, part.blocks[0].k = torch.nn.Linear(128, 64), torch.nn.Linear(128, 64)
+    with torch.device("meta"):
+        apply_lora(part, LoraSpec(rank=2, targets=("q",), base=base))
+    kinds = [type(module) for module in (part.q, part.blocks[0].q, part.blocks[0].k)]
+    inside = [QuantisedLoraLinear, QuantisedLinear] if base == "nf4" else [LoraLinear, nn.Linear]
+    assert kinds == [nn.Linear, *inside]
 
 
 # Weights in 4 bits

@@ -122,6 +122,14 @@ def test_hooks_sum_over_shards_then_over_replicas_and_look_before_the_first_sum(
     assert done == ["look", *["scatter" + bits] * (shards > 1), *["reduce" + bits] * (replicas > 1)]
 
 
+def test_a_backward_that_exchanges_nothing_is_not_the_last() -> None:
+    module: Any = Module()
+    exchange_in_backward(module, True)
+    exchange_in_backward(module, False)
+    names = ("set_requires_gradient_sync", "set_is_last_backward")
+    assert module.told == [(name, exchange) for exchange in (True, False) for name in names]
+
+
 class Stage(nn.Sequential):
     def block_modules(self) -> list[nn.Module]:
         return [self[1]]
@@ -164,9 +172,15 @@ class ShardedError(Exception):
     ("device", "offload", "policy"),
     [("cpu", True, CPUOffloadPolicy(False)), ("cuda", True, CPUOffloadPolicy(True)), ("xpu", False, OffloadPolicy())],
 )
-@pytest.mark.parametrize(("ranks", "dim"), [(1, None), (2, None), (4, 1)])
+@pytest.mark.parametrize(("ranks", "odd", "dim"), [(1, 5, None), (2, 6, None), (2, 5, 1), (4, 6, 1)])
 def test_experts_are_sharded_whole_where_they_divide_and_pinned_for_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, device: str, offload: bool, policy: OffloadPolicy, ranks: int, dim: int | None
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    offload: bool,
+    policy: OffloadPolicy,
+    ranks: int,
+    odd: int,
+    dim: int | None,
 ) -> None:
     """Elsewhere by rows, all of a mixture's parameters alike."""
     asked: dict[str, Any] = {}
@@ -177,7 +191,7 @@ def test_experts_are_sharded_whole_where_they_divide_and_pinned_for_a_gpu(
 
     monkeypatch.setattr(data_parallel, "fully_shard", fully_shard)
     mesh: Any = SimpleNamespace(size=lambda: ranks, get_group=lambda: None, device_type=device)
-    experts = nn.ParameterDict({"up": torch.zeros(6, 8, 4), "down": torch.zeros(6, 4, 8)})
+    experts = nn.ParameterDict({"up": torch.zeros(6, 8, 4), "down": torch.zeros(odd, 4, 8)})
     with pytest.raises(ShardedError):
         apply_data_parallel(None, [experts], mesh, mesh, how(offload=offload))
     placement = asked["shard_placement_fn"]

@@ -120,13 +120,13 @@ def test_other_routes_and_compressed_gradients_are_exchanged_by_themselves(
             return rows[0] * 100
 
     route, sums.bucket_bytes = network.route(), 10**9
-    pieces = [piece(route, 1.0), piece(route, 2.0), piece(network.route(), 3.0)]
-    pieces += [piece(route, 4.0, compressed=Compressed()), piece(route, 5.0)]
+    pieces = [piece(route, 1.0), piece(route, 2.0), piece(route, 4.0, compressed=Compressed())]
+    pieces += [piece(route, 5.0), piece(network.route(), 3.0)]
     for one in pieces:
         sums.add(one)
     sums.finish()
-    assert network.exchanged == [("scatter", 4), ("scatter", 2), ("compressed", 2), ("scatter", 2)]
-    assert [one.sum_N.item() for one in pieces] == [2.0, 4.0, 6.0, 400.0, 10.0]
+    assert network.exchanged == [("scatter", 4), ("compressed", 2), ("scatter", 2), ("scatter", 2)]
+    assert [one.sum_N.item() for one in pieces] == [2.0, 4.0, 400.0, 10.0, 6.0]
     assert not sums.can_join
 
 
