@@ -18,16 +18,15 @@ PACKAGE = Path(__file__).parent.parent / "trainspec_cli"
 
 TRUNK = {
     "core": set(),
-    "recipe/extensions": set(),
-    "recipe": {"recipe/extensions"},
+    "recipe": set(),
     "recipe/compose": {"recipe"},
     "data/huggingface": {"recipe"},
-    "data/corpus": {"recipe", "recipe/extensions", "data/huggingface"},
+    "data/corpus": {"recipe", "data/huggingface"},
     "data/weights": {"recipe", "data/huggingface"},
     "planner/pipeline": {"recipe"},
     "balance/batch": {"recipe"},
     "balance/decisions": {"recipe", "balance/batch", "planner/pipeline"},
-    "run/folder": {"recipe", "recipe/extensions"},
+    "run/folder": {"recipe"},
     "run/channel": {"recipe", "run/folder"},
     "run/recovery": {"recipe", "balance/batch"},
     "reporter/diagnosis": {"recipe", "run/folder", "run/recovery", "balance/decisions"},
@@ -53,7 +52,7 @@ TRUNK = {
         *("balance/batch", "balance/decisions", "run/channel", "run/folder", "run/recovery"),
     },
     "session": {
-        *("recipe", "recipe/extensions", "recipe/compose", "data/huggingface", "data/corpus", "data/weights"),
+        *("recipe", "recipe/compose", "data/huggingface", "data/corpus", "data/weights"),
         *("planner", "balance", "balance/batch", "balance/decisions", "run"),
         *("run/channel", "run/folder", "run/recovery"),
         *("reporter", "reporter/diagnosis"),

@@ -2,7 +2,7 @@
 
 The trunk imports no wing. A wing's module `wing.py` says in `WING` what it adds, as text ("module:function"), so that
 reading the registry loads nothing of the wing. Where the trunk lets wings in, it asks `parts_of(POINT)`, or for a
-recipe `parts_for(POINT, spec)` of `recipe.wings`; with the wing's folder deleted, nothing is found there, and its
+recipe `parts_for(POINT, spec)` of `recipe.rules.check`; with the wing's folder deleted, nothing is found there, and its
 commands are not in the help.
 """
 
