@@ -113,4 +113,5 @@ class MappedTensors:
             whole = file.stat().st_size
             self._files[file] = torch.from_file(str(file), shared=False, size=whole, dtype=torch.uint8)
         content = self._files[file][start : start + size]
+        # Numbers of several bytes are viewed in memory that is aligned to them, which a file need not be.
         return (content.clone() if start % dtype.itemsize else content).view(dtype)

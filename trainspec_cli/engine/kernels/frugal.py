@@ -32,6 +32,7 @@ class _FrugalRmsNorm(torch.autograd.Function):
         normal = _widen(x) * inverse_rms
         dy = _widen(dy)
         to_weight_D = (dy * normal).flatten(0, -2).sum(0)
+        # With n = x r, r the inverse RMS: dx = r (dn - n mean(dn n)).
         dnormal = dy * weight_D
         shared = (dnormal * normal).mean(-1, keepdim=True)
         dx = dnormal.addcmul_(normal, shared, value=-1).mul_(inverse_rms)

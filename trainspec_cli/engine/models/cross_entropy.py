@@ -55,6 +55,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         trains_weight = ctx.needs_input_grad[2]
         total = x_TD.new_zeros((), dtype=torch.float32)
         dx_TD = torch.empty_like(x_TD)
+        # In fp32: a sum over many chunks in bf16 would round each of them.
         dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if trains_weight else None
         step = loss_chunk_tokens(weight_VD.shape[0], chunk_bytes)
         for start in range(0, len(targets_T), step):

@@ -194,7 +194,7 @@ class Router(nn.Module):
         scores_BSE = self.score(precise(logits_BSE))
         indices_BSK = self._choose(scores_BSE.detach())
         weights_BSK = scores_BSE.gather(-1, indices_BSK)
-        if self.spec.normalise_weights:
+        if self.spec.normalise_weights:  # sigmoid's scores may all round to 0
             weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + 1e-20)
         weights_BSK = weights_BSK * self.spec.weight_scale
         if torch.is_grad_enabled():

@@ -59,6 +59,7 @@ class GatedActivation(nn.Module):
             gate = gate.clamp(max=self.gate_limit)
             up = up.clamp(-self.gate_limit, self.gate_limit)
             return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        # SwiGLU alone has other kernels (`recipe/keys/kernels.py`).
         return self.swiglu(gate, up) if self.activation is F.silu else self.activation(gate) * up
 
 

@@ -31,6 +31,7 @@ class QuantisedLinear(nn.Module):
         held = shapes_of(linear.out_features, linear.in_features)
         self.bias = linear.bias
         tables = (torch.empty(256, 2, device="meta"), torch.empty(256, device="meta"))
+        # Not persistent: a checkpoint has them as shares (`shares.quantised_parameters`), and the tables not at all.
         for name, tensor in zip((*TENSORS, "nf4_pairs", "nf4_levels"), (*held, *tables), strict=True):
             self.register_buffer(name, tensor, persistent=False)
         self._place = Place()

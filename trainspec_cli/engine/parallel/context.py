@@ -101,7 +101,7 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, peers: Peers, scale: float | None) -> Tensor:
         out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=_precise(q), device=q.device)
         log_total = torch.full(q.shape[:3], -torch.inf, dtype=_precise(q), device=q.device)
-        travelling = torch.stack((k, v))
+        travelling = torch.stack((k, v))  # one message a turn, which comes in while this one is worked on
         for turn in range(peers.size):
             coming = _Passage(travelling, peers) if turn < peers.size - 1 else None
             pair = _pair_of(peers.rank, (peers.rank - turn) % peers.size, q.shape[2])

@@ -105,6 +105,7 @@ class Mailbox:
             self._here[message] = tensor
             return
         tensor = tensor.contiguous()
+        # What is under way is kept: its memory is read until it has been sent.
         self._sent = [(sent, work) for sent, work in self._sent if not work.is_completed()]
         self._sent.append((tensor, dist.isend(tensor, group=self.lines.to(receiver), group_dst=receiver)))
 
