@@ -67,8 +67,25 @@ def test_a_step_of_one_node_has_a_folder_that_its_next_start_finds(slurm: Any, m
     assert find_place(COMMAND, None, NodeOptions()) == (NodeOptions(), "runs/train.py/slurm-41.0")
 
 
-def test_nodes_without_part_in_the_run_are_told(slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tasks", "nodes", "said"), [("16", "2", "16 times on 2 nodes"), ("8", "1", "8 times on 1 node")]
+)
+def test_several_tasks_on_a_node_are_refused(
+    slurm: Any, monkeypatch: pytest.MonkeyPatch, tasks: str, nodes: str, said: str
+) -> None:
+    set_task(monkeypatch, SLURM_STEP_NUM_TASKS=tasks, SLURM_STEP_NUM_NODES=nodes)
+    with pytest.raises(RecipeError, match=f"srun has started this command {said}") as raised:
+        find_place(COMMAND, None, NodeOptions())
+    assert "srun --ntasks-per-node=1 trainspec run" in raised.value.problems[0].hint
+
+
+@pytest.mark.parametrize("shell", ["a batch script", "salloc"])
+def test_nodes_without_part_in_the_run_are_told(slurm: Any, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    if shell == "salloc":
+        monkeypatch.setenv("SLURM_STEP_ID", "4294967290")
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     assert find_place(COMMAND, None, NodeOptions()) == (NodeOptions(), AUTO)
     assert "another node is in this job, without part in the run: srun" in describe_place(NodeOptions(), None)
 

@@ -70,18 +70,6 @@ def asked_by_plan(plan: Plan) -> Asked:
     )
 
 
-def asked_by_cluster(cluster: ClusterSpec) -> Asked:
-    """Return what the job of a command of the user's own asks for: it has no plan, and its cluster says it all."""
-    devices = cluster.devices_per_node
-    return Asked(
-        slurm=cluster.slurm,
-        num_nodes=cluster.num_nodes,
-        devices_per_node=devices if isinstance(devices, int) else None,
-        uses_gpus=cluster.device == "cuda" or cluster.slurm.gpus_per_node is not None,
-        gpu_vendor=cluster.accelerator.vendor if cluster.accelerator else None,
-    )
-
-
 def render_script(
     plan: Plan,
     roots: Sequence[Path],
@@ -114,9 +102,18 @@ def render_script(
     return "\n".join(lines) + "\n"
 
 
-def render_own_script(asked: Asked, root: Path, name: str, argv: Sequence[str], folder: Path) -> str:
-    """Return likewise the script of a command of the user's own, whose run in `root` is written down. `name`: its
-    program, for people. The command finds PYTHONPATH as the job's shell has it, and not as trainspec needs it."""
+def render_own_script(cluster: ClusterSpec, root: Path, name: str, argv: Sequence[str], folder: Path) -> str:
+    """Return likewise the script of a command of the user's own, whose run in `root` is written down. It has no plan:
+    its cluster says what the job asks for. `name`: its program, for people. The command finds PYTHONPATH as the job's
+    shell has it, and not as trainspec needs it."""
+    devices = cluster.devices_per_node
+    asked = Asked(
+        slurm=cluster.slurm,
+        num_nodes=cluster.num_nodes,
+        devices_per_node=devices if isinstance(devices, int) else None,
+        uses_gpus=cluster.device == "cuda" or cluster.slurm.gpus_per_node is not None,
+        gpu_vendor=cluster.accelerator.vendor if cluster.accelerator else None,
+    )
     srun, agent = _start(asked, folder, [folder, root], {})
     variables = _variables()
     lines = [

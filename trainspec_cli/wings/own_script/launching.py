@@ -13,8 +13,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -49,7 +49,7 @@ from trainspec_cli.run.job.machine import NodePlace, detect
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.outcome import RunOutcome, result_from_events
 from trainspec_cli.run.signals import PatientRequests, StopRequests
-from trainspec_cli.run.slurm import commands as slurm
+from trainspec_cli.run.slurm.commands import own_address
 from trainspec_cli.run.slurm.queue import job_of, note_job, own_job
 from trainspec_cli.run.supervise import Ending
 from trainspec_cli.session.console import PrintableConsole, RunConsole, make_console
@@ -277,13 +277,48 @@ def _notes(command: Sequence[str]) -> list[str]:
 # In a Slurm job whose script is the user's own
 
 
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+"""Steps from this number on are Slurm's own, such as the shell of `salloc`; srun's are counted from 0."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of srun's with one task on each of its nodes."""
+
+    job_id: str
+    number: int
+    node: int
+    """This node's number among the step's, from 0."""
+    num_nodes: int
+
+
+def read_step(environ: Mapping[str, str]) -> Step | None:
+    """Return the step that this process is a task of; None where srun has not started it. Raises RecipeError where a
+    node has several tasks."""
+    number = environ.get("SLURM_STEP_ID", "")
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
+    if (
+        not number.isdigit()
+        or int(number) >= FIRST_SPECIAL_STEP
+        or not tasks.isdigit()
+        or "SLURM_PROCID" not in environ
+    ):
+        return None
+    nodes = int(environ.get("SLURM_STEP_NUM_NODES", "1"))
+    if int(tasks) != nodes:
+        message = f"srun has started this command {tasks} times on {nodes} {'node' if nodes == 1 else 'nodes'}"
+        hint = "start it once on each: srun --ntasks-per-node=1 trainspec run -- torchrun --nproc-per-node N train.py"
+        raise RecipeError(Problem("usage", message, "--ntasks-per-node", hint))
+    return Step(environ["SLURM_JOB_ID"], int(number), int(environ["SLURM_PROCID"]), nodes)
+
+
 def find_place(command: Sequence[str], folder: str | None, nodes: NodeOptions) -> tuple[NodeOptions, str]:
     """Return the nodes of the run and its folder: as they were typed; else those of srun's step, and a folder below
     ./runs that has its number, which all of its nodes know, and its next start. Raises RecipeError where srun has
     started several tasks on a node."""
     if nodes != NodeOptions():
         return nodes, folder or AUTO
-    step = slurm.read_step(os.environ)
+    step = read_step(os.environ)
     if step is None:
         return nodes, folder or AUTO
     usual = RUNS / script_name(command) / f"slurm-{step.job_id}.{step.number}"
@@ -297,7 +332,7 @@ def reach_nodes(nodes: NodeOptions, run_dir: str, join_timeout_s: float) -> Reac
     example = "--nnodes 2 --node-rank I --rdzv-endpoint HOST:PORT --dir <a shared folder> -- COMMAND"
     hint = f"on each node: trainspec run {example}"
     if nodes.of_slurm:
-        return Reach(slurm.own_address() if nodes.is_first else "", agent_command(0), None, join_timeout_s)
+        return Reach(own_address() if nodes.is_first else "", agent_command(0), None, join_timeout_s)
     if nodes.nnodes is None or nodes.nnodes == 1:
         if nodes.endpoint is not None or nodes.node_rank:
             option = "--node-rank" if nodes.node_rank else "--rdzv-endpoint"
@@ -321,7 +356,11 @@ def describe_place(nodes: NodeOptions, reach: Reach | None) -> str:
     if nodes.of_slurm:
         where = f", which the others reach at {reach.head}" if reach and nodes.is_first else ""
         return f"Slurm job {os.environ[JOB]}: this is node {nodes.node_rank} of {nodes.nnodes}{where}"
-    if JOB in os.environ and nodes == NodeOptions() and (idle := slurm.idle_nodes(os.environ)):
+    job_nodes = os.environ.get("SLURM_JOB_NUM_NODES", "")
+    step = os.environ.get("SLURM_STEP_ID", "")
+    is_task = step.isdigit() and int(step) < FIRST_SPECIAL_STEP
+    idle = int(job_nodes) - 1 if job_nodes.isdigit() and not is_task else 0
+    if JOB in os.environ and nodes == NodeOptions() and idle:
         others = "another node is" if idle == 1 else f"{idle} other nodes are"
         return (
             f"note: {others} in this job, without part in the run: srun --ntasks-per-node=1 trainspec run ... has all"

@@ -24,7 +24,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_run_record
 from trainspec_cli.run.job.folder import RUNS, check_free, make_folder, storage
 from trainspec_cli.run.slurm.container import mounts
-from trainspec_cli.run.slurm.script import asked_by_cluster, check_folder, log_of, render_own_script
+from trainspec_cli.run.slurm.script import check_folder, log_of, render_own_script
 from trainspec_cli.session.recipe.load import DEFAULTS, Loaded, require
 from trainspec_cli.session.slurm.container import unseen_image
 from trainspec_cli.session.slurm.submit import Submission, is_previewed
@@ -155,7 +155,7 @@ def write_own_submission(
         mounts(cluster.slurm, [here, *([Path(folder).absolute()] if folder else [])])
     asked = OwnJob(cluster.num_nodes, wanted, cluster.slurm.max_requeues, cluster.slurm.exclude)
     root = Path(folder).absolute() if folder else (RUNS / name / "TIME").absolute()
-    text = render_own_script(asked_by_cluster(cluster), root, name, sys.argv[1:], here)
+    text = render_own_script(cluster, root, name, sys.argv[1:], here)
     if is_previewed(RunDir(root), text):
         is_same = read_run_record(RunDir(root)).command == tuple(command) and read_own_job(RunDir(root)) == asked
         if is_same:
@@ -167,7 +167,7 @@ def write_own_submission(
         run = RunDir(make_folder(folder or AUTO, name, FOLDER).absolute())
         log_of(run.root).parent.mkdir(parents=True, exist_ok=True)
         write_own_job(run, asked)
-        text = render_own_script(asked_by_cluster(cluster), run.root, name, sys.argv[1:], here)
+        text = render_own_script(cluster, run.root, name, sys.argv[1:], here)
         write_text(run.job_sbatch, text)
         job = build_own_nodes_job(command, run.root, (SBATCH, str(run.job_sbatch)), cluster.num_nodes, wanted)
         write_own_launch(job, command)

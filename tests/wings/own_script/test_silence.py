@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainspec_cli.run.recovery.watch import Reading, working
+from trainspec_cli.wings.own_script.watches import Reading, working
 
 ASLEEP, STOPPED = Reading(), Reading(stopped=True)
 SPINS = Reading(busy_cores=1.0, in_library=True)
