@@ -19,7 +19,7 @@ from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.planner import workload
 from trainspec_cli.planner.capacity import plan_capacity
 from trainspec_cli.planner.hardware.rates import find_accelerator
-from trainspec_cli.planner.memory.engine.step import run as run_memory
+from trainspec_cli.planner.memory.engine import step as run_memory
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.recipe import structure
 from trainspec_cli.recipe.keys import model as models
