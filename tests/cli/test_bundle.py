@@ -10,21 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from lab.commands import call
 from lab.waiting import wait_for
 from lab.wheels import make_wheel, make_whole_set
 
 CHECKOUT = Path(__file__).parents[2]
 
 
-BUNDLE = (sys.executable, "-m", "trainspec_cli", "bundle")
-
-
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*BUNDLE, *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True)
-
-
-def environment(folder: Path) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(CHECKOUT), "TRAINSPEC_CACHE": str(folder / "cache")}
+    return call("bundle", *arguments, folder=folder, TRAINSPEC_CACHE=str(folder / "cache"))
 
 
 @pytest.fixture
@@ -187,8 +181,9 @@ def test_a_disk_that_fills_is_told_and_nothing_is_left_on_it(stock: Path, tmp_pa
 def test_an_interrupted_bundle_leaves_nothing(stock: Path, tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
-    command = [*BUNDLE, "place/out", "--wheels", "stock"]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE) as making:
+    command = [sys.executable, "-m", "trainspec_cli", "bundle", "place/out", "--wheels", "stock"]
+    environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "TRAINSPEC_CACHE": str(tmp_path / "cache")}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE) as making:
         wait_for(lambda: any(place.iterdir()))
         making.send_signal(signal.SIGINT)
         said = making.communicate()[1].decode()

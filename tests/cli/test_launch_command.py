@@ -8,15 +8,16 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from lab.commands import Command, call
 from lab.waiting import wait_for
 
-from trainspec_cli.__main__ import run as main
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.tools import MachineProbe
 from trainspec_cli.run.folder.files import read_json, write_json
@@ -26,8 +27,6 @@ from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 
 CLI = (sys.executable, "-m", "trainspec_cli")
 TINY = ("recipe=tiny", "checkpoint.interval_steps=null", "data.max_bytes=200000", "train.log_interval_steps=5")
-
-Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
@@ -49,24 +48,16 @@ def environment(place: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def trainspec(place: Path, environment: dict[str, str]) -> Command:
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*CLI, *arguments], cwd=place, env=environment, capture_output=True, text=True)
 
-    return call
+    return start
 
 
-@pytest.fixture
-def ask(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Call a command that starts no worker in this process, which takes a tenth of the time."""
-    monkeypatch.chdir(place)
-    monkeypatch.setenv("TRAINSPEC_CACHE", str(place / "cache"))
-
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        capsys.readouterr()
-        code = main(list(arguments))
-        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
-
-    return call
+@pytest.fixture(scope="module")
+def ask(place: Path) -> Command:
+    """For commands that start no worker."""
+    return partial(call, folder=place, TRAINSPEC_CACHE=str(place / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -187,13 +178,13 @@ def test_an_error_of_a_worker_is_shown_as_its_own(trainspec: Command, place: Pat
     assert read_json(place / "runs/tiny/failed/result.json")["status"] == "failed"
 
 
-def test_a_dry_run_shows_everything_and_leaves_nothing(trainspec: Command, place: Path) -> None:
+def test_a_dry_run_shows_everything_and_leaves_nothing(ask: Command, place: Path) -> None:
     before = sorted(place.rglob("*"))
-    shown = trainspec("launch", *TINY, "--dry-run")
+    shown = ask("launch", *TINY, "--dry-run")
     assert shown.returncode == 0
     assert "trainspec_cli.engine.comm.joining" in shown.stdout
     assert "OMP_NUM_THREADS=" in shown.stdout
-    plan = json.loads(trainspec("launch", *TINY, "--dry-run", "--json", "run.dir=somewhere").stdout)
+    plan = json.loads(ask("launch", *TINY, "--dry-run", "--json", "run.dir=somewhere").stdout)
     assert plan["plan"]["devices_per_node"] == 2
     assert plan["run"] == plan["command"][-1] == str(place / "somewhere")
     assert sorted(place.rglob("*")) == before

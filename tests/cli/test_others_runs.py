@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from lab.commands import Command, call
 
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir
 
 HOME = Path(__file__).resolve().parents[2]
 PAPER = ("sbatch", "recipe=tiny", "data.max_bytes=200000", "cluster.num_nodes=1")
-
-Trainspec = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +25,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trainspec(place: Path) -> Trainspec:
-    environment = {**os.environ, "TRAINSPEC_CACHE": str(place / "cache"), "PYTHONPATH": str(HOME)}
-
-    def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "trainspec_cli", *map(str, arguments)]
-        return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, umask=0)
-
-    return call
+def trainspec(place: Path) -> Command:
+    return partial(call, folder=place, umask=0, TRAINSPEC_CACHE=str(place / "cache"))
 
 
 @pytest.fixture(scope="module")
-def paper(trainspec: Trainspec, place: Path) -> Path:
+def paper(trainspec: Command, place: Path) -> Path:
     """A run on paper, made by someone whose umask keeps nothing from others."""
     (place / "runs").mkdir(0o755)
     done = trainspec(*PAPER, "run.dir=runs/paper")
@@ -66,7 +59,7 @@ def test_a_run_and_the_cache_are_for_their_user_alone(paper: Path, place: Path) 
 
 
 def test_a_stranger_reads_nothing_of_a_run(
-    trainspec: Trainspec, shared: Path, stranger: Callable[..., None], paper: Path
+    trainspec: Command, shared: Path, stranger: Callable[..., None], paper: Path
 ) -> None:
     done = trainspec(*PAPER, f"run.dir={shared / 'mine'}")
     assert done.returncode == 0, done.stderr
@@ -75,7 +68,7 @@ def test_a_stranger_reads_nothing_of_a_run(
 
 @pytest.mark.clause("LAUNCH-9")
 @pytest.mark.parametrize("name", ["pid.json", "result.json", "composed.yaml"])
-def test_resume_writes_through_no_link(trainspec: Trainspec, run: RunDir, victim: Path, name: str) -> None:
+def test_resume_writes_through_no_link(trainspec: Command, run: RunDir, victim: Path, name: str) -> None:
     (run.root / name).unlink(missing_ok=True)
     (run.root / name).symlink_to(victim)
     refused = trainspec("resume", run.root)
@@ -85,14 +78,14 @@ def test_resume_writes_through_no_link(trainspec: Trainspec, run: RunDir, victim
     assert victim.read_text() == "words"
 
 
-def test_resume_writes_into_no_folder_behind_a_link(trainspec: Trainspec, run: RunDir, victim: Path) -> None:
+def test_resume_writes_into_no_folder_behind_a_link(trainspec: Command, run: RunDir, victim: Path) -> None:
     run.events_folder.symlink_to(victim.parent)
     refused = trainspec("resume", run.root)
     assert (refused.returncode, "is a link that leads out of" in refused.stderr) == (4, True)
     assert [path.name for path in victim.parent.iterdir()] == ["thesis"]
 
 
-def test_export_publishes_nothing_that_a_link_names(trainspec: Trainspec, run: RunDir, victim: Path) -> None:
+def test_export_publishes_nothing_that_a_link_names(trainspec: Command, run: RunDir, victim: Path) -> None:
     run.huggingface.mkdir()
     (run.huggingface / "tokenizer.json").symlink_to(victim)
     run.checkpoint(1).mkdir(parents=True)
@@ -101,7 +94,7 @@ def test_export_publishes_nothing_that_a_link_names(trainspec: Trainspec, run: R
     assert "huggingface/tokenizer.json is a link that leads out of" in refused.stderr
 
 
-def test_nothing_begins_with_what_a_link_names(trainspec: Trainspec, run: RunDir, victim: Path) -> None:
+def test_nothing_begins_with_what_a_link_names(trainspec: Command, run: RunDir, victim: Path) -> None:
     run.checkpoint(1).mkdir(parents=True)
     (run.checkpoint(1) / "rank00000.safetensors").symlink_to(victim)
     refused = trainspec("validate", "recipe=tiny", f"init.from={run.root}")
@@ -111,7 +104,7 @@ def test_nothing_begins_with_what_a_link_names(trainspec: Trainspec, run: RunDir
 
 @pytest.mark.clause("LAUNCH-9")
 def test_a_strangers_run_may_be_looked_at_and_no_more(
-    trainspec: Trainspec, run: RunDir, shared: Path, stranger: Callable[..., None]
+    trainspec: Command, run: RunDir, shared: Path, stranger: Callable[..., None]
 ) -> None:
     shutil.copytree(run.root, shared / "copied")
     subprocess.run(["chmod", "-R", "a+rX", shared / "copied"], check=True)
@@ -149,19 +142,19 @@ def test_a_run_that_is_closed_says_so_and_is_not_listed(
     subprocess.run(["chmod", "-R", "a+rX", shared / "runs"], check=True)
     (mine / closed).chmod(0o700)
 
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", AS_STRANGER, str(shared), *arguments]
         return subprocess.run(command, cwd=HOME, capture_output=True, text=True)
 
-    told = call("report", "runs/mine")
+    told = ask("report", "runs/mine")
     assert told.returncode == 4, told.stderr
     assert f"runs/mine/{closed or 'run.json'} is closed to this user" in told.stderr
     assert "hint: have its owner open it: chmod -R g+rX runs/mine" in told.stderr
-    listed = call("runs")
+    listed = ask("runs")
     assert (listed.returncode, "there are no runs" in listed.stdout) == (0, True), listed.stderr
 
 
-def test_ones_own_run_behind_ones_own_link_goes_on(trainspec: Trainspec, run: RunDir, place: Path) -> None:
+def test_ones_own_run_behind_ones_own_link_goes_on(trainspec: Command, run: RunDir, place: Path) -> None:
     """As where runs/ lies on another disk; it is refused for a reason of its own, and later."""
     about = read_json(run.run_json)
     write_json(run.run_json, {**about, "data_dir": str(place / "gone")})

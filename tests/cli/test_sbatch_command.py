@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
+from lab.commands import Command, call
 
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 
-HOME = Path(__file__).resolve().parents[2]
 TWO = ("recipe=tiny", "data.max_bytes=200000", "cluster.num_nodes=2")
-
-Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +24,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trainspec(tmp_path: Path, cache: Path) -> Command:
     """With those programs that the test puts into `programs`."""
     path = f"{tmp_path / 'programs'}:/no/slurm/here"
-    environment = {**os.environ, "TRAINSPEC_CACHE": str(cache), "PYTHONPATH": str(HOME), "PATH": path}
-
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "trainspec_cli", *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-
-    return call
+    return partial(call, folder=tmp_path, TRAINSPEC_CACHE=str(cache), PATH=path)
 
 
 @pytest.fixture
