@@ -122,7 +122,8 @@ def test_a_request_to_stop_interrupts_what_comes_before_the_workers(monkeypatch,
         os.kill(os.getpid(), signal.SIGTERM)
         return 0
 
-    monkeypatch.setattr(f"trainspec_cli.session.launching.{command}.{command}", begin)
+    module = {"launch": "session", "resume": "resume"}[command]
+    monkeypatch.setattr(f"trainspec_cli.session.launching.{module}.{command}", begin)
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         signal.signal(signal.SIGTERM, lambda *_: None)

@@ -77,14 +77,19 @@ def test_a_worker_builds_fills_and_trains_in_order(
     write_json(run_dir.run_json, {"data_dir": "/data", "digest": "recipe's"})
     if resumes:
         run_dir.checkpoint(3).mkdir(parents=True)
-    plan = SimpleNamespace(device="cpu")
-    monkeypatch.setattr(training, "read_plan", lambda run: plan if run == run_dir else None)
 
     def note(name: str, answer: Any = None) -> Any:
         return lambda *given: order.append((name, *given)) or answer
 
+    plan = SimpleNamespace(device="cpu", group_size=1)
+    monkeypatch.setattr(training.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(training, "SupervisorConnection", SimpleNamespace(of_worker=note("connects", "supervisor")))
+    monkeypatch.setattr(training, "read_plan", lambda run: plan if run == run_dir else None)
+
     def trainer(run: Any, coordinator: str) -> Any:
-        order.append((run.plan, run.run_dir, run.source, run.state, run.recipe_digest, run.stop, coordinator))
+        order.append(
+            (run.plan, run.run_dir, run.source, run.state, run.recipe_digest, run.stop, run.supervisor, coordinator)
+        )
         return SimpleNamespace(run=note("trains"))
 
     def relieve(given: Any, reliefs: str) -> Any:
@@ -103,9 +108,9 @@ def test_a_worker_builds_fills_and_trains_in_order(
     training.work(run_dir, "stop")  # type: ignore[arg-type]
     relieved = SimpleNamespace(spec="recipe", relieved=(plan, "reliefs"))
     assert order == [
-        *(("joins", "cpu"), ("recalls", plan, run_dir), ("builds", relieved, "device")),
+        *(("joins", "cpu"), ("connects", 0), ("recalls", plan, run_dir), ("builds", relieved, "device")),
         *([] if resumes else [("loads", relieved, "state")]),
         ("opens", relieved, "/data", "state"),
-        (relieved, run_dir, "source", "state", "recipe's", "stop", "coordinator"),
+        (relieved, run_dir, "source", "state", "recipe's", "stop", "supervisor", "coordinator"),
         *(("trains",), ("leaves",)),
     ]

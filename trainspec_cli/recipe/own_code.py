@@ -402,25 +402,34 @@ def _signature_of(definition: Definition) -> inspect.Signature | None:
     """Return what a function, or a class's `__init__`, takes; None where the source does not say."""
     if definition.decorator_list:
         return None
-    if isinstance(definition, ast.ClassDef):
-        own = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
-        if not own or own[0].decorator_list:
-            is_plain = not definition.bases and not definition.keywords and not own
-            return inspect.Signature() if is_plain else None
-        definition = own[0]
-        of_self = definition.args.posonlyargs or definition.args.args
-        del of_self[:1]  # which the engine's call does not give
-    # An empty function with the same names: neither annotations nor defaults are the user's code any more.
-    taken = definition.args
-    for argument in ast.walk(taken):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    shown: ast.expr = ast.Name("default")
-    taken.defaults = [shown for _ in taken.defaults][-len([*taken.posonlyargs, *taken.args]) or None :]
-    taken.kw_defaults = [default and shown for default in taken.kw_defaults]
+    if isinstance(definition, ast.FunctionDef):
+        return _signature(definition.args)
+    own = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    if own and not own[0].decorator_list:
+        return _signature(own[0].args, skip=1)
+    is_plain = not definition.bases and not definition.keywords and not own
+    return inspect.Signature() if is_plain else None
+
+
+def _signature(arguments: ast.arguments, skip: int = 0) -> inspect.Signature | None:
+    """Return the signature that arguments amount to, without the first `skip`, which a method's call does not give."""
+    by_position = [*arguments.posonlyargs, *arguments.args]
+    required = len(by_position) - len(arguments.defaults)
+    parameters = []
+    for number, argument in enumerate(by_position):
+        is_alone = number < len(arguments.posonlyargs)
+        kind = inspect.Parameter.POSITIONAL_ONLY if is_alone else inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters.append(_parameter(argument, kind, has_default=number >= required))
+    parameters = parameters[skip:]
+    if arguments.vararg:
+        parameters.append(_parameter(arguments.vararg, inspect.Parameter.VAR_POSITIONAL))
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        parameters.append(_parameter(argument, inspect.Parameter.KEYWORD_ONLY, has_default=default is not None))
+    if arguments.kwarg:
+        parameters.append(_parameter(arguments.kwarg, inspect.Parameter.VAR_KEYWORD))
     try:
-        return inspect.signature(eval(f"lambda {ast.unparse(taken)}: None", {"default": _Default()}))
-    except SyntaxError:  # two arguments of one name
+        return inspect.Signature(parameters)
+    except ValueError:
         return None
 
 
@@ -429,6 +438,11 @@ class _Default:
 
     def __repr__(self) -> str:
         return "..."
+
+
+def _parameter(argument: ast.arg, kind: inspect._ParameterKind, *, has_default: bool = False) -> inspect.Parameter:
+    default = _Default() if has_default else inspect.Parameter.empty
+    return inspect.Parameter(argument.arg, kind, default=default)
 
 
 # Imported, with what goes wrong in it in its own file and line.

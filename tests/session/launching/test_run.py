@@ -385,7 +385,7 @@ def test_whoever_is_to_be_told_hears_of_the_end_and_may_fail(
         ended = failed.exit_code
     assert ended == code
     assert (tmp_path / "told").read_text() == ("done" if result else "failed")
-    assert f"warning: --notify {wanted.command}: exit code 9\n" in shown.getvalue()
+    assert f"warning: --notify {wanted.whom}: exit code 9\n" in shown.getvalue()
 
 
 def test_trackers_say_where_they_record_and_how_that_is_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:

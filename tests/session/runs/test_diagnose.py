@@ -52,7 +52,7 @@ def test_noise_is_not_said_while_a_run_goes_on(tmp_path: Path) -> None:
     folder.start()
     found = [VerdictEvent(step=9, is_over=False, verdict=RunVerdict(cause=cause)) for cause in ("noise", "slow_loader")]
     said: list[str] = []
-    lines = VerdictLines(folder.run, looks_deeper=False)
+    lines = VerdictLines(folder.run, ask=None)
     for event in found:
         lines._say(event, said.append)
     assert len(said) == 1 and "slow loader" in said[0]
