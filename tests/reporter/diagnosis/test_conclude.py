@@ -445,6 +445,9 @@ def test_a_leak_is_named_with_the_step_at_which_memory_ends():
     assert verdict.rank == 2
     assert verdict.full_step == pytest.approx(30 + 1e10 / 5e6, rel=0.01)
     assert abs(verdict.since_step - 31) <= 5
+    for total_steps, is_named in ((1500, True), (500, False)):  # memory lasts for 2,030 steps
+        evidence = replace(telemetry.evidence(), total_steps=total_steps)
+        assert any(one.cause == "memory_leak" for one in conclude(evidence)) == is_named
 
 
 def test_what_was_read_before_a_leak_began_does_not_delay_its_end():

@@ -23,6 +23,9 @@ LEAST_LEAKING = 4
 """Readings since a leak began by which its slope is known."""
 LEAST_GROWTH, LEAST_GROWTH_BYTES = 0.05, 32 * 2**20
 """Memory that grows by less, as a fraction of what it was and in all, is no leak."""
+OUTLASTS_RUN = 2.0
+"""Memory that lasts for so many times the steps of the run is no leak worth a word: allocators keep a little more from
+step to step, and the growth is extrapolated from few readings."""
 SWAPPED_BYTES = 16 * 2**20
 
 
@@ -45,6 +48,8 @@ def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
     for rank, (since, slope, grown_bytes) in slopes.items():
         left = _last(evidence.counter("available_bytes")[:, rank])
         full = None if left is None else int(evidence.steps[-1] + left / of_node[evidence.nodes[rank]])
+        if full is not None and evidence.total_steps and full > OUTLASTS_RUN * evidence.total_steps:
+            continue
         end = "" if full is None else f", and {format_bytes(left or 0)} are left: none at about step {full:,}"
         verdicts.append(
             RunVerdict(
