@@ -35,6 +35,8 @@ PositiveFloat = Annotated[float, Range(0, includes_low=False)]
 NonNegativeFloat = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
 
+MISSING = "???"
+"""The marker of a value that the recipe or the command line must give, as Hydra has it."""
 AUTO: Literal["auto"] = "auto"
 """A value that the planner resolves before launch. A worker never sees one."""
 Auto = Literal["auto"]

@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union
 
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.core.intentions import FORMER_KEYS, FORMER_WORDS, Former, closest, closest_path, hint_for
-from trainspec_cli.recipe.field_types import LARGEST, largest_of
+from trainspec_cli.recipe.field_types import LARGEST, MISSING, largest_of
 from trainspec_cli.recipe.keys.run import RunSpec
 
 # UNKNOWN: a placeholder in a draft for a missing or wrong value, so that other rules can still be checked.
@@ -47,9 +47,6 @@ class Unknown:
 
 UNKNOWN: Any = Unknown()
 
-
-MISSING = "???"
-"""The marker of a value that the recipe or the command line must give."""
 
 MAX_GUESSES = 3
 MAX_ITEMS = 1_000

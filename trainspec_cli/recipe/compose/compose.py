@@ -41,7 +41,8 @@ from trainspec_cli.recipe.compose.folders import (
     read_yaml,
     show_path,
 )
-from trainspec_cli.recipe.compose.values import MISSING, all_paths, overlaid, resolve
+from trainspec_cli.recipe.compose.values import all_paths, overlaid, resolve
+from trainspec_cli.recipe.field_types import MISSING
 
 # Keys of which one is given in place of the others: what is given last takes the place of what was given before.
 

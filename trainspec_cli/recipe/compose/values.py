@@ -21,9 +21,8 @@ from trainspec_cli.core.errors import Problem, did_you_mean
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.core.printable import is_printable, on_one_line
 from trainspec_cli.recipe.compose.folders import Origin, Origins, shipped_data
+from trainspec_cli.recipe.field_types import MISSING
 
-MISSING = "???"
-"""Hydra's marker for a value that is left open."""
 SHIPPED = "shipped"
 """The resolver in `${shipped:recipes/FILE}`, the path of a file that ships with trainspec."""
 MAX_CHARS = 100_000

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.recipe.compose.compose import Completion
-from trainspec_cli.recipe.compose.values import MISSING
+from trainspec_cli.recipe.field_types import MISSING
 from trainspec_cli.recipe.keys.model import AUTO_FAMILY
 from trainspec_cli.recipe.keys.run import RunSpec
 

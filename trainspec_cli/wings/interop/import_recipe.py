@@ -10,6 +10,7 @@ import yaml
 
 from trainspec_cli.core.errors import Problem, RecipeError, closest
 from trainspec_cli.core.reading.spec_version import VERSION_LINE
+from trainspec_cli.recipe.field_types import MISSING
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.wings.interop import READERS, TARGETS, Heard, Target, guess_engine, listen, nest, read_source
 
@@ -82,6 +83,3 @@ def _recipe(imported: Imported) -> Iterator[str]:
     values.update({key: MISSING for key in ASKED if key not in values})
     yield yaml.safe_dump(nest(values), sort_keys=False).rstrip()
     yield from (f"# not read: {key}: {why}" for key, why in imported.heard.unread.items())
-
-
-MISSING = "???"

@@ -536,9 +536,8 @@ class CommandRuns:
             first = f"{about_node(job, explanation.node, by_hand=by_hand)}; "
         elif not newest_step(job.run):
             return ""
-        elif (
-            explanation and explanation.cause
-        ):  # an exception of the script's own, which another start would meet again
+        elif explanation and explanation.cause:
+            # It is an exception of the script's own, which another start would meet again.
             first = "correct that, and "
         return f"{first}start it again, from its own checkpoint if it wrote one: {self.start_again(job.run)}"
 
