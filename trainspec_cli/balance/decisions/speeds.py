@@ -61,11 +61,8 @@ class Speed:
 
     shown_steps: int = field(default=0, compare=False)
     """Number of steps that confirmed it as a change; these already lost what the change costs."""
-
-    @property
-    def is_settled(self) -> bool:
-        """Return whether enough steps were seen for small differences to count."""
-        return self.noise < EARLY_NOISE
+    is_settled: bool = field(default=True, compare=False)
+    """Whether enough steps were seen for small differences to count."""
 
     def scaled(self, factor: float) -> Speed:
         return replace(self, fixed_s=self.fixed_s * factor, per_sample_s=self.per_sample_s * factor)
@@ -200,7 +197,7 @@ class SpeedTracker:
         pace = STEEP * 2 if self._speed is None else measured_s / self._speed.time_s(*self._shape)
         if not 1 / STEEP <= pace <= STEEP:
             found = self._shown_by(measured_s)
-            self._early = replace(found, noise=EARLY_NOISE, shown_steps=len(shown))
+            self._early = replace(found, noise=EARLY_NOISE, shown_steps=len(shown), is_settled=False)
 
     def _shown_by(self, measured_s: float) -> Speed:
         """Return the speed that a step's time shows."""
@@ -211,7 +208,10 @@ class SpeedTracker:
     def _believe(self, speed: Speed, steps: int, shown_steps: int = 0) -> None:
         """Take over a speed that is the median of so many steps; a median is off by 1.25 deviations over their root."""
         noise = 1.25 * self._limit(self._paces) / math.sqrt(steps)
-        self._speed = replace(speed, noise=noise, shown_steps=shown_steps)
+        # Number of steps, not noise alone: on a rank whose steps always differ widely, the noise never falls below
+        # EARLY_NOISE, and no decision that needs settled speeds of all ranks would ever be made.
+        is_settled = noise < EARLY_NOISE or steps >= FIRST_STEPS
+        self._speed = replace(speed, noise=noise, shown_steps=shown_steps, is_settled=is_settled)
 
     def _tell(self, paces: Sequence[float]) -> bool:
         """Return whether steps of these paces are enough to learn a speed from; where the rank's noise is known, few
