@@ -49,7 +49,7 @@ def calibrate(
         _list(cluster, forget=forget, as_json=as_json)
         return
     profile = _measure(sources or [], cluster, layouts, steps, as_json=as_json)
-    from trainspec_cli.session.planning.profile import profile_path, write_profile
+    from trainspec_cli.session.recipe.load import profile_path, write_profile
 
     path = output or profile_path(profile.cluster)
     write_profile(path, profile)
@@ -84,7 +84,7 @@ def _measure(sources: list[str], cluster: str, layouts: int, steps: int, *, as_j
 
 
 def _list(cluster: str, *, forget: bool, as_json: bool) -> None:
-    from trainspec_cli.session.planning.profile import list_profiles, profile_path, read_profile
+    from trainspec_cli.session.recipe.load import list_profiles, profile_path, read_profile
 
     paths = [path for path in list_profiles() if not cluster or path == profile_path(cluster)]
     if forget:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -11,8 +12,8 @@ from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.reporter.kernels_text import render_table
 from trainspec_cli.run.signals import interrupt, on_stop_signal
+from trainspec_cli.run.tools import measure_kernels
 from trainspec_cli.session.console import make_console
-from trainspec_cli.session.launching.select_kernels import measure
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 
 Again = Annotated[bool, typer.Option("--again", help="Measure although it was done before.")]
@@ -27,7 +28,9 @@ def kernels(arguments: RecipeArguments, again: Again = False, as_json: AsJson = 
     with on_stop_signal(interrupt):
         loaded = load(arguments)
         machine = this_machine(loaded.spec)
-        table = measure(plan_on(loaded, machine), machine, console, again=again)
+        plan = plan_on(loaded, machine)
+        begin = partial(console.report, "measuring kernels on this machine, once")
+        table = measure_kernels(plan, machine, begin, again=again)
     if as_json:
         print(json_text(to_plain(table)))
     else:

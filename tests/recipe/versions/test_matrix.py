@@ -27,7 +27,7 @@ from trainspec_cli.run.folder.record import (
     read_result,
     read_run_record,
 )
-from trainspec_cli.session.planning.profile import read_profile
+from trainspec_cli.session.recipe.load import read_profile
 from trainspec_cli.session.recipe.migrate import apply, find_migrations
 from trainspec_cli.wings.certify.certificate import verify
 

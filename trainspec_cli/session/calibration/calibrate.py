@@ -46,8 +46,7 @@ from trainspec_cli.run.job.machine import detect
 from trainspec_cli.run.tools import known_probe, probe_machine
 from trainspec_cli.session.calibration.table import read_rows
 from trainspec_cli.session.launching.session import launch_apart
-from trainspec_cli.session.planning.profile import UNNAMED
-from trainspec_cli.session.recipe.load import load, plan_on, this_machine
+from trainspec_cli.session.recipe.load import UNNAMED, load, plan_on, this_machine
 
 LEAST_STEPS = 5
 """Steps that a run must have made after those that compile and allocate."""

@@ -204,8 +204,11 @@ def _reach(run: RunDir, spec: RunSpec, changes: Sequence[str], nodes: NodeOption
 def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
     """Return the run's own spec with `changes`. Raises RecipeError with every problem of theirs."""
     from trainspec_cli.recipe.compose.compose import amend  # loads hydra, which the help of a command does without
-    from trainspec_cli.session.recipe.own_code import absolute_code  # as above
-    from trainspec_cli.session.recipe.run_length import complete_changed_steps, complete_warmup  # as above
+    from trainspec_cli.session.recipe.complete import (  # as above
+        absolute_code,  # as above
+        complete_changed_steps,
+        complete_warmup,
+    )
 
     values = to_plain(old.spec)
     complete = partial(complete_changed_steps, own=values, folder=read_data_dir(run))

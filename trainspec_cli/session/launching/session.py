@@ -31,10 +31,12 @@ from trainspec_cli.recipe.compose.folders import show_path
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.kernels import KernelTable
 from trainspec_cli.recipe.own_code import describe_code
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import parts_for
+from trainspec_cli.reporter.kernels_text import describe_choice
 from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.reporter.text import describe_plan
 from trainspec_cli.run.backend import OpenBackend
@@ -65,16 +67,14 @@ from trainspec_cli.run.job.job import Job, build_job, render_command
 from trainspec_cli.run.memory_limits import LimitsWatch
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.signals import StopRequests
-from trainspec_cli.run.tools import known_probe
-from trainspec_cli.session.console import RunConsole, make_console
+from trainspec_cli.run.tools import known_probe, measure_kernels, read_table, table_path
+from trainspec_cli.session.console import PrintableConsole, RunConsole, make_console
 from trainspec_cli.session.launching.changes import describe_changes, plan_on_fewer, trained_samples
 from trainspec_cli.session.launching.nodes import NodeOptions, join
 from trainspec_cli.session.launching.run import describe_tracking, run
-from trainspec_cli.session.launching.select_kernels import select_kernels
 from trainspec_cli.session.planning.predict import describe_load, predict, probe_after_run, with_known_limits
-from trainspec_cli.session.planning.profile import with_profile
 from trainspec_cli.session.recipe.data import prepare_data
-from trainspec_cli.session.recipe.load import Loaded, check_start, load, plan_on, this_machine
+from trainspec_cli.session.recipe.load import Loaded, check_start, load, plan_on, this_machine, with_profile
 from trainspec_cli.session.runs.find import check_name_free
 
 CheckNodes = Callable[[Plan, Path, RunConsole, bool], Examination | None]
@@ -435,3 +435,28 @@ def refusal(code: int, log: Path, start_bytes: int) -> TrainspecError:
     """Return the error of a start that ended before the run began, with what it said."""
     said = log.read_bytes()[start_bytes:].decode(errors="replace").strip()
     return ERRORS_OF_RUNS.get(code, WorkerError)(Problem("not_started", f"the detached run did not begin:\n{said}"))
+
+
+# Select the kernels that the recipe leaves to `auto`, by what was measured on this machine.
+
+
+def select_kernels(
+    plan: Plan, machine: Machine, console: PrintableConsole, *, may_measure: bool = True
+) -> tuple[Plan, KernelTable | None]:
+    """Return the plan with no `auto` kernel left, and the table it was chosen by (None where nothing was left open).
+
+    On several nodes the first measures for all. Without `may_measure` nothing is started: kernels that were never
+    measured stay open, and this says so.
+    """
+    if not plan.kernels.open_ops:
+        return plan, None
+    if may_measure:
+        table = measure_kernels(plan, machine, partial(console.report, "measuring kernels on this machine, once"))
+    else:
+        table = read_table(table_path(plan, machine))
+    if table is None:
+        console.report("kernels: not measured yet; the first launch does that, in about a minute")
+        return plan, None
+    selected = replace(plan, kernels=table.settle(plan.kernels))
+    console.report(f"kernels: {describe_choice(selected.kernels, table)}")
+    return selected, table

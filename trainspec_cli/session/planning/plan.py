@@ -27,8 +27,7 @@ from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
 from trainspec_cli.recipe.rules.check import check_built, matrix_units, parts_for
 from trainspec_cli.reporter.plan.labels import PlanReport, PlanSection
-from trainspec_cli.session.planning.profile import with_profile
-from trainspec_cli.session.recipe.load import Loaded, load_for_planning, this_machine, with_defaults
+from trainspec_cli.session.recipe.load import Loaded, load_for_planning, this_machine, with_defaults, with_profile
 
 if TYPE_CHECKING:
     from trainspec_cli.reporter.plan.trace import TraceReport

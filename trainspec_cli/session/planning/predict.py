@@ -40,7 +40,7 @@ from trainspec_cli.run.memory_limits import read_limits
 from trainspec_cli.run.recovery.memory import build_ladder, with_reliefs, with_setting
 from trainspec_cli.run.tools import DISTURBED_HOLDS_S, known_probe, probe_machine
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.planning.profile import describe_profile, find_profile
+from trainspec_cli.session.recipe.load import describe_profile, find_profile
 
 PROBING = (
     "measuring this machine, once for this version: short runs of its matrix products, memory and exchanges, from "

@@ -21,7 +21,7 @@ from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.structure import build, choose_section
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir, read_section
-from trainspec_cli.session.recipe.initial import failed, section_of
+from trainspec_cli.session.recipe.complete import failed, section_of
 
 
 def complete_from(begins_with: str, data: JsonObject, model: JsonObject, *, unchosen: bool) -> Completion:

@@ -28,6 +28,22 @@ if TYPE_CHECKING:
     from trainspec_cli.run.job.folder import LaunchOrigin
 
 
+import re
+from dataclasses import replace
+
+import yaml
+
+from trainspec_cli import __version__
+from trainspec_cli.core.node import cache_dir, cpu_name, make_cache
+from trainspec_cli.core.reading.spec_version import VERSION_LINE
+from trainspec_cli.core.reading.yaml_file import read_versioned_yaml
+from trainspec_cli.planner.calibration import PACE, efficiency_with
+from trainspec_cli.planner.hardware.cluster import chip_of
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.recipe.records import from_plain, to_plain
+from trainspec_cli.recipe.results.tables import ClusterProfile
+from trainspec_cli.run.folder.files import write_text
+
 DATA_PATHS = ("data.path", "data.tokenizer.path")
 CHECK_START: Point[Callable[[RunSpec], None]] = Point("check_start")
 """Raises TrainspecError where the run of a recipe that uses the wing lacks what a start of it needs."""
@@ -116,14 +132,17 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     from trainspec_cli.recipe.compose.compose import (
         compose_arguments,  # loads hydra, which the help of a command does without
     )
-    from trainspec_cli.session.recipe.initial import check_weights, complete  # as above
-    from trainspec_cli.session.recipe.own_code import absolute_code  # as above
-    from trainspec_cli.session.recipe.run_length import complete_steps, complete_warmup  # as above
+    from trainspec_cli.session.recipe.complete import (
+        absolute_code,
+        check_weights,
+        complete_model,
+        complete_steps,
+        complete_warmup,
+    )  # as above
 
     aside = () if to_run else OF_PLANNING
-    composed = compose_arguments(
-        arguments, cwd, (*absolute_code(cwd), partial(complete, to_run=to_run), complete_steps, complete_warmup), aside
-    )
+    completes = (*absolute_code(cwd), partial(complete_model, to_run=to_run), complete_steps, complete_warmup)
+    composed = compose_arguments(arguments, cwd, completes, aside)
     draft, mistyped = build(RunSpec, composed.data)
     # Rules pass over UNKNOWN: what a recipe or an option would have set
     # that was not found is reported once, by its name.
@@ -299,3 +318,80 @@ def _usual(model: ModelSpec, arguments: Sequence[str]) -> dict[str, str]:
         "batching.global_batch_size": f"{max(1, TOKENS_A_STEP // seq_len)}",
         "train.tokens": f"{float(f'{TOKENS_A_PARAMETER * count_params(model):.3g}'):g}",
     }
+
+
+# The calibrated efficiencies of a cluster: kept in the cache by the cluster's name, applied to each plan and launch.
+
+
+UNNAMED = "auto"
+
+
+def profile_path(cluster: str) -> Path:
+    """Return the file of a cluster's profile; it may not exist."""
+    return cache_dir() / "profiles" / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', cluster or UNNAMED).lstrip('.')}.yaml"
+
+
+def list_profiles() -> list[Path]:
+    return sorted((cache_dir() / "profiles").glob("*.yaml"))
+
+
+def read_profile(path: Path) -> ClusterProfile:
+    """Read a profile. Raises RecipeError for a file that is none."""
+    try:
+        return from_plain(ClusterProfile, read_versioned_yaml(path))
+    except (RecipeError, ValueError, TypeError) as error:
+        message = f"{path} is no profile of a cluster: {error}"
+        hint = "write it again with trainspec calibrate"
+        raise RecipeError(Problem("wrong_profile", message, file=str(path), hint=hint)) from error
+
+
+def write_profile(path: Path, profile: ClusterProfile) -> None:
+    if path.is_relative_to(cache_dir()):
+        make_cache()
+    head = "# Factors over the planner's shipped values, by trainspec calibrate; nine in ten lie within low and high.\n"
+    write_text(path, head + VERSION_LINE + yaml.safe_dump(to_plain(profile), sort_keys=False))
+
+
+def device_of(spec: RunSpec, machine: Machine | None) -> str:
+    """Return the accelerator's name by the catalogue, or the processor's."""
+    if machine is not None and machine.gpu_names and spec.cluster.device != "cpu":
+        chip, _ = chip_of(machine)
+        return chip.name if chip else machine.gpu_names[0]
+    return spec.cluster.accelerator.name if spec.cluster.accelerator else cpu_name()
+
+
+def find_profile(spec: RunSpec, machine: Machine | None) -> tuple[ClusterProfile | None, str]:
+    """Return the profile that holds for this cluster, and a line that says so, or why one that is there does not.
+    Raises RecipeError where the file is damaged."""
+    path = profile_path(spec.cluster.name)
+    if spec.cluster.profile == "off" or spec.cluster.pools or not path.is_file():
+        return None, ""
+    profile = read_profile(path)
+    from importlib import metadata  # takes long to load, and few plans have a profile
+
+    found = {"device": device_of(spec, machine), "torch": metadata.version("torch"), "trainspec": __version__}
+    for what, here in found.items():
+        if (made := getattr(profile, what)) != here:
+            stale = f"the profile of {profile.cluster} is not used: it was made with {what} {made}, and this is {here}"
+            return None, f"{stale}; trainspec calibrate makes it anew, trainspec calibrate --forget removes it"
+    return profile, describe_profile(profile)
+
+
+def describe_profile(profile: ClusterProfile) -> str:
+    """Return one line: date, rows, and what it changed."""
+    ranked = sorted(profile.parameters.items(), key=lambda item: -abs(item[1].factor - 1))
+    moved = [f"{name} x {found.factor:.2f}" for name, found in ranked if found.informed and name != PACE][:3]
+    pace = profile.parameters[PACE].factor
+    changed = ", ".join((f"pace x {pace:.2f}", *moved))
+    rows = f"{profile.rows} measured step{'s' if profile.rows > 1 else ''}"
+    return f"profile of {profile.cluster}, {profile.date}, {rows}: {changed}; cluster.profile=off leaves it out"
+
+
+def with_profile(spec: RunSpec, machine: Machine | None) -> tuple[RunSpec, str]:
+    """Return the recipe with its cluster's efficiencies as calibrated (what it says itself stands above them), and a
+    line that says so. A CPU's profile is applied where its probe is read."""
+    profile, line = find_profile(spec, machine)
+    if profile is None or profile.kind != "gpu":
+        return spec, line if profile is None else ""
+    values = efficiency_with(profile.factors, Efficiency()).as_dict() | (spec.cluster.efficiency or {})
+    return replace(spec, cluster=replace(spec.cluster, efficiency=values)), line

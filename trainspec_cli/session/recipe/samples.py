@@ -12,7 +12,7 @@ from trainspec_cli.recipe.keys.model import ConvModel
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.reporter.live import showing_progress
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.recipe.run_length import EPOCHS, TOKENS
+from trainspec_cli.session.recipe.complete import EPOCHS, TOKENS
 
 
 def count_samples(spec: RunSpec, folder: str | None) -> int:
