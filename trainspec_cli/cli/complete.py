@@ -42,7 +42,8 @@ def _candidates(before: Sequence[str], word: str, commands: Mapping[str, Command
     entry = commands[command]
     given = [other for other in rest if not other.startswith("-")]
     # Importing the command would load typer and rich at each press of Tab.
-    module = _parse(PACKAGE.joinpath(*entry.module_of(command).split(".")[1:]).with_suffix(".py"))
+    folder = PACKAGE.joinpath(*entry.folder.split(".")[1:])
+    module = _parse(folder / f"{entry.function or command}.py")
     functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
     below = [one.name for one in functions if any("app.command" in ast.unparse(each) for each in one.decorator_list)]
     if below and not given:

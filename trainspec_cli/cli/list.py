@@ -14,14 +14,13 @@ import typer
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.core.errors import Problem, RecipeError, closest
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.core.printable import format_count
+from trainspec_cli.core.printable import Style, aligned, format_count
 from trainspec_cli.core.reading.files import UnreadableFileError, read_text
 from trainspec_cli.planner.hardware.rates import build_accelerator, load_group, models
 from trainspec_cli.planner.workload import count_active_params, count_params
 from trainspec_cli.recipe.compose.folders import DISTURB, SECTION_NAMED_BY, Folders, find_folders, read_yaml, show_path
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.model import OwnModel
-from trainspec_cli.reporter.style import Style, aligned
 
 Row = JsonObject
 RECIPE = "recipe"

@@ -1,24 +1,44 @@
-"""The table of commands, and the help that is printed from it. A command's module is imported when it is called."""
+"""The entry point of the command line: run a command and exit with its code; the table of commands, and the help.
+
+A command's module is imported when it is called. User and machine errors are shown without a traceback. Besides the
+exit codes of `core/errors.py`: 1 for a bug in the program (the traceback goes to a file), and 141 if the reader of a
+pipe has closed it, as in a shell.
+"""
 
 from __future__ import annotations
 
+import gc
 import importlib
+import os
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trainspec_cli import __version__
-from trainspec_cli.core.errors import EXIT_CODES, Problem, RecipeError
+from trainspec_cli.core.errors import (
+    EXIT_CODES,
+    Interrupted,
+    MachineError,
+    Problem,
+    RecipeError,
+    Stopped,
+    TrainspecError,
+)
 from trainspec_cli.core.intentions import FORMER_FLAGS, closest, key_of
+from trainspec_cli.core.printable import Style, printing_safely
 from trainspec_cli.core.wings import Command, find_wings
-from trainspec_cli.reporter.style import Style
+from trainspec_cli.reporter.problems import render_json, render_problems
 
+EXIT_FAULT = 1
+EXIT_BROKEN_PIPE = 141
+SHOWN_CHARS = 200
+NEW_OBJECTS = 50_000
+"""Objects that are made before Python looks for circles among them: a plan makes many, and hardly any circle."""
 GROUPS = ("train", "plan", "look at runs", "recipes", "clusters", "other engines")
 """The headings of the help, in order."""
-
-
 _TRUNK = {
     "launch": Command("train", "train a recipe on this machine", takes_keys=True),
     "sbatch": Command(
@@ -62,6 +82,92 @@ COMPLETE = "complete"
 HELP_OPTIONS = ("--help", "-h", "help")
 
 
+def main() -> None:
+    gc.set_threshold(NEW_OBJECTS)
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command and return its exit code. Errors are reported as text that is safe on a terminal."""
+    try:
+        with printing_safely(), warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return _run(arguments)
+    except BrokenPipeError:
+        _drop_output()
+        return EXIT_BROKEN_PIPE
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
+        code = dispatch(arguments, Style.of(sys.stdout))
+        sys.stdout.flush()
+        return code
+    except TrainspecError as error:
+        _report(error, as_json="--json" in arguments)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return Interrupted.exit_code
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.filename is None:
+            _report_bug(error)
+            return EXIT_FAULT
+        refused = MachineError(f"{_show(error.filename)}: {error.strerror}", code="refused_by_the_system")
+        _report(refused, as_json="--json" in arguments)
+        return refused.exit_code
+    except Exception as error:
+        _report_bug(error)
+        return EXIT_FAULT
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print a warning as errors are printed; where in trainspec it was raised is nothing to its user."""
+    print(f"{Style.of(sys.stderr).bold('warning')}: {message}", file=sys.stderr)
+
+
+def _drop_output() -> None:
+    """Redirect closed streams to /dev/null; otherwise Python would report the closed pipe again at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _show(name: str | bytes | int) -> str:
+    """Return a file's name, shortened to fit on a line."""
+    text = os.fsdecode(name) if isinstance(name, bytes) else str(name)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+
+
+def _report(error: TrainspecError, *, as_json: bool) -> None:
+    if as_json:
+        print(render_json(error.problems))
+        return
+    label = "stopped" if isinstance(error, (Stopped, Interrupted)) else "error"
+    print(render_problems(error.problems, Style.of(sys.stderr), label), file=sys.stderr)
+
+
+def _report_bug(error: Exception) -> None:
+    import tempfile
+    import traceback
+
+    with tempfile.NamedTemporaryFile("w", prefix="trainspec-", suffix=".txt", delete=False) as file:
+        file.write("".join(traceback.format_exception(error)))
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    print(f"trainspec failed because of a bug: {summary}\nthe traceback is in {file.name}", file=sys.stderr)
+
+
 def dispatch(arguments: Sequence[str], style: Style) -> int:
     """Run one command line; -> exit code. Raises TrainspecError, and typer's own errors of usage."""
     name, *rest = arguments or ("--help",)
@@ -79,10 +185,10 @@ def dispatch(arguments: Sequence[str], style: Style) -> int:
         return 0
     if name not in COMMANDS:
         raise RecipeError(_unknown_command(name, rest))
-    return _run(name, rest)
+    return _run_command(name, rest)
 
 
-def _run(name: str, arguments: Sequence[str]) -> int:
+def _run_command(name: str, arguments: Sequence[str]) -> int:
     import typer
 
     command = load_command(name)
@@ -106,7 +212,7 @@ def load_command(name: str) -> Any:
     import typer
 
     entry = COMMANDS[name]
-    module = importlib.import_module(entry.module_of(name))
+    module = importlib.import_module(f"{entry.folder}.{entry.function or name}")
     app = getattr(module, "app", None) or typer.Typer(add_completion=False)
     # rich would draw boxes into a pipe, for programs to read.
     if not sys.stdout.isatty():

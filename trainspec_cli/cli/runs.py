@@ -14,12 +14,11 @@ import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.core.printable import format_bytes, format_duration
+from trainspec_cli.core.printable import aligned, format_bytes, format_duration
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.reporter.compare import MOST_RUNS, comparison_as_json, render_comparison
 from trainspec_cli.reporter.runs import RunLine, show_differences
-from trainspec_cli.reporter.style import aligned
 from trainspec_cli.run.folder.memory import Copies, list_copies, remove_folder
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.memory_limits import Learned, MemoryLimits, forget_limits, list_limits

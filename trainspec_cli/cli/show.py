@@ -10,11 +10,11 @@ import typer
 from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.core.json_value import JsonObject, flatten
+from trainspec_cli.core.printable import Style, aligned
 from trainspec_cli.core.reading.files import UnreadableFileError, exists, expand
 from trainspec_cli.core.reading.yaml_file import read_versioned_yaml
 from trainspec_cli.recipe.compose.folders import RECIPE
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.reporter.style import Style, aligned
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.recipe.load import examine, require, without_uncounted
 

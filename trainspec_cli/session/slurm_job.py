@@ -10,11 +10,10 @@ from __future__ import annotations
 import sys
 
 from trainspec_cli.core.errors import EXIT_DONE, Interrupted, TrainspecError
-from trainspec_cli.core.printable import printing_safely
-from trainspec_cli.core.trust import check_tree
+from trainspec_cli.core.node import check_tree
+from trainspec_cli.core.printable import Style, printing_safely
 from trainspec_cli.core.wings import MISSING_WING
 from trainspec_cli.reporter.problems import render_problems
-from trainspec_cli.reporter.style import Style
 from trainspec_cli.run.backend.nodes.backend import Reach
 from trainspec_cli.run.folder.generations import FENCED
 from trainspec_cli.run.folder.paths import RunDir

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, WorkerError
+from trainspec_cli.core.node import check_tree
 from trainspec_cli.core.printable import format_duration
-from trainspec_cli.core.trust import check_tree
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.run import RunSection, RunSpec
 from trainspec_cli.recipe.records import Absent

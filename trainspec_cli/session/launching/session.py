@@ -22,9 +22,9 @@ from pathlib import Path
 from trainspec_cli.balance.advisor import LayoutAdvisor, Layouts, decides_layouts
 from trainspec_cli.core.environment_names import PROBE
 from trainspec_cli.core.errors import ERRORS_OF_RUNS, EXIT_DONE, Problem, RecipeError, TrainspecError, WorkerError
+from trainspec_cli.core.node import private_files
 from trainspec_cli.core.printable import format_count
 from trainspec_cli.core.reading.files import read_text
-from trainspec_cli.core.trust import private_files
 from trainspec_cli.core.wings import Point, parts_of
 from trainspec_cli.planner.this_machine import is_predictable
 from trainspec_cli.recipe.compose.folders import show_path

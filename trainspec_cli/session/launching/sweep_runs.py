@@ -17,12 +17,11 @@ from rich.text import Text
 
 from trainspec_cli.core import environment_names
 from trainspec_cli.core.errors import EXIT_DONE, MachineError, Problem, RecipeError, Stopped, WorkerError
-from trainspec_cli.core.printable import format_duration
+from trainspec_cli.core.printable import aligned, format_duration
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.reporter.progress import Progress
-from trainspec_cli.reporter.style import aligned
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.folder.accounting import read_heldout_losses
 from trainspec_cli.run.folder.event_types.events import EvalEvent

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from trainspec_cli.core.errors import Problem, RecipeError, TrainspecError
 from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.core.node import check_tree
 from trainspec_cli.core.reading.files import exists, how_to_copy
-from trainspec_cli.core.trust import check_tree
 from trainspec_cli.data.huggingface.config import differences, read_model
 from trainspec_cli.data.huggingface.folder import CONFIG, TOKENIZER, open_weights, read_config
 from trainspec_cli.data.weights.folder import config_file, open_other, read_other_model

@@ -14,19 +14,23 @@ from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.core.reading.files import open_regular, parse_json, read_bytes, read_object, unreadable
-from trainspec_cli.core.reading.spec_version import (
-    CURRENT,
-    KEY,
-    NEWER,
-    UNSTATED,
+from trainspec_cli.core.node import check_tree, private_files, why_not_trusted
+from trainspec_cli.core.reading.files import (
+    CURRENT_VERSION,
+    NEWER_VERSION,
+    UNSTATED_VERSION,
+    VERSION_KEY,
     VERSION_LINE,
     VERSIONS,
     find_fault,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_object,
+    unreadable,
     without_version,
 )
 from trainspec_cli.core.reading.yaml_file import compose_yaml, construct_yaml, read_yaml
-from trainspec_cli.core.trust import check_tree, private_files, why_not_trusted
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.tables import ClusterProfile
@@ -41,7 +45,7 @@ from trainspec_cli.session.recipe.load import require
 # What a file is to begin with once it is of the current version of the training spec; comments and layout stay.
 
 
-RECIPE_KEYS = {"defaults", KEY, *(key_of(one) for one in fields(RunSpec))}
+RECIPE_KEYS = {"defaults", VERSION_KEY, *(key_of(one) for one in fields(RunSpec))}
 PROFILE_KEYS = {key_of(one) for one in fields(ClusterProfile)}
 BOM = "\ufeff"
 
@@ -67,10 +71,10 @@ def migrated_head(path: Path, form: Form) -> Head:
 def _head_of_json(path: Path, form: Form) -> Head:
     content = read_object(path)
     old = read_bytes(path)
-    version = _checked(path, content.get(KEY, UNSTATED))
+    version = _checked(path, content.get(VERSION_KEY, UNSTATED_VERSION))
     if missing := next((key for key in form.needs if key not in content), None):
         raise RecipeError(Problem("no_form", f"{path} is no {form.kind} file: it has no `{missing}`", file=str(path)))
-    new = old if version == CURRENT else (json_text(bring_to_current(form, content)) + "\n").encode()
+    new = old if version == CURRENT_VERSION else (json_text(bring_to_current(form, content)) + "\n").encode()
     return Head(version, old, new)
 
 
@@ -80,13 +84,13 @@ def _head_of_events(path: Path, form: Form) -> Head:
     with open_regular(path) as file:
         while line := file.readline(MAX_LINE_BYTES):
             if (event := _event(line)) is not None:
-                version = _checked(path, event.get(KEY, UNSTATED))
+                version = _checked(path, event.get(VERSION_KEY, UNSTATED_VERSION))
                 new = json_text(bring_to_current(form, event), indent=None).encode() + b"\n"
-                return Head(version, old + line, old + (line if version == CURRENT else new))
+                return Head(version, old + line, old + (line if version == CURRENT_VERSION else new))
             old += line
             if len(old) > MAX_LINE_BYTES:
                 break
-    return Head(CURRENT, b"", b"")  # it holds no event, and nothing to migrate
+    return Head(CURRENT_VERSION, b"", b"")  # it holds no event, and nothing to migrate
 
 
 def _event(line: bytes) -> JsonObject | None:
@@ -119,14 +123,14 @@ def _head_of_yaml(path: Path) -> Head:
     text = old.decode()
     root = compose_yaml(text.removeprefix(BOM))
     values = _values(text)
-    version = _checked(path, values.get(KEY, UNSTATED))
-    if version == CURRENT:
+    version = _checked(path, values.get(VERSION_KEY, UNSTATED_VERSION))
+    if version == CURRENT_VERSION:
         return Head(version, old, old)
     assert root is not None, "`yaml_form` has seen its keys"
     before = len(text) - len(text.removeprefix(BOM))
-    stated = next((value for key, value in root.value if key.value == KEY), None)
+    stated = next((value for key, value in root.value if key.value == VERSION_KEY), None)
     if stated is not None:
-        new = f'{text[: before + stated.start_mark.index]}"{CURRENT}"{text[before + stated.end_mark.index :]}'
+        new = f'{text[: before + stated.start_mark.index]}"{CURRENT_VERSION}"{text[before + stated.end_mark.index :]}'
     else:
         mark = root.value[0][0].start_mark
         at = before + mark.index
@@ -147,7 +151,7 @@ def _values(text: str) -> JsonObject:
 def _checked(path: Path, stated: JsonValue) -> str:
     """Return the version that a file states. Raises RecipeError where this trainspec does not know it."""
     if fault := find_fault(stated):
-        raise RecipeError(Problem(fault.code, f"{path} {fault.why}", KEY, fault.hint, file=str(path)))
+        raise RecipeError(Problem(fault.code, f"{path} {fault.why}", VERSION_KEY, fault.hint, file=str(path)))
     return str(stated)
 
 
@@ -171,11 +175,13 @@ class Migration:
     def diff(self) -> str:
         """Return the lines that change, as `diff -u` shows them."""
         old, new = (text.decode(errors="replace").splitlines() for text in (self.head.old, self.head.new))
-        lines = difflib.unified_diff(old, new, f"{self.path} ({self.head.version})", f"{self.path} ({CURRENT})", n=1)
+        lines = difflib.unified_diff(
+            old, new, f"{self.path} ({self.head.version})", f"{self.path} ({CURRENT_VERSION})", n=1
+        )
         return "\n".join(line.rstrip("\n") for line in lines)
 
 
-def find_migrations(paths: Sequence[str], version: str = CURRENT) -> list[Migration]:
+def find_migrations(paths: Sequence[str], version: str = CURRENT_VERSION) -> list[Migration]:
     """Return what is to be done to the files and run folders at `paths`, also where that is nothing. Raises RecipeError
     or MachineError with everything that stands against it, before anything is written."""
     _check_target(version)
@@ -203,16 +209,16 @@ def apply(migrations: Sequence[Migration]) -> dict[Path, Path]:
 
 def _check_target(version: str) -> None:
     """Raise RecipeError unless this is the version that files are migrated to."""
-    if version == CURRENT:
+    if version == CURRENT_VERSION:
         return
     if version in VERSIONS:
-        message = f"--to {version} is a downgrade: what {CURRENT} has added would be lost"
+        message = f"--to {version} is a downgrade: what {CURRENT_VERSION} has added would be lost"
         hint = f"the file as it was lies beside it: mv FILE.{version}.bak FILE"
         raise RecipeError(Problem("downgrade", message, "--to", hint))
     fault = find_fault(version)
     assert fault is not None, "all versions that are read are known"
-    message = f"--to {version}: this trainspec migrates to version {CURRENT} of the training spec"
-    hint = fault.hint if fault.code == NEWER else f"type --to {CURRENT}, or leave it out"
+    message = f"--to {version}: this trainspec migrates to version {CURRENT_VERSION} of the training spec"
+    hint = fault.hint if fault.code == NEWER_VERSION else f"type --to {CURRENT_VERSION}, or leave it out"
     raise RecipeError(Problem(fault.code, message, "--to", hint))
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, did_you_mean
-from trainspec_cli.core.trust import check_tree
+from trainspec_cli.core.node import check_tree
 from trainspec_cli.recipe.compose.folders import show_path
 from trainspec_cli.reporter.collect import Report, collect
 from trainspec_cli.reporter.runs import RunLine, list_runs, status_of
