@@ -49,7 +49,7 @@ def complete_model(data: JsonObject, unchosen: frozenset[str], *, to_run: bool =
         return complete_from(begins_with, data, asked, unchosen="model" in unchosen)
     if asked.get("family") != AUTO_FAMILY:
         return Completion({}, "")
-    if len(asked) > 1:  # a model that is written out key by key needs no group
+    if len(asked) > 1:  # a model given by its keys needs no group
         return Completion({"model": {"family": "decoder"}}, "")
     message = "no model is named: `model` is auto, and `init.from` is null"
     hint = f"type {INIT_FROM}=hf:FOLDER, the folder of a Hugging Face model; or model=llama_6m, or another: "
@@ -58,7 +58,7 @@ def complete_model(data: JsonObject, unchosen: frozenset[str], *, to_run: bool =
 
 
 def check_weights(spec: RunSpec) -> Iterable[Problem]:
-    """A rule: what `init.from` names holds the model's weights."""
+    """Return problems if the checkpoint in `init.from` does not hold the model's weights."""
     if spec.init.from_ is None:
         return []
     from trainspec_cli.session.recipe.initial_checkpoint import check_initial  # as above
@@ -67,17 +67,17 @@ def check_weights(spec: RunSpec) -> Iterable[Problem]:
 
 
 def section_of(data: JsonObject, name: str) -> JsonObject:
-    """Return the section, or an empty one where something else stands there, which other checks report."""
+    """Return the section, or an empty one if the value is not a section, which other checks report."""
     section = data.get(name)
     return section if isinstance(section, dict) else {}
 
 
 def failed(problems: Iterable[Problem]) -> Completion:
-    """Return a completion with `problems`; what the model then lacks follows from them and is not reported again."""
+    """Return a completion with `problems`. The model's missing values follow from these, and are not reported."""
     return Completion({}, "", frozenset({"model"}), tuple(problems), frozenset({"model"}))
 
 
-# The steps of a run that is asked for by tokens or by epochs, and of a warm-up that is a share of the run.
+# The number of steps of a run whose length is given in tokens or epochs, and of a warm-up that is a share of the run.
 
 
 WARMUP = "optim.schedule.warmup_steps"
@@ -86,10 +86,9 @@ STEPS, TOKENS, EPOCHS = (f"{SECTION}.{name}" for name in NAMES)
 
 
 def complete_steps(data: JsonObject, _unchosen: frozenset[str], folder: str | None = None) -> Completion:
-    """`train.max_steps` where a recipe gives `train.tokens` or `train.epochs`, for which its data is counted.
+    """Return `train.max_steps` for a recipe with `train.tokens` or `train.epochs`; epochs require counting the data.
 
-    Steps that are given beside these, as in the record of a run, must be as many. `folder`: where the data was
-    prepared before.
+    If the steps are given too, as in the record of a run, they must agree. `folder`: of data that is already prepared.
     """
     names = given(data)
     key = next((f"{SECTION}.{name}" for name in names if name != "max_steps"), "")
@@ -102,7 +101,7 @@ def complete_steps(data: JsonObject, _unchosen: frozenset[str], folder: str | No
         steps = count_steps(draft, folder)
         if "max_steps" in names and draft.train.max_steps != steps:
             raise RecipeError(_contradiction(STEPS, key, f" ({steps:,} steps)"))
-    except UnknownTouched:  # what is wrong with the values that are needed is reported by itself
+    except UnknownTouched:  # problems of the required values are reported elsewhere
         return Completion({}, key, failed=frozenset({STEPS}))
     except RecipeError as error:
         return Completion({}, key, problems=tuple(error.problems), failed=frozenset({STEPS}))
@@ -112,7 +111,7 @@ def complete_steps(data: JsonObject, _unchosen: frozenset[str], folder: str | No
 def complete_changed_steps(
     data: JsonObject, unchosen: frozenset[str], own: JsonObject, folder: str | None
 ) -> Completion:
-    """As `complete_steps`, for a run that goes on: its own steps stay where its length is not changed."""
+    """Complete the steps of a resumed run as `complete_steps` does; the steps stay if its length is unchanged."""
     changed = section_of(data, SECTION)
     before = section_of(own, SECTION)
     if all(changed.get(name) == before.get(name) for name in NAMES):
@@ -121,7 +120,8 @@ def complete_changed_steps(
 
 
 def complete_warmup(data: JsonObject, _unchosen: frozenset[str]) -> Completion:
-    """`optim.schedule.warmup_steps` where it is a share of the run, `3%` or `0.03`: that many steps, rounded up."""
+    """Return `optim.schedule.warmup_steps` for a share of the run, such as `3%` or `0.03`, rounded up to whole
+    steps."""
     asked = section_of(section_of(data, "optim"), "schedule").get("warmup_steps")
     percent = _PERCENT.fullmatch(asked.strip()) if isinstance(asked, str) else None
     if percent is not None:
@@ -132,14 +132,14 @@ def complete_warmup(data: JsonObject, _unchosen: frozenset[str]) -> Completion:
         return Completion({}, "")
     total = section_of(data, SECTION).get("max_steps")
     is_known = isinstance(total, (int, float)) and not isinstance(total, bool) and math.isfinite(total)
-    # Where the length is wrong, which is reported by itself, nothing is reported of the warm-up.
+    # A wrong length is reported elsewhere, so the warm-up is not reported too.
     steps = math.ceil(share * int(total)) if is_known else 0  # type: ignore[arg-type]
     return Completion({"optim": {"schedule": {"warmup_steps": steps}}}, WARMUP)
 
 
 def count_steps(spec: RunSpec, folder: str | None) -> int:
-    """Return the steps of the first batch size that train at least the recipe's tokens or epochs. Raises RecipeError
-    where the data cannot be counted."""
+    """Return the number of steps at the first batch size that train at least the recipe's tokens or epochs. Raises
+    RecipeError if the data cannot be counted."""
     tokens = spec.train.tokens
     epochs = spec.train.epochs
     if tokens is not None:
@@ -149,7 +149,9 @@ def count_steps(spec: RunSpec, folder: str | None) -> int:
         count_samples,  # loads the readers of data, which most plans do without
     )
 
-    samples = Fraction(str(epochs)) * count_samples(spec, folder)  # 1.1 times 50,000 is 55,000, not a little more
+    samples = Fraction(str(epochs)) * count_samples(
+        spec, folder
+    )  # exact: as floats, 1.1 * 50,000 is slightly above 55,000
     return math.ceil(samples / spec.batching.global_batch_size)
 
 
@@ -158,16 +160,16 @@ def _contradiction(one: str, other: str, makes: str = "") -> Problem:
     return Problem("contradiction", message, one, f"leave one of them out: ~{one} or ~{other}")
 
 
-# Files that a recipe names, of the user's own code and of wings.
+# Absolute paths for the files of users' code and of wings, so that every process finds them.
 
 
 GROUPS = ("mixture", "validation")
-"""Sections of the data with several sources by name."""
+"""Sections of the data with several named sources."""
 
 
 def absolute_code(cwd: Path | None = None) -> list[Complete]:
-    """Return what names files absolutely, for each key that may name one of the user's own code or of a wing; relative
-    ones are sought in `cwd`, as other paths of a recipe are."""
+    """Return the steps that make paths absolute, for each key that may name a file of user code or of a wing; relative
+    paths start at `cwd`, like other paths of a recipe."""
     folder = cwd or Path.cwd()
     files = [f"{wing.section}.{name}" for wing in WING_KEYS for name in wing.files]
     of_keys = [*(_of_key(kind.key, folder) for kind in KINDS), *(_of_key(path, folder, is_file=True) for path in files)]
@@ -193,7 +195,7 @@ def _nested(path: str, value: JsonValue) -> JsonObject:
 
 
 def _of_parts(group: str, cwd: Path) -> Complete:
-    """Do the same for the sources of a mixture, or of the validation sets."""
+    """Return the same step for the sources of a mixture or of the validation sets."""
 
     def complete(data: JsonObject, _unchosen: frozenset[str]) -> Completion:
         parts = section_of(section_of(data, "data"), group)

@@ -1,4 +1,4 @@
-"""The data of a run, made ready on this node before any worker starts, or found again when a run goes on."""
+"""Prepare the data of a run on this node before its workers start, or find it again for a resumed run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import Loaded
 
 VALIDATED_BYTES = 16 * 2**20
-"""Text of each source that is looked through before a launch asks for all of it."""
+"""Bytes of each source that `validate` reads."""
 
 
 def prepare_data(loaded: Loaded, console: PrintableConsole) -> Path | None:
-    """Return the folder to read, of tokens made now if need be; None where nothing is read. Problems are located as the
-    recipe's own are."""
+    """Return the folder of the data, and tokenise it first if needed; None if the run reads no data. Problems have
+    lines of the recipe."""
     spec = loaded.spec
     try:
         if spec.model.unit == "samples":
@@ -37,8 +37,8 @@ def prepare_data(loaded: Loaded, console: PrintableConsole) -> Path | None:
 
 
 def check_data(loaded: Loaded) -> str:
-    """Return what the beginning of the data says of the formats of its conversations; nothing is made. Raises as
-    `prepare_data` does where the data is not what the recipe says."""
+    """Return a line about the formats of conversations at the beginning of the data, without preparing it. Raises as
+    `prepare_data` if the data does not match the recipe."""
     if loaded.spec.model.unit == "samples":
         return ""
     try:
@@ -49,12 +49,12 @@ def check_data(loaded: Loaded) -> str:
 
 
 def check_data_of(run: RunDir, data: DataSpec) -> None:
-    """Find the folder that the run began with, or make it again just as it was; phantoms have none. Raises
+    """Check that the run's data folder exists, or prepare the same data again; phantom data has no folder. Raises
     MachineError."""
     data_dir = read_data_dir(run)
     if data_dir is None or (folder := Path(data_dir)).is_dir():
         return
     if data.unit == "samples" or data.source == "tokens" or prepare(data) != folder:
-        message = f"the data folder of this run is gone ({folder}), and its source is not what it was"
-        hint = "put it back, or start a new run"
+        message = f"the data folder of this run is gone ({folder}), and its source has changed"
+        hint = "restore it, or start a new run"
         raise MachineError(Problem("missing_data", message, "data", hint, environment=True))

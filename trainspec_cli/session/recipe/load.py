@@ -1,4 +1,4 @@
-"""Load a RunSpec from a command line, and make a Plan of it, for every command that takes a recipe."""
+"""Load a RunSpec from a command line and make a Plan of it, for every command that takes a recipe."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from trainspec_cli.run.folder.files import write_text
 
 DATA_PATHS = ("data.path", "data.tokenizer.path")
 CHECK_START: Point[Callable[[RunSpec], None]] = Point("check_start")
-"""Raises TrainspecError where the run of a recipe that uses the wing lacks what a start of it needs."""
+"""Raises TrainspecError if a recipe that uses the wing lacks something that its start needs."""
 ACCELERATOR = "cluster.accelerator"
 OF_PLANNING = (DISTURB,)
 """Keys of the command line that `trainspec plan` reads itself."""
@@ -59,7 +59,7 @@ class Loaded:
 
     @property
     def origin(self) -> LaunchOrigin:
-        """Return the origin that a run of this recipe records in its folder."""
+        """Return the origin, which a run of this recipe records in its folder."""
         from trainspec_cli.recipe.compose.values import (
             render_yaml,  # loads hydra, which the help of a command does without
         )
@@ -71,16 +71,16 @@ class Loaded:
 @dataclass(frozen=True)
 class Examined:
     draft: RunSpec
-    """UNKNOWN stands in it for what is missing or wrong."""
+    """The recipe, with UNKNOWN for missing and wrong values."""
     composed: Composed
     problems: list[Problem]
-    """Located, in the order they are read."""
+    """Problems with their lines, in reading order."""
 
 
 def load(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Loaded:
-    """Return what `recipe=NAME key=value ...` asks for. Raises RecipeError with every problem, located, and as
-    `with_counted_block`. A run that is planned and not started (`to_run`) needs no data here, nor an engine that is
-    able to run it."""
+    """Load the recipe of `recipe=NAME key=value ...`. Raises RecipeError with every problem and its line, and as
+    `with_counted_block`. A run that is only planned (not `to_run`) needs neither data on this machine nor an engine
+    that can run it."""
     examined = examine(arguments, cwd, to_run=to_run)
     problems = examined.problems
     if not to_run:
@@ -94,14 +94,14 @@ def load(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = Tr
 
 
 def load_for_planning(arguments: Sequence[str], cwd: Path | None = None) -> Loaded:
-    """Load a run that is planned and not started, as `load` does."""
+    """Load a recipe that is planned and not started, as `load` does."""
     return load(arguments, cwd, to_run=False)
 
 
 def with_counted_block(arguments: Sequence[str], examined: Examined) -> list[str]:
-    """Return the arguments, with the number of parameters of a user-defined block where that is all that is wrong with
-    the model: another process makes a block and counts. Raises RecipeError where the block cannot be made, and
-    MachineError where the process fails."""
+    """Return the arguments, with the parameter count of a user-defined block if that is the model's only problem.
+    Another process builds a block and counts. Raises RecipeError if the block cannot be built, and MachineError if the
+    process fails."""
     about_model = [problem for problem in examined.problems if problem.path.partition(".")[0] == "model"]
     if not about_model or without_uncounted(about_model):
         return list(arguments)
@@ -117,7 +117,7 @@ def with_counted_block(arguments: Sequence[str], examined: Examined) -> list[str
 
 
 def check_start(spec: RunSpec) -> None:
-    """Raise TrainspecError where a wing that the recipe uses refuses to start its run."""
+    """Raise TrainspecError if a wing that the recipe uses refuses to start the run."""
     for check_it in parts_for(CHECK_START, spec):
         check_it(spec)
 
@@ -128,7 +128,7 @@ def without_uncounted(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Examined:
-    """Find everything that is wrong with a recipe, whatever the machine."""
+    """Find all problems of a recipe that do not depend on the machine."""
     from trainspec_cli.recipe.compose.compose import (
         compose_arguments,  # loads hydra, which the help of a command does without
     )
@@ -144,8 +144,8 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     completes = (*absolute_code(cwd), partial(complete_model, to_run=to_run), complete_steps, complete_warmup)
     composed = compose_arguments(arguments, cwd, completes, aside)
     draft, mistyped = build(RunSpec, composed.data)
-    # Rules pass over UNKNOWN: what a recipe or an option would have set
-    # that was not found is reported once, by its name.
+    # Rules skip UNKNOWN values. So a recipe or option that was not found is reported once, rather than for each value
+    # that it would have set.
     names = draft.__dataclass_fields__
     unknown = set(names) if RECIPE in composed.failed else composed.failed & set(names)
     draft = RunSpec(**{name: UNKNOWN if name in unknown else getattr(draft, name) for name in names})
@@ -153,7 +153,7 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     checked += apply([check_weights], draft) if to_run and not composed.problems else []
     checked += apply([partial(_accelerator_is_used, arguments)], draft) if to_run else []
     problems = composed.locate([*mistyped, *checked])
-    # An interpolation leads nowhere where its target misses, or its section is none, which is reported by itself.
+    # A broken interpolation is not reported if its target is missing or mistyped, which is already reported.
     missing = [f"${{{problem.path}}}" for problem in mistyped if problem.code == "missing_value"]
     missing += [f"${{{problem.path}." for problem in mistyped if problem.code == "wrong_type"]
     known = [
@@ -166,7 +166,7 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
 
 
 def _accelerator_is_used(arguments: Sequence[str], spec: RunSpec) -> Iterator[Problem]:
-    """A rule: who types an accelerator does not train on CPUs since the recipe is for those."""
+    """Yield a problem if the command line names an accelerator, but the recipe trains on CPUs."""
     chip = spec.cluster.accelerator
     typed = {key.strip(): value for key, _, value in (argument.partition("=") for argument in arguments)}
     if chip is None or chip.vendor == "cpu" or spec.cluster.device != "cpu":
@@ -178,14 +178,14 @@ def _accelerator_is_used(arguments: Sequence[str], spec: RunSpec) -> Iterator[Pr
 
 
 def plan_on(loaded: Loaded, machine: Machine) -> Plan:
-    """Resolve every `auto`. Raises MachineError for what the node lacks, RecipeError for sizes that do not fit it."""
+    """Resolve every `auto`. Raises MachineError for what the node lacks, RecipeError for sizes that do not match it."""
     require(loaded.composed.locate(check_machine(loaded.spec, machine)))
     return plan_for(loaded, machine)
 
 
 def machine_of_job(loaded: Loaded) -> Machine:
-    """Return what a node of the job is, which need not be like this one. Raises RecipeError where the recipe leaves
-    open what only the job's nodes could show."""
+    """Return a node of the job, which may differ from this one. Raises RecipeError if the recipe leaves open what only
+    the job's nodes could show."""
     cluster = loaded.spec.cluster
     open_keys = [key for key in ("device", "devices_per_node") if getattr(cluster, key) == AUTO]
     if open_keys:
@@ -201,7 +201,7 @@ def machine_of_job(loaded: Loaded) -> Machine:
 
 
 def plan_for(loaded: Loaded, machine: Machine) -> Plan:
-    """Resolve every `auto` for a machine that is not this one. Raises as `plan_on`, but for what the node lacks."""
+    """Resolve every `auto` for another machine. Raises as `plan_on`, except for what the node lacks."""
     try:
         return plan(loaded.spec, machine)
     except TrainspecError as error:
@@ -209,15 +209,15 @@ def plan_for(loaded: Loaded, machine: Machine) -> Plan:
 
 
 def this_machine(spec: RunSpec) -> Machine:
-    """This node as a spec without problems would use it."""
+    """Return this node as a valid spec would use it."""
     from trainspec_cli.run.job.machine import detect  # loads psutil, which plans for another cluster do without
 
     return detect(look_for_gpus=spec.cluster.device != "cpu")
 
 
 def machine_of_cluster(cluster: ClusterSpec) -> Machine | None:
-    """Return a node as the recipe's cluster describes it, which need not be like this one; None if it leaves open how
-    many GPUs a node has, or whether it has any."""
+    """Return a node as described by the recipe's cluster, which may differ from this one; None if it leaves open the
+    number of GPUs per node, or whether there are any."""
     chip = cluster.accelerator
     has_gpus = cluster.device == "cuda" or (cluster.device == AUTO and chip is not None and chip.vendor != "cpu")
     if not has_gpus or cluster.devices_per_node == AUTO:
@@ -234,7 +234,7 @@ def machine_of_cluster(cluster: ClusterSpec) -> Machine | None:
 
 
 def machine_of_draft(spec: RunSpec) -> Machine | None:
-    """This node as a draft would use it; None where the draft does not say whether it wants GPUs."""
+    """Return this node as a draft would use it; None if the draft leaves open whether it uses GPUs."""
     try:
         return this_machine(spec)
     except UnknownTouched:
@@ -242,15 +242,15 @@ def machine_of_draft(spec: RunSpec) -> Machine | None:
 
 
 def require(problems: Sequence[Problem]) -> None:
-    """Raise what they amount to: MachineError (exit 4) where only the machine lacks something, else RecipeError (2)."""
+    """Raise the problems, if any: MachineError (exit 4) if only the machine lacks something, else RecipeError (2)."""
     if problems:
         error = MachineError if all(problem.environment for problem in problems) else RecipeError
         raise error(problems)
 
 
 def follows(problem: Problem, composed: Composed) -> bool:
-    """Return whether a value misses because the recipe or option that gives it was not found, or because its own was
-    refused."""
+    """Return whether a missing value is a consequence of a recipe or option that was not found, or of a refused
+    value."""
     refused = {other.path for other in composed.problems}
     group = problem.path.partition(".")[0]
     missed = bool(composed.failed & {RECIPE, group, problem.path}) or problem.path in refused
@@ -258,28 +258,28 @@ def follows(problem: Problem, composed: Composed) -> bool:
 
 
 def _place(problem: Problem) -> tuple[bool, str, int, int]:
-    """The command line first, then file by file."""
+    """Sort key: the command line first, then file by file."""
     return problem.file != COMMAND_LINE, problem.file or "", problem.line or 0, problem.column or 0
 
 
-# The plan where no recipe is named: a model on a cluster, with what is usual for the rest.
+# Defaults for a plan without a recipe: a model on a cluster, with usual values for the rest.
 
 
 DEFAULTS = "plan_defaults"
-"""The recipe in the place of one (recipes/plan_defaults.yaml)."""
+"""The recipe that is used if none is named (recipes/plan_defaults.yaml)."""
 TOKENS_A_PARAMETER = 20
-"""arXiv:2203.15556, table 3: what trains a model of its size best for the compute."""
+"""Compute-optimal number of tokens per parameter (arXiv:2203.15556, table 3)."""
 SEQ_LEN = 4096
 TOKENS_A_STEP = 2**22
 POOLS = "cluster.pools"
-"""Say what a cluster's nodes are, so that no other cluster stands in the place of what nobody has given."""
+"""Describes the nodes of a cluster, so that no default cluster is needed."""
 LENGTHS = ("train.max_steps", "train.tokens", "train.epochs")
 
 
 def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """-> (the arguments with a recipe, the overrides among them that stand for what nobody has given).
+    """Return the arguments with a recipe, and those among them that are defaults.
 
-    Those that name a recipe stay as they are. Raises RecipeError where neither a recipe nor a model is named.
+    Arguments that name a recipe are unchanged. Raises RecipeError if neither a recipe nor a model is named.
     """
     given = {argument.partition("=")[0].lstrip("~+") for argument in arguments}
     if RECIPE in given:
@@ -306,8 +306,8 @@ def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]
 
 
 def _usual(model: ModelSpec, arguments: Sequence[str]) -> dict[str, str]:
-    """Samples of 4,096 tokens, as far as the model's positions reach, four million tokens a step, 20 a parameter; of
-    pictures, 90 times the 1.28 million of ImageNet."""
+    """Return usual values: samples of 4,096 tokens, or the model's maximum, 4 million tokens per step, and 20 tokens
+    per parameter; for images, 90 epochs of the 1.28 million of ImageNet."""
     if model.unit == "samples":
         return {"data.seq_len": "1", "train.tokens": "1.15e8"}
     learnt = model.learned_positions if isinstance(model, DecoderModel) else 0
@@ -327,7 +327,7 @@ UNNAMED = "auto"
 
 
 def profile_path(cluster: str) -> Path:
-    """Return the file of a cluster's profile; it may not exist."""
+    """Return the path of a cluster's profile, which may not exist."""
     return cache_dir() / "profiles" / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', cluster or UNNAMED).lstrip('.')}.yaml"
 
 
@@ -336,7 +336,7 @@ def list_profiles() -> list[Path]:
 
 
 def read_profile(path: Path) -> ClusterProfile:
-    """Read a profile. Raises RecipeError for a file that is none."""
+    """Read a profile. Raises RecipeError for any other file."""
     try:
         return from_plain(ClusterProfile, read_versioned_yaml(path))
     except (RecipeError, ValueError, TypeError) as error:
@@ -353,7 +353,7 @@ def write_profile(path: Path, profile: ClusterProfile) -> None:
 
 
 def device_of(spec: RunSpec, machine: Machine | None) -> str:
-    """Return the accelerator's name by the catalogue, or the processor's."""
+    """Return the catalogue name of the accelerator, or the name of the CPU."""
     if machine is not None and machine.gpu_names and spec.cluster.device != "cpu":
         chip, _ = chip_of(machine)
         return chip.name if chip else machine.gpu_names[0]
@@ -361,8 +361,8 @@ def device_of(spec: RunSpec, machine: Machine | None) -> str:
 
 
 def find_profile(spec: RunSpec, machine: Machine | None) -> tuple[ClusterProfile | None, str]:
-    """Return the profile that holds for this cluster, and a line that says so, or why one that is there does not.
-    Raises RecipeError where the file is damaged."""
+    """Return the profile of this cluster and a line about it; if a profile exists but does not apply, None and the
+    reason. Raises RecipeError if the file is damaged."""
     path = profile_path(spec.cluster.name)
     if spec.cluster.profile == "off" or spec.cluster.pools or not path.is_file():
         return None, ""
@@ -373,12 +373,12 @@ def find_profile(spec: RunSpec, machine: Machine | None) -> tuple[ClusterProfile
     for what, here in found.items():
         if (made := getattr(profile, what)) != here:
             stale = f"the profile of {profile.cluster} is not used: it was made with {what} {made}, and this is {here}"
-            return None, f"{stale}; trainspec calibrate makes it anew, trainspec calibrate --forget removes it"
+            return None, f"{stale}; trainspec calibrate renews it, trainspec calibrate --forget removes it"
     return profile, describe_profile(profile)
 
 
 def describe_profile(profile: ClusterProfile) -> str:
-    """Return one line: date, rows, and what it changed."""
+    """Return one line with the date, the number of rows and the main changes."""
     ranked = sorted(profile.parameters.items(), key=lambda item: -abs(item[1].factor - 1))
     moved = [f"{name} x {found.factor:.2f}" for name, found in ranked if found.informed and name != PACE][:3]
     pace = profile.parameters[PACE].factor
@@ -388,8 +388,8 @@ def describe_profile(profile: ClusterProfile) -> str:
 
 
 def with_profile(spec: RunSpec, machine: Machine | None) -> tuple[RunSpec, str]:
-    """Return the recipe with its cluster's efficiencies as calibrated (what it says itself stands above them), and a
-    line that says so. A CPU's profile is applied where its probe is read."""
+    """Return the recipe with the calibrated efficiencies of its cluster, and a line about them. The recipe's own values
+    take precedence. The profile of a CPU is applied to its probe instead."""
     profile, line = find_profile(spec, machine)
     if profile is None or profile.kind != "gpu":
         return spec, line if profile is None else ""

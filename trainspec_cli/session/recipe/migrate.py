@@ -42,7 +42,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.folder import claim, is_running
 from trainspec_cli.session.recipe.load import require
 
-# What a file is to begin with once it is of the current version of the training spec; comments and layout stay.
+# The new beginning of a file of the current version of the training spec; comments and layout stay.
 
 
 RECIPE_KEYS = {"defaults", VERSION_KEY, *(key_of(one) for one in fields(RunSpec))}
@@ -52,17 +52,17 @@ BOM = "\ufeff"
 
 @dataclass(frozen=True)
 class Head:
-    """The beginning of a file, up to which a migration changes it."""
+    """The beginning of a file, which a migration replaces."""
 
     version: str
     old: bytes
     new: bytes
-    """As `old` where nothing is to be done."""
+    """Equal to `old` if the file needs no change."""
 
 
 def migrated_head(path: Path, form: Form) -> Head:
-    """Return the beginning of a file as it is and as it is to be. Raises RecipeError for a version that cannot be
-    migrated, UnreadableFileError for a damaged file."""
+    """Return the old and the new beginning of a file. Raises RecipeError for a version that cannot be migrated,
+    UnreadableFileError for a damaged file."""
     if form.notation == "jsonl":
         return _head_of_events(path, form)
     return _head_of_yaml(path) if form.notation == "yaml" else _head_of_json(path, form)
@@ -79,7 +79,7 @@ def _head_of_json(path: Path, form: Form) -> Head:
 
 
 def _head_of_events(path: Path, form: Form) -> Head:
-    """The head reaches up to the first whole event, which is the one that states the version."""
+    """Return the head up to the first complete event, which states the version."""
     old = b""
     with open_regular(path) as file:
         while line := file.readline(MAX_LINE_BYTES):
@@ -90,7 +90,7 @@ def _head_of_events(path: Path, form: Form) -> Head:
             old += line
             if len(old) > MAX_LINE_BYTES:
                 break
-    return Head(CURRENT_VERSION, b"", b"")  # it holds no event, and nothing to migrate
+    return Head(CURRENT_VERSION, b"", b"")  # without events there is nothing to migrate
 
 
 def _event(line: bytes) -> JsonObject | None:
@@ -102,7 +102,7 @@ def _event(line: bytes) -> JsonObject | None:
 
 
 def yaml_form(path: Path) -> Form:
-    """Return whether a file is a recipe or a profile, by its keys. Raises RecipeError where it is neither."""
+    """Return the form of a YAML file, recipe or profile, by its keys. Raises RecipeError for other files."""
     content = read_yaml(path)
     keys: Collection[str] = content.keys() if isinstance(content, dict) else ()
     if {*keys} >= PROFILE_KEYS:
@@ -110,14 +110,14 @@ def yaml_form(path: Path) -> Form:
     strangers = [key for key in keys if key not in RECIPE_KEYS]
     if strangers or not keys:
         what = f"it has the key `{strangers[0]}`, which no recipe has" if strangers else "it has no keys"
-        hint = "options of groups state no version: they are read as of the recipe that chooses them"
+        hint = "options of groups have no version; they have the version of the recipe that chooses them"
         raise RecipeError(Problem("no_form", f"{path} is no recipe: {what}", hint=hint, file=str(path)))
     return RECIPE
 
 
 def _head_of_yaml(path: Path) -> Head:
-    """The version's line is put before the first key, or takes the place of the older version's: no other byte is
-    changed."""
+    """Return the head with the version's line before the first key, or in place of the old version; no other byte
+    changes."""
     yaml_form(path)
     old = read_bytes(path)
     text = old.decode()
@@ -137,8 +137,8 @@ def _head_of_yaml(path: Path) -> Head:
         newline = "\r\n" if "\r\n" in text else "\n"
         new = f"{text[:at]}{VERSION_LINE.strip()}{newline}{' ' * mark.column}{text[at:]}"
     if root.flow_style or repr(without_version(_values(new))) != repr(without_version(values)):
-        hint = f"write its keys on lines of their own, and {VERSION_LINE.strip()} above them"
-        raise RecipeError(Problem("no_form", f"{path} has no line of its own for each key", hint=hint, file=str(path)))
+        hint = f"write each key on a separate line, and {VERSION_LINE.strip()} above them"
+        raise RecipeError(Problem("no_form", f"{path} has several keys on a line", hint=hint, file=str(path)))
     return Head(version, old, new.encode())
 
 
@@ -149,7 +149,7 @@ def _values(text: str) -> JsonObject:
 
 
 def _checked(path: Path, stated: JsonValue) -> str:
-    """Return the version that a file states. Raises RecipeError where this trainspec does not know it."""
+    """Return the version that a file states. Raises RecipeError for an unknown version."""
     if fault := find_fault(stated):
         raise RecipeError(Problem(fault.code, f"{path} {fault.why}", VERSION_KEY, fault.hint, file=str(path)))
     return str(stated)
@@ -160,13 +160,13 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class Migration:
-    """What is to be done to one file."""
+    """The migration of one file."""
 
     path: Path
     form: Form
     head: Head
     run: RunDir | None
-    """The run whose file it is; None of a file that lies by itself."""
+    """The run that the file belongs to; None for a separate file."""
 
     @property
     def changes(self) -> bool:
@@ -182,8 +182,8 @@ class Migration:
 
 
 def find_migrations(paths: Sequence[str], version: str = CURRENT_VERSION) -> list[Migration]:
-    """Return what is to be done to the files and run folders at `paths`, also where that is nothing. Raises RecipeError
-    or MachineError with everything that stands against it, before anything is written."""
+    """Return the migrations of the files and run folders at `paths`, including those without changes. Raises
+    RecipeError or MachineError with all problems, before any file is written."""
     _check_target(version)
     found: list[Migration] = []
     problems: list[Problem] = []
@@ -197,8 +197,8 @@ def find_migrations(paths: Sequence[str], version: str = CURRENT_VERSION) -> lis
 
 
 def apply(migrations: Sequence[Migration]) -> dict[Path, Path]:
-    """Change the files, each at once; return where each is kept as it was. A run is claimed meanwhile, so that nobody
-    starts it. Raises RecipeError where it goes on, MachineError where a file cannot be written."""
+    """Replace the files atomically; return the backup of each. Runs are claimed meanwhile, so that nobody starts them.
+    Raises RecipeError for a running run, MachineError if a file cannot be written."""
     changing = [migration for migration in migrations if migration.changes]
     runs = {migration.run.root.resolve(): migration.run for migration in changing if migration.run}
     with ExitStack() as claims, private_files():
@@ -208,12 +208,12 @@ def apply(migrations: Sequence[Migration]) -> dict[Path, Path]:
 
 
 def _check_target(version: str) -> None:
-    """Raise RecipeError unless this is the version that files are migrated to."""
+    """Raise RecipeError unless this is the current version."""
     if version == CURRENT_VERSION:
         return
     if version in VERSIONS:
         message = f"--to {version} is a downgrade: what {CURRENT_VERSION} has added would be lost"
-        hint = f"the file as it was lies beside it: mv FILE.{version}.bak FILE"
+        hint = f"restore the backup next to the file: mv FILE.{version}.bak FILE"
         raise RecipeError(Problem("downgrade", message, "--to", hint))
     fault = find_fault(version)
     assert fault is not None, "all versions that are read are known"
@@ -223,7 +223,7 @@ def _check_target(version: str) -> None:
 
 
 def _of_path(path: Path, problems: list[Problem]) -> Iterator[Migration]:
-    """Yield the files at a path; what is wrong with one of a run folder is added to `problems`."""
+    """Yield the migrations at a path; problems of a run folder's files are added to `problems`."""
     if not path.is_dir():
         _check_own_file(path)
         run = _run_of(path)
@@ -240,7 +240,7 @@ def _of_path(path: Path, problems: list[Problem]) -> Iterator[Migration]:
     check_tree(run.root)
     _check_free(run)
     for form in FORMS:
-        for pattern in () if form.schema else form.patterns:  # what is under a digest is left as it is
+        for pattern in () if form.schema else form.patterns:  # files under a digest must not change
             for file in sorted(run.root.glob(pattern)):
                 try:
                     _check_own_file(file)
@@ -250,7 +250,7 @@ def _of_path(path: Path, problems: list[Problem]) -> Iterator[Migration]:
 
 
 def _run_of(file: Path) -> RunDir | None:
-    """Return the run in whose folder a file lies."""
+    """Return the run whose folder contains a file."""
     above = itertools.islice(file.absolute().parents, 3)
     return next((RunDir(folder) for folder in above if RunDir(folder).run_json.is_file()), None)
 
@@ -262,7 +262,7 @@ def _check_free(run: RunDir) -> None:
 
 
 def _check_own_file(path: Path) -> None:
-    """Raise for what is not a plain file of this user's own."""
+    """Raise unless the path is a regular file that this user owns."""
     try:
         found = path.lstat()
     except OSError as error:
@@ -279,7 +279,7 @@ def _check_own_file(path: Path) -> None:
 
 
 def _form_of_file(path: Path) -> Form:
-    """Return the kind of a file that is named by itself. Raises RecipeError where it is none that trainspec writes."""
+    """Return the form of a separate file. Raises RecipeError unless trainspec writes such files."""
     if path.suffix in YAML_SUFFIXES:
         return yaml_form(path)
     if path.suffix == ".json":  # a file under a digest states its schema
@@ -294,7 +294,7 @@ def _form_of_file(path: Path) -> Form:
 
 
 def _replace(migration: Migration) -> Path:
-    """Write a file anew; return where it is kept as it was."""
+    """Rewrite a file; return the path of its backup."""
     path = migration.path
     head = migration.head
     for number in itertools.count(1):
@@ -305,7 +305,7 @@ def _replace(migration: Migration) -> Path:
             continue
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            hint = "files that were migrated before it stay so; call the command again"
+            hint = "files that were migrated before it stay migrated; call the command again"
             problem = Problem("cannot_write", f"{path} cannot be written: {reason}", hint=hint, environment=True)
             raise MachineError(problem) from error
         return backup

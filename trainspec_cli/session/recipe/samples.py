@@ -1,4 +1,4 @@
-"""The training samples of an epoch, counted in the data."""
+"""Count the training samples of an epoch in the data."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from trainspec_cli.session.recipe.complete import EPOCHS, TOKENS
 
 
 def count_samples(spec: RunSpec, folder: str | None) -> int:
-    """Return the training samples of an epoch; text is prepared for that. Raises RecipeError where there are none to
-    count."""
+    """Return the number of training samples of an epoch; text is tokenised for that. Raises RecipeError if they cannot
+    be counted."""
     data = spec.data
     model = spec.model
     if data.is_own and folder is None and (found := prepared_folder(data)):
         folder = str(found)
     elif data.is_own and folder is None:
-        message = f"`{EPOCHS}` is {spec.train.epochs:g}, and to count the samples of {data.source} it would have to run"
-        hint = f"prepare its data first (trainspec data prepare), or type {TOKENS}=<tokens> in its place"
+        message = f"`{EPOCHS}` is {spec.train.epochs:g}, and counting the samples of {data.source} would have to run it"
+        hint = f"prepare its data first (trainspec data prepare), or type {TOKENS}=<tokens> instead"
         raise RecipeError(Problem("unsupported", message, EPOCHS, hint))
     if data.source == "mixture":
-        message = f"`{EPOCHS}` is {spec.train.epochs:g}, and the parts of data=mixture come round at different times"
-        raise RecipeError(Problem("unsupported", message, EPOCHS, f"type {TOKENS}=<tokens> in its place"))
+        message = f"`{EPOCHS}` is {spec.train.epochs:g}, and the parts of data=mixture have epochs of different lengths"
+        raise RecipeError(Problem("unsupported", message, EPOCHS, f"type {TOKENS}=<tokens> instead"))
     try:
         if isinstance(model, ConvModel):
             return open_samples(data, model, expand(data.path) if data.path else None).count("train")
@@ -37,5 +37,5 @@ def count_samples(spec: RunSpec, folder: str | None) -> int:
         return len(open_rows(tokens, "train", data))
     except TrainspecError as error:
         message = f"`{EPOCHS}` is {spec.train.epochs:g}, and the samples of an epoch cannot be counted: {error}"
-        hint = f"type {TOKENS}=<tokens> in its place, such as {TOKENS}=500e9"
+        hint = f"type {TOKENS}=<tokens> instead, such as {TOKENS}=500e9"
         raise RecipeError(Problem("unknown_length", message, EPOCHS, hint)) from error
