@@ -1,4 +1,4 @@
-"""`trainspec backtest FILE.csv`: predict every row of a table of measured runs, and say how far off."""
+"""`trainspec backtest FILE.csv`: predict every row of a table of measured runs, and print the errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _read_profile(profile: Path | None) -> Efficiency:
         values = {name: _efficiency(value) for name, value in given.items()}
         return Efficiency(**values)
     except (OSError, TypeError, ValueError) as error:
-        message = f"{profile} is no profile of efficiencies: {error}"
+        message = f"{profile} is not a profile of efficiencies: {error}"
         hint = "write one with trainspec backtest FILE.csv --fit PROFILE.yaml"
         raise RecipeError(Problem(code="wrong_profile", message=message, file=str(profile), hint=hint)) from error
 

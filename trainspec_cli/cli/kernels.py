@@ -1,4 +1,4 @@
-"""`trainspec kernels`: which kernels are fastest here, at a recipe's own shapes."""
+"""`trainspec kernels`: measure which kernels are fastest on this machine, at a recipe's shapes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trainspec_cli.run.tools import measure_kernels
 from trainspec_cli.session.console import make_console
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 
-Again = Annotated[bool, typer.Option("--again", help="Measure although it was done before.")]
+Again = Annotated[bool, typer.Option("--again", help="Measure again, even if results exist.")]
 
 
 def kernels(arguments: RecipeArguments, again: Again = False, as_json: AsJson = False) -> None:
-    """Measure every kernel that runs here, against fp64 and against torch's default, at the recipe's own shapes.
+    """Measure every kernel that runs here, against fp64 and against torch's default, at the recipe's shapes.
 
-    It is what kernels=auto goes by, and measured once.
+    kernels=auto uses the results. They are measured once.
     """
     console = make_console(as_json=as_json)
     with on_stop_signal(interrupt):
