@@ -451,6 +451,7 @@ def select_kernels(
     """
     if not plan.kernels.open_ops:
         return plan, None
+    table: KernelTable | None
     if may_measure:
         table = measure_kernels(plan, machine, partial(console.report, "measuring kernels on this machine, once"))
     else:

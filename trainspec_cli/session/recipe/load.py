@@ -24,7 +24,7 @@ from trainspec_cli.recipe.rules.run import BLOCK_PARAMS
 from trainspec_cli.recipe.structure import UNKNOWN, UnknownTouched, build
 
 if TYPE_CHECKING:
-    from trainspec_cli.recipe.compose.compose import Composed
+    from trainspec_cli.recipe.compose.compose import Complete, Composed
     from trainspec_cli.run.job.folder import LaunchOrigin
 
 
@@ -141,7 +141,8 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     )  # as above
 
     aside = () if to_run else OF_PLANNING
-    completes = (*absolute_code(cwd), partial(complete_model, to_run=to_run), complete_steps, complete_warmup)
+    completes: list[Complete] = [*absolute_code(cwd), partial(complete_model, to_run=to_run)]
+    completes += [complete_steps, complete_warmup]
     composed = compose_arguments(arguments, cwd, completes, aside)
     draft, mistyped = build(RunSpec, composed.data)
     # Rules skip UNKNOWN values. So a recipe or option that was not found is reported once, rather than for each value
