@@ -31,7 +31,8 @@ class LayoutMemory:
         self._known: dict[tuple[Layout, float, int], tuple[MemoryBreakdown, ...]] = {}
 
     def fits(self, setup: Setup) -> bool:
-        return self._fullest_bytes(setup) <= memory_limit_bytes(setup.fabric.chip)
+        fullest_bytes = max(stage.total_bytes for stage in self.of_stages(setup))
+        return fullest_bytes <= memory_limit_bytes(setup.fabric.chip)
 
     def may_fit(self, setup: Setup) -> bool:
         """Return whether a layout with an even cut fits by the rough estimate of the planner's search."""
@@ -44,9 +45,6 @@ class LayoutMemory:
         if key not in self._known:
             self._known[key] = predict_memory(setup, self.recompute)
         return self._known[key]
-
-    def _fullest_bytes(self, setup: Setup) -> float:
-        return max(stage.total_bytes for stage in self.of_stages(setup))
 
     # Micro-batches
 

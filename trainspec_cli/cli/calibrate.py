@@ -87,9 +87,10 @@ def _measure(sources: list[str], cluster: str, layouts: int, steps: int, *, as_j
 
 
 def _list(cluster: str, *, forget: bool, as_json: bool) -> None:
-    from trainspec_cli.session.recipe.load import list_profiles, profile_path, read_profile
+    from trainspec_cli.session.recipe.load import profile_path, read_profile
 
-    paths = [path for path in list_profiles() if not cluster or path == profile_path(cluster)]
+    stored = sorted(profile_path(cluster).parent.glob("*.yaml"))
+    paths = [path for path in stored if not cluster or path == profile_path(cluster)]
     if forget:
         for path in paths:
             path.unlink(missing_ok=True)

@@ -19,9 +19,9 @@ from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.reporter.compare import MOST_RUNS, comparison_as_json, render_comparison
 from trainspec_cli.reporter.runs import RunLine, show_differences
-from trainspec_cli.run.folder.memory import Copies, list_copies, remove_folder
+from trainspec_cli.run.folder.memory import list_copies, remove_folder
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.memory_limits import Learned, MemoryLimits, forget_limits, list_limits
+from trainspec_cli.run.memory_limits import forget_limits, list_limits
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.runs import removal
 from trainspec_cli.session.runs.find import collect_run, runs_here, status_of_run
@@ -100,16 +100,16 @@ def _show_limits(*, clear: bool, as_json: bool) -> None:
     elif not found:
         print("no run has run out of memory on this machine")
     else:
-        rows = [_limit_cells(limits, learned) for limits in found for learned in limits.learned]
-        print("\n".join(aligned([LIMITS_HEADINGS, *rows])))
+        rows: list[tuple[str, ...]] = [LIMITS_HEADINGS]
+        for limits in found:
+            for learned in limits.learned:
+                relief = learned.relief
+                instead = relief.taken.describe(relief.failed)
+                age = format_duration(max(0.0, time.time() - learned.at))
+                about = (limits.model, limits.layout, limits.device)
+                rows.append((*about, relief.failed.describe(), instead, age, learned.run))
+        print("\n".join(aligned(rows)))
         print("\nforgotten" if clear else "\ntrainspec runs --clear-limits forgets them")
-
-
-def _limit_cells(limits: MemoryLimits, learned: Learned) -> tuple[str, ...]:
-    relief = learned.relief
-    instead = relief.taken.describe(relief.failed)
-    age = format_duration(max(0.0, time.time() - learned.at))
-    return limits.model, limits.layout, limits.device, relief.failed.describe(), instead, age, learned.run
 
 
 def _show_copies(*, clear: bool, as_json: bool) -> None:
@@ -134,7 +134,12 @@ def _show_copies(*, clear: bool, as_json: bool) -> None:
     elif not rows:
         print("no run has copies in this node's memory")
     else:
-        print("\n".join(aligned([COPIES_HEADINGS, *(_copies_cells(*row) for row in rows)])))
+        cells: list[tuple[str, ...]] = [COPIES_HEADINGS]
+        for copies, status in rows:
+            on_disk = copies.run.newest_step if copies.run else 0
+            where = str(copies.run.root) if copies.run else f"rm -r {copies.folder} removes them"
+            cells.append((format_bytes(copies.bytes), str(copies.step), str(on_disk or "-"), status, where))
+        print("\n".join(aligned(cells)))
         if clear:
             print(f"\ncleared {format_bytes(sum(copies.bytes for copies in cleared))}")
         elif any(status in FORSAKEN for _, status in rows):
@@ -147,12 +152,6 @@ def _status_of_owner(run: RunDir | None) -> str:
     if not run.run_json.is_file():
         return GONE
     return status_of_run(run)
-
-
-def _copies_cells(copies: Copies, status: str) -> tuple[str, ...]:
-    on_disk = copies.run.newest_step if copies.run else 0
-    where = str(copies.run.root) if copies.run else f"rm -r {copies.folder} removes them"
-    return format_bytes(copies.bytes), str(copies.step), str(on_disk or "-"), status, where
 
 
 def _cells(line: RunLine) -> tuple[str, ...]:

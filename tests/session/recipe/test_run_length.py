@@ -16,7 +16,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching.nodes import NodeOptions
 from trainspec_cli.session.launching.resume import prepare_resume
-from trainspec_cli.session.recipe import samples
+from trainspec_cli.session.recipe import data as run_data
 from trainspec_cli.session.recipe.load import load, load_for_planning
 
 RAMP = "batching.schedule={kind: ramp, stages: [{from_tokens: 5120, global_batch_size: 16}]}"
@@ -167,7 +167,7 @@ def test_a_run_of_tokens_is_done_when_they_are_trained(make_run: Callable[..., R
 
 def test_a_fraction_of_epochs_is_not_rounded_up_past_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """In floating point 1.1 times 50,000 is a little more than 55,000."""
-    monkeypatch.setattr(samples, "count_samples", lambda *_: 50_000)
+    monkeypatch.setattr(run_data, "count_samples", lambda *_: 50_000)
     recipe = ["recipe=tiny", "batching.global_batch_size=100"]
     assert steps_of(load([*recipe, "train.epochs=1.1"]).spec) == 550
     assert steps_of(load([*recipe, "train.epochs=1.1001"]).spec) == 551

@@ -22,6 +22,7 @@ from trainspec_cli.recipe.own_code import KINDS, absolute_reference
 from trainspec_cli.recipe.rules.check import WING_KEYS
 from trainspec_cli.recipe.rules.run import forget_out_of_range
 from trainspec_cli.recipe.structure import UnknownTouched, build
+from trainspec_cli.session.recipe.load import EPOCHS, STEPS, TOKENS
 
 INIT_FROM = "init.from"
 
@@ -82,7 +83,6 @@ def failed(problems: Iterable[Problem]) -> Completion:
 
 WARMUP = "optim.schedule.warmup_steps"
 _PERCENT = re.compile(r"(\d+(?:\.\d*)?)\s*%")
-STEPS, TOKENS, EPOCHS = (f"{SECTION}.{name}" for name in NAMES)
 
 
 def complete_steps(data: JsonObject, _unchosen: frozenset[str], folder: str | None = None) -> Completion:
@@ -145,7 +145,7 @@ def count_steps(spec: RunSpec, folder: str | None) -> int:
     if tokens is not None:
         return math.ceil(tokens / (spec.batching.global_batch_size * spec.data.seq_len))
     assert epochs is not None, "the recipe says how much is trained"
-    from trainspec_cli.session.recipe.samples import (
+    from trainspec_cli.session.recipe.data import (
         count_samples,  # loads the readers of data, which most plans do without
     )
 

@@ -274,7 +274,9 @@ SEQ_LEN = 4096
 TOKENS_A_STEP = 2**22
 POOLS = "cluster.pools"
 """Describes the nodes of a cluster, so that no default cluster is needed."""
-LENGTHS = ("train.max_steps", "train.tokens", "train.epochs")
+STEPS = "train.max_steps"
+TOKENS = "train.tokens"
+EPOCHS = "train.epochs"
 
 
 def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -300,8 +302,8 @@ def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]
         usual = _usual(examined.draft.model, arguments)
     except UnknownTouched:  # the model is wrong, which the plan reports
         return named, ()
-    if given & set(LENGTHS):
-        del usual["train.tokens"]
+    if given & {STEPS, TOKENS, EPOCHS}:
+        del usual[TOKENS]
     overrides = tuple(f"{key}={value}" for key, value in usual.items() if key not in given)
     return [*named, *overrides], overrides
 
@@ -330,10 +332,6 @@ UNNAMED = "auto"
 def profile_path(cluster: str) -> Path:
     """Return the path of a cluster's profile, which may not exist."""
     return cache_dir() / "profiles" / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', cluster or UNNAMED).lstrip('.')}.yaml"
-
-
-def list_profiles() -> list[Path]:
-    return sorted((cache_dir() / "profiles").glob("*.yaml"))
 
 
 def read_profile(path: Path) -> ClusterProfile:
