@@ -103,7 +103,7 @@ def test_chance_stays_within_its_bounds_and_repeats_itself() -> None:
 
 
 def test_events_say_what_they_are() -> None:
-    assert Leave(node=3, from_step=5, steps=2).describe() == "node 3 is away, steps 5 to 6"
+    assert Leave(node=3, from_step=5, steps=2).describe() == "node 3 is absent, steps 5 to 6"
     assert SlowDevice(device=3, factor=1.5).describe() == "device 3 computes 1.5 times as long, from step 1 on"
     assert SlowNode(node=1024, factor=2, from_step=3, steps=1).describe() == (
         "node 1,024 computes 2 times as long, steps 3 to 3"

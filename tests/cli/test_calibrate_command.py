@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.session.planning.profile import profile_path
+from trainspec_cli.session.recipe.load import profile_path
 
 TABLE = Path(__file__).parents[1] / "data" / "measured" / "throughput.csv"
 PLAN = ("plan", "model=llama3_8b", "cluster=h100", "layout.tp=1", "layout.pp=1", "layout.cp=1", "--json")

@@ -133,7 +133,7 @@ def test_conversations_become_tokens_of_which_the_replies_are_learnt(tmp_path):
     assert error.value.problems[0].path == "--chat-template"
     printed = run("prepare", "--source", "chat", "--path", file, "--output", output, "--chat-template", "chatml")
     assert TokenFolder.open(output).manifest.learns_parts
-    assert "conversations are not judged so" in printed
+    assert "not defined for conversations" in printed
 
 
 def test_the_format_of_conversations_is_shown(tmp_path):
@@ -157,7 +157,7 @@ def test_a_recipes_data_is_prepared_where_its_launch_looks(tables, texts, tmp_pa
     printed = run("prepare", *recipe)
     assert [line.split()[0] for line in printed.splitlines()] == ["tables", "files"]
     assert run("prepare", "recipe=tiny_unet3d").startswith("nothing to prepare: phantoms")
-    with pytest.raises(RecipeError, match="--output cannot stand beside it"):
+    with pytest.raises(RecipeError, match="leave out --output"):
         run("prepare", *recipe, "--output", tmp_path / "out")
 
 
@@ -179,7 +179,7 @@ def test_the_rows_of_a_token_folder():
     )
     assert _rows(manifest(xz_bits_per_byte=None))["xz on held out"] == "unknown: this Python has no lzma"
     learnt = _rows(manifest(xz_bits_per_byte=None, learns_parts=True))
-    assert learnt["xz on held out"] == "unknown: conversations are not judged so"
+    assert learnt["xz on held out"] == "unknown: not defined for conversations"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_keys_are_called_by_their_options(key, option):
 
 
 def test_options_do_not_stand_beside_a_recipe(tmp_path):
-    with pytest.raises(RecipeError, match="--source and --path cannot stand beside it") as error:
+    with pytest.raises(RecipeError, match="leave out --source and --path") as error:
         run("prepare", "recipe=tiny", "--source", "text", "--path", tmp_path)
     assert error.value.problems[0].path == "--source"
 

@@ -163,7 +163,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(
     steps = result["steps"] + 3
     resumed = trainspec("resume", "runs/tiny/stopped", f"train.max_steps={steps}")
     assert resumed.returncode == 0, resumed.stderr
-    assert f"goes on from step {result['steps']}" in resumed.stdout
+    assert f"continues from step {result['steps']}" in resumed.stdout
     assert read_json(run.result_json)["steps"] == steps
     report = json.loads(ask("report", "runs/tiny/stopped", "--json").stdout)
     assert report["start_steps"] == [0, result["steps"]]
@@ -241,7 +241,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_any_worker_starts(
     refused = ask("launch", *TINY, "run.dir=runs/tiny/large")
     assert refused.returncode == 3
     assert "the plan does not fit: 2 x 909.49 TiB are needed" in refused.stderr
-    assert "--force launches all the same" in refused.stderr
+    assert "--force launches anyway" in refused.stderr
     assert not (place / "runs/tiny/large").exists()
     assert ask("launch", *TINY, "--dry-run").returncode == 3
     resumed = ask("resume", "runs/tiny/done", "train.max_steps=21")

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli import __main__, __version__
+from trainspec_cli import __version__
 from trainspec_cli.cli import main
 from trainspec_cli.core.errors import EXIT_CODES, Interrupted, MachineError, RecipeError, Stopped
-from trainspec_cli.reporter.style import Style
+from trainspec_cli.core.printable import Style
 from trainspec_cli.session.launching.sweep import read_sweep
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
 def test_help_names_every_command_and_exit_code(capsys, arguments: list[str]) -> None:
-    assert __main__.run(arguments) == 0
+    assert main.run(arguments) == 0
     text = capsys.readouterr().out
     headings = [text.index(f"\n\n{group}\n  ") for group in main.GROUPS]
     assert headings == sorted(headings)
@@ -32,13 +32,13 @@ def test_help_names_every_command_and_exit_code(capsys, arguments: list[str]) ->
 
 
 def test_version(capsys) -> None:
-    assert __main__.run(["--version"]) == 0
+    assert main.run(["--version"]) == 0
     assert capsys.readouterr().out == f"trainspec {__version__}\n"
 
 
 @pytest.mark.parametrize("name", list(main.COMMANDS))
 def test_every_command_explains_itself(capsys, name: str) -> None:
-    assert __main__.run([name, "--help"]) == 0
+    assert main.run([name, "--help"]) == 0
     assert f"trainspec {name}" in capsys.readouterr().out
 
 
@@ -67,7 +67,7 @@ def test_a_person_can_read_the_options_of_each_command(name: str) -> None:
     ],
 )
 def test_errors_of_usage(capsys, arguments: list[str], message: str, hint: str) -> None:
-    assert __main__.run(arguments) == 2
+    assert main.run(arguments) == 2
     captured = capsys.readouterr()
     first, *others = captured.err.splitlines()
     assert first.startswith(f"error: {message}")
@@ -76,7 +76,7 @@ def test_errors_of_usage(capsys, arguments: list[str], message: str, hint: str) 
 
 
 def test_a_command_of_commands_shows_them(capsys) -> None:
-    assert __main__.run(["data"]) == 2
+    assert main.run(["data"]) == 2
     captured = capsys.readouterr()
     assert "prepare" in captured.out
     assert captured.err == "error: trainspec data needs a command\n  hint: see trainspec data --help\n"
@@ -84,7 +84,7 @@ def test_a_command_of_commands_shows_them(capsys) -> None:
 
 @pytest.mark.clause("LAUNCH-10")
 def test_errors_of_usage_as_json(capsys) -> None:
-    assert __main__.run(["validate", "--json", "--nonsense"]) == 2
+    assert main.run(["validate", "--json", "--nonsense"]) == 2
     captured = capsys.readouterr()
     (error,) = json.loads(captured.out)["errors"]
     assert (error["code"], error["message"], captured.err) == ("usage", "No such option: --nonsense", "")
@@ -103,15 +103,15 @@ def test_exit_codes(capsys, monkeypatch, raised: BaseException, code: int, text:
     def fail(*_: object) -> int:
         raise raised
 
-    monkeypatch.setattr(__main__, "dispatch", fail)
-    assert __main__.run(["launch"]) == code
+    monkeypatch.setattr(main, "dispatch", fail)
+    assert main.run(["launch"]) == code
     assert capsys.readouterr().err == text
 
 
 @pytest.mark.parametrize("code", [0, 4, 5])
 def test_what_a_command_returns_is_the_exit_code(monkeypatch, code: int) -> None:
     monkeypatch.setattr("trainspec_cli.session.launching.session.launch", lambda *_, **__: code)
-    assert __main__.run(["launch", "recipe=tiny"]) == code
+    assert main.run(["launch", "recipe=tiny"]) == code
 
 
 @pytest.mark.parametrize("command", ["launch", "resume"])
@@ -127,7 +127,7 @@ def test_a_request_to_stop_interrupts_what_comes_before_the_workers(monkeypatch,
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         signal.signal(signal.SIGTERM, lambda *_: None)
-        assert __main__.run([command, "recipe=tiny" if command == "launch" else "runs/one"]) == 130
+        assert main.run([command, "recipe=tiny" if command == "launch" else "runs/one"]) == 130
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -136,8 +136,8 @@ def test_a_fault_of_the_program_leaves_its_traceback_in_a_file(capsys, monkeypat
     def fail(*_: object) -> int:
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(__main__, "dispatch", fail)
-    assert __main__.run(["launch"]) == 1
+    monkeypatch.setattr(main, "dispatch", fail)
+    assert main.run(["launch"]) == 1
     summary, place = capsys.readouterr().err.splitlines()
     assert summary == "trainspec failed because of a bug: ZeroDivisionError: oh"
     file = Path(place.removeprefix("the traceback is in "))
@@ -187,11 +187,11 @@ def test_a_file_that_the_system_refuses_is_the_machines_fault(capsys, monkeypatc
     def fail(*_: object) -> int:
         raise OSError(13, "Permission denied", name)
 
-    monkeypatch.setattr(__main__, "dispatch", fail)
-    assert __main__.run(["launch"]) == 4
+    monkeypatch.setattr(main, "dispatch", fail)
+    assert main.run(["launch"]) == 4
     shown = "/" + "x" * 199 + "..." if len(str(name)) > 200 else "7" if name == 7 else "/no/such/file"
     assert capsys.readouterr().err == f"error: {shown}: Permission denied\n"
-    assert __main__.run(["launch", "--json"]) == 4
+    assert main.run(["launch", "--json"]) == 4
     (error,) = json.loads(capsys.readouterr().out)["errors"]
     assert (error["code"], error["message"]) == ("refused_by_the_system", f"{shown}: Permission denied")
 
@@ -200,8 +200,8 @@ def test_a_fault_of_the_system_without_a_file_is_a_bug(capsys, monkeypatch) -> N
     def fail(*_: object) -> int:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(__main__, "dispatch", fail)
-    assert __main__.run(["launch"]) == 1
+    monkeypatch.setattr(main, "dispatch", fail)
+    assert main.run(["launch"]) == 1
     first, place = capsys.readouterr().err.splitlines()
     assert "because of a bug: OSError" in first
     Path(place.removeprefix("the traceback is in ")).unlink()
@@ -211,8 +211,8 @@ def test_a_reader_that_goes_while_a_command_prints_is_no_error(monkeypatch) -> N
     def fail(*_: object) -> int:
         raise BrokenPipeError(32, "Broken pipe", "a name")
 
-    monkeypatch.setattr(__main__, "dispatch", fail)
-    assert __main__.run(["launch"]) == 141
+    monkeypatch.setattr(main, "dispatch", fail)
+    assert main.run(["launch"]) == 141
 
 
 def test_what_was_printed_is_out_before_the_exit_code_is_known(monkeypatch) -> None:
@@ -222,17 +222,17 @@ def test_what_was_printed_is_out_before_the_exit_code_is_known(monkeypatch) -> N
         def flush(self) -> None:
             raise OSError(28, "No space left on device", "stdout")
 
-    monkeypatch.setattr(__main__, "dispatch", lambda *_: 0)
-    monkeypatch.setattr(__main__, "printing_safely", contextlib.nullcontext)
-    monkeypatch.setattr(__main__.sys, "stdout", Full())
-    assert __main__.run(["runs"]) == 4
+    monkeypatch.setattr(main, "dispatch", lambda *_: 0)
+    monkeypatch.setattr(main, "printing_safely", contextlib.nullcontext)
+    monkeypatch.setattr(main.sys, "stdout", Full())
+    assert main.run(["runs"]) == 4
 
 
 def test_main_ends_with_the_code_of_its_arguments(monkeypatch) -> None:
-    monkeypatch.setattr(__main__.sys, "argv", ["trainspec", "launch", "x"])
-    monkeypatch.setattr(__main__, "run", lambda arguments: 3 if arguments == ["launch", "x"] else 9)
+    monkeypatch.setattr(main.sys, "argv", ["trainspec", "launch", "x"])
+    monkeypatch.setattr(main, "run", lambda arguments: 3 if arguments == ["launch", "x"] else 9)
     with pytest.raises(SystemExit) as ended:
-        __main__.main()
+        main.main()
     assert ended.value.code == 3
 
 
@@ -242,14 +242,14 @@ def test_a_stop_is_no_error(capsys, monkeypatch, raised: Exception, label: str) 
     def fail(*_: object) -> int:
         raise raised
 
-    monkeypatch.setattr(__main__, "dispatch", fail)
-    assert __main__.run(["launch"]) == raised.exit_code  # type: ignore[attr-defined]
+    monkeypatch.setattr(main, "dispatch", fail)
+    assert main.run(["launch"]) == raised.exit_code  # type: ignore[attr-defined]
     assert capsys.readouterr().err == label
 
 
 @pytest.mark.parametrize("arguments", [["launch"], ["data"], ["data", "prepare"]])
 def test_help_in_a_pipe_has_no_boxes_and_no_padding(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.run([*arguments, "--help"]) == 0
+    assert main.run([*arguments, "--help"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("Usage: ") and "─" not in said
     assert all(line == line.rstrip() for line in said.splitlines())

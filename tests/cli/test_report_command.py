@@ -72,7 +72,7 @@ def test_a_page_that_cannot_be_written_is_refused(
     assert trainspec([command, "first", "--html", "no/page.html"]) == 2
     said = capsys.readouterr().err
     assert "error: --html no/page.html cannot be written: No such file or directory" in said
-    assert "hint: choose a file in a folder that is there" in said
+    assert "hint: choose a file in an existing folder" in said
 
 
 def test_a_recipe_that_is_closed_to_this_user_is_named(

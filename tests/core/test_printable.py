@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from trainspec_cli.core.printable import (
     LastingStream,
     PrintableStream,
+    Style,
     format_bytes,
     format_count,
     format_duration,
@@ -31,7 +32,6 @@ from trainspec_cli.core.printable import (
     printing_safely,
     without_colours,
 )
-from trainspec_cli.reporter.style import Style
 from trainspec_cli.session.console import PrintableConsole
 
 JOINERS = "\u200c\u200d"

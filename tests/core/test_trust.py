@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.core.errors import MachineError
-from trainspec_cli.core.trust import (
+from trainspec_cli.core.node import (
     check_folder,
     check_private,
     check_tree,

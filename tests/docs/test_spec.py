@@ -6,7 +6,7 @@ import re
 
 from lab import clauses
 
-from trainspec_cli.core.reading.spec_version import CURRENT, VERSIONS
+from trainspec_cli.core.reading.files import CURRENT_VERSION, VERSIONS
 from trainspec_cli.recipe import own_code
 from trainspec_cli.recipe.own_code import ExtensionKind
 from trainspec_cli.run.folder.forms import FORMS
@@ -47,8 +47,8 @@ def test_the_tables_are_fresh() -> None:
 
 def test_the_version_is_that_of_the_pages() -> None:
     overview = (clauses.SPEC / "overview.md").read_text(encoding="utf-8")
-    assert overview.startswith(f"# The training spec {CURRENT}\n")
-    assert spec_version() == CURRENT
+    assert overview.startswith(f"# The training spec {CURRENT_VERSION}\n")
+    assert spec_version() == CURRENT_VERSION
     changes = re.findall(r"^## (\S+)$", (clauses.SPEC / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert changes == [*reversed(VERSIONS)]
 

@@ -9,7 +9,7 @@ import pytest
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.run.job.machine import detect
-from trainspec_cli.session.planning.profile import profile_path, read_profile
+from trainspec_cli.session.recipe.load import profile_path, read_profile
 
 OTHER = ("layout.dp_shard=2", "layout.dp_replicate=1", "layout.zero_stage=2", "batching.micro_batch_size=2")
 

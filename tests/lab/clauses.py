@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from trainspec_cli.core.reading.spec_version import CURRENT, UNSTATED
+from trainspec_cli.core.reading.files import CURRENT_VERSION, UNSTATED_VERSION
 from trainspec_cli.run.folder.forms import FORMS, Form
 
 CHECKOUT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def _markers(file: Path) -> Iterator[tuple[str, str]]:
 def render_table() -> str:
     """Return clauses.md."""
     lines = [
-        f"# Clauses of the training spec {CURRENT}",
+        f"# Clauses of the training spec {CURRENT_VERSION}",
         "",
         "Every clause, with the tests that hold it; `python -m tests.lab.clauses` writes this page.",
     ]
@@ -103,7 +103,9 @@ def render_forms() -> str:
 def _row(form: Form) -> str:
     places = ", ".join(f"`RUN/{pattern}`" for pattern in form.patterns) or "-"
     how = "states the version" + (", in place of a `version` of its own" if form.steps else "")
-    current, migrated = (f"`{form.schema}`", "never") if form.schema else (CURRENT, f"{UNSTATED}: {how}")
+    current, migrated = (
+        (f"`{form.schema}`", "never") if form.schema else (CURRENT_VERSION, f"{UNSTATED_VERSION}: {how}")
+    )
     return f"| {form.kind} | {places} | {form.about} | {current} | {migrated} |"
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import json
 
 from trainspec_cli.core.errors import Problem
+from trainspec_cli.core.printable import Style
 from trainspec_cli.reporter.problems import render_json, render_problems
-from trainspec_cli.reporter.style import Style
 
 PLAIN = Style(coloured=False)
 

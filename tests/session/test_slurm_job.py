@@ -127,7 +127,7 @@ def test_a_warned_job_goes_back_to_the_queue(job: Callable[..., Any], slurm: Slu
 
     assert job(start)[0] == Stopped.exit_code
     assert slurm.requeued == ["41"]
-    assert "requeued: it was warned of its time limit; start 2 goes on" in capsys.readouterr().out
+    assert "requeued: it was warned of its time limit; start 2 continues" in capsys.readouterr().out
 
 
 def test_a_warning_before_the_workers_are_started_requeues_too(job: Callable[..., Any], slurm: Slurm) -> None:
@@ -241,7 +241,7 @@ def test_nodes_are_numbered_by_their_switches_where_the_plan_depends_on_them(
     slurm.addresses = dict.fromkeys("abcd", "")
     resume.place_nodes(run, read_plan(run), PrintableConsole())
     assert run.hosts_txt.read_text().split() == ["b", "a", "c", "d"]
-    assert "it knows no switches above them" in capsys.readouterr().out
+    assert "Slurm knows no switches above them" in capsys.readouterr().out
 
 
 def test_nodes_of_a_flat_network_are_left_alone(

@@ -64,7 +64,7 @@ def test_a_warned_job_is_requeued_and_loses_no_sample(slurm: Cluster, sbatch, wa
     ended = slurm.wait(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), watch.log(run)
     assert watch.steps(run) == list(range(1, 121)), "no step twice, none left out"
-    assert "start 2 goes on" in watch.log(run)
+    assert "start 2 continues" in watch.log(run)
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def test_a_preempted_command_goes_on_from_its_own_checkpoint_on_both_nodes(
     assert slurm.wait(urgent)["JobState"] == "COMPLETED"
     ended = slurm.wait(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), watch.log(run)
-    assert "requeued: it was preempted; start 2 goes on" in watch.log(run)
+    assert "requeued: it was preempted; start 2 continues" in watch.log(run)
     assert (read_result("own")["status"], read_result("own")["steps"]) == ("done", 60)
     for steps in steps_of_both(run):
         assert sorted(set(steps)) == list(range(1, 61)) and len(steps) <= 61, "one step, at most, was made twice"

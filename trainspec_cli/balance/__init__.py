@@ -1,1 +1,1 @@
-"""The live scheduler beside the engine: what disturbs a cluster, and what the decisions win back of it, simulated."""
+"""The live scheduler outside the engine, and simulations of how much its decisions recover on a disturbed cluster."""

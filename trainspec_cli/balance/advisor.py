@@ -1,7 +1,7 @@
-"""The supervisor's part of the scheduler: it follows a run's speeds, and proposes another layout where that pays.
+"""The supervisor's part of the scheduler: follow a run's speeds, and propose another layout if that pays.
 
-The workers know their speeds and report them; the planner, which they do not have, finds the layout that is fastest at
-these speeds; the workers take it up between two steps (messages: `run/channel/messages.py`).
+The workers measure and report their speeds. The planner, which runs only here, finds the fastest layout at these
+speeds. The workers change to it between two steps (messages: `run/channel/messages.py`).
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 
 MEASURED_STEPS = 5
-"""A step takes the median of the last so many."""
+"""Number of latest steps whose median is the current time of a step."""
 
 
 class Layouts(Protocol):
-    """The layouts that a run may have, of which it knows the one in force and the one that was planned."""
+    """The layouts that a run may have, with the one in force and the planned one."""
 
     def after(self, layout: Layout, micro_batch_size: int) -> Layouts:
-        """Return the same with this layout in force."""
+        """Return the same layouts with this one in force."""
 
     def propose(self, paces: Sequence[float], links: LinkPaces) -> LayoutProposal | None:
-        """Return the layout that is worth a change at these paces, by global rank; where all are 1, the planned one.
-        None where none is."""
+        """Return the layout that is worth a change at these paces by global rank, or None; if all paces are 1, the
+        planned layout."""
 
 
 def decides_layouts(plan: Plan) -> bool:
-    """Return whether the scheduler may change a run's layout. Replica groups and sites keep theirs."""
+    """Return whether the scheduler may change the run's layout; replica groups and sites keep theirs."""
     scheduler = plan.spec.scheduler
     alone = plan.replica_groups == 1 and not plan.spec.resilience.keeps_layout
     return scheduler.mode != "off" and "layout" in scheduler.may_change and alone and plan.world_size > 1
 
 
 class LayoutAdvisor:
-    """`look` is to be called again and again; the search runs in a thread of its own, and nothing waits for it."""
+    """Propose layouts. Call `look` periodically; the search runs in a thread, and nothing waits for it."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class LayoutAdvisor:
         mail: WorkerMail,
         executor: Executor | None = None,
     ):
-        """`layouts` makes what finds other layouts for a plan; it is called when a rank is slow for the first time."""
+        """`layouts` creates the finder of other layouts for a plan; it is called at the first slow rank."""
         self._run = run
         self._plan = plan
         self._make = layouts
@@ -71,39 +71,39 @@ class LayoutAdvisor:
         self._events = EventTail(run.events(0))
         self._mail = mail
         self._speeds: SpeedsReport | None = None
-        """The report that was taken in last."""
+        """The latest report that was processed."""
         self._number = 0
         self._home = plan
-        """The plan whose layout is gone back to."""
+        """The plan with the layout that the run returns to."""
         self._layouts: dict[Layout, Layouts] = {}
-        """Finders of other layouts, by the layout that is gone back to."""
+        """Finders of other layouts, by the layout that the run returns to."""
         self._timing = LayoutScheduler(patience_s(plan.spec.scheduler.mode))
         self._is_over = False
         self._begin()
 
     def _begin(self) -> None:
-        """Begin with a start of the workers: others may compute now, at other speeds."""
+        """Reset at a start of the workers, which may run on other devices at other speeds."""
         spec = self._plan.spec
         self._paces = PaceTracker(spec.scheduler.change)
         domain_ranks = spec.cluster.scaleup_devices or self._plan.devices_per_node
         self._links = LinkPaceTracker(spec.scheduler.change, domain_ranks)
         self._in_force: Layout | None = None
-        """The layout that the last report speaks of; None from a change until the next report."""
+        """Layout of the last report; None from a change until the next report."""
         self._changed_to: Layout | None = None
-        """The layout of the last change that the workers made in this start."""
+        """Layout of the latest change in this start."""
         self._wanted: Callable[[], LayoutProposal | None] | None = None
-        """The search that is to be made next."""
+        """The next search to run."""
         self._searching: Future[LayoutProposal | None] | None = None
         self._proposed: Layout | None = None
-        """The layout that was proposed last, until it is in force or refused."""
+        """The latest proposed layout, until it is in force or refused."""
         self._watched: DirectiveEvent | None = None
-        """The change whose effect is not known yet."""
+        """The change whose effect is being measured."""
         self._is_usual = True
-        """True where all ranks compute as usual, over links that are as fast as usual."""
+        """True if all ranks and links have their usual speed."""
         self._home_s = math.inf
-        """Time of a step in the planned layout then, measured."""
+        """Measured time of a step in the planned layout at usual speeds."""
         self._lost: AchievedEvent | None = None
-        """The effect of the change to the layout in force, where that was no gain."""
+        """Effect of the change to the layout in force, if it was no gain."""
         self._step = 0
         self._new_steps = 0
         self._step_s: deque[float] = deque(maxlen=MEASURED_STEPS)
@@ -111,33 +111,33 @@ class LayoutAdvisor:
         self._timing.want(None)
 
     def look(self, report: Callable[[str], None] = lambda _: None) -> None:
-        """Take in what is new, and propose what is due. A run needs none of that to go on: where it fails, `report`
-        hears of it once, and nothing more is proposed."""
+        """Process new events and reports, and send a proposal that is due. The run does not depend on this: a failure
+        is passed to `report` once, and nothing more is proposed."""
         if self._is_over:
             return
         try:
             for event in self._events.read():
-                self._take(event)
+                self._process(event)
             speeds = self._mail.speeds
             if speeds is not None and speeds is not self._speeds:
                 self._speeds = speeds
-                self._take_speeds(speeds)
+                self._process_speeds(speeds)
             if self._searching is not None and self._searching.done():
                 found = self._searching.result()
                 self._searching = None
-                if self._wanted is None:  # else speeds have changed since, and the next search answers
+                if self._wanted is None:  # else speeds have changed since, and the next search decides
                     self._timing.want(found)
             if self._searching is None and self._wanted is not None:
                 self._searching = self._executor.submit(self._wanted)
                 self._wanted = None
             self._propose()
-        except Exception as error:  # also a fault of the search itself: no training ends for it
+        except Exception as error:  # any fault, also a bug in the search: it must not end the training
             self._is_over = True
-            report(f"no other layout is looked for any more: {type(error).__name__}: {error}")
+            report(f"the search for other layouts has ended: {type(error).__name__}: {error}")
 
-    # What the workers do
+    # Events of the workers
 
-    def _take(self, event: Event) -> None:
+    def _process(self, event: Event) -> None:
         match event:
             case StartEvent():
                 if event.world_size != self._plan.world_size:  # a node was left out
@@ -161,22 +161,22 @@ class LayoutAdvisor:
                     self._timing.refuse(_layout(event.layout))
                     self._proposed = None
             case AchievedEvent() if self._watched and event.number == self._watched.number:
-                # A layout that was no gain is not proposed again, and `_look_back` returns to the planned one.
+                # A layout that was no gain is not proposed again, and `_consider_home` returns to the planned one.
                 layout = _layout(self._watched.layout)
                 self._watched = None
                 if event.achieved_s >= event.before_s and not _is_alike(layout, self._home.layout):
                     self._lost = event
                     self._timing.refuse(layout)
 
-    # What is best for them
+    # The best layout for them
 
-    def _take_speeds(self, report: SpeedsReport) -> None:
+    def _process_speeds(self, report: SpeedsReport) -> None:
         if self._changed_to not in (None, report.layout):
-            return  # it was written before the change
+            return  # it was sent before the change
         paces = self._paces.note(report.layout, report.even_s)
         links = self._links.note(report.layout, report.links)
         self._in_force, self._is_usual = report.layout, set(paces) == {1.0} and links.is_usual
-        # The recipe may have changed the layout by itself: that one is then the planned one.
+        # A change of layout that the recipe plans makes its layout the planned one.
         planned = [change for change in self._plan.changes if _is_alike(change.layout, report.layout)]
         if planned and not self._is_home:
             self._home = self._plan.with_layout(planned[-1])
@@ -194,14 +194,14 @@ class LayoutAdvisor:
     def _find(
         self, home: Plan, report: SpeedsReport, paces: Sequence[float], links: LinkPaces
     ) -> LayoutProposal | None:
-        """Return what is worth a change; called in the thread of the search."""
+        """Return the layout that is worth a change; called in the thread of the search."""
         layouts = self._layouts.get(home.layout) or self._layouts.setdefault(home.layout, self._make(home))
-        # As if all ranks had equally many samples: their shares are part of what the search finds.
+        # Assume even shares, because the search finds the shares itself.
         even = math.ceil(sum(report.samples) / len(report.samples))
         return layouts.after(report.layout, math.ceil(even / report.micro_batches)).propose(paces, links)
 
     def _propose(self) -> None:
-        """Send what is due to rank 0."""
+        """Send the proposal that is due to rank 0."""
         steps = self._new_steps
         self._new_steps = 0
         if not steps or self._in_force is None:
@@ -209,16 +209,15 @@ class LayoutAdvisor:
         step_s = median(self._step_s)
         if self._is_usual and self._is_home and len(self._step_s) == MEASURED_STEPS:
             self._home_s = min(self._home_s, step_s)
-        self._look_back(step_s)
+        self._consider_home(step_s)
         due = self._timing.note_steps(steps, step_s, self._plan.total_steps - self._step, self._pause_s)
         if due is not None:
             self._number = self._number + 1
             self._proposed = due.layout
             self._mail.tell(Proposal(self._number, self._in_force, due), rank=0)
 
-    def _look_back(self, step_s: float) -> None:
-        """Want the planned layout, where it was measured to be faster than the present one, whose step takes
-        `step_s`."""
+    def _consider_home(self, step_s: float) -> None:
+        """Want the planned layout if it was measured to be faster than the present one, whose step takes `step_s`."""
         layout = self._in_force
         home = self._home.layout.describe()
         if layout is None or self._is_home:
@@ -249,7 +248,7 @@ def _home(plan: Plan, step_s: float, expected_s: float, reason: str) -> LayoutPr
 
 
 def _is_alike(one: Layout, other: Layout) -> bool:
-    """Return whether two layouts differ in nothing but the cut into stages."""
+    """Return whether two layouts differ at most in the cut into stages."""
     return replace(one, stage_layers=other.stage_layers) == other
 
 

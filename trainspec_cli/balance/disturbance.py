@@ -1,4 +1,4 @@
-"""A disturbance: what is slower, narrower or away, from which step of a simulated run on and for how long."""
+"""Disturbances of a simulated run: slow devices, slow links and absent nodes, with their first step and duration."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from trainspec_cli.recipe.structure import build
 MAX_STEPS = 100_000
 MAX_EVENTS = 1_000
 Slowdown = Annotated[float, Range(1, 1000, includes_low=False)]
-"""Times as long as usual."""
+"""Factor on the usual time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spell:
-    """The steps in which an event is felt; null is to the end."""
+    """First step and number of steps of an event; null lasts to the end of the run."""
 
     from_step: PositiveInt = 1
     """Steps are counted from 1."""
@@ -40,9 +40,9 @@ class Spell:
 @dataclass(frozen=True, kw_only=True)
 class SlowDevice(Spell):
     device: NonNegativeInt
-    """Counted over the whole cluster, from 0, node by node."""
+    """Number of the device in the whole cluster, from 0, node by node."""
     factor: Slowdown
-    """Its computing takes so many times as long."""
+    """Factor on its compute times."""
 
     def describe(self) -> str:
         return f"device {self.device:,} computes {self.factor:g} times as long, {super().describe()}"
@@ -60,10 +60,10 @@ class SlowNode(Spell):
 @dataclass(frozen=True, kw_only=True)
 class NarrowLink(Spell):
     node: NonNegativeInt | None = None
-    """null: of every node."""
+    """null: every node."""
     tier: Tier = "network"
     factor: Slowdown
-    """What goes over these links takes so many times as long."""
+    """Factor on the times of transfers over these links."""
 
     def describe(self) -> str:
         where = "every node" if self.node is None else f"node {self.node:,}"
@@ -72,26 +72,26 @@ class NarrowLink(Spell):
 
 @dataclass(frozen=True, kw_only=True)
 class Leave(Spell):
-    """A node is away, and with it its replica group."""
+    """A node is absent, and with it its replica group."""
 
     node: NonNegativeInt
 
     def describe(self) -> str:
-        return f"node {self.node:,} is away, {super().describe()}"
+        return f"node {self.node:,} is absent, {super().describe()}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByChance:
-    """Fail-slows drawn by chance: when and where they begin is uniform, how long they last is so on a log scale."""
+    """Random fail-slows. Start and place are uniform; durations are log-uniform."""
 
     count: Annotated[int, Range(1, MAX_EVENTS)]
     shortest_s: PositiveFloat
     longest_s: PositiveFloat
     least_factor: Slowdown
     most_factor: Slowdown
-    """Factors are uniform from the least to the most."""
+    """Factors are uniform between `least_factor` and `most_factor`."""
     network_share: Fraction = 0.0
-    """The part of them that narrows a node's network; the others slow a device."""
+    """The fraction that slows a node's network; the others slow a device."""
 
 
 Event = SlowDevice | SlowNode | NarrowLink | Leave
@@ -101,9 +101,9 @@ Event = SlowDevice | SlowNode | NarrowLink | Leave
 class Disturbance:
     description: str = ""
     steps: Annotated[int, Range(1, MAX_STEPS)] = 300
-    """Of the simulated run."""
+    """Number of steps of the simulated run."""
     noise: Annotated[float, Range(0, 0.5)] = 0.02
-    """Standard deviation of a rank's measured time, as a fraction of it."""
+    """Relative standard deviation of a rank's measured times."""
     seed: NonNegativeInt = 0
     slow_devices: tuple[SlowDevice, ...] = ()
     slow_nodes: tuple[SlowNode, ...] = ()
@@ -116,7 +116,7 @@ class Disturbance:
         return (*self.slow_devices, *self.slow_nodes, *self.narrow_links, *self.leaves)
 
     def drawn(self, step_s: float, num_nodes: int, devices_per_node: int) -> Disturbance:
-        """Return it with the events that chance brings written out, for a run whose steps take `step_s`."""
+        """Return the disturbance with its random events drawn, for a run whose steps take `step_s`."""
         if self.by_chance is None:
             return self
         wanted = self.by_chance
@@ -142,14 +142,14 @@ class Disturbance:
 
 
 def build_disturbance(content: Mapping[str, object], path: str) -> tuple[Disturbance, list[Problem]]:
-    """Return a draft, with UNKNOWN for what is wrong, and every problem with its path, which begins with `path`."""
+    """Return a draft, with UNKNOWN for wrong values, and every problem with its path below `path`."""
     draft, problems = build(Disturbance, content, f"{path}.")
     draft, wrong = _forget_out_of_range(draft, f"{path}.")
     return draft, [*problems, *wrong, *(_inside_out(draft, path) if not problems and not wrong else ())]
 
 
 def _forget_out_of_range(section: Any, prefix: str) -> tuple[Any, list[Problem]]:
-    """Replace values out of their range by unknown ones, as for a recipe, in lists of sections too."""
+    """Replace values outside their range by UNKNOWN, as in a recipe; also in lists of sections."""
     section, problems = forget_out_of_range(section, prefix)
     for field in fields(section):
         items = getattr(section, field.name)
@@ -161,7 +161,7 @@ def _forget_out_of_range(section: Any, prefix: str) -> tuple[Any, list[Problem]]
 
 
 def _inside_out(disturbance: Disturbance, path: str) -> Iterator[Problem]:
-    """Bounds the wrong way round."""
+    """Yield a problem for each lower bound above its upper bound."""
     chance = disturbance.by_chance
     if chance is None:
         return
@@ -177,7 +177,7 @@ def _inside_out(disturbance: Disturbance, path: str) -> Iterator[Problem]:
 def check_cluster(
     disturbance: Disturbance, path: str, num_nodes: int, devices_per_node: int, replica_groups: int, min_groups: int
 ) -> Iterator[Problem]:
-    """Yield a problem for each event that names what the cluster has not, or that is never felt."""
+    """Yield a problem for each event on a device or node that the cluster lacks, or that never takes effect."""
     devices = num_nodes * devices_per_node
     for kind in ("slow_devices", "slow_nodes", "narrow_links", "leaves"):
         for number, event in enumerate(getattr(disturbance, kind)):
@@ -201,7 +201,7 @@ def _check_leaves(
     disturbance: Disturbance, path: str, num_nodes: int, replica_groups: int, min_groups: int
 ) -> Iterator[Problem]:
     if disturbance.leaves and replica_groups == 1:
-        message = "a node can leave where replica groups go on without it, and this run has none"
+        message = "a node can leave only if replica groups continue without it, and this run has no replica groups"
         hint = "type resilience=elastic on the command line, or leave `leaves` out"
         yield Problem("unsupported", message, f"{path}.leaves", hint)
         return
@@ -215,11 +215,11 @@ def _check_leaves(
         if replica_groups - len(away) < min_groups:
             there = f"{replica_groups - len(away)} of {replica_groups} replica groups are left at step"
             message = f"{there} {leave.from_step:,}, and the run waits for {min_groups}"
-            yield Problem("unsupported", message, f"{path}.leaves.{number}", "let fewer nodes be away at once")
+            yield Problem("unsupported", message, f"{path}.leaves.{number}", "let fewer nodes be absent together")
 
 
 def groups_of_node(node: int, num_nodes: int, replica_groups: int) -> range:
-    """Return the replica groups that run on a node: one of some whole nodes, or several on one."""
+    """Return the replica groups that run on a node: one that spans whole nodes, or several on the node."""
     first = node * replica_groups // num_nodes
     end = -(-(node + 1) * replica_groups // num_nodes)
     return range(first, end)

@@ -1,4 +1,4 @@
-"""The best that could be made of a disturbed cluster: shares by the true speeds, in real numbers and whole samples."""
+"""The optimum on a disturbed cluster: shares by the true speeds, in real numbers and in whole samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainspec_cli.balance.decisions.balance import solve_counts, solve_in_step
 from trainspec_cli.balance.decisions.speeds import Speed
 
 TRIED = 64
-"""Numbers of micro-batches, of which the `ROUNDED` best are solved for whole samples."""
+"""Maximum count of numbers of micro-batches to try; the `ROUNDED` best are solved for whole samples."""
 ROUNDED = 4
 HALVINGS = 60
 
@@ -43,8 +43,8 @@ def best_step(
     *,
     keeps_micro_batches: bool,
 ) -> Ideal:
-    """Return the shortest step of `samples` over the groups that are there, of any share and number of micro-batches
-    of at most `largest_micro_batch` samples; `even` is each group's usual division."""
+    """Return the shortest step of `samples` over the present groups, for any shares and any number of micro-batches of
+    at most `largest_micro_batch` samples; `even` is each group's usual division."""
     ranks = sum(group.size for group in groups)
     _, each_s = cluster.lines(condition, even.count_micro_batches(samples // len(groups)), samples / ranks)
     rates = [float((1 / each_s[group.rows]).sum()) for group in groups]
@@ -78,7 +78,7 @@ def best_step(
 
 
 def _numbers(samples: int, ranks: int, usual: int, largest: int, turns: int) -> Iterator[int]:
-    """Numbers of micro-batches, in whole turns: from the fewest that hold the samples to twice the usual number."""
+    """Yield numbers of micro-batches in whole turns, from the fewest possible to twice the usual number."""
     fewest = math.ceil(math.ceil(samples / (largest * ranks)) / turns) * turns
     most = max(2 * usual, fewest + turns)
     stride = max(1, math.ceil((most - fewest) / turns / TRIED)) * turns
@@ -90,19 +90,19 @@ def _numbers(samples: int, ranks: int, usual: int, largest: int, turns: int) -> 
 def _in_reals(
     cluster: Cluster, condition: Condition, group: RankRows, samples: float, number: int, largest: int
 ) -> tuple[float, Floats]:
-    """Return a step's seconds and the shares, in real numbers of samples, with which all ranks end at once."""
+    """Return the seconds of a step and the real-valued shares with which all ranks finish together."""
     lines = cluster.lines(condition, number, samples / group.size)
     fixed_s, each_s = (part[group.rows] for part in lines)
     low_s = float(fixed_s.min())
     high_s = float((fixed_s + number * largest * each_s).max())
-    # Ranks that all end at once hold more samples the later that is: the time is found by bisection.
+    # The samples that ranks finish by a common time grow with that time, so it is found by bisection.
     for _ in range(HALVINGS):
         middle_s = (low_s + high_s) / 2
         held = float(np.clip((middle_s - fixed_s) / each_s, 0, number * largest).sum())
         low_s, high_s = (low_s, middle_s) if held >= samples else (middle_s, high_s)
     counts = np.clip((high_s - fixed_s) / each_s, 0, number * largest)
     if counts.sum() < samples * (1 - 1e-9):
-        return math.inf, counts  # so few micro-batches do not hold them
+        return math.inf, counts  # this number of micro-batches cannot hold the samples
     return _group_s(cluster, condition, group, counts, number), counts
 
 
@@ -115,7 +115,7 @@ def _speeds(cluster: Cluster, condition: Condition, group: RankRows, number: int
 def _group_s(
     cluster: Cluster, condition: Condition, group: RankRows, counts: Floats, number: int, *, in_step: bool = False
 ) -> float:
-    """Return a step's seconds as the ranks of one group alone would make it."""
+    """Return the seconds of a step of one group alone."""
     division = np.zeros((2, cluster.ranks))
     division[:, group.rows] = counts, np.full(group.size, number)
     return cluster.seconds(condition, *division, in_step=in_step).total_s

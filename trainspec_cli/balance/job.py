@@ -1,4 +1,4 @@
-"""A planned run as its simulation knows it, in each layout that it may have, and a step with any division of the
+"""A planned run as the simulation sees it, in each layout that it may have, and its steps with any division of the
 samples."""
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ from trainspec_cli.recipe.keys.training import BatchingSpec
 from trainspec_cli.recipe.results.plan import Candidate, LayoutProposal
 
 READ_S = 1.0
-"""A step's text is read in this time where it was not read ahead: an assumption."""
+"""Assumed time to read the text of a step that was not read ahead."""
 
 
 @dataclass(frozen=True)
 class DisturbedJob:
-    """A planned run as the simulation knows it, in one layout."""
+    """A planned run as the simulation sees it, in one layout."""
 
     cluster: Cluster
     layout: Layout
-    """Each replica group has it."""
+    """The layout of each replica group."""
     even: Division
-    """A replica group divides its samples so where its ranks are equally fast."""
+    """The division of a replica group whose ranks are equally fast."""
     batching: BatchingSpec
     groups: tuple[RankRows, ...]
     largest_micro_batch: int
     change: float
-    """A change of a speed is confirmed from this fraction on."""
+    """The smallest relative change of a speed that is confirmed."""
     change_s: float
-    """A change of shares costs so much, and `COST_STEPS` at most."""
+    """Seconds that a change of shares costs, limited to `COST_STEPS`."""
     keeps_micro_batches: bool
     num_nodes: int
     devices_per_node: int
     shares_change: bool = True
     """The scheduler may change the ranks' and groups' shares."""
     layouts: JobLayouts | None = None
-    """The cuts and layouts that it may change to; None where it keeps its own."""
+    """The cuts and layouts that it may change to; None if it keeps its own."""
 
     def interval(self, step_s: float) -> int:
-        """Return how many steps of `step_s` lie between two exchanges of the ranks' speeds."""
+        """Return the number of steps of `step_s` between two exchanges of the ranks' speeds."""
         return reporting_interval(self.layout.world_size, step_s)
 
     def portions(self, weights: Sequence[float]) -> list[Portion]:
-        """Return the samples of each group that is there."""
+        """Return the samples of each present group."""
         total = self.batching.global_batch_size
         groups = len(self.groups)
         return [take_portion(self.batching, total, weights, groups, 0, place) for place in range(len(weights))]
@@ -111,15 +111,15 @@ def _job_of(spec: RunSpec, setup: Setup, replica_groups: int, largest: int) -> D
 
 @dataclass(frozen=True)
 class JobLayouts:
-    """The cuts and layouts that a simulated run may change to, from the one in force."""
+    """The cuts and layouts that a simulated run may change to."""
 
     spec: RunSpec
     others: OtherLayouts
     most_layers: int | None
-    """Layers that a pipeline rank may hold; None where none move."""
+    """Maximum layers of a pipeline rank; None if no layers move."""
 
     def layer_scheduler(self, job: DisturbedJob) -> LayerScheduler | None:
-        """Return what decides on moved layers in the layout in force."""
+        """Return the scheduler of layers for the layout in force."""
         if self.most_layers is None or "layers" not in self.spec.scheduler.may_change:
             return None
         times = self.others.steps.layer_times(self.others.present)
@@ -129,11 +129,11 @@ class JobLayouts:
         return self.others.propose(paces, links) if "layout" in self.spec.scheduler.may_change else None
 
     def best_cut(self, paces: Sequence[float], links: LinkPaces) -> Counts | None:
-        """Return the cut into stages that is best at these paces; None for the even one."""
+        """Return the best cut into stages at these paces; None for the even cut."""
         return self.others.in_present(Paces(paces, links)).setup.layout.stage_layers
 
     def with_cut(self, counts: Counts) -> DisturbedJob:
-        """Return the job with other layers in its stages."""
+        """Return the job with another cut into stages."""
         present = self.others.present
         layout = with_stages(present.layout, counts)
         return self._job(replace(present, layout=layout), self.others.memory.largest_micro_batch(present))
@@ -148,8 +148,8 @@ class JobLayouts:
         return replace(_job_of(self.spec, setup, 1, largest), layouts=layouts)
 
     def pause_s(self, after: JobLayouts, step_s: float) -> float:
-        """Return what the change to another cut or layout takes: the bytes of state that a rank gets, over the links
-        between all ranks, and what building the new stages and a slower first step take."""
+        """Return the seconds of a change to another cut or layout: the transfer of a rank's state over the links
+        between all ranks, and an allowance for building the new stages and a slower first step."""
         before = self.others.present
         setup = after.others.present
         fabric = setup.fabric
@@ -159,22 +159,24 @@ class JobLayouts:
 
 
 @dataclass(frozen=True)
-class Taken:
+class RankCounts:
     """The samples of a present group's data-parallel ranks in a step."""
 
     counts: tuple[int, ...]
     micro_batches: int
 
 
-def take(portions: Sequence[Portion], divisions: Sequence[Division]) -> list[Taken]:
+def assign_samples(portions: Sequence[Portion], divisions: Sequence[Division]) -> list[RankCounts]:
     return [
-        Taken(division.counts(portion.samples), division.count_micro_batches(portion.samples))
+        RankCounts(division.counts(portion.samples), division.count_micro_batches(portion.samples))
         for portion, division in zip(portions, divisions, strict=True)
     ]
 
 
-def seconds_of(job: DisturbedJob, condition: Condition, present: Sequence[int], taken: Sequence[Taken]) -> StepSeconds:
-    """Return the times of a step; ranks of a group that is away process nothing."""
+def seconds_of(
+    job: DisturbedJob, condition: Condition, present: Sequence[int], taken: Sequence[RankCounts]
+) -> StepSeconds:
+    """Return the times of a step; ranks of absent groups process no samples."""
     counts, micro_batches = np.zeros((2, job.cluster.ranks))
     for group, own in zip(present, taken, strict=True):
         counts[job.groups[group].rows], micro_batches[job.groups[group].rows] = own.counts, own.micro_batches

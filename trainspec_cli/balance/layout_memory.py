@@ -1,4 +1,4 @@
-"""The limits of memory for other layouts of a run: the layouts themselves, the way to them, and the ranks' layers."""
+"""Memory limits for other layouts of a run: in the layout, during the change to it, and of the ranks' layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainspec_cli.recipe.results.plan import MemoryBreakdown
 
 
 class LayoutMemory:
-    """The memory of setups that differ in layout and micro-batches alone."""
+    """The memory of setups that differ only in layout and micro-batches."""
 
     def __init__(self, scheduler: SchedulerSpec, recompute: str):
         self._scheduler = scheduler
@@ -31,10 +31,11 @@ class LayoutMemory:
         self._known: dict[tuple[Layout, float, int], tuple[MemoryBreakdown, ...]] = {}
 
     def fits(self, setup: Setup) -> bool:
-        return self._fullest_bytes(setup) <= memory_limit_bytes(setup.fabric.chip)
+        fullest_bytes = max(stage.total_bytes for stage in self.of_stages(setup))
+        return fullest_bytes <= memory_limit_bytes(setup.fabric.chip)
 
     def may_fit(self, setup: Setup) -> bool:
-        """Return whether a layout fits by the rough estimate of the planner's search, its layers cut evenly."""
+        """Return whether a layout with an even cut fits by the rough estimate of the planner's search."""
         peak_bytes = peak_of(setup, self._layers.of(setup, self.recompute))
         return peak_bytes <= SLACK * memory_limit_bytes(setup.fabric.chip)
 
@@ -45,19 +46,16 @@ class LayoutMemory:
             self._known[key] = predict_memory(setup, self.recompute)
         return self._known[key]
 
-    def _fullest_bytes(self, setup: Setup) -> float:
-        return max(stage.total_bytes for stage in self.of_stages(setup))
-
     # Micro-batches
 
     def most_samples(self, setup: Setup) -> int:
-        """Return the samples of a micro-batch that the recipe allows; for auto twice the setup's own."""
+        """Return the largest micro-batch that the recipe allows, in samples; `auto` allows twice the setup's own."""
         usual = int(setup.micro_batch_size)
         wanted = self._scheduler.max_micro_batch_size
         return 2 * usual if wanted == AUTO else max(usual, int(wanted))
 
     def largest_micro_batch(self, setup: Setup) -> int:
-        """Return the samples of the largest micro-batch that fits, up to what the recipe allows."""
+        """Return the largest micro-batch that fits, in samples, up to the recipe's limit."""
         usual = int(setup.micro_batch_size)
         return largest_that_fits(
             usual, self.most_samples(setup), lambda size: self.fits(replace(setup, micro_batch_size=float(size)))
@@ -66,7 +64,7 @@ class LayoutMemory:
     # Stages
 
     def room(self, setup: Setup) -> Room:
-        """Return the layers that each pipeline rank may hold, roughly: by how the estimate grows with a layer."""
+        """Return a rough limit on the layers of each pipeline rank, from the growth of the estimate per layer."""
         room = room_within(setup, self.of_stages(setup))
         wanted = self._scheduler.max_stage_layers
         layers = setup.model.num_layers
@@ -75,8 +73,7 @@ class LayoutMemory:
         return even_room(layers, [min(most, floor(capacity_bytes / each[0])) for each, capacity_bytes in rows])
 
     def largest_stage_layers(self, setup: Setup) -> int | None:
-        """Return the layers of the fullest pipeline rank that fits, wherever in the pipeline it is; None where no
-        layers move."""
+        """Return the most layers that fit on any pipeline rank; None if no layers can move."""
         if setup not in self._stages:
             self._stages[setup] = largest_stage(
                 setup.layout,
@@ -86,14 +83,15 @@ class LayoutMemory:
             )
         return self._stages[setup]
 
-    # The way to another layout
+    # The change to another layout
 
     def may_move(self, before: Setup, after: Setup) -> bool:
-        """Return whether every rank holds its old and its new state together, as it may have to for a moment."""
+        """Return whether every rank can hold its old and its new state together during the change."""
         limit_bytes = memory_limit_bytes(before.fabric.chip)
         olds = self.of_stages(before)
         news = self.of_stages(after)
-        # Pipeline ranks are neighbours: of as many parts as both pipelines together, each has one stage of either.
+        # Pipeline ranks are contiguous. If they are cut into len(olds) * len(news) equal parts, each part has one old
+        # stage and one new stage.
         places = range(len(olds) * len(news))
         pairs = {(olds[place // len(news)], news[place // len(olds)]) for place in places}
         return all(
@@ -103,8 +101,8 @@ class LayoutMemory:
         )
 
     def moved_bytes(self, before: Setup, after: Setup) -> float:
-        """Return the bytes of state that a rank gets at most: of its new layers where the cut alone changes, else all
-        of it."""
+        """Return the most bytes of state that a rank receives: those of its new layers if only the cut changes.
+        Otherwise it receives its whole state."""
         old = before.layout
         new = after.layout
         states = [_state_bytes(stage) for stage in self.of_stages(after)]
@@ -116,7 +114,7 @@ class LayoutMemory:
 
 
 def even_room(num_layers: int, most: Sequence[int]) -> Room:
-    """Return the room of pipeline ranks that hold so many layers each at most, whichever these are."""
+    """Return the room of pipeline ranks that hold at most `most` layers each, whichever these are."""
     return Room([[1.0] * num_layers] * len(most), [float(held) for held in most])
 
 

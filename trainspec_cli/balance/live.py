@@ -1,7 +1,7 @@
-"""The live run in simulation: the decisions of `balance.decisions`, on measured times with noise.
+"""Simulate the live run: the decisions of `balance.decisions` on measured times with noise.
 
-Every rank's tracker measures that rank's computing, the scheduler of each replica group sees the confirmed speeds as
-often as the engine exchanges them, and a change holds from the next step on, as in the engine's `StepScheduler`.
+Every rank's tracker measures the rank's compute times. The scheduler of each replica group reads the confirmed speeds
+as often as the engine exchanges them, and a change applies from the next step, as in the engine's `StepScheduler`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from trainspec_cli.balance.decisions.shares import (
 from trainspec_cli.balance.decisions.speeds import SETTLING_S, Speed, SpeedTracker, slowest
 from trainspec_cli.balance.disturbance import Disturbance, Event, Leave, groups_of_node
 from trainspec_cli.balance.ideal import Ideal, best_step
-from trainspec_cli.balance.job import DisturbedJob, Taken, seconds_of, take
+from trainspec_cli.balance.job import DisturbedJob, RankCounts, assign_samples, seconds_of
 from trainspec_cli.balance.live_layouts import LiveLayouts
 from trainspec_cli.recipe.results.forecast import SimulatedDecision
 
-# The situation that each step of a disturbed run meets, whoever decides, and the best that could be made of it.
+# The situation in each step of a disturbed run, independent of decisions, and the optimum for it.
 
 
 @dataclass(frozen=True)
 class Situation:
-    """The circumstances of a step, whoever decides."""
+    """The circumstances of a step, independent of decisions."""
 
     events: tuple[Event, ...]
-    """Events that are felt."""
+    """Events that have an effect."""
     present: tuple[int, ...]
-    """These replica groups take part."""
+    """Replica groups that take part."""
     samples: int
     even_s: float
     ideal: Ideal
@@ -68,14 +68,14 @@ class Situations:
         }
         present = tuple(group for group in range(len(job.groups)) if group not in away)
         portions = job.portions((1.0,) * len(present))
-        taken = take(portions, [job.even] * len(present))
+        taken = assign_samples(portions, [job.even] * len(present))
         even_s = seconds_of(job, job.cluster.condition(events), present, taken).total_s
         samples = portions[0].step_samples
         return Situation(events, present, samples, even_s, self._ideal(events, present, samples, even_s))
 
     def _ideal(self, events: Sequence[Event], present: Sequence[int], samples: int, even_s: float) -> Ideal:
-        """Return the best of shares in the planned layout, in its best cut, and in the layout that is worth a change.
-        A run is taken to be planned well: what another layout would win beyond an undisturbed step does not count."""
+        """Return the optimum over the shares in the planned layout, in its best cut, and in the layout that is worth a
+        change. The plan is assumed to be good: a gain of another layout beyond an undisturbed step does not count."""
         if not events:
             return Ideal(even_s, even_s)
         own = _best_step(self._job, events, present, samples)
@@ -86,7 +86,7 @@ class Situations:
         return Ideal(min(even_s, whole_s), min(even_s, whole_s, real_s))
 
     def _others(self, events: Sequence[Event]) -> Iterator[DisturbedJob]:
-        """Yield the job in its best cut and in its best other layout, where there are."""
+        """Yield the job in its best cut and in its best other layout, if they exist."""
         layouts = self._job.layouts
         cluster = self._job.cluster
         paces = cluster.paces(events).tolist()
@@ -112,7 +112,7 @@ def _best_step(job: DisturbedJob, events: Sequence[Event], present: Sequence[int
 
 
 class LiveGroup:
-    """A replica group of the live run: its ranks' trackers, and its scheduler."""
+    """A replica group of the live run: the trackers of its ranks, and its scheduler."""
 
     def __init__(self, job: DisturbedJob, group: int, interval: int):
         self._job = job
@@ -125,7 +125,7 @@ class LiveGroup:
             job.even, job.largest_micro_batch, job.change, keeps_micro_batches=job.keeps_micro_batches
         )
         self.division = self._scheduler.division
-        """The division in force; a decision holds from the next step on."""
+        """The division in force; a decision applies from the next step."""
         self.due: ShareChange | None = None
         self.rate = 0.0
 
@@ -136,9 +136,9 @@ class LiveGroup:
         self.division = self._scheduler.division
         return change
 
-    def end_step(self, taken: Taken, measured_s: list[list[float]], exchanged_s: float, *, reports: bool) -> None:
-        """Take in what each stage (inner) of each rank (outer) measured. The speeds that are exchanged in a step are
-        those before it."""
+    def end_step(self, taken: RankCounts, measured_s: list[list[float]], exchanged_s: float, *, reports: bool) -> None:
+        """Record the times that each stage (inner) of each rank (outer) measured. The speeds that are exchanged in a
+        step are those before it."""
         stages = [[tracker.estimate for tracker in trackers] for trackers in self.trackers] if reports else []
         slowest_s = max(map(max, measured_s))
         for trackers, samples, row_s in zip(self.trackers, taken.counts, measured_s, strict=True):
@@ -161,7 +161,7 @@ class LiveGroup:
 
 
 class LiveRun:
-    """The run with the scheduler."""
+    """The simulated run with the scheduler."""
 
     def __init__(self, job: DisturbedJob, disturbance: Disturbance, interval: int):
         """`interval`: steps between two exchanges of the ranks' speeds."""
@@ -174,7 +174,7 @@ class LiveRun:
         self._weights: tuple[float, ...] = ()
         self._present: tuple[int, ...] = tuple(self._groups)
         self._conditions: dict[tuple[Event, ...], Condition] = {}
-        self._made: tuple[tuple[object, ...], list[Taken], StepSeconds, Floats] | None = None
+        self._made: tuple[tuple[object, ...], list[RankCounts], StepSeconds, Floats] | None = None
         self.decisions: list[SimulatedDecision] = []
 
     def make_step(self, step: int, situation: Situation) -> float:
@@ -201,20 +201,20 @@ class LiveRun:
         return seconds.total_s + paid_s
 
     def _welcome(self, present: tuple[int, ...]) -> None:
-        """A group that comes back has been started anew: it knows no speeds."""
+        """Start the groups that have returned; they know no speeds yet."""
         for group in set(present) - set(self._present):
             self._groups[group] = LiveGroup(self._job, group, self._interval)
         self._present = present
 
     def _adopt(self, job: DisturbedJob) -> None:
-        """Go on in another cut or layout, in which speeds are learnt anew."""
+        """Continue in another cut or layout, where speeds are learnt again."""
         self._job = job
         self._groups = {0: LiveGroup(job, 0, self._interval)}
         self._conditions = {}
         self._made = None
 
     def _weigh(self, step: int, situation: Situation) -> tuple[float, ...]:
-        """Return the shares of the groups that are there, as they agree on them."""
+        """Return the shares on which the present groups agree."""
         present = situation.present
         rates = group_weights([self._groups[group].rate for group in present], self._job.change)
         before = self._weights
@@ -231,14 +231,14 @@ class LiveRun:
 
     def _make(
         self, situation: Situation, portions: Sequence[Portion], divisions: Sequence[Division]
-    ) -> tuple[list[Taken], StepSeconds, Floats]:
-        """Return who processes what, the step's true times, and what each stage of each rank computes, apart from how
-        long links take; most steps are as the one before."""
+    ) -> tuple[list[RankCounts], StepSeconds, Floats]:
+        """Return the samples of each group, the step's true times, and the compute times of each stage and rank with
+        usual links. The latest result is cached, because most steps are like the one before."""
         key = (id(situation), *portions, *map(id, divisions))
         if self._made is None or self._made[0] != key:
             if situation.events not in self._conditions:
                 self._conditions[situation.events] = self._job.cluster.condition(situation.events)
-            taken = take(portions, divisions)
+            taken = assign_samples(portions, divisions)
             condition = self._conditions[situation.events]
             seconds = seconds_of(self._job, condition, situation.present, taken)
             computed = seconds_of(self._job, condition.over_usual_links, situation.present, taken)
@@ -246,7 +246,7 @@ class LiveRun:
         return self._made[1:]
 
     def _measure(
-        self, step: int, situation: Situation, taken: Sequence[Taken], seconds: StepSeconds, computed_s: Floats
+        self, step: int, situation: Situation, taken: Sequence[RankCounts], seconds: StepSeconds, computed_s: Floats
     ) -> None:
         noise = self._random.normal(1.0, self._noise, computed_s.shape)
         measured_s = (computed_s * noise).T
@@ -259,7 +259,7 @@ class LiveRun:
             own_s = measured_s[self._job.groups[group].rows].tolist()
             self._groups[group].end_step(own, own_s, seconds.exchanged_s, reports=reports)
 
-    def _note(self, step: int, group: int, change: ShareChange, taken: Taken, seconds: StepSeconds) -> None:
+    def _note(self, step: int, group: int, change: ShareChange, taken: RankCounts, seconds: StepSeconds) -> None:
         rows = self._job.groups[group].rows
         micro_batches = taken.micro_batches
         each_s = exchange_each_s(self._job.layout, seconds.exchanged_s / micro_batches)

@@ -1,8 +1,8 @@
-"""The decisions of the simulated live run on its layout: layers that move between stages, and other layouts.
+"""The simulated live run's decisions on its layout: layers that move between stages, and other layouts.
 
-The decisions are those of `balance.decisions` and of the planner's search, as in `advisor.py` and the engine, on
-measured speeds. Each device knows how long it computes itself, without waiting for those that work on the same samples:
-one that no event slows computes as usual, and one that some event slows as its group is seen to.
+`balance.decisions` and the planner's search decide on measured speeds, as in `advisor.py` and the engine. Each device
+knows its own compute time, without waits for devices that work on the same samples: a device that no event slows has
+its usual time, and a slowed one the measured time of its group.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from trainspec_cli.balance.decisions.links import LinkPaces
 from trainspec_cli.balance.decisions.other_layout import LayoutScheduler
 from trainspec_cli.balance.decisions.speeds import PaceTracker, Speed
 from trainspec_cli.balance.disturbance import Disturbance, Event
-from trainspec_cli.balance.job import DisturbedJob, Taken
+from trainspec_cli.balance.job import DisturbedJob, RankCounts
 from trainspec_cli.balance.measured_links import MeasuredLinks
 from trainspec_cli.recipe.results.forecast import SimulatedDecision
 from trainspec_cli.recipe.results.plan import LayoutProposal
 
 STEP = 0.05
-"""Paces are rounded to steps of this size: a search for each refined digit would find the same layout."""
+"""Paces are rounded to multiples of this, because a finer difference would not change the result of a search."""
 
 
 class Measures(Protocol):
-    """A replica group, as far as its speeds go."""
+    """The speeds of a replica group."""
 
     @property
     def division(self) -> Division:
@@ -42,14 +42,14 @@ class Measures(Protocol):
 
 @dataclass(frozen=True)
 class Moved:
-    """A change to another cut or layout, with which the next step begins."""
+    """A change to another cut or layout before the next step."""
 
     job: DisturbedJob
     change: LayerChange | LayoutProposal
     pause_s: float
 
     def decision(self, step: int, seconds: StepSeconds) -> SimulatedDecision:
-        """Return the decision, with what the step came to whose times these are."""
+        """Return the decision, with the measured times of the step after it."""
         change = self.change
         if isinstance(change, LayerChange):
             layers = ", ".join(map(str, change.stage_layers))
@@ -70,7 +70,7 @@ class Moved:
 
 
 class LiveLayouts:
-    """Follows the layout of the live run, of one replica group."""
+    """Track the layout of a live run with one replica group."""
 
     def __init__(self, job: DisturbedJob, disturbance: Disturbance, interval: int):
         """`interval`: steps between two exchanges of the ranks' speeds."""
@@ -80,7 +80,7 @@ class LiveLayouts:
         self._paces = PaceTracker(job.change)
         self._links = MeasuredLinks(disturbance, job.num_nodes, job.devices_per_node, job.change)
         self._pause_s: float | None = None
-        """Time that the last change took."""
+        """Duration of the last change."""
         self._due: Moved | None = None
         self._begin(job)
 
@@ -95,7 +95,7 @@ class LiveLayouts:
         self._undisturbed = cluster.condition(())
         slowed = cluster.paces(self._events) > 1
         self._waiting = (cluster.of_devices(cluster.condition(self._events).compute) > 1) & ~slowed
-        """Devices that no event slows, beside one that some event does."""
+        """Devices that no event slows but that wait for a slowed one."""
 
     def begin_step(self) -> Moved | None:
         """Return the change that this step begins with."""
@@ -108,11 +108,11 @@ class LiveLayouts:
         return due
 
     def measure_links(self, step: int, step_s: float, events: Sequence[Event]) -> None:
-        """Take in a step in which these events are felt."""
+        """Record a step with these events."""
         self._links.note(step, step_s, self._interval, self._job.cluster, events)
 
-    def note_step(self, step: int, group: Measures, taken: Taken, seconds: StepSeconds) -> None:
-        """Take in the speeds that are exchanged in a step."""
+    def note_step(self, step: int, group: Measures, taken: RankCounts, seconds: StepSeconds) -> None:
+        """Record the speeds that are exchanged in a step."""
         stages = group.stage_speeds()
         speeds = [[speed for speed in row if speed is not None] for row in stages]
         if any(len(known) < len(row) for known, row in zip(speeds, stages, strict=True)):
@@ -134,12 +134,12 @@ class LiveLayouts:
         assert job.layouts is not None, "it may change its layout again"
         self._due = Moved(job, change, self._layouts.pause_s(job.layouts, step_s))
 
-    def _want(self, speeds: Sequence[Sequence[Speed]], taken: Taken) -> None:
-        """Look for the layout that suits the paces of devices and links, where these are others than before."""
+    def _want(self, speeds: Sequence[Sequence[Speed]], taken: RankCounts) -> None:
+        """Search the best layout for the paces of devices and links, if these have changed."""
         cluster = self._job.cluster
         number = taken.micro_batches
-        # A device's own pace shows in its computing alone, in a step of evenly many samples: what layers exchange is
-        # taken off, and devices that only wait for others keep their usual time.
+        # A device's own pace shows only in its compute time with even shares. So the exchanges of layers are
+        # subtracted, and devices that only wait for others keep their usual time.
         share = sum(taken.counts) / cluster.ranks
         exchanged_s = [stage.exchanges_s(share, number) for stage in cluster.parts.stages]
         measured_s = np.array([[speed.time_s(share, number) for speed in row] for row in speeds]).T

@@ -1,7 +1,7 @@
-"""The links of a simulated run as the live one measures them: by a sample now and then, with noise.
+"""Measure the links of a simulated run as a live run does: by occasional samples, with noise.
 
-Only links that some event narrows are followed. The others of a tier are as fast as usual, and show how fast that is;
-where all are narrowed, each is compared with its own past.
+Only links that some event slows are tracked. The other links of a tier define its usual speed. If events slow all of
+them, each link is compared with its own past.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MeasuredLinks:
         """`change`: the smallest relative change that is confirmed."""
         self._noise = disturbance.noise
         self._change = change
-        self._random = np.random.default_rng([disturbance.seed, 1])  # apart from the noise of the ranks' computing
+        self._random = np.random.default_rng([disturbance.seed, 1])  # independent of the noise of compute times
         self._num_nodes = num_nodes
         self._per_node = devices_per_node
         self._places: tuple[Place, ...] = tuple(
@@ -50,13 +50,13 @@ class MeasuredLinks:
         self.begin()
 
     def begin(self) -> None:
-        """Begin to learn, at first and in another layout; what was known of the links holds until then."""
+        """Start learning, at first and in another layout. Known paces are kept until new ones are learnt."""
         self._trackers = {place: LinkTracker((node,), self._change) for place in self._places for _, node in [place]}
         self._times = SampleTimes(self._change)
 
     def note(self, step: int, step_s: float, interval: int, cluster: Cluster, events: Sequence[Event]) -> None:
-        """Take in a step of `step_s`, of which a sample is taken where that is due. `interval`: steps between two
-        reports of the ranks' speeds."""
+        """Record a step of `step_s`, with a sample if one is due. `interval`: steps between two reports of the ranks'
+        speeds."""
         if not self._places:
             return
         if step < self._due:
@@ -74,7 +74,7 @@ class MeasuredLinks:
             self._compare(tier)
 
     def _compare(self, tier: Tier) -> None:
-        """Note how much slower than usual each link of a tier is, where it is known how fast it is."""
+        """Update the pace of each link of a tier whose speed is known."""
         known = {node: link.confirmed for (own, node), link in self._trackers.items() if own == tier}
         rates = {node: speed.bytes_per_s for node, speed in known.items() if speed is not None}
         if not rates:
@@ -86,7 +86,7 @@ class MeasuredLinks:
 
     @property
     def paces(self) -> LinkPaces:
-        """Return the paces of the devices' links, as far as they are known."""
+        """Return the paces of the devices' links; 1 if unknown."""
         scaleup, network = (
             tuple(
                 pace

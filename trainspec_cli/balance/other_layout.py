@@ -1,8 +1,7 @@
-"""Find the layout in which a run with slow ranks is fastest, of all that the planner knows and the engine can change
-to.
+"""Find the fastest layout for a run with slow ranks, among all that the planner knows and the engine can change to.
 
-The search is exact by branch and bound: layouts are looked at in the order of a bound that no shares and no cut can
-beat, until that bound is no less than the fastest step found.
+The search is an exact branch and bound: it visits layouts in order of a lower bound over all shares and cuts, until
+that bound reaches the fastest step found.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ from trainspec_cli.recipe.rules.check import BUILT, KERNEL_RULES
 from trainspec_cli.recipe.rules.run import describe_other_blocks, measurable_noise
 
 WORTHWHILE = 0.1
-"""A layout is changed where that saves at least this fraction of a step: planned times of layouts are rough."""
+"""The layout changes if that saves at least this fraction of a step, because planned times of layouts are rough."""
 
 
 class OtherLayouts:
-    """The layouts that a run may change to. Made once for a run, it keeps what does not depend on speeds."""
+    """The layouts that a run may change to. One object per run caches what does not depend on speeds."""
 
     def __init__(
         self, spec: RunSpec, setup: Setup, recompute: str, samples: int | None = None, *, is_rough: bool = False
     ):
-        """`setup` is of the layout in force; `samples`: of a step (by default of those that train most of the run).
-        `is_rough`: planned times of these devices are no more than a rough description, as of a CPU."""
+        """`setup`: of the layout in force. `samples`: of a step; by default the size that trains most of the run.
+        `is_rough`: planned times are only a rough description of these devices, such as a CPU."""
         self._is_rough = is_rough
         self._spec, self._samples = spec, samples or main_size(spec)
         self._keeps = spec.model.unit == "samples"
@@ -60,45 +59,44 @@ class OtherLayouts:
         self._cut: dict[Setup, Setup] = {}
         self.present = self.setup_of(setup.layout, int(setup.micro_batch_size))
         self._home = self.present
-        """The layout that the run was planned in."""
+        """The planned layout of the run."""
 
     @classmethod
     def of_plan(cls, plan: Plan, machine: Machine, samples: int | None = None) -> OtherLayouts:
-        """Return the layouts of a run on this machine's devices, of which `plan` has the one in force."""
+        """Return the layouts of a run on this machine's devices; the layout of `plan` is in force."""
         spec = replace(plan.spec, kernels=plan.kernels)
         is_rough = not this_machine.is_known(plan, machine)
         return cls(spec, this_machine.setup_of(plan, machine), plan.recompute, samples, is_rough=is_rough)
 
     @classmethod
     def of_candidate(cls, spec: RunSpec, candidate: Candidate, machine: Machine | None) -> OtherLayouts:
-        """Return the layouts of a planned run, of which `candidate` has the one in force."""
+        """Return the layouts of a planned run; the layout of `candidate` is in force."""
         return cls(spec, setup_of(candidate, spec, machine), candidate.recompute)
 
     def after(self, layout: Layout, micro_batch_size: int) -> OtherLayouts:
-        """Return the layouts of the same run, with this one in force. The one that the run was planned in is gone back
-        to when all ranks are equally fast."""
-        changed = copy(self)  # what is known of layouts is shared
+        """Return the layouts of the same run with this one in force. The run returns to its planned layout when all
+        ranks are equally fast."""
+        changed = copy(self)  # shares the caches
         changed.present = self.setup_of(layout, micro_batch_size)
         return changed
 
     def propose(self, paces: Sequence[float], links: LinkPaces | None = None) -> LayoutProposal | None:
-        """Return the layout in which a step is expected to be fastest, where it is worth the change; None where none
-        is, or all ranks are equally fast.
+        """Return the layout with the shortest expected step, if it is worth the change; None if no layout is, or all
+        ranks are equally fast.
 
-        `paces`: how many times as long as usual each global rank computes, in the order of ranks; the median counts as
-        usual, and so do those within `scheduler.change` of it. `links`: the same of exchanges, where they are not as
-        fast as planned. What another layout would save on equally fast ranks does not count: that was known when the
-        run was planned.
+        `paces`: slowdown of each global rank's compute; the median, and paces within `scheduler.change` of it, count as
+        usual. `links`: slowdown of exchanges, unless they are as fast as planned. What another layout would save on
+        equally fast ranks does not count, because the plan already took it into account.
         """
         if self._spec.resilience.keeps_layout:
-            return None  # replica groups and sites exchange part by part
+            return None  # replica groups and sites exchange parameters by position, which a layout determines
         relative = equalise_paces(paces, self._spec.scheduler.change)
         if set(relative) == {1.0} and (links is None or links.is_usual):
             return self._go_home()
         paced = Paces(relative, links)
         before = self.in_present(paced)
         if self.steps.planned_s(self.present) >= before.step_s * (1 - WORTHWHILE):
-            return None  # even a layout that the slow ranks do not slow saves too little
+            return None  # even a layout that avoids the whole slowdown saves too little
         found = self._fastest(paced, before.step_s)
         if found is None:
             return None
@@ -132,8 +130,8 @@ class OtherLayouts:
 
     @cached_property
     def others(self) -> tuple[Setup, ...]:
-        """Every layout with every size of micro-batches that the planner's search looks at, that the engine builds and
-        that may fit; layers uncut."""
+        """Return every layout and size of micro-batches from the planner's search that the engine builds and that may
+        fit, with uncut layers."""
         wanted = replace(open_layout(self._spec), stage_layers=None)
         batching = replace(self._spec.batching, global_batch_size=self._samples)
         fabric = self._template.fabric
@@ -151,7 +149,7 @@ class OtherLayouts:
         )
 
     def _fastest(self, paces: Paces, before_s: float) -> PacedStep | None:
-        """Return the fastest of the other layouts that are worth the change from a step of `before_s`."""
+        """Return the fastest other layout that is worth the change from a step of `before_s`."""
         best = None
         enough_s = before_s * (1 - WORTHWHILE)
         own = axes_of(self.present.layout)
@@ -162,7 +160,7 @@ class OtherLayouts:
         while queue and queue[0][0] < enough_s:
             bound_s, place, is_planned = heappop(queue)
             setup = others[place]
-            if not is_planned:  # the planned time bounds a step more closely, and takes longer to find
+            if not is_planned:  # the planned time is a tighter bound, and takes longer to compute
                 bound_s = max(bound_s, self.steps.planned_s(setup))
                 if bound_s * self._faster_anyhow(setup) < before_s * (1 - WORTHWHILE):
                     heappush(queue, (bound_s, place, True))
@@ -172,26 +170,26 @@ class OtherLayouts:
         return best
 
     def worth(self, setup: Setup, paces: Paces, before_s: float, enough_s: float) -> PacedStep | None:
-        """Return the step in another layout where that takes less than `enough_s`, is worth the change from a step of
+        """Return the step in another layout if it takes less than `enough_s`, is worth the change from a step of
         `before_s`, and the engine can change to it."""
         worthwhile_s = before_s * (1 - WORTHWHILE) / self._faster_anyhow(setup)
         found = self.in_layout(setup, paces, min(enough_s, worthwhile_s))
         return found if found and self.memory.may_move(self.present, found.setup) else None
 
     def _expected_s(self, step: PacedStep) -> float:
-        """Return what a step in another layout is expected to take: where planned times are rough, as if that layout
-        were planned to be no faster than the present one."""
+        """Return the expected time of a step in another layout. If planned times are rough, that layout is assumed to
+        be planned no faster than the present one."""
         return step.step_s * (self._faster_anyhow(step.setup) if self._is_rough else 1.0)
 
     def _faster_anyhow(self, setup: Setup) -> float:
-        """Return how many times as fast as the present layout another one is planned to be for ranks of the usual
-        speed, 1 at least. That is not counted: the present one was chosen for all that."""
+        """Return the planned speedup of another layout over the present one on ranks of usual speed, at least 1. It
+        does not count as a gain, because the present layout was chosen in spite of it."""
         uncut = replace(setup, layout=replace(setup.layout, stage_layers=None))
         return max(1.0, self.steps.planned_s(self.present) / self.steps.planned_s(uncut))
 
     def is_legal(self, setup: Setup) -> bool:
-        """Return whether the engine builds the layout, and reads the state of the present one in it, as it checks for
-        those of `scheduler.changes`."""
+        """Return whether the engine builds the layout and can load the present state in it, by the same rules as for
+        `scheduler.changes`."""
         key = setup.layout, setup.grad_accum
         if key not in self._legal:
             spec = pin_layout(self._spec, setup.layout)
@@ -205,7 +203,7 @@ class OtherLayouts:
     # A layout with its best cut and shares
 
     def in_present(self, paces: Paces) -> PacedStep:
-        """Return the step in the layout in force, whose layers may move as far as the scheduler moves them."""
+        """Return the step in the layout in force, with the best cut that the scheduler may choose."""
         found = self._best_cut([self.present, *self._moved(paces)], self.present, paces, inf)
         assert found is not None, "it is in force, so that its cut fits"
         return found
@@ -217,8 +215,8 @@ class OtherLayouts:
             yield from self._cuts(self.present, paces, even_room(layers, [most] * self.present.layout.pp))
 
     def in_layout(self, setup: Setup, paces: Paces, enough_s: float = inf) -> PacedStep | None:
-        """Return the step in a layout whose layers are uncut: with the planned cut, or one by the paces where each rank
-        has one stage. None where it does not fit, or takes `enough_s`."""
+        """Return the step in an uncut layout, with the planned cut or, if each rank has one stage, a cut by the paces.
+        None if it does not fit or takes `enough_s` or more."""
         if setup not in self._cut:
             self._cut[setup], _ = cut_on_chip(setup, self.memory.recompute, efficiency_of(self._spec.cluster))
         planned = self._cut[setup]
@@ -236,7 +234,7 @@ class OtherLayouts:
     def _best_cut(
         self, setups: Sequence[Setup], in_force: Setup | None, paces: Paces, enough_s: float
     ) -> PacedStep | None:
-        """Return the fastest step of cuts that fit, as the one in force does, and of less than `enough_s`."""
+        """Return the fastest step of less than `enough_s` among the cuts that fit; the cut in force does."""
         tried = [self.steps.best(setup, paces, self.memory.most_samples(setup)) for setup in dict.fromkeys(setups)]
         best = None
         for hoped in sorted(tried, key=lambda step: step.step_s):
@@ -244,7 +242,7 @@ class OtherLayouts:
                 break
             if hoped.setup != in_force and not self.memory.fits(hoped.setup):
                 continue
-            # `hoped` has micro-batches as large as the recipe allows; this one as large as fit.
+            # `hoped` has the largest micro-batches that the recipe allows, `step` the largest that fit.
             step = self.steps.best(hoped.setup, paces, self.memory.largest_micro_batch(hoped.setup))
             if step.step_s < enough_s:
                 best = step
@@ -253,7 +251,7 @@ class OtherLayouts:
 
 
 def axes_of(layout: Layout) -> Layout:
-    """Return the layout without its cut, and without what means nothing where an axis is 1."""
+    """Return the layout without its cut, and without settings that have no effect because an axis is 1."""
     if layout.dp_shard == 1:
         layout = replace(layout, zero_stage=1)
     if layout.pp == 1:
@@ -264,6 +262,6 @@ def axes_of(layout: Layout) -> Layout:
 
 
 def equalise_paces(paces: Sequence[float], change: float) -> tuple[float, ...]:
-    """Return paces relative to the median one, with 1 for all that differ from it by no more than `change`."""
+    """Return paces relative to the median, with 1 for all that differ from it by at most `change`."""
     usual = median_low(paces)
     return tuple(1.0 if abs(pace / usual - 1) <= change else pace / usual for pace in paces)

@@ -1,4 +1,4 @@
-"""The step of a layout whose ranks compute at measured speeds: with the best shares and cut, and a bound below it."""
+"""Steps of a layout on ranks of measured speeds: with the best shares and cut, and a lower bound."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from trainspec_cli.recipe.keys.layout import Layout
 
 @dataclass(frozen=True)
 class PacedStep:
-    """A step at measured speeds."""
+    """A step on ranks of measured speeds."""
 
     setup: Setup
-    """With its cut into stages."""
+    """The layout, including its cut into stages."""
     division: Division
     step_s: float
     largest_micro_batch: int
-    """Samples of a micro-batch, at most: the division keeps to it."""
+    """Maximum samples of a micro-batch in the division."""
 
 
 class Paces:
-    """How many times as long as usual each global rank computes, and its exchanges take."""
+    """Slowdown of each global rank's compute and exchanges."""
 
     def __init__(self, paces: Sequence[float], links: LinkPaces | None = None):
-        """Without `links` exchanges take as long as usual."""
+        """Without `links`, exchanges take their usual time."""
         usual = (1.0,) * len(paces)
         self.compute, self.links = tuple(paces), links or LinkPaces(usual, usual)
         self._by_part = {
@@ -47,15 +47,15 @@ class Paces:
         self._rows: dict[tuple[int, int], tuple[Floats, Floats, Floats]] = {}
 
     def grid(self, layout: Layout, part: Literal["compute"] | Tier = "compute") -> Floats:
-        """Return the pace of each pipeline rank of each data-parallel one: (pp, dp). Ranks that share the work on the
-        same samples (tensor and context parallelism) wait for the slowest of them."""
+        """Return the pace of each pipeline and data-parallel rank, as (pp, dp). Ranks that share the work on the same
+        samples (tensor and context parallelism) are as slow as the slowest of them."""
         key = part, layout.pp, layout.tp * layout.cp
         if key not in self._grids:
             self._grids[key] = self._by_part[part].reshape(layout.pp, -1, key[2]).max(2)
         return self._grids[key]
 
     def condition(self, layout: Layout, parts: StepParts) -> Condition:
-        """Return how much longer the parts of a step take."""
+        """Return the slowdown of each part of a step."""
         return Condition(
             compute=self.grid(layout),
             scaleup=self.grid(layout, "scaleup"),
@@ -65,8 +65,8 @@ class Paces:
         )
 
     def rows(self, layout: Layout) -> tuple[Floats, Floats, Floats]:
-        """Return the kinds of data-parallel ranks: the sum of their pipeline ranks' speeds, the least of their paces,
-        and how many there are of each."""
+        """Return the distinct kinds of data-parallel ranks: the sum of their pipeline ranks' speeds, the smallest of
+        their paces, and the number of each kind."""
         key = layout.pp, layout.tp * layout.cp
         if key not in self._rows:
             grid = self.grid(layout)
@@ -77,18 +77,18 @@ class Paces:
 
 
 class PacedSteps:
-    """The planner's `steps` on ranks that compute at measured speeds, with `samples` in each step."""
+    """The planner's `steps` on ranks of measured speeds, with `samples` in each step."""
 
     def __init__(self, steps: Steps, samples: int, *, keeps_micro_batches: bool):
-        """`keeps_micro_batches`: what a step computes depends on which samples share a micro-batch (batch norm)."""
+        """`keeps_micro_batches`: the result of a step depends on which samples share a micro-batch (batch norm)."""
         self._steps = steps
         self._samples = samples
         self._keeps = keeps_micro_batches
         self._planned_s: dict[tuple[Layout, float], float] = {}
 
     def best(self, setup: Setup, paces: Paces, largest: int) -> PacedStep:
-        """Return the step in the setup's layout and cut, with the best shares of micro-batches of `largest` samples at
-        most. It is not expected to take less than the planned cut does on ranks of the usual speed."""
+        """Return the step in the setup's layout and cut, with the best shares in micro-batches of at most `largest`
+        samples. It is never shorter than the planned cut on ranks of usual speed."""
         layout = setup.layout
         fabric = setup.fabric
         parts = assemble_parts(setup, *self._once_and_twice(setup), self._steps.eff)
@@ -98,24 +98,24 @@ class PacedSteps:
         even = even_division(layout, int(setup.micro_batch_size), keeps_micro_batches=self._keeps)
         number = even.count_micro_batches(self._samples)
         fixed_s, each_s = cluster.lines(condition, number, self._samples / ranks)
-        # Ranks that are alike share one object: thousands of ranks have few speeds.
+        # Equal ranks share one object, because thousands of ranks have few distinct speeds.
         kinds, places = np.unique(np.stack([(fixed_s / number), each_s]), axis=1, return_inverse=True)
         known = [Speed(fixed, each) for fixed, each in kinds.T.tolist()]
         speeds = [known[place] for place in places.ravel().tolist()]
-        # The division that the live scheduler would decide on at these speeds, by the same function.
+        # The live scheduler would choose the same division at these speeds, by the same function.
         division = best_division(
             even, self._samples, speeds, largest, parts.gradients_each_s, keeps_micro_batches=self._keeps
         ).division
         counts = np.array(division.counts(self._samples), float)
         turns = np.full(ranks, float(division.count_micro_batches(self._samples)))
         step_s = cluster.seconds(condition, counts, turns, in_step=even.in_step).total_s
-        # The lines through two sizes err by a little: without this floor an undisturbed run could seem to gain by a
+        # The linear model has a small error. Without this lower limit an undisturbed run could seem to gain by a
         # change.
         uncut = replace(setup, layout=replace(layout, stage_layers=None))
         return PacedStep(setup, division, max(step_s, self.planned_s(uncut)), largest)
 
     def cuts(self, setup: Setup, paces: Paces, room: Room) -> Iterator[Counts]:
-        """Yield the best cuts into one stage a rank for the slowest rank of each stage, and for their mean."""
+        """Yield the best cuts into one stage per rank, by the slowest rank of each stage and by their mean."""
         grid = paces.grid(setup.layout)
         times = self.layer_times(setup)
         for own in (grid.max(1), grid.mean(1)):
@@ -127,13 +127,13 @@ class PacedSteps:
         return planned_times(self._steps.micro_batch(setup), setup)
 
     def _once_and_twice(self, setup: Setup) -> tuple[MicroBatch, MicroBatch]:
-        """Return a micro-batch of the setup's size, and one of twice that."""
+        """Return a micro-batch of the setup's size and one of twice that size."""
         twice = replace(setup, micro_batch_size=2 * setup.micro_batch_size)
         return self._steps.micro_batch(setup), self._steps.micro_batch(twice)
 
     def bound_s(self, setup: Setup, paces: Paces, largest: int) -> float:
-        """Return seconds that a step in the setup's layout takes at least, however its layers are cut and its samples
-        are shared: what all ranks compute together, without waiting, in micro-batches of `largest` samples."""
+        """Return a lower bound on the seconds of a step in the setup's layout, for any cut and any shares: the compute
+        of all ranks together, without waits, in micro-batches of `largest` samples."""
         compute_s, comm_s = self._least_each_s(setup, largest)
         speeds, least, numbers = paces.rows(setup.layout)
         rates = np.minimum(speeds / compute_s, setup.layout.pp / (least * compute_s + comm_s))
@@ -171,21 +171,21 @@ class PacedSteps:
 
 
 def _least_s(once_s: float, twice_s: float, size: float, most: float) -> float:
-    """Return what a sample takes at least, by the line through the times of `size` samples and twice as many, in
-    micro-batches of `most` samples."""
+    """Return a lower bound on the time of a sample in micro-batches of `most` samples, from the line through the times
+    of `size` and of twice as many samples."""
     return once_s / size - fixed_part_s(once_s, twice_s) * (1 / size - 1 / most)
 
 
 def describe(paces: Paces, before: PacedStep, found: PacedStep) -> str:
-    """`rank 5 computes 2.1 times as long as usual; as tp=2 dp_shard=4, 2 and not 8 ranks wait for it in every layer`:
-    why another layout is faster."""
+    """Explain why another layout is faster, such as `rank 5 computes 2.1 times as long as usual; as tp=2 dp_shard=4, 2
+    and not 8 ranks wait for it in every layer`."""
     ways = [
         ("rank {} computes", paces.compute),
         ("the exchanges of rank {} inside its scale-up domain take", paces.links.scaleup),
         ("the exchanges of rank {} between scale-up domains take", paces.links.network),
     ]
     odds = [_describe_odd(what, of_ranks) for what, of_ranks in ways if set(of_ranks) != {1.0}]
-    odd = odds[0][0]  # the rank that differs most, in computing where any does
+    odd = odds[0][0]  # the rank that differs most; compute comes before exchanges
     before_layout = before.setup.layout
     layout = found.setup.layout
     waiting = (before_layout.tp * before_layout.cp, layout.tp * layout.cp)

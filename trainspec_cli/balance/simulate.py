@@ -1,5 +1,5 @@
-"""A disturbed run, step by step on the times that the planner expects: with the live decisions (`live`), and beside it
-with even shares, and with the best there are (`situation`)."""
+"""Simulate a disturbed run step by step on the planner's times: with the live decisions (`live`), with even shares and
+with the optimum."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from trainspec_cli.balance.job import DisturbedJob
 from trainspec_cli.balance.live import LiveRun, Situations
 from trainspec_cli.recipe.results.forecast import SimulatedPace, Simulation
 
-WORTH_TELLING = 1e-3
-"""Where less than this part of the time can be won back, no share of it is reported."""
+WORTH_REPORTING = 1e-3
+"""If less than this fraction of the time can be recovered, no recovered share is reported."""
 
 
 def simulate(job: DisturbedJob, disturbance: Disturbance, name: str) -> Simulation:
-    """Run the steps of a disturbance. It was checked against the cluster (`check_cluster`)."""
+    """Run the steps of a disturbance that `check_cluster` has accepted."""
     usual = Situations(job, Disturbance()).at(1)
     drawn = disturbance.drawn(usual.even_s, job.num_nodes, job.devices_per_node)
     interval = job.interval(usual.even_s)
@@ -57,4 +57,4 @@ def _pace(seconds: Sequence[float], samples: Sequence[int]) -> SimulatedPace:
 
 def _won_back(off: SimulatedPace, on: SimulatedPace, ideal: SimulatedPace) -> float | None:
     lost_s = off.wall_s - ideal.wall_s
-    return (off.wall_s - on.wall_s) / lost_s if lost_s > WORTH_TELLING * off.wall_s else None
+    return (off.wall_s - on.wall_s) / lost_s if lost_s > WORTH_REPORTING * off.wall_s else None

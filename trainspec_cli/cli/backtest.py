@@ -1,4 +1,4 @@
-"""`trainspec backtest FILE.csv`: predict every row of a table of measured runs, and say how far off."""
+"""`trainspec backtest FILE.csv`: predict every row of a table of measured runs, and print the errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.core.json_value import JsonValue
 from trainspec_cli.core.reading.yaml_file import read_yaml
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.validation.backtest import FITTED_SOURCES, fit_table, report
@@ -51,16 +50,13 @@ def _read_profile(profile: Path | None) -> Efficiency:
         given = content.get("efficiency") if isinstance(content, dict) else None
         if not isinstance(given, dict):
             raise ValueError("it has no section `efficiency`")
-        values = {name: _efficiency(value) for name, value in given.items()}
+        values = {}
+        for name, value in given.items():
+            values[name] = float(value) if isinstance(value, (int, float, str)) else math.nan
+            if not 0 < values[name] < math.inf:
+                raise ValueError("an efficiency is a number above 0")
         return Efficiency(**values)
     except (OSError, TypeError, ValueError) as error:
-        message = f"{profile} is no profile of efficiencies: {error}"
+        message = f"{profile} is not a profile of efficiencies: {error}"
         hint = "write one with trainspec backtest FILE.csv --fit PROFILE.yaml"
         raise RecipeError(Problem(code="wrong_profile", message=message, file=str(profile), hint=hint)) from error
-
-
-def _efficiency(value: JsonValue) -> float:
-    number = float(value) if isinstance(value, (int, float, str)) else math.nan
-    if not 0 < number < math.inf:
-        raise ValueError("an efficiency is a number above 0")
-    return number

@@ -1,4 +1,4 @@
-"""`trainspec budget`: what a portfolio of runs costs on machines that are bought, and on rented ones."""
+"""`trainspec budget`: the cost of a portfolio of runs on bought and on rented machines."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ def budget(
         list[str],
         typer.Argument(
             metavar="FILE.yaml|recipe=NAME|key=value",
-            help="A file of runs, or one recipe, and what to change of it: cluster.cost.device_price_usd=30000.",
+            help="A file of runs, or one recipe, with changes such as cluster.cost.device_price_usd=30000.",
             show_default=False,
         ),
     ],
-    per_year: Annotated[float, typer.Option("--per-year", metavar="N", help="How often one recipe is run.")] = 1.0,
+    per_year: Annotated[
+        float, typer.Option("--per-year", metavar="N", help="Number of runs of one recipe per year.")
+    ] = 1.0,
     years: Annotated[int, typer.Option("--years", metavar="N", help="Years of one recipe's budget.")] = 4,
     as_json: AsJson = False,
     html: Html = None,
 ) -> None:
-    """Set buying machines beside renting them by the hour, by the year and on spot, for a portfolio of runs.
+    """Compare buying machines with renting them by the hour, by the year and on spot, for a portfolio of runs.
 
-    Prints how many devices are needed and when, the cash of each year, what a run and a million tokens cost, when
-    buying has paid, and how much each price matters. A file has `years` and `runs`, each with `plan` (the arguments of
-    trainspec plan) and `per_year` (a list: by year).
+    Prints the number of devices by year, the cash flow of each year, the cost of a run and of a million tokens, the
+    break-even time, and the sensitivity to each price. A file has `years` and `runs`, each with `plan` (the arguments
+    of trainspec plan) and `per_year` (a list: by year).
     """
     found = budget_portfolio(arguments, per_year, years)
     if html:

@@ -1,4 +1,4 @@
-"""`trainspec calibrate`: fit the planner to one's own cluster, for every later plan and launch there."""
+"""`trainspec calibrate`: fit the planner to a cluster, for all later plans and launches there."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ Sources = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="recipe=NAME key=value|TABLE.csv|RUN...",
-        help="A recipe, of which short runs are made; or a table of measured runs; or folders of finished runs.",
+        help="A recipe, for short runs of it; or a table of measured runs; or folders of finished runs.",
         show_default=False,
     ),
 ]
-Cluster = Annotated[str, typer.Option("--cluster", metavar="NAME", help="Of a table: the cluster, as `cluster.name`.")]
-Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write the profile here, and keep none.")]
-Show = Annotated[bool, typer.Option("--show", help="Print the profiles that are kept.")]
-Forget = Annotated[bool, typer.Option("--forget", help="Remove the profiles that are kept, or that of --cluster.")]
+Cluster = Annotated[str, typer.Option("--cluster", metavar="NAME", help="Cluster of a table, as in `cluster.name`.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", metavar="FILE", help="Write the profile here, and not to the cache.")
+]
+Show = Annotated[bool, typer.Option("--show", help="Print the stored profiles.")]
+Forget = Annotated[bool, typer.Option("--forget", help="Remove the stored profiles, or that of --cluster.")]
 Layouts = Annotated[int, typer.Option("--layouts", min=1, metavar="N", help="Layouts of a recipe to run.")]
 Steps = Annotated[int, typer.Option("--steps", min=8, metavar="N", help="Steps of each of them.")]
 
@@ -41,15 +43,16 @@ def calibrate(
     forget: Forget = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fit the planner to a cluster from a few measured steps; later plans and launches there use it and say so.
+    """Fit the planner to a cluster from a few measured steps; later plans and launches there use the profile and say
+    so.
 
-    Parameters that the measurements do not inform keep the shipped values. cluster.profile=off leaves a profile out.
+    Parameters that the measurements do not determine keep the shipped values. cluster.profile=off ignores a profile.
     """
     if show or forget:
         _list(cluster, forget=forget, as_json=as_json)
         return
     profile = _measure(sources or [], cluster, layouts, steps, as_json=as_json)
-    from trainspec_cli.session.planning.profile import profile_path, write_profile
+    from trainspec_cli.session.recipe.load import profile_path, write_profile
 
     path = output or profile_path(profile.cluster)
     write_profile(path, profile)
@@ -62,7 +65,7 @@ def calibrate(
 def _measure(sources: list[str], cluster: str, layouts: int, steps: int, *, as_json: bool) -> ClusterProfile:
     from trainspec_cli.session.calibration import calibrate as session  # half a second, which the help does without
 
-    # What a source is follows from its form: key=value is a recipe's, .csv a table, the rest are folders of runs.
+    # The form of a source determines its kind: key=value is a recipe, .csv a table, anything else a folder of a run.
     tables = [source for source in sources if source.endswith(".csv") and "=" not in source]
     keys = [source for source in sources if "=" in source]
     runs = [Path(source) for source in sources if source not in tables and source not in keys]
@@ -72,7 +75,7 @@ def _measure(sources: list[str], cluster: str, layouts: int, steps: int, *, as_j
         hint = f"such as {one}, {two}, or trainspec calibrate runs/a runs/b"
         raise RecipeError(Problem("usage", "a calibration takes one recipe, one table, or folders of runs", hint=hint))
     if tables and not cluster:
-        hint = "name it as its recipes do: --cluster h100"
+        hint = "name the cluster as its recipes do: --cluster h100"
         raise RecipeError(Problem("usage", "a table does not say which cluster it is of", "--cluster", hint))
     if tables:
         return session.calibrate(session.measure_table(Path(tables[0]), cluster))
@@ -84,9 +87,10 @@ def _measure(sources: list[str], cluster: str, layouts: int, steps: int, *, as_j
 
 
 def _list(cluster: str, *, forget: bool, as_json: bool) -> None:
-    from trainspec_cli.session.planning.profile import list_profiles, profile_path, read_profile
+    from trainspec_cli.session.recipe.load import profile_path, read_profile
 
-    paths = [path for path in list_profiles() if not cluster or path == profile_path(cluster)]
+    stored = sorted(profile_path(cluster).parent.glob("*.yaml"))
+    paths = [path for path in stored if not cluster or path == profile_path(cluster)]
     if forget:
         for path in paths:
             path.unlink(missing_ok=True)
@@ -96,7 +100,7 @@ def _list(cluster: str, *, forget: bool, as_json: bool) -> None:
     if as_json:
         print(json_text([to_plain(profile) for profile in profiles]))
     else:
-        print("\n\n".join(map(_render, profiles)) or "there is no profile; `trainspec calibrate recipe=tiny` makes one")
+        print("\n\n".join(map(_render, profiles)) or "no profiles; `trainspec calibrate recipe=tiny` makes one")
 
 
 def _render(profile: ClusterProfile) -> str:

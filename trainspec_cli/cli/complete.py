@@ -1,6 +1,6 @@
-"""`trainspec complete LINE`: the words that may end a command line, one a line; what shells call at a press of Tab.
+"""`trainspec complete LINE`: print the possible last words of a command line, one per line; shells call it at each Tab.
 
-It must answer at once, so it does without typer, hydra and rich: options are read from the sources of the commands, and
+It must be fast, so it does not import typer, hydra or rich: options are read from the source code of the commands, and
 keys from the recipe's dataclasses.
 """
 
@@ -15,16 +15,16 @@ from trainspec_cli.core.wings import Command
 
 PACKAGE = Path(__file__).parents[1]
 RUNS_AFTER = (("runs", "compare"), ("runs", "rm"))
-"""Commands of commands that take any number of runs."""
+"""Subcommands that accept several runs."""
 RUNS = "runs"
 RUN_FILE = "run.json"
 LAST = "last"
 MOST_FOLDERS = 2_000
-"""Folders below ./runs that are looked through."""
+"""Maximum number of folders below ./runs to read."""
 
 
 def complete(line: str, commands: Mapping[str, Command]) -> list[str]:
-    """Return the words that the last one of `line` may become; `line` is what was typed up to the cursor."""
+    """Return the completions of the last word of `line`, the text up to the cursor."""
     *before, word = line.split(" ")
     before = [other for other in before if other]
     found = _candidates(before[1:], word, commands)
@@ -32,7 +32,7 @@ def complete(line: str, commands: Mapping[str, Command]) -> list[str]:
 
 
 def _candidates(before: Sequence[str], word: str, commands: Mapping[str, Command]) -> Iterator[str]:
-    """`before` are the words between the program and the one that is completed."""
+    """Yield candidates for a word; `before` are the words between the program and that word."""
     if not before:
         yield from commands
         return
@@ -42,7 +42,8 @@ def _candidates(before: Sequence[str], word: str, commands: Mapping[str, Command
     entry = commands[command]
     given = [other for other in rest if not other.startswith("-")]
     # Importing the command would load typer and rich at each press of Tab.
-    module = _parse(PACKAGE.joinpath(*entry.module_of(command).split(".")[1:]).with_suffix(".py"))
+    folder = PACKAGE.joinpath(*entry.folder.split(".")[1:])
+    module = _parse(folder / f"{entry.function or command}.py")
     functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
     below = [one.name for one in functions if any("app.command" in ast.unparse(each) for each in one.decorator_list)]
     if below and not given:
@@ -70,7 +71,7 @@ def _candidates(before: Sequence[str], word: str, commands: Mapping[str, Command
 
 def _runs(folder: Path) -> Iterator[str]:
     for number, (root, below, files) in enumerate(os.walk(folder)):
-        # A home folder may have millions; completion that hangs is worse than none.
+        # A home folder may have millions of entries, and slow completion is worse than none.
         if number >= MOST_FOLDERS:
             return
         if RUN_FILE in files:
@@ -96,7 +97,7 @@ def _keys(word: str, *, takes_recipe: bool) -> Iterator[str]:
 
 
 def _values(word: str) -> Iterator[str]:
-    """Yield `key=value` for each value that is known."""
+    """Yield `key=value` for each known value."""
     from trainspec_cli.recipe.compose.folders import NAMED_SECTIONS, find_folders
 
     key = word.partition("=")[0]
@@ -118,7 +119,7 @@ def _parse(file: Path) -> ast.Module:
 
 
 def _options(module: ast.Module, command: str) -> Iterator[str]:
-    """Yield the options of the function `command`: each argument's own `--name`, or the one that typer makes of it."""
+    """Yield the options of the function `command`: the explicit `--name` of an argument, or typer's default."""
     shared = _parse(Path(__file__).with_name("options.py"))
     aliases = {
         target.id: node.value

@@ -1,4 +1,4 @@
-"""`trainspec completion SHELL`: the script by which a shell asks `trainspec complete LINE` at every press of Tab."""
+"""`trainspec completion SHELL`: print the script that makes a shell call `trainspec complete LINE` at each Tab."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
 def completion(
-    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="The shell that is to complete.")],
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="The shell.")],
 ) -> None:
     """Print a script that completes commands, recipes, keys, values and runs.
 

@@ -1,4 +1,4 @@
-"""`trainspec data prepare | info`: what a run would read made into token shards, and what a folder of them holds."""
+"""`trainspec data prepare | info`: prepare the token shards of a run, and inspect a folder of them."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ OPTIONS = {
     "data.tokenizer.path": "--tokenizer",
     "data.tokenizer.end_of_document": "--end-of-document",
 }
-"""A recipe's keys, and what they are called here."""
+"""Keys of a recipe, and the options that set them here."""
 
 
 Source = Literal[Documents, SampleSource]
 READY: dict[str, str] = {
-    "tokens": "such a folder is prepared",
+    "tokens": "this folder is already prepared",
     "nanogpt": "such files are read where they lie",
     "megatron": "such files are read where they lie",
-    "phantom": "phantoms are made on the spot",
+    "phantom": "phantoms are generated during training",
     "images": "pictures are read as they are",
     "volumes": "volumes are read as they are",
 }
-"""Why nothing has to be prepared."""
+"""Why a source needs no preparation."""
 
 
 @app.command()
@@ -58,11 +58,11 @@ def prepare(
         list[str] | None,
         typer.Argument(
             metavar="[recipe=NAME|key=value]...",
-            help="Prepare what this run would read (a mixture, say), in the cache.",
+            help="Prepare all data of this run, such as a mixture, in the cache.",
         ),
     ] = None,
     source: Annotated[
-        Source | None, typer.Option(help="text: a document a file; jsonl: one a line; parquet, arrow: one a row.")
+        Source | None, typer.Option(help="text: one document per file; jsonl: per line; parquet, arrow: per row.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder to make.")] = None,
     path: Annotated[str | None, typer.Option(help="File, folder or quoted glob.")] = None,
@@ -71,18 +71,18 @@ def prepare(
     end_of_document: Annotated[str | None, typer.Option(help="Its token that ends a document.")] = None,
     text_field: Annotated[str, typer.Option(help="Field of each JSON line, or column of a table, to read.")] = "text",
     chat_template: Annotated[str | None, typer.Option(help="chatml, or a file of Jinja (chat only).")] = None,
-    heldout_fraction: Annotated[float, typer.Option(help="Part of the documents to judge on.")] = 0.02,
+    heldout_fraction: Annotated[float, typer.Option(help="Fraction of the documents to hold out.")] = 0.02,
     max_bytes: Annotated[int | None, typer.Option(help="Read at most this much text.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
-    """Read text, train a tokenizer on it (or use yours), and write token shards: of one source into a folder, or of
-    all that a recipe's run would read."""
-    # With a recipe the cache is filled under the names by which `launch` looks for it.
+    """Read text, train a tokenizer on it (or use yours), and write token shards: of one source to a folder, or of all
+    data of a recipe."""
+    # With a recipe, the data goes to the cache under the names that `launch` uses.
     if arguments:
         options = {"--source": source, "--output": output, "--path": path}
         given = [name for name, value in options.items() if value is not None]
         if given:
-            message = f"a recipe says what is read and where it goes; {' and '.join(given)} cannot stand beside it"
+            message = f"a recipe determines what is read and where it goes; leave out {' and '.join(given)}"
             raise RecipeError(Problem("contradiction", message, given[0], "type data.path=... instead"))
         prepare_recipe(arguments, as_json)
         return
@@ -105,9 +105,9 @@ def prepare(
     try:
         with _progress() as on_progress:
             prepare_into(data, output, on_progress)
-    except FileExistsError as error:  # somebody else filled the folder meanwhile
+    except FileExistsError as error:  # another process has filled the folder meanwhile
         raise not_empty(output) from error
-    except TrainspecError as error:  # it speaks of recipe keys, which are options here
+    except TrainspecError as error:  # it names keys of a recipe, which are options here
         raise type(error)([_as_option(problem) for problem in error.problems]) from error
     _print_folder(output, TokenFolder.open(output).manifest, as_json)
 
@@ -121,7 +121,7 @@ def prepare_recipe(arguments: list[str], as_json: bool) -> None:
     with _progress() as on_progress:
         folder = prepare_data(data, on_progress)
     collection = Collection.open(folder)
-    # A single source has no name in a collection.
+    # A single source has no name.
     found = {name or data.source: part.folder for name, part in collection.parts.items()}
     found |= collection.validation
     if as_json:
@@ -141,11 +141,11 @@ def _tell_ready(source: str, why: str, as_json: bool) -> None:
 
 @app.command()
 def info(
-    folder: Annotated[Path, typer.Argument(help="A folder that `data prepare` wrote.")],
+    folder: Annotated[Path, typer.Argument(help="A folder made by `data prepare`.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its digest.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
-    """Show what a token folder holds, and check that it is whole."""
+    """Show the content of a token folder, and check that it is complete."""
     tokens = TokenFolder.open(folder)
     if verify:
         tokens.verify()
@@ -161,9 +161,9 @@ def _as_option(problem: Problem) -> Problem:
 
 @contextmanager
 def _progress() -> Iterator[OnProgress]:
-    """A bar on the error output, so that `--json` stays clean."""
+    """Show a progress bar on stderr, so that stdout holds only JSON with `--json`."""
     console = PrintableConsole(stderr=True)
-    # In a log, one line for each hundredth would hide the result.
+    # In a log, a line for each percent would hide the result.
     if not console.is_terminal:
         yield lambda phase, done, rows: None
         return
@@ -185,7 +185,7 @@ def _rows(manifest: ShardManifest) -> dict[str, str]:
     asked = manifest.vocab_size_asked
     fewer = f" (the text is too small to fill the {asked} asked for)" if manifest.vocab_size < asked else ""
     xz = manifest.xz_bits_per_byte
-    why = "conversations are not judged so" if manifest.learns_parts else "this Python has no lzma"
+    why = "not defined for conversations" if manifest.learns_parts else "this Python has no lzma"
     of_chats = {"format": str(manifest.source["format"])} if "format" in manifest.source else {}
     return {
         **of_chats,

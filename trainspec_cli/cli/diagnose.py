@@ -1,4 +1,4 @@
-"""`trainspec diagnose`: what slows a run, where, since when, and what to do."""
+"""`trainspec diagnose`: name what slows a run, where, since when, and the remedy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.runs.diagnose import diagnose_run, follow_verdicts, report_of, trace_to
 from trainspec_cli.session.runs.find import find_run
 
-Watch = Annotated[bool, typer.Option("--watch", help="Follow the run, and print what changes, until it ends.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Follow the run, and print changes until it ends.")]
 
 
 Trace = Annotated[
@@ -32,10 +32,10 @@ Trace = Annotated[
 def diagnose(
     run: RunArgument, as_json: AsJson = False, html: Html = None, watch: Watch = False, trace: Trace = None
 ) -> None:
-    """Name what slows a run, live or finished: cause, place, cost, proof and remedy, heaviest first."""
+    """Name what slows a running or finished run: cause, place, cost, proof and remedy, most severe first."""
     if trace is not None:
         trace_to(run, trace)
-    # Flushed line by line: whoever watches through a pipe sees a verdict when it is found.
+    # Flush each line, so that a reader of a pipe sees a verdict as soon as it is found.
     for event in follow_verdicts(run) if watch else ():
         shown = json_text(to_plain(event), indent=None) if as_json else describe_event(event)
         print(shown, flush=True)

@@ -1,4 +1,4 @@
-"""`trainspec explain KEY`: what a key of a recipe means, and what it may be."""
+"""`trainspec explain KEY`: print the meaning and the allowed values of a recipe's key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def explain(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Print what a key of a recipe means: its unit, what it may be, and its default."""
+    """Print the meaning of a recipe's key, with its unit, allowed values and default."""
     folders = find_folders(Path.cwd())
     options = folders.options(NAMED_SECTIONS.get(key, key))
     path = _path(key, folders)
@@ -55,10 +55,10 @@ def _hint(path: str) -> str:
 
 
 def _path(key: str, folders: Folders) -> str:
-    """Return the key in a recipe of one that begins with a group's own name, as `slurm.time` is
-    `cluster.slurm.time`, or that is the last word of one key alone, as `lr` is of `optim.lr`."""
+    """Return the full key of one that begins with a group's name, such as `slurm.time` for `cluster.slurm.time`, or
+    that is the unique last word of a key, such as `lr` for `optim.lr`."""
     first, dot, rest = key.partition(".")
-    # A key wins over a group of the same name: `data` is both.
+    # A key takes precedence over a group of the same name: `data` is both.
     is_group = first in folders.groups and not any(explain_key(RunSpec, first))
     section = path_of_group(first) if is_group else ""
     if section:

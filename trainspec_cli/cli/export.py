@@ -1,4 +1,4 @@
-"""`trainspec export`: a run's weights in the format of others."""
+"""`trainspec export`: write a run's weights in another project's format."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def export(
         Literal["hf", "peft", "dcp", "litgpt", "megatron"],
         typer.Option(
             "--format",
-            help="hf: what from_pretrained reads, LoRA merged; peft: LoRA adapters alone; dcp: torch's distributed "
+            help="hf: for from_pretrained, with LoRA merged; peft: only LoRA adapters; dcp: torch's distributed "
             "checkpoint; litgpt; megatron: megatron-core's distributed checkpoint.",
         ),
     ] = "hf",
     naming: Annotated[
-        Literal["hf", "torchtitan"], typer.Option(help="Whose names the tensors of a dcp checkpoint have.")
+        Literal["hf", "torchtitan"], typer.Option(help="Naming scheme of the tensors in a dcp checkpoint.")
     ] = "hf",
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"], typer.Option(help="Type of the weights; the run trains in fp32.")
@@ -43,13 +43,13 @@ def export(
     max_file_gb: Annotated[float, typer.Option(help="Larger models are cut into files of this size.")] = 5.0,
     as_json: AsJson = False,
 ) -> None:
-    """Write a run's weights, config, tokenizer and generation config; transformers loads them with no code of ours."""
+    """Write a run's weights, config, tokenizer and generation config; transformers loads them without trainspec."""
     run_dir = find_own_run(run)
     chosen = find_checkpoint(run_dir, step, best=best)
-    # Before the checkpoint is read, which may take minutes.
+    # Check before the checkpoint is read, which may take minutes.
     check_new(output)
     if naming != "hf" and format_ != "dcp":
-        message = f"--naming {naming} is of --format dcp, and the format is {format_}"
+        message = f"--naming {naming} needs --format dcp, and the format is {format_}"
         raise RecipeError(Problem("usage", message, "--naming", "type --format dcp, or leave --naming out"))
     wanted = Export(run_dir, chosen, dtype, round(max_file_gb * 1e9))
     if format_ == "peft":

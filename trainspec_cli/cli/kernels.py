@@ -1,7 +1,8 @@
-"""`trainspec kernels`: which kernels are fastest here, at a recipe's own shapes."""
+"""`trainspec kernels`: measure which kernels are fastest on this machine, at a recipe's shapes."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -11,23 +12,25 @@ from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.reporter.kernels_text import render_table
 from trainspec_cli.run.signals import interrupt, on_stop_signal
+from trainspec_cli.run.tools import measure_kernels
 from trainspec_cli.session.console import make_console
-from trainspec_cli.session.launching.select_kernels import measure
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 
-Again = Annotated[bool, typer.Option("--again", help="Measure although it was done before.")]
+Again = Annotated[bool, typer.Option("--again", help="Measure again, even if results exist.")]
 
 
 def kernels(arguments: RecipeArguments, again: Again = False, as_json: AsJson = False) -> None:
-    """Measure every kernel that runs here, against fp64 and against torch's default, at the recipe's own shapes.
+    """Measure every kernel that runs here, against fp64 and against torch's default, at the recipe's shapes.
 
-    It is what kernels=auto goes by, and measured once.
+    kernels=auto uses the results. They are measured once.
     """
     console = make_console(as_json=as_json)
     with on_stop_signal(interrupt):
         loaded = load(arguments)
         machine = this_machine(loaded.spec)
-        table = measure(plan_on(loaded, machine), machine, console, again=again)
+        plan = plan_on(loaded, machine)
+        begin = partial(console.report, "measuring kernels on this machine, once")
+        table = measure_kernels(plan, machine, begin, again=again)
     if as_json:
         print(json_text(to_plain(table)))
     else:

@@ -24,7 +24,9 @@ from trainspec_cli.run.signals import interrupt, on_stop_signal
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show command, environment and plan; start nothing.")]
 
-AtOnce = Annotated[int, typer.Option("--at-once", metavar="N", min=1, help="Runs of a sweep that train side by side.")]
+AtOnce = Annotated[
+    int, typer.Option("--at-once", metavar="N", min=1, help="Number of runs of a sweep that train at the same time.")
+]
 
 
 def launch(
@@ -42,8 +44,8 @@ def launch(
 ) -> int:
     """Train a recipe. Ctrl-C writes a checkpoint and stops (exit code 6); a second one stops at once.
 
-    On several nodes without Slurm, give the same command on each, with --node-rank and a run.dir that all share.
-    With --sweep, a run for each value is trained on this node, and a table shows the best first.
+    On several nodes without Slurm, give the same command on each, with --node-rank and a shared run.dir.
+    With --sweep, one run per value trains on this node, and a table lists them, best first.
     """
     if sweep:
         _check_sweepable(arguments, dry_run=dry_run, detach=detach, several=nnodes is not None)
@@ -74,5 +76,5 @@ def _check_sweepable(arguments: Sequence[str], *, dry_run: bool, detach: bool, s
     given = {"--dry-run": dry_run, "--detach": detach, "--nnodes": several}
     given |= {path: path in keys for wing in WING_KEYS for path in wing.paths_of_one_start}
     if option := next((name for name, is_given in given.items() if is_given), None):
-        hint = "leave one out; trainspec sbatch --sweep makes an array of Slurm"
+        hint = "leave one out; trainspec sbatch --sweep makes a Slurm array"
         raise RecipeError(Problem("usage", f"{option} takes one run, and --sweep makes many", option, hint))

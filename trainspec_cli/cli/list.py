@@ -1,4 +1,4 @@
-"""`trainspec list`: every option of every group, and the recipes; your own files in ./conf and ./recipes first."""
+"""`trainspec list`: list the options of every group, and the recipes; files in ./conf and ./recipes come first."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ import typer
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.core.errors import Problem, RecipeError, closest
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.core.printable import format_count
+from trainspec_cli.core.printable import Style, aligned, format_count
 from trainspec_cli.core.reading.files import UnreadableFileError, read_text
 from trainspec_cli.planner.hardware.rates import build_accelerator, load_group, models
 from trainspec_cli.planner.workload import count_active_params, count_params
 from trainspec_cli.recipe.compose.folders import DISTURB, SECTION_NAMED_BY, Folders, find_folders, read_yaml, show_path
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.model import OwnModel
-from trainspec_cli.reporter.style import Style, aligned
 
 Row = JsonObject
 RECIPE = "recipe"
 _FOR_PROGRAMS = re.compile(r"#\s*(@package|yaml-language-server)\b")
-"""Comments at the top of a file that Hydra and editors read."""
+"""Prefixes of comments at the top of a file that are for Hydra or editors."""
 
 
 def options_of(group: str, folders: Folders, cwd: Path) -> Sequence[Row]:
-    """Return the options of a group with what they are and their file, the user's own first."""
+    """Return the options of a group with description and file; user files come first."""
     names = folders.recipe_names() if group == RECIPE else folders.options(group)
     files = {name: folders.find_config(f"{group}/{name}") for name in names}
     rows: Sequence[Row] = [
@@ -38,14 +37,14 @@ def options_of(group: str, folders: Folders, cwd: Path) -> Sequence[Row]:
         for name, file in files.items()
         if file
     ]
-    # A file of the user's own hides the shipped one of its name, as when a recipe is composed.
+    # A user's file hides the shipped file of the same name, as when a recipe is composed.
     shipped = {name for name, file in files.items() if file and not file.is_relative_to(cwd)}
     return sorted(rows, key=lambda row: (row["name"] in shipped, str(row["name"])))
 
 
 def _describe(file: Path, cwd: Path) -> str:
-    """Return its description, the first sentence of the comment at its top, or the name in it; or what keeps it from
-    being read."""
+    """Return its description, the first sentence of the comment at its top, or the name in it; if it cannot be read,
+    return the reason."""
     try:
         content = read_yaml(file, cwd)
         lines = read_text(file).splitlines()
@@ -67,7 +66,7 @@ def _describe(file: Path, cwd: Path) -> str:
 
 def _accelerator(values: JsonObject) -> Row:
     keys = ("bf16_tflops", "memory_gb", "memory_tb_per_s", "link_gb_per_s", "tdp_w", "price_usd_per_hour")
-    build_accelerator(values)  # a file that no run could take has no figures either
+    build_accelerator(values)  # an invalid file raises here, and gets no figures
     return {"label": values.get("name"), **{key: values.get(key) for key in keys}}
 
 
@@ -94,16 +93,16 @@ FIGURES: dict[str, Callable[[], dict[str, Row]]] = {
     "cluster": lambda: load_group("cluster", _cluster),
     "model": _models,
 }
-"""A group -> the figures of its options, by name."""
+"""Group -> function that returns the figures of an option."""
 
 
 def list(
     group: Annotated[
-        str | None, typer.Argument(metavar="GROUP", help="One group alone, with figures.", show_default=False)
+        str | None, typer.Argument(metavar="GROUP", help="List only this group, with figures.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List what has a name: the recipes, and the options of every group of a recipe; your own files come first."""
+    """List the recipes and the options of every group of a recipe; your own files come first."""
     cwd = Path.cwd().resolve()
     folders = find_folders(cwd)
     groups = (RECIPE, *folders.groups, DISTURB)

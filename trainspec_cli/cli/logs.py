@@ -1,4 +1,4 @@
-"""`trainspec logs`: the lines that a run has shown."""
+"""`trainspec logs`: print the output of a run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import typer
 
 from trainspec_cli.cli.options import RunArgument
 
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until the run ends.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue with new lines until the run ends.")]
 
 
 def logs(run: RunArgument, follow: Follow = False) -> None:
-    """Print what a run has shown since it was launched. What each worker wrote itself lies in its folder `logs`."""
+    """Print the output of a run since its launch. The output of each worker is in the run's folder `logs`."""
     from trainspec_cli.session.runs.find import find_run
     from trainspec_cli.session.runs.follow import read_run_log
 

@@ -1,24 +1,44 @@
-"""The table of commands, and the help that is printed from it. A command's module is imported when it is called."""
+"""The entry point of the command line: run a command and exit with its code; the table of commands, and the help.
+
+A command's module is imported when it is called. User and machine errors are shown without a traceback. Besides the
+exit codes of `core/errors.py`: 1 for a bug in the program (the traceback goes to a file), and 141 if the reader of a
+pipe has closed it, as in a shell.
+"""
 
 from __future__ import annotations
 
+import gc
 import importlib
+import os
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trainspec_cli import __version__
-from trainspec_cli.core.errors import EXIT_CODES, Problem, RecipeError
+from trainspec_cli.core.errors import (
+    EXIT_CODES,
+    Interrupted,
+    MachineError,
+    Problem,
+    RecipeError,
+    Stopped,
+    TrainspecError,
+)
 from trainspec_cli.core.intentions import FORMER_FLAGS, closest, key_of
+from trainspec_cli.core.printable import Style, printing_safely
 from trainspec_cli.core.wings import Command, find_wings
-from trainspec_cli.reporter.style import Style
+from trainspec_cli.reporter.problems import render_json, render_problems
 
+EXIT_FAULT = 1
+EXIT_BROKEN_PIPE = 141
+SHOWN_CHARS = 200
+NEW_OBJECTS = 50_000
+"""Objects to allocate before Python's cyclic garbage collector runs: a plan makes many, and hardly any cycles."""
 GROUPS = ("train", "plan", "look at runs", "recipes", "clusters", "other engines")
 """The headings of the help, in order."""
-
-
 _TRUNK = {
     "launch": Command("train", "train a recipe on this machine", takes_keys=True),
     "sbatch": Command(
@@ -28,24 +48,24 @@ _TRUNK = {
         takes_command=True,
     ),
     "resume": Command("train", "continue a run from its newest checkpoint", takes_keys=True, takes_run=True),
-    "stop": Command("train", "let a run write a checkpoint and end, from another terminal", takes_run=True),
+    "stop": Command("train", "stop a run with a checkpoint, from another terminal", takes_run=True),
     "plan": Command("plan", "rank the layouts of a run, and forecast its time and cost", takes_keys=True),
-    "budget": Command("plan", "set buying machines beside renting them, for a portfolio of runs"),
+    "budget": Command("plan", "compare buying with renting machines, for a portfolio of runs"),
     "backtest": Command("plan", "predict a table of measured runs, and show the errors"),
     "calibrate": Command("plan", "fit the planner to your own cluster, from a few measured steps", takes_keys=True),
     "runs": Command("look at runs", "list the runs of this folder"),
-    "watch": Command("look at runs", "show a run that goes on, from another terminal", takes_run=True),
-    "logs": Command("look at runs", "print what a run has shown, and what comes (-f)", takes_run=True),
+    "watch": Command("look at runs", "show a running run, from another terminal", takes_run=True),
+    "logs": Command("look at runs", "print the output of a run, and follow it (-f)", takes_run=True),
     "report": Command("look at runs", "show how a run went, and where its time was spent", takes_run=True),
     "diagnose": Command("look at runs", "name what slows a run: cause, place, cost, proof and remedy", takes_run=True),
     "list": Command("recipes", "list recipes and the options of every group: models, clusters, optimizers, ..."),
     "show": Command("recipes", "print a composed recipe, or what differs from another", takes_keys=True),
     "validate": Command("recipes", "find all problems of a recipe at once", takes_keys=True),
-    "explain": Command("recipes", "say what a key of a recipe means, and what it may be"),
-    "schema": Command("recipes", "print the JSON Schema by which editors check and complete recipes"),
+    "explain": Command("recipes", "explain a key of a recipe: its meaning and allowed values"),
+    "schema": Command("recipes", "print the JSON Schema with which editors check and complete recipes"),
     "migrate": Command("recipes", "bring files of earlier versions of the training spec to the current one"),
     "data": Command("recipes", "prepare text for training, and inspect it"),
-    "completion": Command("recipes", "print what makes a shell complete words: bash, zsh or fish"),
+    "completion": Command("recipes", "print the script for shell completion: bash, zsh or fish"),
     "kernels": Command("clusters", "measure which kernels are fastest here, for a recipe", takes_keys=True),
     "export": Command("other engines", "write a run's weights as a Hugging Face folder", takes_run=True),
 }
@@ -58,12 +78,98 @@ _ALL = _TRUNK | _OF_WINGS
 COMMANDS = {name: command for group in GROUPS for name, command in _ALL.items() if command.group == group}
 """The commands by name, in the order of the help."""
 COMPLETE = "complete"
-"""Print the words that may end a command line; for shells (see `completion`), not for people."""
+"""Print the possible last words of a command line; for shells (see `completion`), not for people."""
 HELP_OPTIONS = ("--help", "-h", "help")
 
 
+def main() -> None:
+    gc.set_threshold(NEW_OBJECTS)
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command and return its exit code. Errors are reported as text that is safe on a terminal."""
+    try:
+        with printing_safely(), warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return _run(arguments)
+    except BrokenPipeError:
+        _drop_output()
+        return EXIT_BROKEN_PIPE
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
+        code = dispatch(arguments, Style.of(sys.stdout))
+        sys.stdout.flush()
+        return code
+    except TrainspecError as error:
+        _report(error, as_json="--json" in arguments)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return Interrupted.exit_code
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.filename is None:
+            _report_bug(error)
+            return EXIT_FAULT
+        refused = MachineError(f"{_show(error.filename)}: {error.strerror}", code="refused_by_the_system")
+        _report(refused, as_json="--json" in arguments)
+        return refused.exit_code
+    except Exception as error:
+        _report_bug(error)
+        return EXIT_FAULT
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print a warning like an error, without the source line in trainspec that raised it."""
+    print(f"{Style.of(sys.stderr).bold('warning')}: {message}", file=sys.stderr)
+
+
+def _drop_output() -> None:
+    """Redirect closed streams to /dev/null; otherwise Python would report the closed pipe again at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _show(name: str | bytes | int) -> str:
+    """Return a file's name, shortened to fit on a line."""
+    text = os.fsdecode(name) if isinstance(name, bytes) else str(name)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+
+
+def _report(error: TrainspecError, *, as_json: bool) -> None:
+    if as_json:
+        print(render_json(error.problems))
+        return
+    label = "stopped" if isinstance(error, (Stopped, Interrupted)) else "error"
+    print(render_problems(error.problems, Style.of(sys.stderr), label), file=sys.stderr)
+
+
+def _report_bug(error: Exception) -> None:
+    import tempfile
+    import traceback
+
+    with tempfile.NamedTemporaryFile("w", prefix="trainspec-", suffix=".txt", delete=False) as file:
+        file.write("".join(traceback.format_exception(error)))
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    print(f"trainspec failed because of a bug: {summary}\nthe traceback is in {file.name}", file=sys.stderr)
+
+
 def dispatch(arguments: Sequence[str], style: Style) -> int:
-    """Run one command line; -> exit code. Raises TrainspecError, and typer's own errors of usage."""
+    """Run one command line; return the exit code. Raises TrainspecError."""
     name, *rest = arguments or ("--help",)
     if name in HELP_OPTIONS:
         print(render_help(style))
@@ -72,22 +178,22 @@ def dispatch(arguments: Sequence[str], style: Style) -> int:
         print(f"trainspec {__version__}")
         return 0
     if name == COMPLETE:
-        # A shell waits for this at each press of Tab, so it is answered before typer is imported.
+        # A shell waits for this at each press of Tab, so it runs before typer is imported.
         from trainspec_cli.cli.complete import complete
 
         print("\n".join(complete(" ".join(rest), COMMANDS)))
         return 0
     if name not in COMMANDS:
         raise RecipeError(_unknown_command(name, rest))
-    return _run(name, rest)
+    return _run_command(name, rest)
 
 
-def _run(name: str, arguments: Sequence[str]) -> int:
+def _run_command(name: str, arguments: Sequence[str]) -> int:
     import typer
 
     command = load_command(name)
     try:
-        # Not `command()`: that would end the process by itself, and print errors in click's words.
+        # `command()` would end the process itself, and print errors in click's words.
         with command.make_context(f"trainspec {name}", list(arguments)) as context:
             result = command.invoke(context)
     except typer.Exit as ended:
@@ -101,14 +207,14 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 
 def load_command(name: str) -> Any:
-    """Import a command, as an object of click's; `data` has an `app` with commands of its own. Its help has boxes on a
-    terminal alone: they are padded with spaces."""
+    """Import a command as a click object; `data` has an `app` with subcommands. Its help has boxes only on a terminal,
+    because boxes are padded with spaces."""
     import typer
 
     entry = COMMANDS[name]
-    module = importlib.import_module(entry.module_of(name))
+    module = importlib.import_module(f"{entry.folder}.{entry.function or name}")
     app = getattr(module, "app", None) or typer.Typer(add_completion=False)
-    # rich would draw boxes into a pipe, for programs to read.
+    # Without this, rich would draw boxes into a pipe too, which a program reads.
     if not sys.stdout.isatty():
         app.rich_markup_mode = None
     if not app.registered_commands:
@@ -117,27 +223,28 @@ def load_command(name: str) -> Any:
 
 
 def _usage_error() -> type[Exception]:
-    """Typer may carry a click of its own, so its error of usage is reached through one that Typer exports."""
+    """Return click's class of usage errors, through a class that typer exports, because typer may bundle its own
+    click."""
     import typer
 
-    # The class is found by its place, since typer has moved click into itself and may do so again.
+    # The class is found by its position, since typer has moved click into its package and may do so again.
     return typer.BadParameter.__mro__[1]
 
 
 def _usage_problem(name: str, error: Any) -> Problem:
     if type(error).__name__ == "NoArgsIsHelpError":
-        if error.message:  # on a terminal it was shown before
+        if error.message:  # on a terminal the message is already shown
             print(error.message)
         return Problem(code="usage", message=f"trainspec {name} needs a command", hint=f"see trainspec {name} --help")
     hint = f"see trainspec {name} --help"
     option = getattr(error, "option_name", "").lstrip("-")
-    # People who come from argparse type --optim.lr=3e-4.
+    # Users of argparse programs type --optim.lr=3e-4.
     if option == "recipe" or "." in option:
         hint = f"values are given without dashes: {option}=<value>"
     elif type(error).__name__ == "NoSuchOption":
         meant = _meant_option(error.ctx, option)
         if COMMANDS[name].takes_command:
-            own = f"{meant or hint}; a command of your own, with its options, stands after --"
+            own = f"{meant or hint}; your own command, with its options, goes after --"
             hint = _hint_of_option(name, option) or own
         else:
             hint = meant or hint
@@ -147,14 +254,14 @@ def _usage_problem(name: str, error: Any) -> Problem:
 
 
 def _meant_option(context: Any, option: str) -> str:
-    """Return what to type for an option that a command does not have: another option, or a value of the recipe; empty
-    where nothing is near."""
+    """Return what to type instead of an unknown option: a similar option, or a key of the recipe; empty if nothing is
+    similar."""
     from trainspec_cli.recipe.structure import only_key_named  # the help does without
 
     if option in FORMER_FLAGS:
         return f"type {FORMER_FLAGS[option]}"
     parameters = context.command.params
-    # The options are those of the parser, so that a hint never names one that does not exist.
+    # The options come from the parser, so that a hint never names one that does not exist.
     near = closest(f"--{option}", [opt for parameter in parameters for opt in parameter.opts if opt.startswith("--")])
     meant = f"did you mean {near}?" if near else ""
     if any(parameter.name == "arguments" for parameter in parameters):
@@ -166,7 +273,7 @@ def _meant_option(context: Any, option: str) -> str:
 
 
 def _hint_of_option(name: str, option: str) -> str:
-    """Return what is typed in the place of an option of Slurm's own sbatch; empty for any other."""
+    """Return what to type instead of an option of Slurm's sbatch; empty for other options."""
     from trainspec_cli.recipe.rules.run import KEYS, OF_SCRIPT, PREFIX
 
     if name != "sbatch" or option not in {*KEYS, *OF_SCRIPT, "gres", "gpus-per-node", "mail-type"}:
@@ -180,7 +287,7 @@ def _hint_of_option(name: str, option: str) -> str:
 
 
 def _unknown_command(name: str, rest: Sequence[str]) -> Problem:
-    # The recipe is there, and what is to be done with it was left out.
+    # The command line names a recipe, and the command is missing.
     if name.startswith("recipe="):
         hint = f"such as trainspec launch {' '.join((name, *rest))}"
         return Problem(code="usage", message="a command comes first", hint=hint)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.core.reading.spec_version import CURRENT, KEY
+from trainspec_cli.core.reading.files import CURRENT_VERSION, VERSION_KEY
 from trainspec_cli.recipe.json_text import json_text
 
 Paths = Annotated[
@@ -15,14 +15,14 @@ Paths = Annotated[
     typer.Argument(metavar="PATH", help="Run folders, recipes, or files of a run folder.", show_default=False),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, and write nothing.")]
-To = Annotated[str, typer.Option("--to", metavar="VERSION", help="The version that is wanted.")]
+To = Annotated[str, typer.Option("--to", metavar="VERSION", help="The target version.")]
 
 
-def migrate(paths: Paths, dry_run: DryRun = False, to: To = CURRENT, as_json: AsJson = False) -> None:
+def migrate(paths: Paths, dry_run: DryRun = False, to: To = CURRENT_VERSION, as_json: AsJson = False) -> None:
     """Bring recipes and run folders of earlier versions of the training spec to the current one.
 
-    A file as it was stays beside it, as FILE.VERSION.bak. Comments of recipes stay, too. What is under a digest
-    (certificates, checkpoints) is read in its own form, and not touched.
+    The old file is kept as FILE.VERSION.bak. Comments in recipes stay. Files under a digest (certificates,
+    checkpoints) remain readable, and are not changed.
     """
     from trainspec_cli.session.recipe.migrate import apply, find_migrations  # loads what the help does without
 
@@ -34,22 +34,26 @@ def migrate(paths: Paths, dry_run: DryRun = False, to: To = CURRENT, as_json: As
                 "path": str(one.path),
                 "kind": one.form.kind,
                 "from": one.head.version,
-                "to": CURRENT,
+                "to": CURRENT_VERSION,
                 "backup": str(backups[one.path]) if one.path in backups else None,
                 "diff": one.diff(),
             }
             for one in migrations
         ]
-        print(json_text({KEY: CURRENT, "dry_run": dry_run, "files": files}))
+        print(json_text({VERSION_KEY: CURRENT_VERSION, "dry_run": dry_run, "files": files}))
         return
     changing = [one for one in migrations if one.changes]
     for one in changing:
-        print(one.diff() if dry_run else f"{one.path}: {one.head.version} to {CURRENT}, before: {backups[one.path]}")
+        print(
+            one.diff()
+            if dry_run
+            else f"{one.path}: {one.head.version} to {CURRENT_VERSION}, before: {backups[one.path]}"
+        )
     print(_summary(len(changing), len(migrations), dry_run=dry_run))
 
 
 def _summary(changing: int, seen: int, *, dry_run: bool) -> str:
     if not changing:
-        return f"nothing to do: {seen} file{'s' * (seen != 1)} seen, of version {CURRENT} or under a digest"
+        return f"nothing to do: {seen} file{'s' * (seen != 1)} read, all of version {CURRENT_VERSION} or under a digest"
     files = f"{changing} file{'s' * (changing != 1)}"
-    return f"{files} would change; nothing was written" if dry_run else f"{files} migrated to version {CURRENT}"
+    return f"{files} would change; nothing was written" if dry_run else f"{files} migrated to version {CURRENT_VERSION}"

@@ -20,33 +20,33 @@ RecipeArguments = Annotated[
     list[str],
     typer.Argument(
         metavar="recipe=NAME|key=value",
-        help="The recipe, and what to change of it: optim.lr=3e-4, model=llama_6m, ~key to take one out.",
+        help="The recipe, and changes to it: optim.lr=3e-4, model=llama_6m, ~key to remove a key.",
         show_default=False,
     ),
 ]
 NumNodes = Annotated[
-    int | None, typer.Option("--nnodes", metavar="N", help="Nodes of the run; the same command is given on each.")
+    int | None, typer.Option("--nnodes", metavar="N", help="Number of nodes; give the same command on each.")
 ]
-NodeRank = Annotated[int, typer.Option("--node-rank", metavar="I", help="Which of them this is, from 0.")]
+NodeRank = Annotated[int, typer.Option("--node-rank", metavar="I", help="Number of this node, from 0.")]
 Endpoint = Annotated[
     str | None,
     typer.Option(
-        "--rdzv-endpoint", metavar="HOST:PORT", help="The first node, as the others reach it, and a free port."
+        "--rdzv-endpoint", metavar="HOST:PORT", help="Address of the first node for the others, and a free port."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write one page with charts.")]
-Force = Annotated[bool, typer.Option("--force", help="Train although the plan is predicted not to fit this machine.")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with charts.")]
+Force = Annotated[bool, typer.Option("--force", help="Train even if the plan is predicted not to fit this machine.")]
 Detach = Annotated[
-    bool, typer.Option("--detach", help="Run without this terminal; print how the run is followed and stopped.")
+    bool, typer.Option("--detach", help="Run without this terminal; print how to follow and stop the run.")
 ]
 Sweeps = Annotated[
     list[str] | None,
     typer.Option(
         "--sweep",
         metavar="KEY=A,B,...",
-        help="One for each value, or for each of a range: 0..4, 0..1:5 (equal steps), 1e-4..1e-2:x5 (equal ratios); of "
-        "several --sweep, for each combination.",
+        help="One run per value, or per value of a range: 0..4, 0..1:5 (equal steps), 1e-4..1e-2:x5 (equal ratios); "
+        "with several --sweep, one per combination.",
     ),
 ]
 NotifyWhom = Annotated[
@@ -54,8 +54,8 @@ NotifyWhom = Annotated[
     typer.Option(
         "--notify",
         metavar="COMMAND|URL",
-        help=f"When the run has ended, run this line of shell ({STATUS}, {MESSAGE} and {RUN} say how), or post to this "
-        "address.",
+        help=f"When the run ends, run this shell line (with {STATUS}, {MESSAGE} and {RUN} in its environment), or "
+        "post to this URL.",
         show_default=False,
     ),
 ]
@@ -67,15 +67,17 @@ WORK_S = 300.0
 JOIN_TIMEOUT_S = 300.0
 CommandFolder = Annotated[
     str | None,
-    typer.Option("--dir", metavar="RUN", help="The run's folder; by default one of its own below ./runs."),
+    typer.Option("--dir", metavar="RUN", help="The run's folder; by default a new one below ./runs."),
 ]
 MaxRestarts = Annotated[
     int,
-    typer.Option("--max-restarts", metavar="N", min=0, help="Starts after failures, in the whole job."),
+    typer.Option(
+        "--max-restarts", metavar="N", min=0, help="Maximum number of restarts after failures in the whole job."
+    ),
 ]
 Grace = Annotated[
     float,
-    typer.Option("--grace-s", metavar="S", min=0, help="Time to save and end in, once asked to stop."),
+    typer.Option("--grace-s", metavar="S", min=0, help="Time to save and end after a request to stop."),
 ]
 HangAfter = Annotated[
     float | None,
@@ -83,19 +85,22 @@ HangAfter = Annotated[
         "--hang-s",
         metavar="S",
         min=0,
-        help="Without a step or a sign of work for so long it hangs; 0: never.",
+        help="Seconds without a step or a sign of work that count as a hang; 0: never.",
         show_default=f"{HANG_S:g}; {SILENT_S:g} until a step is counted",
     ),
 ]
 WorkFor = Annotated[
     float,
     typer.Option(
-        "--work-s", metavar="S", min=0, help="Where no step is counted: start again what has worked for so long."
+        "--work-s",
+        metavar="S",
+        min=0,
+        help="Restart a job without counted steps only if it ran at least this many seconds.",
     ),
 ]
 JoinTimeout = Annotated[
     float,
-    typer.Option("--join-timeout-s", metavar="S", min=1, help="Of several nodes: how long each waits for the others."),
+    typer.Option("--join-timeout-s", metavar="S", min=1, help="Seconds that each node waits for the others."),
 ]
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's folder, its name, or `last` for the newest here.")
@@ -109,13 +114,13 @@ class CommandOptions:
     max_restarts: int
     grace_s: float
     hang_s: float | None
-    """None where it is not given, 0 for never."""
+    """None: not given; 0: never."""
     work_s: float
     join_timeout_s: float
 
 
 def check_new(output: Path) -> None:
-    """Raise RecipeError for an output folder that holds something."""
+    """Raise RecipeError unless the output folder is new or empty."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise not_empty(output)
 
@@ -126,17 +131,17 @@ def not_empty(output: Path) -> RecipeError:
 
 
 def page_origin() -> PageOrigin:
-    """Return where a page that this command writes comes from."""
-    # A page travels without its terminal: it says by which command it can be made again.
+    """Return the origin that a page of this command states."""
+    # A page is read without its terminal, so it states the command that makes it again.
     command = shlex.join(["trainspec", *sys.argv[1:]])
     return PageOrigin(datetime.now(UTC).date().isoformat(), __version__, command)
 
 
 def write_page(file: Path, page: str, option: str = "--html") -> None:
-    """Write a page, in the place of what the file held. Raises RecipeError where it cannot be written."""
+    """Write a page, and replace an existing file. Raises RecipeError if it cannot be written."""
     try:
         file.write_text(page, encoding="utf-8")
     except OSError as error:
         message = f"{option} {file} cannot be written: {error.strerror}"
-        hint = "choose a file in a folder that is there"
+        hint = "choose a file in an existing folder"
         raise RecipeError(Problem(code="output_exists", message=message, hint=hint)) from error

@@ -1,4 +1,4 @@
-"""`trainspec plan`: how a run should be laid out, whether it fits, how long it takes and what it costs."""
+"""`trainspec plan`: the layout of a run, whether it fits, its time and its cost."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from trainspec_cli.session.launching.sweep import read_sweep, sweep_arguments
 from trainspec_cli.session.planning.plan import names_disturbance, plan_recipe, require_fit
 
 Trace = Annotated[
-    bool, typer.Option(help="Also run the engine's own step under fake tensors, and hold the plan against it.")
+    bool, typer.Option(help="Also run the engine's own step under fake tensors, and compare the plan with it.")
 ]
 
 PIPED_WIDTH = 150
-"""Columns where there is no terminal to ask."""
+"""Columns to assume without a terminal."""
 
 
 def plan(
@@ -33,9 +33,9 @@ def plan(
 ) -> None:
     """Rank the layouts of a recipe on a cluster, and forecast the run: time, goodput, energy, carbon, money.
 
-    Needs no GPU and starts nothing. Exit code 3 means that nothing fits; the output lists what would. With
-    disturb=NAME|FILE the run is also simulated under a disturbance: its speed with the scheduler and without it.
-    Without a recipe, model=NAME cluster=NAME are planned with what is usual for the rest, which the plan states.
+    Needs no GPU and starts nothing. Exit code 3 means that nothing fits; the output lists changes that would fit. With
+    disturb=NAME|FILE the run is also simulated under a disturbance: its speed with and without the scheduler. Without a
+    recipe, model=NAME cluster=NAME is planned with usual values for the rest, which the plan states.
     """
     if not sweep:
         _plan_one(arguments, as_json, html, trace)
@@ -57,7 +57,7 @@ def _plan_one(arguments: Sequence[str], as_json: bool, html: Path | None, trace:
         print(json_text(plan_as_json(planned)))
     else:
         _show(lambda width: render_plan(planned, width))
-    # The text is printed first: it says what would fit.
+    # The text is printed first, because it lists what would fit.
     if not planned.best:
         _refuse(planned, as_json)
 
@@ -88,7 +88,7 @@ def _show(render: Callable[[int], RenderableType]) -> None:
 
 
 def _refuse(planned: PlanReport, as_json: bool) -> None:
-    """Refuse a plan without a best layout; with `--json` the plan itself is the answer."""
+    """Raise for a plan without a best layout; with `--json` the plan itself says so."""
     if as_json:
         raise typer.Exit(PlanError.exit_code)
     require_fit(planned)

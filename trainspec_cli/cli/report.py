@@ -1,4 +1,4 @@
-"""`trainspec report`: what became of a run, and where the time went."""
+"""`trainspec report`: the outcome of a run, and where its time went."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.runs.diagnose import composed_of, report_of
 
 Csv = Annotated[
-    Path | None, typer.Option("--csv", metavar="FILE", help="Also write all curves as one table, a row for each step.")
+    Path | None, typer.Option("--csv", metavar="FILE", help="Also write all curves as one table, with a row per step.")
 ]
 
 
 def report(run: RunArgument, as_json: AsJson = False, html: Html = None, csv_file: Csv = None) -> None:
-    """Show how a run ended (or stands), its curves, its speed and where the time went."""
+    """Show the state or outcome of a run, its curves, its speed and where the time went."""
     collected = report_of(run)
     if html:
         write_page(html, render_run_page(collected, composed_of(collected), page_origin()))
     if csv_file:
         columns = collected.curves()
-        # Written at once when it is whole, so that no half table is left where the disk is full.
+        # Written in one piece, so that a full disk leaves no partial table.
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerows([list(columns), *zip(*columns.values(), strict=True)])

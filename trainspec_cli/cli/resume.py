@@ -1,4 +1,4 @@
-"""`trainspec resume`: continue a run from its newest whole checkpoint."""
+"""`trainspec resume`: continue a run from its newest complete checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainspec_cli.run.signals import interrupt, on_stop_signal
 
 Changes = Annotated[
     list[str] | None,
-    typer.Argument(metavar="key=value", help="What to change, such as train.max_steps=800.", show_default=False),
+    typer.Argument(metavar="key=value", help="Changes, such as train.max_steps=800.", show_default=False),
 ]
 
 
@@ -36,7 +36,7 @@ def resume(
     notify: NotifyWhom = "",
     as_json: AsJson = False,
 ) -> int:
-    """Continue a run in its own folder, from its newest whole checkpoint.
+    """Continue a run in its own folder, from its newest complete checkpoint.
 
     On several nodes without Slurm, give the same command on each, with --node-rank.
     """

@@ -1,5 +1,5 @@
-"""`trainspec runs`: the runs of this folder, newest first, compared or removed; or what runs have left in this node's
-memory, and learned of it."""
+"""`trainspec runs`: list, compare or remove the runs of this folder; or list the state that runs keep in this node's
+memory, and the memory limits that they have found."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.core.printable import format_bytes, format_duration
+from trainspec_cli.core.printable import aligned, format_bytes, format_duration
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.reporter.compare import MOST_RUNS, comparison_as_json, render_comparison
 from trainspec_cli.reporter.runs import RunLine, show_differences
-from trainspec_cli.reporter.style import aligned
-from trainspec_cli.run.folder.memory import Copies, list_copies, remove_folder
+from trainspec_cli.run.folder.memory import list_copies, remove_folder
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.memory_limits import Learned, MemoryLimits, forget_limits, list_limits
+from trainspec_cli.run.memory_limits import forget_limits, list_limits
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.runs import removal
 from trainspec_cli.session.runs.find import collect_run, runs_here, status_of_run
@@ -33,18 +32,18 @@ LIMITS_HEADINGS = ("model", "layout", "device", "memory ran out with", "taken in
 
 DAY_S = 86_400.0
 UNKNOWN, GONE = "unknown", "gone"
-"""Nothing says whose copies these are; the run's folder is no more."""
+"""Status of copies whose run no longer exists."""
 FORSAKEN = (GONE, "done", "stopped", "failed", "killed", "made")
-"""Runs of such a status have no processes, and none will start by itself."""
+"""Statuses of runs that have no processes and will not start by themselves."""
 
 Memory = Annotated[
-    bool, typer.Option("--memory", help="List instead the copies of state that runs keep in this node's memory.")
+    bool, typer.Option("--memory", help="List the copies of state that runs keep in this node's memory instead.")
 ]
 ClearMemory = Annotated[
-    bool, typer.Option("--clear-memory", help="Remove those copies, but for runs that are running or queued.")
+    bool, typer.Option("--clear-memory", help="Remove those copies, except of runs that are running or queued.")
 ]
 Limits = Annotated[
-    bool, typer.Option("--limits", help="List instead the settings with which memory has run out on this machine.")
+    bool, typer.Option("--limits", help="List the settings that ran out of memory on this machine instead.")
 ]
 ClearLimits = Annotated[bool, typer.Option("--clear-limits", help="Forget these settings: launches try them again.")]
 
@@ -66,9 +65,9 @@ def runs(
     clear_limits: ClearLimits = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the runs below this folder or launched from it, newest first, with the values that differ between those of a
+    """List the runs below this folder or launched from it, newest first, with the values that differ between runs of a
     recipe."""
-    # typer calls this for `runs compare`, too.
+    # typer calls this for `runs compare` too.
     if context.invoked_subcommand:
         return
     if limits or clear_limits:
@@ -82,7 +81,7 @@ def runs(
         print(json_text([asdict(line) for line in lines]))
     elif lines:
         columns = zip(HEADINGS, *map(_cells, lines), strict=True)
-        filled = [column for column in columns if any(column[1:])]  # one that is empty below its heading is left out
+        filled = [column for column in columns if any(column[1:])]  # leave out empty columns
         print("\n".join(aligned(list(zip(*filled, strict=True)))))
         for line in filter(lambda line: line.damage, lines):
             print(f"damaged: {line.damage}", file=sys.stderr)
@@ -92,7 +91,7 @@ def runs(
 
 
 def _show_limits(*, clear: bool, as_json: bool) -> None:
-    """List what runs on this machine had to take for want of memory; `clear` forgets it."""
+    """List the settings that runs on this machine fell back to after running out of memory; `clear` removes them."""
     found = [limits for _, limits in list_limits()]
     if clear:
         forget_limits()
@@ -101,20 +100,20 @@ def _show_limits(*, clear: bool, as_json: bool) -> None:
     elif not found:
         print("no run has run out of memory on this machine")
     else:
-        rows = [_limit_cells(limits, learned) for limits in found for learned in limits.learned]
-        print("\n".join(aligned([LIMITS_HEADINGS, *rows])))
+        rows: list[tuple[str, ...]] = [LIMITS_HEADINGS]
+        for limits in found:
+            for learned in limits.learned:
+                relief = learned.relief
+                instead = relief.taken.describe(relief.failed)
+                age = format_duration(max(0.0, time.time() - learned.at))
+                about = (limits.model, limits.layout, limits.device)
+                rows.append((*about, relief.failed.describe(), instead, age, learned.run))
+        print("\n".join(aligned(rows)))
         print("\nforgotten" if clear else "\ntrainspec runs --clear-limits forgets them")
 
 
-def _limit_cells(limits: MemoryLimits, learned: Learned) -> tuple[str, ...]:
-    relief = learned.relief
-    instead = relief.taken.describe(relief.failed)
-    age = format_duration(max(0.0, time.time() - learned.at))
-    return limits.model, limits.layout, limits.device, relief.failed.describe(), instead, age, learned.run
-
-
 def _show_copies(*, clear: bool, as_json: bool) -> None:
-    """List every run's copies on this node, wherever its folder is; `clear` removes those that nothing needs."""
+    """List the copies of all runs on this node; `clear` removes those that are no longer needed."""
     rows = [(copies, _status_of_owner(copies.run)) for copies in list_copies()]
     cleared = [copies for copies, status in rows if clear and status in FORSAKEN]
     for copies in cleared:
@@ -135,7 +134,12 @@ def _show_copies(*, clear: bool, as_json: bool) -> None:
     elif not rows:
         print("no run has copies in this node's memory")
     else:
-        print("\n".join(aligned([COPIES_HEADINGS, *(_copies_cells(*row) for row in rows)])))
+        cells: list[tuple[str, ...]] = [COPIES_HEADINGS]
+        for copies, status in rows:
+            on_disk = copies.run.newest_step if copies.run else 0
+            where = str(copies.run.root) if copies.run else f"rm -r {copies.folder} removes them"
+            cells.append((format_bytes(copies.bytes), str(copies.step), str(on_disk or "-"), status, where))
+        print("\n".join(aligned(cells)))
         if clear:
             print(f"\ncleared {format_bytes(sum(copies.bytes for copies in cleared))}")
         elif any(status in FORSAKEN for _, status in rows):
@@ -150,12 +154,6 @@ def _status_of_owner(run: RunDir | None) -> str:
     return status_of_run(run)
 
 
-def _copies_cells(copies: Copies, status: str) -> tuple[str, ...]:
-    on_disk = copies.run.newest_step if copies.run else 0
-    where = str(copies.run.root) if copies.run else f"rm -r {copies.folder} removes them"
-    return format_bytes(copies.bytes), str(copies.step), str(on_disk or "-"), status, where
-
-
 def _cells(line: RunLine) -> tuple[str, ...]:
     of = f"/{line.max_steps}" if line.max_steps is not None else ""
     loss = f"{line.loss:.4f}" if line.loss is not None else "-"
@@ -166,7 +164,7 @@ def _cells(line: RunLine) -> tuple[str, ...]:
 
 @app.command()
 def compare(runs: Runs, as_json: AsJson = False) -> None:
-    """Set runs side by side: the values that differ, how they ended, and their losses in one picture."""
+    """Compare runs: the values that differ, how they ended, and their losses in one chart."""
     if not 2 <= len(runs) <= MOST_RUNS:
         message = f"{len(runs)} run{'s'[: len(runs) != 1]} cannot be compared; 2 to {MOST_RUNS} can"
         raise RecipeError(Problem("usage", message, "RUN", "such as trainspec runs compare A B"))
@@ -179,7 +177,7 @@ def compare(runs: Runs, as_json: AsJson = False) -> None:
 
 @app.command()
 def rm(runs: Runs, yes: Yes = False, as_json: AsJson = False) -> None:
-    """Remove runs with all that they have written. One that lives is refused."""
+    """Remove runs with all their files. A running run is refused."""
     _remove(removal.plan_removal(runs), yes=yes, as_json=as_json)
 
 
@@ -187,17 +185,17 @@ def rm(runs: Runs, yes: Yes = False, as_json: AsJson = False) -> None:
 def prune(
     status: Annotated[
         list[str] | None,
-        typer.Option(metavar="STATUS", help="Of runs with this status: done, stopped, failed, killed, made."),
+        typer.Option(metavar="STATUS", help="Only runs with this status: done, stopped, failed, killed, made."),
     ] = None,
-    older_than: Annotated[float, typer.Option(metavar="DAYS", help="Of runs that were made longer ago.")] = 0.0,
+    older_than: Annotated[float, typer.Option(metavar="DAYS", help="Only runs older than this.")] = 0.0,
     checkpoints: Annotated[
-        bool, typer.Option("--checkpoints", help="Remove checkpoints alone: all but a run's newest and its best.")
+        bool, typer.Option("--checkpoints", help="Remove only checkpoints: all except a run's newest and best.")
     ] = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove runs below ./runs that failed or were killed, or checkpoints that nothing needs."""
-    # Checkpoints of a finished run may be many; whole runs are removed by themselves only where they went wrong.
+    """Remove runs below ./runs that failed or were killed, or checkpoints that are no longer needed."""
+    # By default, whole runs are removed only if they went wrong, and checkpoints also of finished runs.
     statuses = status or (FORSAKEN[1:] if checkpoints else ("failed", "killed"))
     if wrong := sorted({*statuses} - {*FORSAKEN[1:]}):
         message = f"--status is {', '.join(wrong)}"
@@ -211,15 +209,17 @@ def prune(
 
 
 def _remove(removals: Sequence[removal.Removal], *, yes: bool, as_json: bool) -> None:
-    """Say what goes and what that frees, ask, and remove it."""
+    """List what is removed and the space that it frees, ask, and remove it."""
     freed = format_bytes(sum(one.bytes for one in removals))
     if not as_json:
         print("\n".join(map(_describe_removal, removals)) or "there is nothing to remove")
     if removals and not yes:
-        # A script that forgot --yes must not hang at a question.
+        # A script without --yes must not hang at a question.
         if as_json or not sys.stdin.isatty():
             hint = "add --yes"
-            raise RecipeError(Problem("usage", f"{freed} would be removed, and nobody can be asked", "--yes", hint))
+            raise RecipeError(
+                Problem("usage", f"{freed} would be removed, and there is no terminal to confirm", "--yes", hint)
+            )
         typer.confirm(f"remove this and free {freed}?", abort=True)
     for one in removals:
         removal.remove(one)

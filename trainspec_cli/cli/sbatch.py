@@ -1,4 +1,4 @@
-"""`trainspec sbatch`: a recipe's run, or a command of the user's own, as a Slurm job."""
+"""`trainspec sbatch`: submit a recipe's run or a user's own command as a Slurm job."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="recipe=NAME|key=value... [-- COMMAND...]",
-        help="A recipe, and what to change of it; or cluster.* keys, and after -- a training command of your own.",
+        help="A recipe, and changes to it; or cluster.* keys, and your own training command after --.",
         show_default=False,
     ),
 ]
-Submit = Annotated[bool, typer.Option("--submit", help="Give it to sbatch, and print the job's number.")]
+Submit = Annotated[bool, typer.Option("--submit", help="Submit the script, and print the job's number.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the script; make nothing and submit nothing.")]
 AllowSetup = Annotated[
     bool,
@@ -59,15 +59,15 @@ OF_RECIPE, OF_COMMAND = (
     ("sweep", "force"),
     ("folder", "max_restarts", "grace_s", "hang_s", "work_s", "join_timeout_s"),
 )
-"""Options that a recipe's job alone has, and that of a command."""
+"""Options that only jobs of recipes have, and options that only jobs of commands have."""
 
 
 @dataclass(frozen=True)
 class PreparedJob:
-    """A job that was checked; nothing is written yet."""
+    """A checked job; nothing is written yet."""
 
     loaded: Sequence[Loaded]
-    """Of each run of an array."""
+    """One for each run of an array."""
     warnings: Sequence[str]
     write: Callable[..., Submission]
     """Takes `dry_run`."""
@@ -80,11 +80,11 @@ folder, and the options."""
 
 
 class CommandApart(TyperCommand):
-    """Keeps apart what follows `--`, which the parser would put among the other arguments."""
+    """Separates the words after `--`, which click's parser would mix with the other arguments."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         if "--" in args:
-            # click drops `--`, after which a command's own options could not be told from ours.
+            # click drops `--`, and then the options of the user's command look like options of sbatch.
             place = args.index("--")
             args, ctx.obj = args[:place], args[place + 1 :]
         return super().parse_args(ctx, args)
@@ -109,14 +109,13 @@ def sbatch(
     join_timeout_s: JoinTimeout = JOIN_TIMEOUT_S,
     as_json: AsJson = False,
 ) -> None:
-    """Make a run's folder and the script that trains it on Slurm, and print or submit that.
+    """Make a run's folder and the Slurm script that trains it, and print or submit the script.
 
-    The folder must be where every node sees it (run.dir; of a command --dir). What the job asks of Slurm is
-    cluster.slurm.
-    With --sweep, its runs are the tasks of one array.
-    Lines of shell that a recipe brings (cluster.slurm.setup) are shown on the error output.
-    The script may be submitted again: the run goes on. --dry-run shows it and makes nothing.
-    What was made and not submitted, the same command submits with --submit.
+    Every node must see the folder (run.dir; for a command --dir). cluster.slurm sets the options of the job.
+    With --sweep, the runs are the tasks of one array.
+    Shell lines of a recipe (cluster.slurm.setup) are shown on stderr.
+    Submitting the script again continues the run. --dry-run shows the script and makes nothing.
+    If the script was made but not submitted, the same command with --submit submits it.
     """
     from trainspec_cli.session.slurm import submit as session  # half a second, which the help does without
 
@@ -133,7 +132,7 @@ def sbatch(
             raise MachineError(Problem(MISSING_WING, "this installation runs no commands", "COMMAND", hint))
         made = prepares[0](command, arguments or [], folder, asked)
     first = made.loaded[0]
-    # A recipe may come from somebody else: its lines of shell run on the cluster, so they are shown each time.
+    # A recipe may come from another person, and its shell lines run on the cluster, so they are always shown.
     print(session.render_shell_lines(first), end="", file=sys.stderr)
     if submit and not allow_setup:
         session.check_own_lines(made.loaded)
@@ -147,10 +146,10 @@ def sbatch(
         print(job_id)
     else:
         print(submission.text, end="")
-    # These go to the error output: the script or the number alone may be piped on.
+    # These go to stderr, because stdout with the script or the job number may be piped.
     lines = [*(f"run folder  {folder}" for folder in folders), f"script      {submission.script}"]
     if dry_run:
-        lines = ["nothing was made; with --submit in place of --dry-run it is submitted"]
+        lines = ["nothing was made; replace --dry-run by --submit to submit the job"]
     lines += [f"warning     {warning}" for warning in made.warnings]
     print("\n".join(lines), file=sys.stderr)
 
@@ -161,29 +160,29 @@ def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], *, force: b
     _refuse_bare_command(arguments)
     if not arguments:
         hint = "such as trainspec sbatch recipe=quickstart, or trainspec sbatch cluster=h100 -- torchrun train.py"
-        raise RecipeError(Problem("usage", "neither a recipe is named, nor a command after --", hint=hint))
+        raise RecipeError(Problem("usage", "a recipe, or a command after --, is needed", hint=hint))
     runs = session.plan_runs(arguments, [read_sweep(one) for one in sweeps])
     write = partial(session.write_submission, runs, force=force)
     return PreparedJob([run.loaded for run in runs], session.warnings(runs), write)
 
 
 def _refuse_bare_command(arguments: Sequence[str]) -> None:
-    """Raise RecipeError where a program or a script stands among `key=value` arguments."""
+    """Raise RecipeError for a program or a script among the `key=value` arguments."""
     for place, word in enumerate(arguments):
         if "=" not in word and not word.startswith("~") and (shutil.which(word) or Path(word).is_file()):
             hint = f"type {shlex.join(['trainspec', 'sbatch', *arguments[:place], '--', *arguments[place:]])}"
-            raise RecipeError(Problem("usage", f"`{word}` is a command, which stands after --", "COMMAND", hint))
+            raise RecipeError(Problem("usage", f"`{word}` is a command, which must follow --", "COMMAND", hint))
 
 
 def _check_options(context: typer.Context, others: Sequence[str], *, of_recipe: bool) -> None:
-    """Raise RecipeError for options of the other kind of job, which would change nothing."""
-    # An option of the other kind would be accepted and ignored, which the user would find out after the job.
+    """Raise RecipeError for options of the other kind of job, which would have no effect."""
+    # Otherwise the option would be ignored silently, and the user would notice only after the job.
     for option in context.command.params:
         source = context.get_parameter_source(str(option.name))
         if option.name in others and source and source.name == "COMMANDLINE":
             name = option.opts[0]
-            message = f"{name} is of a command of your own" if of_recipe else f"{name} is of a recipe"
-            hint = "the command stands after --" if of_recipe else "leave it out: what stands after -- is a command"
+            message = f"{name} is for your own commands" if of_recipe else f"{name} is for recipes"
+            hint = "put the command after --" if of_recipe else "leave it out: the words after -- are a command"
             if name == "--dir" and of_recipe:
-                hint = f"type run.dir={context.params[option.name]}; or the command of your own after --"
+                hint = f"type run.dir={context.params[option.name]}; or put your own command after --"
             raise RecipeError(Problem("usage", message, name, hint))

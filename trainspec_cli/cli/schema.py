@@ -1,4 +1,4 @@
-"""`trainspec schema [NAME]`: the JSON Schemas of recipes, for editors, and of the files that trainspec writes."""
+"""`trainspec schema [NAME]`: print the JSON Schemas of recipes, for editors, and of files that trainspec writes."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ def schema(
     ] = None,
     write: Annotated[
         Path | None,
-        typer.Option("--write", metavar="FOLDER", help="Write recipe.json and NAME.json of every other there."),
+        typer.Option(
+            "--write", metavar="FOLDER", help="Write recipe.json and a NAME.json for every other schema to this folder."
+        ),
     ] = None,
 ) -> None:
-    """Print the JSON Schema of a recipe or of the files of a folder of conf, for editors, or of a file that trainspec
-    writes.
+    """Print the JSON Schema of a recipe, of the files in a folder of conf, or of a file that trainspec writes.
 
-    An editor with yaml-language-server reads the one that a comment of the file names:
+    An editor with yaml-language-server uses the schema that a comment of the file names:
 
     # yaml-language-server: $schema=../conf/schema/recipe.json
     """
     groups = find_folders(Path.cwd()).groups
-    # A group and a file may have one name; each schema is listed once.
+    # A group and a file may have the same name; each schema is listed once.
     names = list(dict.fromkeys([RECIPE, *filter(sections_of_group, groups), DISTURB, *FILE_SCHEMAS]))
     if group is not None and group not in names:
         raise RecipeError(_unknown(group, names))
@@ -70,7 +71,7 @@ def _write(file: Path, content: JsonObject) -> Path:
     try:
         write_json(file, content)
     except OSError as error:
-        hint = "choose a folder that you may write to"
+        hint = "choose a writable folder"
         raise RecipeError(
             Problem("output_exists", f"{file} cannot be written: {error.strerror}", "--write", hint)
         ) from error

@@ -1,4 +1,4 @@
-"""`trainspec show`: the composed recipe, value by value, or what differs from another."""
+"""`trainspec show`: print the composed recipe, or its differences from another."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import typer
 from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.core.json_value import JsonObject, flatten
+from trainspec_cli.core.printable import Style, aligned
 from trainspec_cli.core.reading.files import UnreadableFileError, exists, expand
 from trainspec_cli.core.reading.yaml_file import read_versioned_yaml
 from trainspec_cli.recipe.compose.folders import RECIPE
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.reporter.style import Style, aligned
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.recipe.load import examine, require, without_uncounted
 
@@ -28,13 +28,13 @@ def show(
     arguments: RecipeArguments,
     diff: Annotated[
         str | None,
-        typer.Option(metavar="OTHER", help="Show what differs from a recipe, a run folder or its composed.yaml."),
+        typer.Option(metavar="OTHER", help="Show the differences from a recipe, a run folder or its composed.yaml."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the composed recipe, each value with the file:line it comes from."""
+    """Print the composed recipe, with the file:line of each value."""
     examined = examine(arguments)
-    # Half a recipe in JSON would be taken for a whole one; for people it shows where the problems are.
+    # A program would take a partial recipe in JSON for a complete one; for people it shows where the problems are.
     hopeless = without_uncounted(examined.problems) and (as_json or RECIPE in examined.composed.failed)
     if diff is None and not hopeless:
         print(_whole(examined.composed, as_json), end="")
@@ -54,7 +54,7 @@ def _whole(composed: Composed, as_json: bool) -> str:
 
 
 def _compose_other(other: str) -> JsonObject:
-    """The values of a run folder's composed.yaml, or of a recipe. Raises RecipeError."""
+    """Return the values of a run folder's composed.yaml, or of a recipe. Raises RecipeError."""
     path = expand(other)
     inside = RunDir(path).composed_yaml
     file = inside if exists(inside) else path

@@ -14,13 +14,13 @@ Now = Annotated[bool, typer.Option("--now", help="Do not wait for a checkpoint."
 
 
 def stop(run: RunArgument, now: Now = False, as_json: AsJson = False) -> None:
-    """Ask a run to write a checkpoint and end, as Ctrl-C does where it was started, and wait for that."""
+    """Ask a run to write a checkpoint and end, like Ctrl-C in its own terminal, and wait for its end."""
     from trainspec_cli.session.runs.find import find_own_run
     from trainspec_cli.session.runs.follow import stop as stop_run
 
     found = find_own_run(run)
     asked = "asked to stop" if now else "asked to write a checkpoint and stop"
-    # Said on the error output while it waits, which may take as long as a step and a checkpoint.
+    # Printed on stderr before the wait, which may take as long as a step and a checkpoint.
     status = stop_run(found, at_once=now, on_asked=lambda: print(f"{found.root}: {asked}", file=sys.stderr))
     if as_json:
         print(json_text({"run": str(found.root), "status": status, "step": found.newest_step}))

@@ -1,4 +1,4 @@
-"""`trainspec validate`: find every problem of a recipe, and with --here what this machine lacks for it."""
+"""`trainspec validate`: find all problems of a recipe, and with --here what this machine lacks for it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ Here = Annotated[
 
 
 def validate(arguments: RecipeArguments, here: Here = False, as_json: AsJson = False) -> None:
-    """Find every problem of a recipe at once: keys, types, sizes that do not divide, files that are missing.
+    """Find all problems of a recipe: keys, types, sizes that do not divide, missing files.
 
-    Of the data the first 16 MiB are read. With --here, what this machine lacks for the recipe is a problem too.
+    The first 16 MiB of each data source are read. With --here, anything that this machine lacks is a problem too.
     """
     examined = examine(arguments)
     spec = examined.draft
@@ -43,7 +43,7 @@ def validate(arguments: RecipeArguments, here: Here = False, as_json: AsJson = F
     require([*without_uncounted(examined.problems), *examined.composed.locate(lacking)])
     loaded = Loaded(spec, examined.composed)
     machine = found or machine_of_cluster(spec.cluster) or this_machine(spec)
-    # Without the GPUs' memory no layout can be judged; a node that has them does so at launch.
+    # Without the size of GPU memory no layout can be checked; a node with GPUs checks it at launch.
     is_open = spec.cluster.device == "cuda" and not machine.gpu_names
     plan = None if is_open else plan_for(loaded, machine)
     about_data = check_data(loaded)

@@ -1,4 +1,4 @@
-"""`trainspec watch`: a running run, shown in another terminal."""
+"""`trainspec watch`: show a running run in another terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from trainspec_cli.cli.options import RunArgument
 
 
 def watch(run: RunArgument) -> None:
-    """Show a run that goes on, as the terminal does in which it was started. Ctrl-C leaves the run alone."""
+    """Show a running run like its own terminal does. Ctrl-C does not affect the run."""
     from trainspec_cli.session.console import PrintableConsole
     from trainspec_cli.session.runs.find import find_run
     from trainspec_cli.session.runs.follow import watch as follow
@@ -15,4 +15,4 @@ def watch(run: RunArgument) -> None:
     try:
         console.report(f"the run is {follow(find_run(run), console)}")
     except KeyboardInterrupt:
-        console.report("the run goes on")
+        console.report("the run continues")

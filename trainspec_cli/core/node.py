@@ -1,17 +1,21 @@
-"""The names of this node: its own in the job, and its CPU's."""
+"""This node: its name and CPU, the user's cache on it, and which of its files can be trusted."""
 
 from __future__ import annotations
 
 import errno
 import os
 import platform
+import pwd
+import shlex
 import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainspec_cli.core.environment_names import CACHE
-from trainspec_cli.core.errors import MachineError
+from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.core.reading.files import expand
-from trainspec_cli.core.trust import check_folder, make_folder
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -103,3 +107,150 @@ def cannot_write(folder: Path, error: OSError) -> MachineError:
         code="cannot_write",
         hint=f"choose a folder that you may write ({CACHE}=FOLDER for prepared data)",
     )
+
+
+# Which files can be trusted on a shared machine, and how files are made for this user alone.
+#
+# A file is trusted if it belongs to this user or to root and is not world-writable. Sharing with a group is the owner's
+# choice: group permissions are left alone.
+
+
+PRIVATE_UMASK = 0o077
+PRIVATE_FOLDER = 0o700
+PRIVATE_FILE = 0o600
+NEVER_READ = ("wandb",)
+"""Folders at the top of a run that another program writes and trainspec never reads. Weights & Biases puts links into
+its own: `latest-run`, and `debug-core.log`, which leads to its cache in the user's home."""
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Make all files created in the block, by this process and its children, accessible to this user alone."""
+    before = os.umask(PRIVATE_UMASK)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def make_folder(folder: Path, hint: str) -> None:
+    """Create `folder` for this user alone; leave an existing one as it is.
+
+    Raises MachineError as `check_folder` does.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(PRIVATE_FOLDER)
+    except FileExistsError:
+        check_folder(folder, hint)
+
+
+def check_folder(folder: Path, hint: str) -> None:
+    """Raise MachineError with `hint` if `folder`, or the link to it, cannot be trusted."""
+    try:
+        stats = (folder.lstat(), folder.stat())
+    except OSError as error:
+        raise _refuse(f"{folder} cannot be examined: {error.strerror}", hint) from error
+    for found in stats:
+        if reason := why_not_trusted(found):
+            raise _refuse(f"{folder} {reason}", hint)
+
+
+def check_private(folder: Path, hint: str) -> None:
+    """Raise MachineError unless `folder` is a real folder of this user that no other user can open."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise _refuse(f"{folder} is not a folder", hint)
+    if found.st_uid != os.geteuid():
+        raise _refuse(f"{folder} belongs to {_user(found.st_uid)}", hint)
+    if found.st_mode & PRIVATE_UMASK:
+        raise _refuse(f"{folder} is open to other users", hint)
+
+
+def check_tree(root: Path) -> None:
+    """Raise MachineError if anything below `root` cannot be trusted, or is a link that leads out of it.
+
+    `root` itself may be a link of this user's own. The folders in `NEVER_READ` are checked and their content is not.
+    """
+    real = root.resolve()
+    copy = f"use a copy of your own: cp -rP {shlex.quote(str(root))} {shlex.quote(f'./{real.name}-copy')}"
+    check_folder(root, f"if you trust everyone who can write it, {copy}")
+    for name, found in _walk(real, tuple(real / folder for folder in NEVER_READ)):
+        path = root / name.relative_to(real)
+        if reason := why_not_trusted(found):
+            raise _refuse(f"{path} {reason}", f"if you trust its content, {copy}")
+        if stat.S_ISLNK(found.st_mode):
+            target = Path(os.path.realpath(name))
+            if not target.is_relative_to(real):
+                remove = f"remove the link: rm {shlex.quote(str(path))}"
+                hint = f"{remove}; if the run needs its target, put a copy in its place"
+                raise _refuse(f"{path} is a link that leads out of {real}, to {target}", hint)
+        elif not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
+            raise _refuse(f"{path} is neither a file nor a folder", f"remove it: rm {shlex.quote(str(path))}")
+
+
+def create_private(path: Path, content: bytes) -> None:
+    """Write a file for this user alone, where there must be none yet, and flush it to disk. Raises OSError."""
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, PRIVATE_FILE)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_private(path: Path, max_bytes: int) -> bytes:
+    """Return up to `max_bytes` of a regular file. Raises OSError where it is another user's, or others may open it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & PRIVATE_UMASK:
+            raise OSError(errno.EPERM, "it belongs to another user, or others may read it")
+        return file.read(max_bytes)
+
+
+def is_plain_name(name: object) -> bool:
+    """Return True if `name` is a bare file name, which cannot lead to another folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
+
+
+def _walk(root: Path, closed: tuple[Path, ...]) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield everything below `root`; a folder comes before its content, which is left out of those in `closed`."""
+    folders = [str(root)]
+    while folders:
+        try:
+            found = list(_scan(folders.pop()))
+        except OSError as error:
+            hint = f"list what cannot be read: find {shlex.quote(str(root))} > /dev/null"
+            raise _refuse(f"not all of {root} can be read: {error.strerror}", hint) from error
+        yield from ((Path(path), facts) for path, facts in found)
+        folders += [path for path, facts in found if stat.S_ISDIR(facts.st_mode) and Path(path) not in closed]
+
+
+def _scan(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield a folder's entries; those that a live run has renamed or removed meanwhile are skipped."""
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                yield entry.path, entry.stat(follow_symlinks=False)
+
+
+def why_not_trusted(found: os.stat_result) -> str:
+    """Return why a file of this owner and mode cannot be trusted; empty if it can."""
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"belongs to {_user(found.st_uid)}"
+    if found.st_mode & stat.S_IWOTH and not stat.S_ISLNK(found.st_mode):
+        return "may be written by every user of this machine"
+    return ""
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"another user, {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"another user, number {uid}"
+
+
+def _refuse(message: str, hint: str) -> MachineError:
+    return MachineError(Problem("not_trusted", message, hint=hint, environment=True))

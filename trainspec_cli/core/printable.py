@@ -1,4 +1,4 @@
-"""Make text safe for a terminal: control characters, and characters that hide or reorder others, become escapes.
+"""Text for terminals. Control characters, and characters that hide or reorder others, become escapes.
 
 Recipes, run folders, data and file names may be untrusted, and a terminal obeys their control characters: it changes
 its title, moves the cursor, hides or recolours text. So `printing_safely` replaces stdout and stderr by a
@@ -11,8 +11,9 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 _UNPRINTABLE = re.compile(
@@ -196,3 +197,48 @@ def format_duration(seconds: float) -> str:
     if hours < 48:
         return f"{hours} h {minutes} min"
     return f"{hours // 24} d {hours % 24} h"
+
+
+# Colour and columns for terminals, plain text for pipes; without a library, so that help and errors come at once.
+
+
+@dataclass(frozen=True)
+class Style:
+    coloured: bool
+    escape: str = "\x1b"
+    """The character that a colour begins with: ESC, or what stands for it on a `PrintableStream`."""
+
+    @classmethod
+    def of(cls, stream: TextIO) -> Style:
+        """Honours NO_COLOR (no-color.org) and dumb terminals."""
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        return cls(not plain and stream.isatty(), getattr(stream, "escape", "\x1b"))
+
+    def bold(self, text: str) -> str:
+        return self._wrap(text, 1)
+
+    def dim(self, text: str) -> str:
+        return self._wrap(text, 2)
+
+    def red(self, text: str) -> str:
+        return self._wrap(text, 31)
+
+    def green(self, text: str) -> str:
+        return self._wrap(text, 32)
+
+    def cyan(self, text: str) -> str:
+        return self._wrap(text, 36)
+
+    def _wrap(self, text: str, code: int) -> str:
+        return f"{self.escape}[{code}m{text}{self.escape}[0m" if self.coloured and text else text
+
+
+def aligned(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> list[str]:
+    """Lay out rows of cells in columns, a line each; columns at the places in `numbers` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        places = enumerate(zip(row, widths, strict=True))
+        cells = (text.rjust(width) if place in numbers else text.ljust(width) for place, (text, width) in places)
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -51,9 +51,6 @@ class Command:
     folder: str = "trainspec_cli.cli"  # the package of the command's module; of a wing, its `commands`
     function: str = ""  # of the module and its function, where they cannot have the command's name
 
-    def module_of(self, name: str) -> str:
-        return f"{self.folder}.{self.function or name}"
-
 
 @dataclass(frozen=True)
 class Wing:

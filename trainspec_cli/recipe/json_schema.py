@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from trainspec_cli.core.intentions import FORMER_KEYS
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.core.reading.spec_version import CURRENT, KEY, VERSIONS
+from trainspec_cli.core.reading.files import CURRENT_VERSION, VERSION_KEY, VERSIONS
 from trainspec_cli.recipe.field_types import AUTO, Range, largest_of, ranges_of
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, PoolSpec
 from trainspec_cli.recipe.keys.kernels import KERNELS, KernelSpec
@@ -189,7 +189,7 @@ def recipe_schema(groups: Iterable[str]) -> JsonObject:
     parent = _text("A recipe that this one builds on, or _self_.")
     doc = "The options that this recipe chooses, and the recipes that it builds on."
     version: JsonObject = {
-        KEY: {
+        VERSION_KEY: {
             "description": "The version of the training spec that the recipe is written for; 0.1 where it states none.",
             "enum": [*VERSIONS],
         }
@@ -386,7 +386,10 @@ def _default(field: dataclasses.Field[Any]) -> JsonObject:
 # over those of later versions, and the schema does not.
 
 
-STATED: JsonObject = {"description": "The version of the training spec that the file keeps to.", "const": CURRENT}
+STATED: JsonObject = {
+    "description": "The version of the training spec that the file keeps to.",
+    "const": CURRENT_VERSION,
+}
 DIGEST: JsonObject = {"description": "SHA-256 of all other keys but the version.", "type": "string"}
 NULL: JsonObject = {"type": "null"}
 
@@ -399,7 +402,7 @@ def plan_schema(title: str, root: type) -> JsonObject:
     keys = found["properties"]
     needed = found.get("required", [])
     assert isinstance(keys, dict) and isinstance(needed, list), "as the writer of schemas leaves them"
-    whole = {**found, "properties": {KEY: STATED, **keys, "sha256": DIGEST}, "required": [KEY, *needed]}
+    whole = {**found, "properties": {VERSION_KEY: STATED, **keys, "sha256": DIGEST}, "required": [VERSION_KEY, *needed]}
     return {"$schema": DRAFT, "title": f"trainspec: {title}", **whole, "definitions": definitions}
 
 
@@ -411,7 +414,7 @@ def record_schema(title: str, record: type, *, left_out: Collection[str] = (), i
     keys = found["properties"]
     needed = found["required"]
     assert isinstance(keys, dict) and isinstance(needed, list), "as `record` returns them"
-    stated: JsonObject = {KEY: STATED} if is_versioned else {}
+    stated: JsonObject = {VERSION_KEY: STATED} if is_versioned else {}
     whole = {**found, "properties": {**stated, **keys}, "required": [*stated, *needed]}
     return {"$schema": DRAFT, "title": f"trainspec: {title}", **whole, "definitions": writer.definitions()}
 
@@ -427,7 +430,7 @@ def events_schema(
     assert isinstance(keys, dict), "as `record` returns them"
     names: list[JsonValue] = [*kinds]
     stated_type: JsonObject = {"type": {"enum": names}} if closed else {}
-    keys |= {KEY: STATED, **stated_type}
+    keys |= {VERSION_KEY: STATED, **stated_type}
     cases: list[JsonValue] = []
     for name, kind in kinds.items():
         reference = writer.refer(kind)

@@ -26,8 +26,8 @@ from types import ModuleType
 from typing import Any
 
 from trainspec_cli.core.errors import Problem, RecipeError, TrainspecError, WorkerError, closest, did_you_mean
+from trainspec_cli.core.node import why_not_trusted
 from trainspec_cli.core.reading.files import exists, expand, read_bytes
-from trainspec_cli.core.trust import why_not_trusted
 from trainspec_cli.recipe.keys.model import OwnModel
 from trainspec_cli.recipe.keys.run import RunSpec
 

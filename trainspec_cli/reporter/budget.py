@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from trainspec_cli.core.printable import format_count, format_duration, printable
+from trainspec_cli.core.printable import aligned, format_count, format_duration, printable
 from trainspec_cli.recipe.results.tables import WAYS, Budget, Sensitivity, Way
 from trainspec_cli.reporter.page.parts import (
     PageOrigin,
@@ -18,7 +18,6 @@ from trainspec_cli.reporter.page.parts import (
 )
 from trainspec_cli.reporter.page.svg import LineSeries, Segment, render_bar, render_curves, render_legend
 from trainspec_cli.reporter.plan.labels import format_money, percent
-from trainspec_cli.reporter.style import aligned
 
 NAMES: Mapping[Way, str] = {
     "owned": "buy",

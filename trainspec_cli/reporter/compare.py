@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from string import ascii_uppercase
 
 from trainspec_cli.core.json_value import JsonObject, flatten
-from trainspec_cli.core.printable import format_bytes, format_count, format_duration
+from trainspec_cli.core.printable import aligned, format_bytes, format_count, format_duration
 from trainspec_cli.reporter.chart import render_overlay
 from trainspec_cli.reporter.collect import Curve, Report
 from trainspec_cli.reporter.runs import differing, show_value
-from trainspec_cli.reporter.style import aligned
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_outline
 

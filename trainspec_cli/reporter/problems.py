@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trainspec_cli.core.errors import Problem
-from trainspec_cli.core.printable import on_one_line
+from trainspec_cli.core.printable import Style, on_one_line
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.reporter.style import Style
 
 SHOWN_BEFORE, SHOWN = 60, 160
 """Characters of a longer line that are shown before the column, and altogether."""

@@ -1,4 +1,4 @@
-"""Rich's console for text from anywhere: nothing in it is markup, and nothing in it reaches the terminal unescaped."""
+"""Rich's console for untrusted text: it is never parsed as markup, and control characters are escaped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PrintableConsole(Console):
 
     @property
     def file(self) -> IO[str]:
-        """The stream below a `PrintableStream`, which would escape rich's own styles."""
+        """Return the stream below a `PrintableStream`, which would escape rich's own styles."""
         file = super().file
         return cast(IO[str], file.rich_proxied_file) if isinstance(file, PrintableStream) else file
 
@@ -32,16 +32,16 @@ class PrintableConsole(Console):
         self._file = file
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Escape before the width is measured."""
+        """Escape the text before its width is measured."""
         return super().render_str(printable(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Escape every text that is drawn; what moves the cursor is rich's own."""
+        """Escape all text that is drawn; control segments come from rich itself."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def show(self, drawn: RenderableType) -> None:
-        """Print what is drawn over the width of the terminal; into a file or a pipe without the spaces that fill it."""
+        """Print an object that fills the terminal's width; in a file or a pipe, without trailing spaces."""
         if self.is_terminal:
             self.print(drawn)
             return
@@ -50,24 +50,24 @@ class PrintableConsole(Console):
         self.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
     def report(self, *lines: str) -> None:
-        """Print lines as they are: without colours, however long they are."""
+        """Print lines without colours or wrapping."""
         self.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
     def report_each(self, *parts: Iterable[str]) -> None:
-        """Print the lines of all parts as they are; nothing, not even an empty line, where there are none."""
+        """Print the lines of all parts like `report`; print nothing, not even an empty line, if there are no lines."""
         if lines := [line for part in parts for line in part]:
             self.report(*lines)
 
 
 class RunConsole(PrintableConsole):
-    """A console whose reader may go away (`| head`): the command ends then, with the exit code that a shell gives it.
+    """A console whose reader may disappear (`| head`), which ends the command with the exit code that a shell gives it.
 
-    While a run goes on that stops it in order, under `nohup` too; before and after there is nothing to save.
+    A running run is stopped in order then, also under `nohup`.
     """
 
     reader_left = False
     _stop_run: Callable[[], None] | None = None
-    """Asks the run that goes on to stop."""
+    """Asks the running run to stop."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = self.reader_left = True
@@ -77,7 +77,7 @@ class RunConsole(PrintableConsole):
 
     @contextmanager
     def stopping_run_without_reader(self, stop_run: Callable[[], None]) -> Iterator[None]:
-        """A reader that goes away during the block asks the run to stop."""
+        """Stop the run if the reader disappears during the block."""
         self._stop_run = stop_run
         try:
             yield
@@ -86,13 +86,13 @@ class RunConsole(PrintableConsole):
 
 
 def make_console(*, as_json: bool) -> RunConsole:
-    """Make the console; with `--json` it writes to stderr, and stdout is left to the program that reads it."""
+    """Make the console; with `--json` it writes to stderr, because a program reads stdout."""
     return RunConsole(stderr=as_json)
 
 
 def make_progress_console(progress: bool | None) -> RunConsole:
-    """Make the console of a launch from Python. `progress`: None shows it on a terminal and in a notebook alone."""
-    # A notebook's kernel takes what is written to stdout; rich's own output for notebooks is one widget a line.
+    """Make the console of a launch from Python. `progress`: None shows it only on a terminal and in a notebook."""
+    # A notebook's kernel shows stdout; rich's own output for notebooks would be one widget per line.
     console = RunConsole(force_jupyter=False)
     in_notebook = "ipykernel" in sys.modules
     console.quiet = not (console.is_terminal or in_notebook) if progress is None else not progress
@@ -101,12 +101,12 @@ def make_progress_console(progress: bool | None) -> RunConsole:
 
 @contextmanager
 def open_run_log(run: RunDir, console: Console) -> Iterator[Console | None]:
-    """Open the file that keeps the lines of every start, also where a terminal shows a bar, or is closed. None where
-    the console writes to that file itself. A disk that is full ends the log and not the run."""
+    """Open the log of all starts of the run, which gets the lines even if a terminal shows a bar or is closed. Yields
+    None if the console itself writes to that file. A full disk ends the log, not the run."""
     run.logs.mkdir(parents=True, exist_ok=True)
     with run.run_log.open("a", encoding="utf-8") as file:
         is_same = False
-        with suppress(OSError):  # a stream in memory has no number
+        with suppress(OSError):  # a stream in memory has no file descriptor
             is_same = os.path.sameopenfile(console.file.fileno(), file.fileno())
         if is_same:
             yield None

@@ -1,8 +1,8 @@
 """`python -m trainspec_cli.session.slurm_job [--force] RUN COMMAND...`: the inside of a Slurm job, started by its batch
 script.
 
-Begins or resumes the run in RUN on the job's nodes (COMMAND is an srun of one agent each), and decides at the end
-whether the job goes back to the queue. Its exit code is the run's own, and so the job's.
+Begins or resumes the run in RUN on the job's nodes (COMMAND is an srun of one agent per node), and decides at the end
+whether to requeue the job. Its exit code is the run's, and therefore the job's.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import sys
 
 from trainspec_cli.core.errors import EXIT_DONE, Interrupted, TrainspecError
-from trainspec_cli.core.printable import printing_safely
-from trainspec_cli.core.trust import check_tree
+from trainspec_cli.core.node import check_tree
+from trainspec_cli.core.printable import Style, printing_safely
 from trainspec_cli.core.wings import MISSING_WING
 from trainspec_cli.reporter.problems import render_problems
-from trainspec_cli.reporter.style import Style
 from trainspec_cli.run.backend.nodes.backend import Reach
 from trainspec_cli.run.folder.generations import FENCED
 from trainspec_cli.run.folder.paths import RunDir
@@ -27,7 +26,7 @@ from trainspec_cli.session.launching.in_slurm import TimeWarning, requeue_if_of_
 from trainspec_cli.session.launching.kinds import kind_of
 
 FORCE = "--force"
-"""Train although the plan is predicted not to fit the nodes."""
+"""Train even if the plan is predicted not to fit the nodes."""
 
 
 def main() -> None:
@@ -54,7 +53,7 @@ def _main() -> None:
         code = Interrupted.exit_code
     except TrainspecError as error:
         print(render_problems(error.problems, Style.of(sys.stderr), "error"), file=sys.stderr)
-        if error.problems[0].code in (FENCED, MISSING_WING):  # another start, or nobody, knows what follows
+        if error.problems[0].code in (FENCED, MISSING_WING):  # another start decides, or no wing can
             sys.exit(error.exit_code)
         code = error.exit_code
     if code != EXIT_DONE:

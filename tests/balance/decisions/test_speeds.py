@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from trainspec_cli.balance.decisions.speeds import (
     CONFIRMING_STEPS,
+    EARLY_NOISE,
     FIRST_STEPS,
     REFINING_STEPS,
     REMEMBERED_STEPS,
@@ -222,6 +223,19 @@ def test_a_speed_is_known_the_better_the_more_steps_it_was_learnt_from() -> None
     for step in range(REFINING_STEPS):
         found.note(8, 1, 160 * (0.98, 1.02)[step % 2])
     assert found.speed.noise == pytest.approx(noise / math.sqrt(REFINING_STEPS), rel=0.1)
+
+
+@pytest.mark.parametrize("change", [0.1, 1.0])
+def test_a_rank_whose_steps_always_differ_widely_has_a_settled_speed_in_the_end(change: float) -> None:
+    """Short steps of a busy machine, before and after a change: no number of them brings the noise below EARLY_NOISE,
+    and decisions on nodes and layouts need the settled speeds of all ranks."""
+    draw, found = random.Random(0), SpeedTracker(change)
+    for seconds in (0.01, 8.0):
+        for _ in range(2 * REMEMBERED_STEPS):
+            found.note(1, 1, seconds * draw.lognormvariate(0, 0.8))
+        assert found.estimate is not None and found.estimate.is_settled
+        assert found.estimate.per_sample_s == pytest.approx(seconds, rel=0.7)
+        assert found.estimate.noise > EARLY_NOISE
 
 
 def test_a_change_within_a_ranks_own_noise_is_seen_in_many_steps_together() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.core.errors import MachineError
-from trainspec_cli.core.reading.spec_version import (
-    CURRENT,
-    NEWER,
-    UNKNOWN,
+from trainspec_cli.core.reading.files import (
+    CURRENT_VERSION,
+    NEWER_VERSION,
+    UNKNOWN_VERSION,
     VERSIONS,
     check_version,
     find_fault,
@@ -28,7 +28,7 @@ def test_every_version_that_there_has_been_is_read(version: str) -> None:
 @pytest.mark.parametrize("version", ["1.1", "1.10", "2.0", "10.0"])
 def test_a_newer_version_is_told_by_name(version: str) -> None:
     fault = find_fault(version)
-    assert fault is not None and fault.code == NEWER
+    assert fault is not None and fault.code == NEWER_VERSION
     assert f"was made by a newer trainspec: it is of version {version}" in fault.why
     assert fault.why.endswith("this one reads 0.1 and 1.0") and "pip install --upgrade trainspec" in fault.hint
 
@@ -37,20 +37,23 @@ def test_a_newer_version_is_told_by_name(version: str) -> None:
 @pytest.mark.parametrize(
     ("stated", "why"),
     [
-        ("0.7", "is of version '0.7' of the training spec, which there has not been; there are 0.1 and 1.0"),
-        ("1", "is of version '1' of"),
-        ("1.0.0", "is of version '1.0.0' of"),
-        ("99999.0", "is of version '99999.0' of"),
-        ("", "is of version '' of"),
+        ("0.7", "has an unknown spec_version, '0.7' (known: 0.1 and 1.0)"),
+        ("1", "has an unknown spec_version, '1'"),
+        ("1.0.0", "has an unknown spec_version, '1.0.0'"),
+        ("99999.0", "has an unknown spec_version, '99999.0'"),
+        ("", "has an unknown spec_version, ''"),
         (1.0, "has 1.0 as `spec_version`; text is needed"),
         (None, "has None as `spec_version`; text is needed"),
         (["1.0"], "has ['1.0'] as `spec_version`; text is needed"),
-        ("x" * 99, f"is of version '{'x' * 39} of"),
+        ("x" * 99, f"has an unknown spec_version, '{'x' * 39} (known"),
     ],
 )
 def test_what_is_no_version_is_told_with_what_to_write(stated: object, why: str) -> None:
     fault = find_fault(stated)
-    assert fault is not None and (fault.code, fault.hint) == (UNKNOWN, f'write spec_version: "{CURRENT}"')
+    assert fault is not None and (fault.code, fault.hint) == (
+        UNKNOWN_VERSION,
+        f'write spec_version: "{CURRENT_VERSION}"',
+    )
     assert fault.why.startswith(why)
 
 
@@ -62,7 +65,7 @@ def test_a_fault_names_the_file_and_the_line() -> None:
     with pytest.raises(MachineError) as caught:
         check_version(Path("a.jsonl"), "3.0", 7)
     (problem,) = caught.value.problems
-    assert (problem.code, problem.where(), problem.environment) == (NEWER, "a.jsonl:7", True)
+    assert (problem.code, problem.where(), problem.environment) == (NEWER_VERSION, "a.jsonl:7", True)
 
 
 def test_yaml_is_read_without_its_version(tmp_path: Path) -> None:

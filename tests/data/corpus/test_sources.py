@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.core.errors import MachineError, RecipeError
+from trainspec_cli.core.printable import Style
 from trainspec_cli.data.corpus.source_files import find_files
 from trainspec_cli.data.corpus.sources import documents
 from trainspec_cli.recipe.compose.folders import locate
 from trainspec_cli.recipe.keys.run import DataSpec
 from trainspec_cli.reporter.problems import render_problems
-from trainspec_cli.reporter.style import Style
 
 
 def read(**fields) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ import pytest
 from trainspec_cli.balance.decisions.links import Transfer
 from trainspec_cli.engine.run.step_report import BucketFigures, LinkFigures, SpeedFigures, StepReport
 
-SPEEDS = [SpeedFigures(*(start + place / 3 for place in range(8))) for start in (0.0, 10.0)]
+SPEEDS = [SpeedFigures(*(start + place / 3 for place in range(9))) for start in (0.0, 10.0)]
 LINKS = [
     LinkFigures(tuple(Transfer(start, start + 0.1, start + axis) for axis in range(2)), start + 0.2, start + 0.3)
     for start in (20.0, 30.0)
@@ -28,4 +28,4 @@ def test_the_row_of_another_rank_is_read_by_the_parts_of_this_one(speed: bool, l
         for rank in range(2)
     )
     assert own.like(other.row) == other
-    assert len(own.row) == 8 * speed + 8 * links + 5 * buckets
+    assert len(own.row) == len(SpeedFigures._fields) * speed + 8 * links + len(BucketFigures._fields) * buckets

@@ -89,7 +89,7 @@ def test_other_data_is_prepared_in_the_tokens_that_the_model_knows(
     assert read_plan(run_on).spec.data.path == str(texts[1])
     said = shown.getvalue()
     assert f"data.path is {texts[1]}, and was {texts[0]}\n" in said
-    assert "the data goes on with sample 80 of the order that it has now\n" in said
+    assert "the data continues with sample 80 in its new order\n" in said
     again = prepare_resume(run_on, [], NodeOptions(), console)
     assert (again.data_folder, again.plan.spec.data) == (None, session.plan.spec.data)
 

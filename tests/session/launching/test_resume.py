@@ -294,7 +294,9 @@ def test_a_run_made_for_slurm_is_submitted_again(make_run: MakeRun, prepare: Pre
     assert refused.value.problems[0].hint == f"type sbatch {run.job_sbatch}"
     with pytest.raises(RecipeError) as refused:
         prepare(run, "optim.lr=1e-3")
-    hint = f"type trainspec resume {run.root} optim.lr=1e-3, which writes that down, and then sbatch {run.job_sbatch}"
+    hint = (
+        f"type trainspec resume {run.root} optim.lr=1e-3, which records the changes, and then sbatch {run.job_sbatch}"
+    )
     assert refused.value.problems[0].hint == hint
     assert prepare(run, nodes=FIRST_OF_TWO).reach is not None, "unless it is said how its nodes are reached"
 
@@ -375,7 +377,7 @@ def test_an_agents_session_ends_where_nothing_is_left(make_run: MakeRun, console
         (NodeOptions(2, 0, "head:port"), "/run", "--rdzv-endpoint is `head:port`; HOST:PORT is needed"),
         (NodeOptions(2, 2, "head:1"), "/run", "--node-rank is 2; of 2 nodes it is 0 to 1"),
         (NodeOptions(2, -1, "head:1"), "/run", "--node-rank is -1; of 2 nodes it is 0 to 1"),
-        (NodeOptions(2, 0, "head:1"), "auto", "`run.dir` is auto, and the nodes would each make a folder"),
+        (NodeOptions(2, 0, "head:1"), "auto", "`run.dir` is auto, so each node would make"),
     ],
 )
 def test_how_nodes_reach_one_another_has_to_be_said(

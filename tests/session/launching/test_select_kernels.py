@@ -16,8 +16,8 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 from trainspec_cli.session.console import RunConsole
-from trainspec_cli.session.launching import select_kernels as module
-from trainspec_cli.session.launching.select_kernels import select_kernels
+from trainspec_cli.session.launching import session as module
+from trainspec_cli.session.launching.session import select_kernels
 
 TABLE = KernelTable("a chip", "fp32", "2.13", figures={"adamw": {"foreach": KernelFigure("chosen", ratio=0.5)}})
 
@@ -33,9 +33,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is measured or read; a table is there after a measurement alone."""
     asked: list[str] = []
 
-    def measure(plan: Plan, machine: Machine, begin: Callable[[], None], *, again: bool) -> KernelTable:
+    def measure(plan: Plan, machine: Machine, begin: Callable[[], None]) -> KernelTable:
         begin()
-        asked.append(f"measured, again={again}")
+        asked.append("measured")
         return TABLE
 
     def read(path: Path) -> Any:
@@ -62,7 +62,7 @@ def test_a_launch_measures_and_says_what_it_chose(
     selected, table = select_kernels(plan, here, console)
     assert (selected.kernels.adamw, table) == ("foreach", TABLE)
     assert selected == replace(plan, kernels=selected.kernels)
-    assert asked == ["measured, again=False"]
+    assert asked == ["measured"]
     first, second = shown.getvalue().splitlines()
     assert first == "measuring kernels on this machine, once"
     assert second.startswith("kernels: ") and "foreach" in second
@@ -74,6 +74,5 @@ def test_a_rehearsal_measures_nothing(
     assert select_kernels(plan, here, console, may_measure=False) == (plan, None)
     assert asked == ["read table"]
     assert shown.getvalue() == "kernels: not measured yet; the first launch does that, in about a minute\n"
-    module.measure(plan, here, console, again=True)
-    assert asked[-1] == "measured, again=True"
+    select_kernels(plan, here, console)
     assert select_kernels(plan, here, console, may_measure=False)[0].kernels.adamw == "foreach"

@@ -173,7 +173,7 @@ def test_a_run_that_goes_on_says_from_where_and_keeps_its_data(
     run = make_run()
     start(own(run, here, console))
     assert steps.taken == ["predict", "check_nodes", "select_kernels", "run"]
-    assert shown.getvalue() == "goes on from step 10\n"
+    assert shown.getvalue() == "continues from step 10\n"
     (resume,) = read_json(run.run_json)["resumes"]
     assert resume["from_step"] == 10
     assert read_plan(run) == steps.plan
@@ -185,7 +185,7 @@ def test_a_run_without_a_checkpoint_starts_again(
     run = make_run()
     run.checkpoint(10).rmdir()
     start(own(run, here, console))
-    assert shown.getvalue() == "there is no checkpoint: it starts from the first step again\n"
+    assert shown.getvalue() == "no checkpoint: starts from the first step again\n"
     assert read_json(run.run_json)["resumes"][0]["from_step"] == 0
 
 

@@ -129,7 +129,7 @@ def test_a_run_is_begun_with_where_its_adapters_are_not_left_behind(
     run = make_run(*trained)
     write_json(run.run_json, read_json(run.run_json) | {"data_dir": None})
     found = told("recipe=tiny", f"init.from={run.root}", *asked)
-    message = f"{run.root} trained LoRA adapters of other sizes, or beside another base, which would be left behind"
+    message = f"{run.root} trained LoRA adapters of other sizes, or on another base, which would be lost"
     assert found == ([("lora", message)] if is_refused else [])
 
 

@@ -16,7 +16,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching.nodes import NodeOptions
 from trainspec_cli.session.launching.resume import prepare_resume
-from trainspec_cli.session.recipe import samples
+from trainspec_cli.session.recipe import data as run_data
 from trainspec_cli.session.recipe.load import load, load_for_planning
 
 RAMP = "batching.schedule={kind: ramp, stages: [{from_tokens: 5120, global_batch_size: 16}]}"
@@ -114,7 +114,7 @@ def test_epochs_of_text_follow_the_prepared_tokens(text: str, capfd: pytest.Capt
         (["train.tokens=1e6", "train.epochs=2"], "contradiction", "train.tokens", "both say how long the run is"),
         (["train.tokens=51200", "train.max_steps=7"], "contradiction", "train.max_steps", r"train.tokens` \(100 steps"),
         (["train.epochs=2", "data=text", "data.path=gone"], "unknown_length", "train.epochs", "gone does not exist"),
-        (["train.epochs=2", "data=mixture"], "unsupported", "train.epochs", "come round at different times"),
+        (["train.epochs=2", "data=mixture"], "unsupported", "train.epochs", "have epochs of different lengths"),
         (["train.tokens=-5"], "out_of_range", "train.tokens", "at least 1 is needed"),
         (["train.epochs=0"], "out_of_range", "train.epochs", "more than 0 is needed"),
         (["train.tokens=many"], "wrong_type", "train.tokens", "a whole number or null is needed"),
@@ -167,7 +167,7 @@ def test_a_run_of_tokens_is_done_when_they_are_trained(make_run: Callable[..., R
 
 def test_a_fraction_of_epochs_is_not_rounded_up_past_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """In floating point 1.1 times 50,000 is a little more than 55,000."""
-    monkeypatch.setattr(samples, "count_samples", lambda *_: 50_000)
+    monkeypatch.setattr(run_data, "count_samples", lambda *_: 50_000)
     recipe = ["recipe=tiny", "batching.global_batch_size=100"]
     assert steps_of(load([*recipe, "train.epochs=1.1"]).spec) == 550
     assert steps_of(load([*recipe, "train.epochs=1.1001"]).spec) == 551

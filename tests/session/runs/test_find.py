@@ -97,7 +97,7 @@ def test_last_passes_over_damaged_runs_and_says_so(
     whole, damaged = make("a", created_at=3.0), make("b")
     damaged.run_json.write_text("{")
     assert find_run(LAST).root.resolve() == whole.root
-    assert "last passes over runs/tiny/b, which is damaged: " in capsys.readouterr().err
+    assert "last skips runs/tiny/b, which is damaged: " in capsys.readouterr().err
     whole.run_json.write_text("{")
     with pytest.raises(RecipeError, match=r"every run of this folder is damaged"):
         find_run(LAST)

@@ -38,7 +38,7 @@ def test_the_script_mounts_what_the_run_reads(
     said = capsys.readouterr()
     for folder in (work, tmp_path / "run", data, cache):
         assert f"--bind {folder}:{folder} " in said.out
-    assert "container_image is /images/torch.sif, which this node does not see" in said.err
+    assert "container_image is /images/torch.sif, which does not exist on this node" in said.err
     assert RunDir(tmp_path / "run").job_sbatch.read_text() == said.out
 
 
@@ -63,6 +63,6 @@ def test_weights_are_seen_with_what_their_links_lead_to(planned, here, tmp_path:
 
 
 def test_kernels_are_not_measured_outside_the_container(planned, here) -> None:
-    with pytest.raises(RecipeError, match="the run trains in a container") as refused:
+    with pytest.raises(RecipeError, match="outside the container") as refused:
         check_container(plan_on(planned("kernels=auto"), here))
     assert refused.value.problems[0].hint == "type kernels=default"

@@ -168,7 +168,7 @@ def test_a_sweep_plans_every_combination_and_each_value_once() -> None:
     runs = plan_runs(arguments, [("optim.lr", ["0.1", "0.2"]), ("train.seed", ["1", "2"])])
     specs = [planned.loaded.spec for planned in runs]
     assert [(spec.optim.lr, spec.train.seed) for spec in specs] == [(0.1, 1), (0.1, 2), (0.2, 1), (0.2, 2)]
-    with pytest.raises(RecipeError, match="ask for different nodes or options of Slurm"):
+    with pytest.raises(RecipeError, match="need different nodes or Slurm options"):
         plan_runs(arguments, [("cluster.devices_per_node", ["1", "2"])])
 
 

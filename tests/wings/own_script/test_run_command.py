@@ -59,7 +59,7 @@ def test_a_dry_run_shows_command_and_environment_and_starts_nothing(
         (["--", sys.executable, "absent.py"], "relative paths are those of the folder"),
         (["--", "LR=1", "python", "train.py"], "variables stand before trainspec (LR=1 trainspec run ...)"),
         (["--dir", "full", "--", sys.executable], "choose another --dir"),
-        (["torchrun", "--nproc-per-node", "8", "train.py"], "with its options, stands after --"),
+        (["torchrun", "--nproc-per-node", "8", "train.py"], "with its options, goes after --"),
     ],
 )
 def test_what_is_mistyped_is_answered_with_what_to_type(

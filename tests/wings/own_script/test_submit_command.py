@@ -85,11 +85,11 @@ def test_the_commands_own_modules_are_those_of_the_jobs_shell(tmp_path: Path, ca
         ([CPU, "cluster.num_nodes=2", "--", *COMMAND, "--node-rank", "0"], "usage", "leave it out"),
         ([CPU, "--force", "--", *COMMAND], "usage", "leave it out"),
         (["recipe=tiny", "--dir", "x"], "usage", "type run.dir=x"),
-        (["recipe=tiny", "--max-restarts", "1"], "usage", "the command stands after --"),
+        (["recipe=tiny", "--max-restarts", "1"], "usage", "put the command after --"),
         ([CPU, "bash", "train.sh"], "usage", f"type trainspec sbatch {CPU} -- bash train.sh"),
         (["--partition=gpu", "--", *COMMAND], "usage", "type cluster.slurm.partition=<value>"),
         (["--nodes=2", "--", *COMMAND], "usage", "type cluster.num_nodes=<value>"),
-        ([CPU, "bash", "--nproc-per-node", "8"], "usage", "a command of your own, with its options, stands after --"),
+        ([CPU, "bash", "--nproc-per-node", "8"], "usage", "your own command, with its options, goes after --"),
         ([], "usage", "trainspec sbatch recipe=quickstart"),
     ],
 )

@@ -1,7 +1,7 @@
-"""The samples and the learning rate of each step: by a schedule, or by the noise of the gradients.
+"""The samples and the learning rate of each step, by a schedule or by the gradient noise.
 
-All are pure functions of the step, of the samples trained so far, and of averages that checkpoints hold: a resume needs
-no state besides.
+All functions are pure: they depend on the step, the samples trained so far, and averages stored in checkpoints. A
+resume needs no other state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainspec_cli.recipe.rules.run import largest_size
 def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: float, max_steps: int) -> float:
     """Return the rate of update `step` (0 is the first) of a run of `max_steps`.
 
-    `step` may lie between two updates, where one update stands for several (see `BatchSchedule`).
+    `step` may lie between two updates, because one large step counts as several of the starting size.
     """
     if step < schedule.warmup_steps:
         return min(peak_lr, peak_lr * (step + 1) / schedule.warmup_steps)
@@ -28,7 +28,7 @@ def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: float, max_steps
         return peak_lr
     begin = schedule.warmup_steps
     if schedule.kind == "wsd":
-        # Stay at 1, then fall linearly over the last `decay_fraction` (WSD; MiniCPM, arXiv:2404.06395).
+        # Constant at 1, then linear decay over the last `decay_fraction` (WSD; MiniCPM, arXiv:2404.06395).
         begin = max(begin, round(max_steps * (1 - schedule.decay_fraction)))
         if step < begin:
             return peak_lr
@@ -40,20 +40,20 @@ def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: float, max_steps
     return peak_lr * (ratio + (1 - ratio) * (1 + math.cos(math.pi * done)) / 2)
 
 
-# The samples and the learning rate of each step: pure functions of the samples trained so far.
+# The samples and the learning rate of each step, as pure functions of the samples trained so far.
 #
 # A run trains `train.max_steps` x `batching.global_batch_size` samples under every schedule, and ends with the step
-# that trains the last of them. A step of B samples stands for B / B0 steps of the starting size B0. Its learning rate
-# is that of `optim.schedule` in the middle of these, times f(B / B0), where f is `batching.schedule.lr_rule`.
+# that trains the last sample. A step of B samples stands for B / B0 steps of the starting size B0. Its learning rate
+# is the rate of `optim.schedule` in the middle of these steps, times f(B / B0), where f is `batching.schedule.lr_rule`.
 #
-# So a batch that grows while the schedule lowers the rate replaces the lower rate. Where the schedule multiplies the
-# rate by a, a batch of B0 / a keeps a f(1/a) of the rate: sqrt(a) for AdamW, as Seesaw has it (arXiv:2510.14717), and
-# the whole rate for SGD (arXiv:1711.00489; arXiv:2510.14717, theorem 1). A run then makes as many steps as the mean
-# of a tells: half as many for a cosine that ends at 0, 1 - 2/pi fewer for a quarter of a cosine.
+# A growing batch therefore replaces part of the schedule's decay. Where the schedule multiplies the rate by a, a batch
+# of B0 / a keeps a f(1/a) of the rate: sqrt(a) for AdamW, as in Seesaw (arXiv:2510.14717), and the whole rate for SGD
+# (arXiv:1711.00489; arXiv:2510.14717, theorem 1). The number of steps falls to the mean of a: to half for a cosine
+# that ends at 0, and by 1 - 2/pi for a quarter of a cosine.
 
 
 OPTIMIZER_RULES: Mapping[str, ShrinkRule] = {"adamw": "sqrt", "adamw8bit": "sqrt", "muon": "sqrt", "sgd": "linear"}
-"""How the learning rate follows the batch, by optimizer. One that is not here has no rule for a growing batch."""
+"""How the learning rate scales with the batch, by optimizer. Other optimizers have no rule for a growing batch."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class BatchStage:
-    """A size, and the progress from which it holds."""
+    """A batch size and the progress at which it starts."""
 
     from_samples: int
     """Samples trained before the first step of this size."""
@@ -79,35 +79,35 @@ class BatchPhase:
     """Steps of one size."""
 
     step_samples: int
-    """The very last step of a run may have fewer or more."""
+    """Samples of each step, except that the last step of the run may have fewer or more."""
     steps: int
 
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The sizes of a run's steps, resolved from its recipe by `schedule_batches`."""
+    """The batch sizes of a run, resolved from its recipe by `schedule_batches`."""
 
     optim: OptimSpec
     max_steps: int
-    """Steps that the run would make at the starting size."""
+    """Number of steps of the run at the starting size."""
     start_samples: int
-    """Samples of the first step, and the fewest of any."""
+    """Samples of the first step, which is the smallest."""
     lr_rule: ShrinkRule
     stages: tuple[BatchStage, ...]
-    """The first is from 0 on. One alone for `noise`, which decides while it runs."""
+    """The first starts at 0. A `noise` schedule has one stage, because sizes are chosen during the run."""
 
     @property
     def run_samples(self) -> int:
-        """Samples that the run trains. It is over when it has."""
+        """Number of samples after which the run ends."""
         return self.max_steps * self.start_samples
 
     def size_at(self, samples: int) -> int:
-        """Return the samples of a step that begins after `samples`, but for the last step."""
+        """Return the samples of a step that begins after `samples`; the last step may differ."""
         return self.stages[bisect_right(self.stages, samples, key=lambda stage: stage.from_samples) - 1].step_samples
 
 
 def schedule_batches(spec: RunSpec) -> BatchSchedule:
-    """Return the batch schedule of a recipe that `recipe.rules` found no fault with."""
+    """Return the batch schedule of a recipe that has passed `recipe.rules`."""
     batching = spec.batching
     rule = batching.schedule.lr_rule
     later: Sequence[BatchStage] = ()
@@ -128,13 +128,13 @@ def schedule_batches(spec: RunSpec) -> BatchSchedule:
 def step_batch(schedule: BatchSchedule, samples: int, size: int | None = None) -> StepBatch:
     """Return the step that begins after `samples` have been trained.
 
-    `size`: the samples that a step has by now where they are decided while the run goes on (`noise`).
-    The last step takes what is left, and with it what would be less than the starting size after it.
-    Raises ValueError where nothing is left.
+    `size`: the current batch size of a schedule that is decided during the run (`noise`). The last step takes all
+    remaining samples, also those that would make up a step below the starting size. Raises ValueError if no samples
+    remain.
     """
     left = schedule.run_samples - samples
     if left <= 0:
-        raise ValueError(f"the run has trained its {schedule.run_samples} samples: no step follows")
+        raise ValueError(f"the run has trained its {schedule.run_samples} samples; no step remains")
     wanted = schedule.size_at(samples) if size is None else size
     taken = left if left < wanted + schedule.start_samples else wanted
     start = schedule.start_samples
@@ -144,17 +144,17 @@ def step_batch(schedule: BatchSchedule, samples: int, size: int | None = None) -
 
 
 def run_phases(schedule: BatchSchedule) -> tuple[BatchPhase, ...]:
-    """Return the steps of the whole run by size, in their order; exact, except for `noise`, which makes no more."""
+    """Return the run's steps by size, in order; exact, except for `noise`, where it is an upper bound."""
     return tuple(_phases(schedule))
 
 
 def count_steps(schedule: BatchSchedule) -> int:
-    """Return the number of steps of the run: exact, except for `noise`, which makes no more."""
+    """Return the number of steps of the run; exact, except for `noise`, where it is an upper bound."""
     return sum(phase.steps for phase in _phases(schedule))
 
 
 def _phases(schedule: BatchSchedule) -> Iterator[BatchPhase]:
-    """Count in whole stages: a run may have 10^12 steps."""
+    """Yield the phases. Steps are counted in whole stages, because a run may have 10^12 steps."""
     trained = 0
     total = schedule.run_samples
     start = schedule.start_samples
@@ -173,7 +173,7 @@ def _phases(schedule: BatchSchedule) -> Iterator[BatchPhase]:
 
 
 def _seesaw_stages(spec: RunSpec) -> list[BatchStage]:
-    """Each size of the ladder holds from where the schedule has multiplied the rate by B0 / size or less."""
+    """Return the stages: each size starts once the schedule has multiplied the rate by B0 / size or less."""
     start = spec.batching.global_batch_size
     lr = spec.optim.schedule
     after_warmup = range(lr.warmup_steps, spec.train.max_steps)
@@ -188,18 +188,18 @@ def _seesaw_stages(spec: RunSpec) -> list[BatchStage]:
     return stages
 
 
-# The gradient noise scale: measured from what data-parallel ranks exchange anyway, and the batch that follows it.
+# The gradient noise scale, measured from what data-parallel ranks exchange anyway, and the batch size derived from it.
 #
 # The gradient of one sample has the mean mu and the covariance S. Of B samples that n ranks share, rank i's mean
 # gradient g_i over its part w_i of them (the w_i sum to 1) has E|g_i|^2 = |mu|^2 + tr S / (w_i B), and their sum g =
 # sum w_i g_i has E|g|^2 = |mu|^2 + tr S / B. Both are solved for tr S and |mu|^2; B_noise = tr S / |mu|^2 is the
-# simple noise scale (McCandlish et al., arXiv:1812.06162). Both are sums over parameters, some of which may be
-# divided in other parts: experts are trained by several ranks' samples together.
+# simple noise scale (McCandlish et al., arXiv:1812.06162). Both are sums over parameters, and groups of parameters may
+# be divided differently: an expert trains on the samples of several ranks.
 
 
 @dataclass(frozen=True)
 class NoiseMeasurement:
-    """Unbiased estimates from one step; each may be far off, and below 0."""
+    """Unbiased estimates from one step; each may be far off, or negative."""
 
     trace: float
     """tr S: the variance of one sample's gradient, summed over the parameters."""
@@ -209,21 +209,20 @@ class NoiseMeasurement:
 
 @dataclass(frozen=True)
 class PartSquares:
-    """Squared norms of one step's gradient, taken before clipping, of parameters that are divided in the same parts."""
+    """Squared norms of one step's gradient before clipping, for parameters that are divided into the same parts."""
 
     weighted_square: float
-    """Sum of w_i |g_i|^2 over the parts, of their mean gradients and fractions of the step; equal fractions 1/n make it
-    their plain mean."""
+    """Sum of w_i |g_i|^2 over the parts, with g_i the mean gradient of a part and w_i its fraction of the step."""
     square: float
-    """|g|^2 of the mean over all samples."""
+    """|g|^2 of the mean gradient over all samples."""
     parts: int
-    """Micro-batches that had samples."""
+    """Number of micro-batches with samples."""
 
 
 def measure_noise(samples: int, squares: Sequence[PartSquares]) -> NoiseMeasurement:
     """Estimate the noise of one step's gradient.
 
-    Raises ValueError for fewer than two parts: their difference is all that is known of the noise.
+    Raises ValueError for fewer than two parts, because the noise shows only in their differences.
     """
     if (fewest := min(of.parts for of in squares)) < 2:
         raise ValueError(f"the noise of a gradient shows between parts, and {fewest} had samples")
@@ -238,12 +237,12 @@ class NoiseAverage:
     trace: float = 0.0
     square: float = 0.0
     weight: float = 0.0
-    """The sum of the measurements' weights: 1 after many. It corrects the bias of averages that begin at 0."""
+    """Sum of the measurements' weights, which approaches 1. It corrects the bias of averages that start at 0."""
 
     def updated(self, measured: NoiseMeasurement, smoothing_steps: int) -> NoiseAverage:
-        """Return the averages with one more step, which weighs 1 / `smoothing_steps`.
+        """Return the averages after one more step, which has the weight 1 / `smoothing_steps`.
 
-        What is not finite is passed over, as the update of its step is.
+        A measurement that is not finite is skipped, as is the update of its step.
         """
         if not (math.isfinite(measured.trace) and math.isfinite(measured.square)):
             return self
@@ -256,22 +255,22 @@ class NoiseAverage:
 
     @property
     def mean(self) -> NoiseMeasurement | None:
-        """The averages without their bias; None before the first measurement."""
+        """Return the bias-corrected averages; None before the first measurement."""
         return NoiseMeasurement(self.trace / self.weight, self.square / self.weight) if self.weight else None
 
     @property
     def settled(self) -> bool:
-        """Return whether at least as many steps were measured as the averages are smoothed over.
+        """Return whether at least `smoothing_steps` steps were measured.
 
-        After n of them, each weighing 1/n, the weight is 1 - (1 - 1/n)^n, which is 1 - 1/e or a little more.
+        After n steps of weight 1/n, the sum of weights is 1 - (1 - 1/n)^n, which is 1 - 1/e or slightly more.
         """
         return self.weight >= 1 - math.exp(-1)
 
     @property
     def noise_scale(self) -> float | None:
-        """B_noise in samples; None before the first measurement.
+        """Return B_noise in samples; None before the first measurement, infinite where noise hides |mu|^2.
 
-        A ratio of averages: the average of the ratios is biased. Infinite where |mu|^2 is lost in the noise.
+        It is a ratio of averages, because an average of ratios would be biased.
         """
         mean = self.mean
         if mean is None:
@@ -281,19 +280,19 @@ class NoiseAverage:
 
 @dataclass(frozen=True)
 class BatchPace:
-    """The state of a run's batch schedule: a checkpoint holds it, so that a resumed run decides the same."""
+    """The state of a run's batch schedule. Checkpoints store it, so that a resumed run makes the same decisions."""
 
     size: int
-    """Samples of the steps to come, under the schedule `noise`."""
+    """Current batch size of the schedule `noise`, in samples."""
     noise: NoiseAverage
 
 
 def next_size(batching: BatchingSpec, size: int, noise_scale: float | None) -> int:
-    """Return the samples of the steps to come, of which there were `size`, by the schedule `noise`.
+    """Return the next batch size of the schedule `noise`, after `size`. Called every `interval_steps` steps.
 
-    One size up when the aim (`noise_fraction` of the noise scale) reaches the next size, and one down
-    when it is below the size before: between the two a size stays, so that noise in the measurement moves nothing.
-    Without a measurement it stays too. Called every `interval_steps` steps.
+    The size goes one up when the target (`noise_fraction` of the noise scale) reaches the next size, and one down when
+    the target is below the previous size. In between, and without a measurement, it stays: this hysteresis absorbs
+    measurement noise.
     """
     sizes = batching.sizes_up_to(batching.schedule.max_global_batch_size or batching.global_batch_size)
     place = max(0, bisect_right(sizes, size) - 1)
@@ -306,20 +305,21 @@ def next_size(batching: BatchingSpec, size: int, noise_scale: float | None) -> i
 
 
 GROWS_BY_ITSELF = ("ramp", "seesaw")
-"""Schedules whose batch grows whatever the noise is."""
+"""Schedules whose batch grows regardless of the noise."""
 EQUIVALENT_FRACTION = 0.5
-"""Up to this part of the noise scale B_n, a larger batch at a larger rate trains nearly as the first size does.
+"""Up to this fraction of the noise scale B_n, a larger batch at a larger rate trains nearly as well as the first size.
 
-The square root of the batch is the rate for a gradient that is lost in its noise. Beside a gradient AdamW's normaliser
-falls less: to move as far, the rate would have to be sqrt((B_n + B) / (B_n + B0)) times larger at B than at B0, by up
-to 22% at B = B_n / 2. Measured (docs/benchmarks.md): no loss at a sixth of B_n, 0.4% at a third, 1% at two thirds."""
+Scaling the rate with the square root of the batch is exact where noise dominates the gradient. Otherwise AdamW's
+normaliser falls less: for equal progress the rate would have to be sqrt((B_n + B) / (B_n + B0)) times larger at B than
+at B0, by up to 22% at B = B_n / 2. Measured (docs/benchmarks.md): no loss at a sixth of B_n, 0.4% at a third, 1% at two
+thirds."""
 
 
 def outgrows_noise(batching: BatchingSpec, samples: int, noise: NoiseAverage) -> bool:
-    """Return whether a schedule has grown the batch to `samples`, beyond half the gradient noise scale.
+    """Return whether a schedule has grown the batch to more than half the gradient noise scale.
 
     A larger batch with a larger rate trains as a smaller batch with a smaller rate while the noise outweighs the
-    gradient (arXiv:2205.10287; arXiv:2510.14717). Only settled averages count.
+    gradient (arXiv:2205.10287; arXiv:2510.14717). Returns False until the averages are settled.
     """
     grown = batching.schedule.kind in GROWS_BY_ITSELF and samples > batching.global_batch_size
     scale = noise.noise_scale

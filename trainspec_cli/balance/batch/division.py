@@ -1,8 +1,8 @@
 """Divide a step's samples over replica groups, data-parallel ranks and micro-batches: pure functions of the position.
 
-A step's samples follow those of the step before it, so every sample is used exactly once, whatever failed before, and
-however unevenly the samples are divided. Any number of samples can be divided over any number of ranks: parts differ
-by at most one sample where nothing else is asked for, and a part may be empty.
+A step's samples follow those of the previous step, so every sample is used exactly once, whatever has failed before and
+however unevenly samples are divided. Any number of samples can be divided over any number of ranks. By default parts
+differ by at most one sample; a part may be empty.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainspec_cli.recipe.keys.training import BatchingSpec, ShrinkRule
 from trainspec_cli.recipe.results.plan import Plan
 
 ROUNDING = 1e-9
-"""A share that is so little below a whole number of samples is that number."""
+"""A share that is below a whole number of samples by less than this counts as that number."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class OwnSamples:
-    """The samples of one data-parallel rank in a step: neighbouring positions of the run for each micro-batch."""
+    """The samples of one data-parallel rank in a step: contiguous positions of the run for each micro-batch."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -45,7 +45,7 @@ class OwnSamples:
         return sum(self.sizes)
 
     def moved(self, positions: int) -> OwnSamples:
-        """Return the same samples, so many positions later."""
+        """Return the same samples, shifted by `positions`."""
         return OwnSamples(tuple(start + positions for start in self.starts), self.sizes)
 
 
@@ -56,18 +56,18 @@ class Division:
     weights: tuple[float, ...]
     """The share of each rank, in any unit."""
     micro_batch_size: int
-    """The most samples of a rank that are processed together."""
+    """Maximum number of samples that a rank processes together."""
     turns: int = 1
     """The number of micro-batches is a multiple of it."""
     micro_batches: int = 1
-    """The least number of micro-batches, a multiple of `turns`."""
+    """Minimum number of micro-batches, a multiple of `turns`."""
     in_step: bool = False
-    """Ranks wait for one another in each micro-batch, so all of them take their larger ones in the same turns."""
+    """Ranks wait for one another in each micro-batch, so all process their larger micro-batches in the same turns."""
     bubble: float = 0.0
-    """A pipeline fills and drains for as long as so many of its micro-batches take."""
+    """Time to fill and drain the pipeline, in micro-batches."""
 
     def of_rank(self, rank: int, start: int, samples: int) -> OwnSamples:
-        """Return one rank's part of `samples` samples from position `start` on.
+        """Return one rank's part of the `samples` samples that begin at position `start`.
 
         All ranks get the same number of micro-batches, since they exchange gradients and parameters in each.
         """
@@ -94,10 +94,10 @@ def _from_zero(division: Division, samples: int) -> tuple[OwnSamples, ...]:
 
 
 def even_division(layout: Layout, micro_batch_size: int, *, keeps_micro_batches: bool) -> Division:
-    """Return the division over ranks that are equally fast.
+    """Return the division over equally fast ranks.
 
-    `keeps_micro_batches`: what a step computes depends on which samples share a micro-batch (batch norm), so that all
-    ranks together make those that one alone would make.
+    `keeps_micro_batches`: the result of a step depends on which samples share a micro-batch (batch norm), so the ranks
+    together form the same micro-batches as a single rank would.
     """
     in_step = waits_in_micro_batches(layout) and not keeps_micro_batches
     bubble = (layout.pp - 1) * layout.bubble_part
@@ -105,33 +105,33 @@ def even_division(layout: Layout, micro_batch_size: int, *, keeps_micro_batches:
 
 
 def even_division_of(plan: Plan) -> Division:
-    """Return the division of `plan` over ranks that are equally fast."""
+    """Return the division of `plan` over equally fast ranks."""
     keeps_micro_batches = plan.spec.model.unit == "samples"
     return even_division(plan.layout, plan.micro_batch_size, keeps_micro_batches=keeps_micro_batches)
 
 
 def waits_in_micro_batches(layout: Layout) -> bool:
-    """Return whether data-parallel ranks wait for one another in every micro-batch: they gather parameters, reduce
-    gradients or exchange tokens of experts. In a pipeline its stages overlap."""
+    """Return whether data-parallel ranks wait for one another in every micro-batch, because they gather parameters,
+    reduce gradients or exchange tokens of experts. In a pipeline the stages overlap, and they do not wait."""
     experts = layout.ep * layout.etp > layout.cp * layout.tp
     return layout.pp == 1 and (layout.shards_parameters or layout.exchanges_every_backward or experts)
 
 
 def turns_of(layout: Layout) -> int:
-    """The interleaved schedule takes micro-batches in turns of pp (arXiv:2104.04473, section 2.2)."""
+    """Return the divisor of the number of micro-batches: pp if interleaved (arXiv:2104.04473, section 2.2)."""
     return layout.pp if layout.pipeline_schedule == "interleaved" else 1
 
 
 def count_micro_batches(samples: int, micro_batch_size: float, turns: int) -> int:
-    """Return how many micro-batches of at most that size a rank needs for its samples, in whole turns."""
+    """Return the number of micro-batches of at most this size that hold a rank's samples, in whole turns."""
     return math.ceil(max(1, math.ceil(samples / micro_batch_size)) / turns) * turns
 
 
 def weighted_counts(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Return whole numbers in proportion to `weights` that sum to `samples`: largest remainders, first ones first.
+    """Return whole numbers in proportion to `weights` that sum to `samples`, by largest remainder, ties to lower ranks.
 
-    Where there are samples enough, no rank goes without: one that does nothing shows no speed. The others then share
-    the rest in proportion.
+    If there are enough samples, every rank gets at least one, because an idle rank shows no speed. The other ranks
+    share the rest in proportion.
     """
     single = _given_one(samples, weights) if samples >= len(weights) else set()
     total = sum(weight for rank, weight in enumerate(weights) if rank not in single)
@@ -145,7 +145,7 @@ def weighted_counts(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def _given_one(samples: int, weights: Sequence[float]) -> set[int]:
-    """Return the ranks whose share is less than one sample, beside those weaker than they that have one each."""
+    """Return the ranks that get one sample each because their share of the rest is below one."""
     total = sum(weights)
     given = set[int]()
     for rank in sorted(range(len(weights)), key=weights.__getitem__):
@@ -157,21 +157,21 @@ def _given_one(samples: int, weights: Sequence[float]) -> set[int]:
 
 
 def largest_that_fits(usual: int, most: int, fits: Callable[[int], bool]) -> int:
-    """Return the samples of the largest micro-batch, from `usual` to `most`, that `fits`; `usual` is not tried."""
+    """Return the largest size from `usual` to `most` that `fits`; `usual` is assumed to fit."""
     larger = range(usual + 1, most + 1)
     return usual + bisect_left(larger, True, key=lambda size: not fits(size))
 
 
 def micro_batches_of(layout: Layout, micro_batch_size: float, samples: int) -> int:
-    """Return the micro-batches of each rank in a step of `samples`, over ranks that are equally fast."""
+    """Return the micro-batches of each rank in a step of `samples`, over equally fast ranks."""
     return count_micro_batches(math.ceil(samples / layout.data_parallel_size), micro_batch_size, turns_of(layout))
 
 
 def divide(counts: Sequence[int], micro_batches: int, *, in_step: bool = False) -> tuple[OwnSamples, ...]:
-    """Divide `sum(counts)` samples from position 0 on, of which rank i takes `counts[i]`.
+    """Divide `sum(counts)` samples from position 0; rank i gets `counts[i]` of them.
 
-    Each micro-batch consists of neighbouring samples, over all ranks; the sizes of any two of a rank's differ by
-    at most one, and so do those of the whole group's, unless `in_step` has every rank's larger ones come first.
+    Each micro-batch consists of contiguous samples over all ranks. A rank's micro-batches differ by at most one sample,
+    and so do the group's, unless `in_step` puts every rank's larger micro-batches first.
     """
     sizes = []
     spare_before = 0
@@ -191,10 +191,10 @@ def divide(counts: Sequence[int], micro_batches: int, *, in_step: bool = False) 
 def take_portion(
     batching: BatchingSpec, samples: int, weights: Sequence[float], replica_groups: int, position: int, rank: int
 ) -> Portion:
-    """Return the portion, of the step of `samples` that begins at `position`, of group number `rank`.
+    """Return the portion of group number `rank` in the step of `samples` that begins at `position`.
 
-    `weights` has one share for each group that takes part, of `replica_groups`; a batch that shrinks with them keeps
-    one sample a group, where it had as many.
+    `weights` has one share for each group that takes part, out of `replica_groups`. A batch that shrinks with the
+    number of groups keeps at least one sample per group, if it had that many.
     """
     present = len(weights)
     if batching.on_loss == "shrink":
@@ -205,6 +205,6 @@ def take_portion(
 
 
 def lr_factor(rule: ShrinkRule, step_samples: int, global_batch_size: int) -> float:
-    """Return the factor on the learning rate for a step of fewer samples."""
+    """Return the factor on the learning rate for a step of `step_samples`."""
     share = step_samples / global_batch_size
     return {"linear": share, "sqrt": math.sqrt(share), "none": 1.0}[rule]

@@ -1,1 +1,1 @@
-"""Decisions on measured speeds: shares, moved layers, other layouts, nodes to leave out, and when each pays."""
+"""Decisions from measured speeds: shares, moved layers, other layouts, nodes to drop, and when each one pays."""

@@ -1,4 +1,4 @@
-"""Divide samples over ranks, and layers over stages, so that the slowest of them is done as early as possible."""
+"""Divide samples over ranks, and layers over stages, so that the slowest of them finishes as early as possible."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from trainspec_cli.recipe.field_types import AUTO, AutoInt
 from trainspec_cli.recipe.keys.layout import Layout
 
 EVEN_ENOUGH = 0.02
-"""An even division is kept, and gone back to, where the best one is no more than this fraction faster."""
+"""The even division is kept or restored if the best one is faster by at most this fraction."""
 SAME = 1e-9
-"""Relative: times that differ by less are the same, for they are sums of rounded numbers."""
+"""Relative tolerance of times, which are sums of rounded numbers."""
 TRIED = 8
-"""The most numbers of micro-batches below the usual one that are tried."""
+"""Maximum count of alternative numbers of micro-batches that are tried."""
 MORE_TURNS = 4
-"""Where memory does not hold a fast rank's share in the usual number of micro-batches, so many turns more are tried."""
+"""Number of additional turns to try if a fast rank's share exceeds memory with the usual number of micro-batches."""
 
 
 @dataclass(frozen=True)
 class Balanced:
-    """A division and what it is expected to take."""
+    """A division and its expected time."""
 
     division: Division
     compute_s: float
-    """The slowest rank's own computing in a step, and the exchanges of all micro-batches."""
+    """Compute time of the slowest rank in a step, plus the exchanges of all micro-batches."""
 
 
 def compute_s(division: Division, samples: int, speeds: Sequence[Speed], exchange_s: float) -> float:
-    """Return the time that the slowest rank computes in a step of `samples`, with the exchanges of micro-batches.
+    """Return the compute time of the slowest rank in a step of `samples`, plus the exchanges of its micro-batches.
 
-    `exchange_s` is what the ranks exchange for each micro-batch (the gathering of sharded parameters, say).
+    `exchange_s`: duration of one micro-batch's exchanges, such as gathering sharded parameters.
     """
     counts = division.counts(samples)
     micro_batches = division.count_micro_batches(samples)
@@ -52,7 +52,7 @@ def compute_s(division: Division, samples: int, speeds: Sequence[Speed], exchang
 
 
 def _with_bubble(compute_s: float, division: Division, micro_batches: int) -> float:
-    """Return what the slowest rank computes and waits while its pipeline fills and drains, whose stages take as long.
+    """Return `compute_s` plus the time to fill and drain a pipeline of equally long stages.
 
     Fewer and larger micro-batches leave more of a pipeline idle.
     """
@@ -64,12 +64,13 @@ def _line(speed: Speed) -> tuple[float, float]:
 
 
 def _in_step_s(ranks: Iterable[tuple[float, float, int]], micro_batches: int) -> float:
-    """Return the time of ranks (fixed_s, per_sample_s, samples) that wait for the slowest in each micro-batch, of which
-    the larger ones come first: the sum of the slowest in each turn."""
-    # Thousands of ranks have few numbers of larger micro-batches: each turn then looks at two running maxima instead of
-    # all ranks.
-    larger_s, smaller_s = [0.0] * (micro_batches + 1), [0.0] * (micro_batches + 1)
-    """Seconds that a larger, and a smaller one, takes the slowest rank, by how many larger ones it has."""
+    """Return the time of ranks (fixed_s, per_sample_s, samples) that wait for the slowest one in each micro-batch, if
+    every rank's larger micro-batches come first: the sum over the turns of the slowest rank's time."""
+    # Thousands of ranks differ in few numbers of larger micro-batches, so each turn reads two running maxima instead of
+    # all ranks. Both lists: seconds of the slowest rank for a larger and for a smaller micro-batch, by how many larger
+    # ones the rank has.
+    larger_s = [0.0] * (micro_batches + 1)
+    smaller_s = [0.0] * (micro_batches + 1)
     for fixed_s, sample_s, samples in ranks:
         each, larger = divmod(samples, micro_batches)
         own_s = fixed_s + each * sample_s
@@ -81,24 +82,25 @@ def _in_step_s(ranks: Iterable[tuple[float, float, int]], micro_batches: int) ->
 
 
 def solve_counts(samples: int, micro_batches: int, speeds: Sequence[Speed], most: int) -> tuple[int, ...]:
-    """Return the samples of each rank that make the slowest one fastest: exact for whole samples.
+    """Return the samples of each rank that minimise the time of the slowest rank; exact for whole samples.
 
-    Each rank gets one at least where there are enough, and at most `most`. Raises ValueError where these do not hold
-    all samples.
+    Each rank gets at most `most` samples, and at least one if there are enough. Raises ValueError if the ranks cannot
+    hold all samples.
 
-    The real-valued optimum gives all ranks the same time; rounded down it is no more than one sample a rank short, and
-    each of these goes to the rank that ends first with it.
+    The real-valued optimum gives all ranks the same time. Rounded down it is short by less than one sample per rank,
+    and each missing sample goes to the rank that finishes first with it.
     """
     kinds = _Kinds.of(speeds)
     return kinds.of_ranks(_solve(samples, micro_batches, kinds, most))
 
 
 def solve_in_step(samples: int, micro_batches: int, speeds: Sequence[Speed], largest: int) -> tuple[int, ...]:
-    """Return the samples of each rank that make the sum of the slowest micro-batches small, where ranks wait for one
-    another in each, and none is of more than `largest` samples: the least there is in 97 of 100 small cases, and
-    at most a quarter over it.
+    """Return samples of each rank that give a small sum of the slowest micro-batches, for ranks that wait for one
+    another in each micro-batch of at most `largest` samples: the optimum in 97 of 100 small cases, and at most 25%
+    above it.
 
-    Each rank gets one sample at least where there are enough. Raises ValueError where micro-batches do not hold all.
+    Each rank gets at least one sample if there are enough. Raises ValueError if the micro-batches cannot hold all
+    samples.
     """
     kinds = _Kinds.of(speeds)
     return kinds.of_ranks(_solve_in_step(samples, micro_batches, kinds, largest))
@@ -117,7 +119,7 @@ class _Solved(NamedTuple):
 
 
 class _Kinds(NamedTuple):
-    """Ranks by their speeds, of which thousands of ranks have few."""
+    """Ranks grouped by speed: thousands of ranks have few distinct speeds."""
 
     fixed_s: list[float]
     sample_s: list[float]
@@ -134,7 +136,7 @@ class _Kinds(NamedTuple):
         return cls(list(fixed_s), list(sample_s), ranks, list(map(len, ranks)))
 
     def of_ranks(self, solved: _Solved) -> tuple[int, ...]:
-        """Return the count of each rank."""
+        """Return the samples of each rank."""
         counts = [0] * sum(self.sizes)
         for ranks, count in zip(self.ranks, solved.counts, strict=True):
             for rank in ranks:
@@ -144,7 +146,7 @@ class _Kinds(NamedTuple):
         return tuple(counts)
 
     def slowest_s(self, solved: _Solved, micro_batches: int) -> float:
-        """Return when the last rank ends."""
+        """Return the time at which the last rank finishes."""
         each = zip(self.fixed_s, self.sample_s, solved.counts, strict=True)
         last_s = max(micro_batches * fixed_s + count * sample_s for fixed_s, sample_s, count in each)
         fixed_s = self.fixed_s[solved.odd]
@@ -153,7 +155,7 @@ class _Kinds(NamedTuple):
         return max(last_s, micro_batches * fixed_s + (count + (solved.ahead > 0)) * sample_s)
 
     def in_step_s(self, solved: _Solved, micro_batches: int) -> float:
-        """Return when all end that wait for one another in each micro-batch."""
+        """Return the time at which ranks finish that wait for one another in each micro-batch."""
         odd = self.fixed_s[solved.odd], self.sample_s[solved.odd], solved.counts[solved.odd] + (solved.ahead > 0)
         whole = zip(self.fixed_s, self.sample_s, solved.counts, strict=True)
         return _in_step_s((*whole, odd), micro_batches)
@@ -164,14 +166,14 @@ class _Kinds(NamedTuple):
 
 
 def _solve_in_step(samples: int, micro_batches: int, kinds: _Kinds, largest: int) -> _Solved:
-    """Return what `solve_in_step` does, by kinds: turns filled alike, or shares by speed where these do better."""
+    """Solve `solve_in_step` by kinds: equally filled turns, or shares by speed if these are faster."""
     filled = _leave_out_idle(samples, micro_batches, kinds, largest)
     shared = _solve(samples, micro_batches, kinds, micro_batches * largest)
     return min(filled, shared, key=lambda solved: kinds.in_step_s(solved, micro_batches))
 
 
 def _leave_out_idle(samples: int, micro_batches: int, kinds: _Kinds, largest: int) -> _Solved:
-    """Return filled turns, in which ranks too slow for a share have one sample, and the others the rest."""
+    """Return filled turns; ranks too slow for a share get one sample each, and the others the rest."""
     solved = _fill_turns(samples, micro_batches, kinds, largest)
     idle = {kind for kind, count in enumerate(solved.counts) if not count}
     if not idle or samples < sum(kinds.sizes):
@@ -188,8 +190,8 @@ def _leave_out_idle(samples: int, micro_batches: int, kinds: _Kinds, largest: in
 
 
 def _fill_turns(samples: int, micro_batches: int, kinds: _Kinds, largest: int) -> _Solved:
-    """Give each turn's micro-batches what all ranks do in the least time for their part of the samples; as many turns
-    as can are shorter, by the samples that end last."""
+    """Fill each turn with the samples that all ranks finish in the least time; as many turns as possible omit the
+    samples that finish last."""
     turn = _solve(math.ceil(samples / micro_batches), 1, kinds, largest, least=0)
     limit_s = kinds.slowest_s(turn, 1)
     lines = list(zip(kinds.fixed_s, kinds.sample_s, kinds.sizes, strict=True))
@@ -214,13 +216,13 @@ def _fill_turns(samples: int, micro_batches: int, kinds: _Kinds, largest: int) -
 
 
 def _solve(samples: int, micro_batches: int, kinds: _Kinds, most: int, least: int | None = None) -> _Solved:
-    """Return what `solve_counts` does, by kinds; `least`: of each rank."""
+    """Solve `solve_counts` by kinds; `least`: minimum samples of each rank."""
     ranks = sum(kinds.sizes)
     if samples > most * ranks:
         raise ValueError(f"{samples} samples are more than {most} on each of {ranks} ranks")
     if least is None:
         least = 1 if samples >= ranks else 0
-    # With the number of micro-batches given, a rank's time is a line over its samples.
+    # For a fixed number of micro-batches, a rank's time is linear in its samples.
     lines = [
         _Line(micro_batches * fixed_s, sample_s, size)
         for fixed_s, sample_s, size in zip(kinds.fixed_s, kinds.sample_s, kinds.sizes, strict=True)
@@ -234,7 +236,7 @@ def _solve(samples: int, micro_batches: int, kinds: _Kinds, most: int, least: in
 
 
 class _Line(NamedTuple):
-    """The time of a kind's ranks by their samples."""
+    """The time of a kind's ranks as a linear function of their samples."""
 
     start_s: float
     sample_s: float
@@ -247,7 +249,7 @@ class _Line(NamedTuple):
 def _shift(
     counts: list[int], sizes: Sequence[int], samples: int, limit: int, change: int, key: Callable[[int], float]
 ) -> _Solved:
-    """Change the counts by so many samples together, each of a rank with the least key; none beyond `limit`."""
+    """Add (`change` 1) or remove (-1) samples one by one, each at the rank with the least key, up to `limit`."""
     queue = [(key(kind), kind) for kind in range(len(counts)) if counts[kind] != limit] if samples else []
     heapq.heapify(queue)
     while samples:
@@ -265,10 +267,10 @@ def _shift(
 
 
 def _common_time_s(samples: int, lines: Sequence[_Line], most: int) -> float:
-    """Return the time in which all ranks together compute `samples`, where no rank takes less than 0 or over `most`.
+    """Return the time that all ranks together need for `samples`, with 0 to `most` samples on each rank.
 
-    What the ranks compute grows with the time, in pieces: each round leaves out those that are at an end of their
-    range, until the others' common time leaves none beyond it.
+    The samples grow piecewise linearly with the time. Each round removes the ranks that are at an end of their range,
+    until the common time of the others leaves none outside.
     """
     free = list(lines)
     left = float(samples)
@@ -296,10 +298,10 @@ def best_division(
     *,
     keeps_micro_batches: bool = False,
 ) -> Balanced:
-    """Return the fastest division of `samples` over ranks of these speeds, of which none holds more than
-    `largest_micro_batch` samples at a time; the even one where another is hardly faster.
+    """Return the fastest division of `samples` over ranks of these speeds, with micro-batches of at most
+    `largest_micro_batch` samples; the even division if no other is clearly faster.
 
-    `exchange_s`: as of `compute_s`. `keeps_micro_batches`: their number stays as it is.
+    `exchange_s`: see `compute_s`. `keeps_micro_batches`: keep the number of micro-batches.
     """
     best = Balanced(even, compute_s(even, samples, speeds, exchange_s))
     usual = even.count_micro_batches(samples)
@@ -322,7 +324,7 @@ def best_division(
             found = (solved, micro_batches)
             best_s = filled_s
         if solved.most < most and not even.in_step and not even.bubble:
-            break  # memory holds nobody back
+            break  # memory limits no rank, so more micro-batches cannot help
     if found is None:
         return best
     weights = tuple(map(float, kinds.of_ranks(found[0])))
@@ -332,8 +334,8 @@ def best_division(
 
 
 def _numbers(usual: int, even: Division, samples: int, kinds: _Kinds, largest_micro_batch: int) -> list[int]:
-    """Return the numbers of micro-batches that are worth a try: the usual one, some more, and as many as the fastest
-    rank needs for its share; in a pipeline those between as well, in which its micro-batches grow less."""
+    """Return the numbers of micro-batches to try: the usual one, a few more, and the number that the fastest rank needs
+    for its share; in a pipeline also numbers in between, with smaller micro-batches."""
     if even.in_step:
         return _numbers_in_step(usual, even.turns, samples, kinds, largest_micro_batch)
     if not even.bubble and largest_micro_batch * usual >= samples:
@@ -349,8 +351,8 @@ def _numbers(usual: int, even: Division, samples: int, kinds: _Kinds, largest_mi
 
 
 def _numbers_in_step(usual: int, turns: int, samples: int, kinds: _Kinds, largest_micro_batch: int) -> list[int]:
-    """Return those that are worth a try where ranks wait for one another in each micro-batch: also fewer and larger
-    ones, in which a slow rank's can be smaller, and as many as the faster ranks alone need."""
+    """Return the numbers to try if ranks wait for one another in each micro-batch: also fewer and larger micro-batches,
+    which let a slow rank's be smaller, and the numbers that the faster ranks alone need."""
     ranks = sum(kinds.sizes)
     fewest = count_micro_batches(math.ceil(samples / ranks), largest_micro_batch, turns)
     stride = max(1, math.ceil((usual - fewest) / turns / TRIED)) * turns
@@ -362,17 +364,18 @@ def _numbers_in_step(usual: int, turns: int, samples: int, kinds: _Kinds, larges
     return sorted(numbers)
 
 
-# Decide when layers move between pipeline stages: what the ranks' speeds would win, against what a change costs.
+# Decide when to move layers between pipeline stages, by weighing the time saved against the cost of a change.
 #
-# As with shares, the decision is a pure function of what all ranks know. It holds for all pipelines of a run at once,
-# since their ranks of one stage share its parameters; within what shares of the samples can still even out.
+# As with shares, the decision is a pure function of what all ranks know. It applies to all pipelines of a run at once,
+# because their ranks of one stage share its parameters. Shares of the samples even out the remaining differences.
 
 
 WORTHWHILE = 0.05
-"""Layers move where that saves at least this fraction of the computing: planned times of layers are rough."""
-PAUSE_STEPS, PAUSE_S = 0.5, 2.0
-"""The time for which a change of layout holds a run up, until one has been measured. On CPUs changes took 0.03 to 0.08
-of a step and the first step after them 0.2 of a step longer at most (`tests/bench/relayout.py`); connections between
+"""Layers move if that saves at least this fraction of the compute time, because planned times of layers are rough."""
+PAUSE_STEPS = 0.5
+PAUSE_S = 2.0
+"""Assumed pause of a change of layout, in steps plus seconds, until one was measured. On CPUs changes took 0.03 to 0.08
+of a step, and the first step after them at most 0.2 of a step more (`tests/bench/relayout.py`). Connections between
 many ranks, and a GPU's allocator, take longer."""
 
 PipelineSpeeds = Sequence[Sequence[Speed | None]]
@@ -380,24 +383,24 @@ PipelineSpeeds = Sequence[Sequence[Speed | None]]
 
 
 def expected_pause_s(step_s: float) -> float:
-    """Return the time for which a change of layout is taken to hold a run up whose steps take `step_s`."""
+    """Return the assumed pause of a change of layout in a run whose steps take `step_s`."""
     return PAUSE_S + PAUSE_STEPS * step_s
 
 
 @dataclass(frozen=True)
 class LayerChange:
-    """Another cut into stages, and what it is expected to save."""
+    """Another cut into stages, and its expected effect."""
 
     stage_layers: Counts
     before_s: float
-    """The slowest rank's computing in a step as it is."""
+    """Compute time of the slowest rank in a step, before the change."""
     after_s: float
-    """As it is expected to be, with the shares that are best then."""
+    """Expected compute time of the slowest rank after the change, with the best shares."""
     reason: str
 
 
 class LayerScheduler:
-    """Follows the speeds of the pipeline ranks, step by step."""
+    """Track the speeds of the pipeline ranks, and decide on their layers."""
 
     def __init__(
         self,
@@ -409,9 +412,8 @@ class LayerScheduler:
         change: float,
         patience_s: float = 0.0,
     ):
-        """`times` are planned ones, in any unit. `most_layers`: that a pipeline rank may hold. `change`: ranks whose
-        speed differs from the median by no more than this fraction are equally fast. `patience_s`: as of a
-        SkiRental."""
+        """`times`: planned times, in any unit. `most_layers`: maximum layers of a pipeline rank. `change`: ranks whose
+        speeds differ from the median by at most this fraction count as equally fast. `patience_s`: see SkiRental."""
         self._layout = layout
         self._times = times
         self._change = change
@@ -433,11 +435,10 @@ class LayerScheduler:
         pause_s: float | None = None,
         steps: int = 1,
     ) -> LayerChange | None:
-        """Take in that a step of so many samples, divided so, was made at these speeds; `pause_s` is what the last
-        change of layout took, `steps` how many steps ago this was called before.
+        """Record a step of `samples` samples in this division, at these speeds. `pause_s`: measured pause of the last
+        change of layout; `steps`: steps since the last call.
 
-        Return the change that is to be made: once what was lost without it has come to what it costs (as in the
-        ski-rental problem), and where the remaining steps win that back.
+        Return the change to make, once it has paid as a SkiRental decides.
         """
         known = samples, division, tuple(map(tuple, speeds))
         if any(speed is None for row in speeds for speed in row):
@@ -457,7 +458,7 @@ class LayerScheduler:
         return wanted if pays else None
 
     def _consider(self, samples: int, division: Division, speeds: Sequence[Sequence[Speed]]) -> LayerChange | None:
-        """Return the best cut, by the slowest rank of each stage or by their mean, where it is worth the change."""
+        """Return the best cut by the slowest rank or by the mean of each stage, if it is worth the change."""
         before_s = compute_s(division, samples, [_slowest(row, samples) for row in speeds], 0.0)
         found: dict[Counts, float] = {}
         # A stage waits for its slowest data-parallel rank, but samples move between those ranks: try the mean too.
@@ -476,13 +477,13 @@ class LayerScheduler:
         return LayerChange(best, before_s, found[best], self._describe(speeds, samples))
 
     def _paces(self, speeds: Sequence[Sequence[Speed]], samples: int) -> list[list[float]]:
-        """Return for each pipeline rank the measured time over the planned one on each data-parallel rank."""
+        """Return measured over planned times, by pipeline rank (outer) and data-parallel rank (inner)."""
         planned = rank_times_s(self._times, self._counts, self._layout)
         share = samples / len(speeds)
         return [[row[rank].time_s(share, 1) / planned[rank] for row in speeds] for rank in range(self._layout.pp)]
 
     def _expected_s(self, counts: Counts, samples: int, speeds: Sequence[Sequence[Speed]]) -> float:
-        """Return the slowest rank's time with another cut, and the shares that are best then."""
+        """Return the slowest rank's time with another cut and the best shares for it."""
         now, then = (rank_times_s(self._times, cut, self._layout) for cut in (self._counts, counts))
         rows = [
             _slowest([speed.scaled(new / old) for speed, old, new in zip(row, now, then, strict=True)], samples)
@@ -500,8 +501,10 @@ class LayerScheduler:
 
 
 def largest_stage(layout: Layout, num_layers: int, wanted: AutoInt, fits: Callable[[Layout], bool]) -> int | None:
-    """Return the layers of the fullest pipeline rank that `fits`, wherever in the pipeline it is, up to `wanted`
-    (`scheduler.max_stage_layers`); None where no layers move, for there is one rank, or each has several stages."""
+    """Return the most layers that `fits` on any pipeline rank, up to `wanted` (`scheduler.max_stage_layers`).
+
+    None if no layers can move, because there is one pipeline rank or each has several stages.
+    """
     if layout.pp == 1 or layout.num_stages > layout.pp:
         return None
     most = num_layers - layout.pp + 1
@@ -516,11 +519,11 @@ def largest_stage(layout: Layout, num_layers: int, wanted: AutoInt, fits: Callab
 
 
 def with_stages(layout: Layout, counts: Counts) -> Layout:
-    """Return the layout with another cut; the even one has no list of layers, as the planner has it."""
+    """Return the layout with another cut; the even cut has no list of layers, as in the planner."""
     even = counts == cut_evenly(sum(counts), layout.num_stages)
     return replace(layout, stage_layers=None if even else counts)
 
 
 def _slowest(row: Sequence[Speed], samples: int) -> Speed:
-    """Ranks of one pipeline that work on the same samples are as slow as the slowest."""
+    """Return the slowest speed of ranks of one pipeline, which work on the same samples."""
     return max(row, key=lambda speed: speed.time_s(samples, 1))

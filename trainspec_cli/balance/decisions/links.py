@@ -1,9 +1,9 @@
-"""How fast the links of each mesh axis are, as a run's own exchanges show it, and when that has changed.
+"""Measure how fast the links of each mesh axis are from a run's own exchanges, and when that has changed.
 
-A link is a group of ranks that exchange along one axis; of a pipeline, two neighbours. A sample is one step in which
-the ranks of every exchange met before it, so that what it takes from there on is the transfer, and what came before is
-waiting for the last rank. A change is confirmed as that of a rank's speed is (`speeds.py`), by more samples in a row
-than chance explains. Samples are fewer than steps, and noisier: they are compared by their logarithms.
+A link is a group of ranks that exchange along one axis; in a pipeline, two neighbours. A sample is one step with a
+barrier before every exchange, which separates the transfer from the wait for the last rank. As for a rank's speed
+(`speeds.py`), more consecutive samples than chance explains confirm a change. Samples are fewer and noisier than steps,
+and are compared by their logarithms.
 """
 
 from __future__ import annotations
@@ -20,45 +20,49 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.verdict import MeasuredLink
 
 FIRST_SAMPLES = 8
-"""A link's speed is learnt from so many samples, at first and after a change."""
+"""Number of samples needed to learn a link's speed, at first and after a change."""
 CONFIRMING_SAMPLES = 3
-"""The number of samples in a row that confirm a change."""
-REMEMBERED_SAMPLES, RECENT_SAMPLES = 50, 25
-"""The median of the recent ones shows a change that no single one does, against that of so many since the last one."""
+"""Number of consecutive samples that confirm a change."""
+REMEMBERED_SAMPLES = 50
+RECENT_SAMPLES = 25
+"""A drift that no single sample shows is found by comparing the median of the recent samples with that of the first
+`REMEMBERED_SAMPLES` since the last change."""
 DRIFT_FACTOR = 5.0
-"""It does at so many standard deviations of the difference; a median is off by 1.2533 deviations over the root."""
+"""Number of standard errors of the difference that count as a drift; a median's is 1.2533 deviations / sqrt(n)."""
 TIMED_EXCHANGES = 4
-"""The most exchanges of an axis that are timed in a sampled step, spread over it."""
+"""Maximum number of exchanges of an axis that are timed in a sampled step, spread over the step."""
 COST_SHARE = 1e-3
-"""Sampling may take this share of the run's time."""
+"""Share of the run's time that sampling may take."""
 FIRST_SAMPLE_STEPS = 3
-"""The first steps of a start compile, warm up and connect."""
+"""First steps of a start, which compile, warm up and connect."""
 LEAST_INTERVAL_STEPS = 10
 TOLD_STEPS = 2
-"""The figures of a sample travel with the next step, and when the next one is taken with the step after that."""
-REMEMBERED_STEPS, DEPARTED_STEPS = 20, 2
-"""So many steps in a row that take another time than the last ones did ask for a sample."""
+"""Steps until all ranks know when the next sample is taken: the figures of a sample travel with the next step, and the
+decision with the step after it."""
+REMEMBERED_STEPS = 20
+DEPARTED_STEPS = 2
+"""Number of consecutive steps of unusual duration that trigger a sample."""
 OTHER_SIZE = 0.25
-"""Exchanges whose bytes differ by this fraction take another time by their size alone: what was learnt is forgotten."""
+"""If the bytes of an exchange change by this fraction, its speed is learnt again, because size alone changes it."""
 LARGE = 0.5
-"""Exchanges of less than this part of the largest one's bytes show the latency more than the bandwidth."""
+"""Exchanges below this fraction of the largest one's bytes show latency rather than bandwidth, and are ignored."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The exchanges of one rank along an axis in a sampled step; without bytes where it had none."""
+    """The exchanges of one rank along an axis in a sampled step; 0 bytes if it had none."""
 
     sent_bytes: float = 0.0
-    """Bytes that the rank sends in the largest of them, as a ring does."""
+    """Bytes that the rank sends in the largest exchange, with a ring algorithm."""
     seconds: float = 0.0
-    """Time of so many bytes from when the last rank had come."""
+    """Time to transfer these bytes, from the arrival of the last rank."""
     waited_s: float = 0.0
-    """This rank's wait for the last one, in each exchange; the last one waits least."""
+    """This rank's median wait for the last rank of an exchange."""
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """A link as it is now: the median over its samples since its last change."""
+    """The current speed of a link: the median over its samples since its last change."""
 
     ranks: tuple[int, ...]
     bytes_per_s: float
@@ -68,34 +72,34 @@ class LinkSpeed:
     sent_bytes: float
     """Bytes that a rank sends in one exchange."""
     waited_s: float
-    """The rank that comes first waits so long in each exchange for the one that comes last."""
+    """Median wait of the first rank for the last one in an exchange."""
     last_rank: int
-    """The rank that came last in most samples."""
+    """The rank that was last in most samples."""
     samples: int
 
 
 @dataclass(frozen=True)
 class LinkChange:
-    """A link is faster or slower than it was."""
+    """A confirmed change of a link's speed."""
 
     ranks: tuple[int, ...]
     since_step: int
-    """The first sample that shows it was taken then."""
+    """Step of the first sample that shows the change."""
     before_bytes_per_s: float
     now_bytes_per_s: float
     links: int = 1
-    """The number of links of the axis that changed in the same sample; this one changed most."""
+    """Number of links of the axis that changed in the same sample; this one changed most."""
 
     @property
     def factor(self) -> float:
-        """Return how many times faster or slower it is, whichever is above 1."""
+        """Return the ratio of the faster to the slower speed, at least 1."""
         ratio = self.now_bytes_per_s / self.before_bytes_per_s
         return max(ratio, 1 / ratio)
 
 
 def transfer_of(exchanges: Sequence[tuple[float, float, float]]) -> Transfer:
-    """Return what a rank's timed exchanges (bytes, seconds, seconds of waiting) come to: of the large ones the median
-    pace, since a rank that the operating system has paused makes one of them long."""
+    """Summarise a rank's timed exchanges (bytes, seconds, waiting seconds). The median pace of the large ones counts,
+    because the operating system may pause a rank during one of them."""
     largest_bytes = max((sent_bytes for sent_bytes, *_ in exchanges), default=0.0)
     if largest_bytes <= 0:
         return Transfer()
@@ -104,36 +108,36 @@ def transfer_of(exchanges: Sequence[tuple[float, float, float]]) -> Transfer:
 
 
 class LinkTracker:
-    """One link, learnt from its samples."""
+    """Track the speed of one link from its samples."""
 
     def __init__(self, ranks: tuple[int, ...], change: float):
         """`change`: the smallest relative change that is confirmed."""
         self.ranks, self._least = ranks, math.log1p(change)
         self._waits: deque[tuple[float, int]] = deque(maxlen=REMEMBERED_SAMPLES)
-        """(longest wait, the rank that came last)"""
+        """(longest wait, last rank) of each sample."""
         self._forget(0.0)
 
     def _forget(self, sent_bytes: float) -> None:
-        """Begin with exchanges of another size."""
+        """Start again with exchanges of another size."""
         self._sent_bytes = sent_bytes
         self._departed: list[Sample] = []
-        """The last samples in a row that lie beyond the noise on one side."""
+        """Latest consecutive samples outside the noise, all on the same side."""
         self.confirmed: LinkSpeed | None = None
-        """The speed as it was when it had been learnt, at first and after a change, or had changed."""
+        """The speed when it was last learnt or changed."""
         self._begin([])
 
     def _begin(self, samples: Sequence[Sample]) -> None:
-        """Begin with the speed that `samples` show."""
+        """Start again with the speed that `samples` show."""
         self._samples = deque(samples, maxlen=REMEMBERED_SAMPLES)
-        """The samples that showed no change."""
+        """Samples without a change."""
         self._settled: float | None = None
-        """The median of the first ones, once they are as many as are remembered."""
+        """Median of the first `REMEMBERED_SAMPLES` samples, once there are that many."""
 
     def note(self, step: int, transfers: Sequence[Transfer]) -> LinkChange | None:
-        """Take in a sample, a transfer for each of the ranks; return the change that it confirms.
+        """Record a sample, with a transfer for each rank; return the change that it confirms.
 
-        The exchange is done when its slowest rank is: one whose line out is slow has handed its data over long before
-        they arrive.
+        An exchange ends with its slowest rank: a rank with a slow outgoing link hands over its data long before they
+        arrive.
         """
         sent_bytes = max(transfer.sent_bytes for transfer in transfers)
         seconds = max(transfer.seconds for transfer in transfers)
@@ -162,7 +166,7 @@ class LinkTracker:
         return self._changed(usual, self._departed) if len(self._departed) >= CONFIRMING_SAMPLES else None
 
     def _drifted(self, noise: float) -> LinkChange | None:
-        """Return the change that the recent samples show together."""
+        """Return the drift that the recent samples show together."""
         if len(self._samples) < REMEMBERED_SAMPLES:
             return None
         if self._settled is None:
@@ -183,7 +187,7 @@ class LinkTracker:
 
     @property
     def is_undecided(self) -> bool:
-        """Return whether its speed is being learnt, or may have changed."""
+        """Return whether the speed is being learnt, or may have changed."""
         return bool(self._departed) or 0 < len(self._samples) < FIRST_SAMPLES
 
     @property
@@ -209,7 +213,7 @@ class Sample(NamedTuple):
 
     step: int
     log_rate: float
-    """The natural logarithm of its bytes a second."""
+    """Natural logarithm of the bytes per second."""
 
 
 def _spread(samples: Collection[Sample]) -> tuple[float, float]:
@@ -225,7 +229,7 @@ class AxisLinks:
         self._trackers = [LinkTracker(ranks, change) for ranks in links]
 
     def note(self, step: int, transfers: Sequence[Sequence[Transfer]]) -> LinkChange | None:
-        """Take in a sample, of each link the transfers of its ranks; return the greatest change that it confirms."""
+        """Record a sample, with the transfers of each link's ranks; return the largest change that it confirms."""
         noted = [tracker.note(step, of_link) for tracker, of_link in zip(self._trackers, transfers, strict=True)]
         changes = [change for change in noted if change is not None]
         if not changes:
@@ -245,7 +249,7 @@ class AxisLinks:
 
     @property
     def confirmed(self) -> list[LinkSpeed]:
-        """Return the links' speeds that hold until a change is confirmed; none of those that are not known yet."""
+        """Return the known speeds of the links, which hold until a change is confirmed."""
         return [tracker.confirmed for tracker in self._trackers if tracker.confirmed is not None]
 
     @property
@@ -256,32 +260,32 @@ class AxisLinks:
 
 
 def sampling_interval(costs_s: Sequence[float], step_s: float) -> int:
-    """Return after how many steps the next sample is taken, where the last ones cost the slowest rank so many seconds
-    each beside a step of `step_s`."""
+    """Return the steps until the next sample, where the latest ones each cost the slowest rank `costs_s` on top of a
+    step of `step_s`."""
     if not costs_s or step_s <= 0:
         return LEAST_INTERVAL_STEPS
     return max(LEAST_INTERVAL_STEPS, math.ceil(median(costs_s) / (COST_SHARE * step_s)))
 
 
 class SampleTimes:
-    """When samples are taken: at once when steps take another time than before, one soon after the other while links
-    are undecided, else as seldom as their cost asks.
+    """Schedule the samples: immediately after the duration of steps changes, in quick succession while links are
+    undecided, else as rarely as their cost requires.
 
-    The former are as many as it takes to learn a link, and one more for each of the latter: noise that makes links seem
-    to change costs no more than twice what samples may.
+    The number of extra samples is limited to what it takes to learn a link, plus one for each regular sample. So noise
+    that looks like changes costs at most twice the allowed share.
     """
 
     def __init__(self, change: float) -> None:
-        """`change`: the smallest relative change of a step's time that asks for a sample."""
+        """`change`: the smallest relative change of a step's duration that triggers a sample."""
         self._least = math.log1p(change)
         self._spare = FIRST_SAMPLES
         self._steps = deque[float](maxlen=REMEMBERED_STEPS)
-        """The logarithms of the seconds of steps that took as long as usual."""
+        """Logarithms of the seconds of steps of usual duration."""
         self._departed = 0
-        """The last steps in a row that did not."""
+        """Number of latest consecutive steps of unusual duration."""
 
     def note_step(self, step_s: float) -> bool:
-        """Take in a step without a sample; return whether the links are to be sampled, for steps take another time."""
+        """Record a step without a sample; return whether to sample the links, because the duration of steps changed."""
         if step_s <= 0:
             return False
         taken = math.log(step_s)
@@ -302,7 +306,7 @@ class SampleTimes:
         return True
 
     def steps_to_next(self, usual: int, least: int, *, is_undecided: bool) -> int:
-        """Return the steps until the next sample: `usual` for its cost, and `least` at any rate."""
+        """Return the steps until the next sample: `usual` by its cost, and at least `least`."""
         if is_undecided and self._spare > 0:
             self._spare -= 1
             return max(1, least)
@@ -310,18 +314,17 @@ class SampleTimes:
         return max(usual, least)
 
 
-# How many times as long as usual exchanges take over each rank's links, inside scale-up domains and between them.
+# The ratio of each rank's exchange times to the usual ones, inside scale-up domains and between them.
 #
-# A narrow link is taken to be a rank's own way to the others, which its exchanges along all axes share: an exchange
-# is as slow as the narrowest of its ranks' ways, and a rank is not narrow that also takes part in one as fast as
-# usual. What is usual is learnt as for computing (`paces.py`): once for each layout, from the links of an axis in one
-# pipeline stage together, with what was known of the ranks before.
+# The model: a slow link is a rank's own connection to the others, shared by its exchanges along all axes. An exchange
+# is as slow as its slowest rank's connection, so a rank with any exchange of usual speed is not slow. The usual speed
+# is learnt as for computing (`PaceTracker`): once per layout, from all links of an axis in one pipeline stage, taking
+# into account the ranks' earlier paces.
 
 
 @dataclass(frozen=True)
 class LinkPaces:
-    """How many times as long as usual exchanges take in which each global rank takes part; 1 for what is usual, and
-    what is not known."""
+    """Ratio of the times of each global rank's exchanges to the usual ones; 1 if usual or unknown."""
 
     scaleup: tuple[float, ...]
     """Paces of exchanges inside a scale-up domain."""
@@ -335,18 +338,18 @@ class LinkPaces:
 
 class LinkPaceTracker:
     def __init__(self, change: float, domain_ranks: int):
-        """`change`: a link that is slower than usual by no more than this fraction is as fast as usual.
-        `domain_ranks`: so many neighbouring ranks share a scale-up domain."""
+        """`change`: a link that is slower than usual by at most this fraction counts as usual. `domain_ranks`: number
+        of neighbouring ranks in a scale-up domain."""
         self._change = change
         self._domain_ranks = domain_ranks
         self._layout: Layout | None = None
         self._usual: dict[tuple[str, int], Usual] = {}
-        """The usual speed of the links of an axis in a pipeline stage."""
+        """Usual speed of the links, by axis and pipeline stage."""
         self._paces: dict[tuple[bool, int], float] = {}
-        """Paces by whether an exchange is between domains, and by rank."""
+        """Paces by (whether the exchange crosses domains, rank)."""
 
     def note(self, layout: Layout, links: Sequence[MeasuredLink]) -> LinkPaces:
-        """Take in how fast links are; ranks none of whose links are among them have those that they had."""
+        """Record the speeds of links, and return the paces; ranks without a link among them keep their paces."""
         if layout != self._layout:
             self._layout = layout
             self._usual = {}
@@ -360,8 +363,7 @@ class LinkPaceTracker:
                 for rank in link.ranks:
                     shown[self._is_between(link), rank].append((link.sent_bytes, self._pace(link, usual)))
         for place, of_rank in shown.items():
-            # A rank's own pace is the least, since in its other exchanges another rank may be the narrow one. Small
-            # exchanges show the latency more than the bandwidth.
+            # A rank's own pace is the smallest one, because another rank may slow its other exchanges.
             largest_bytes = max(sent_bytes for sent_bytes, _ in of_rank)
             self._paces[place] = min(pace for sent_bytes, pace in of_rank if sent_bytes >= LARGE * largest_bytes)
         scaleup, network = (
@@ -371,13 +373,13 @@ class LinkPaceTracker:
         return LinkPaces(scaleup, network)
 
     def _usual_of(self, kind: tuple[str, int], links: Sequence[MeasuredLink]) -> Usual:
-        """Return how fast links of a kind usually are, learnt when they are seen for the first time, or with exchanges
-        of another size."""
+        """Return the usual speed of links of a kind, learnt at their first sample or when the size of exchanges
+        changes."""
         usual = self._usual.get(kind)
         middle = sorted(links, key=lambda link: link.sent_bytes)[len(links) // 2]
         if usual is None or not usual.is_comparable(middle):
             alike = filter(Usual(0.0, middle.sent_bytes).is_comparable, links)
-            # A link known to be narrow counts at the speed that it would have if it were not.
+            # A link that is known to be slow counts with the speed that it would usually have.
             known = (
                 (link, max(self._paces.get((self._is_between(link), rank), 1.0) for rank in link.ranks))
                 for link in alike
@@ -400,5 +402,5 @@ class Usual:
     sent_bytes: float
 
     def is_comparable(self, link: MeasuredLink) -> bool:
-        """Return whether a link's exchanges are as large: smaller ones, of ranks with fewer samples, are slower."""
+        """Return whether a link's exchanges are of similar size; smaller ones are slower per byte."""
         return abs(link.sent_bytes - self.sent_bytes) <= OTHER_SIZE * self.sent_bytes

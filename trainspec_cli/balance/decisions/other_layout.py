@@ -1,6 +1,6 @@
-"""Decide when a run changes to another layout: what the other one would win, against what the change costs.
+"""Decide when a run changes to another layout, by weighing the time it saves against the cost of the change.
 
-Which layout is best at the ranks' measured speeds is the planner's to find; this says when it has paid to wait.
+The planner finds the best layout at the ranks' measured speeds.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from trainspec_cli.recipe.results.plan import LayoutProposal
 
 
 class LayoutScheduler:
-    """Follows the layout that is expected to be fastest, from one change of the speeds to the next."""
+    """Track the layout that is expected to be fastest at the current speeds."""
 
     def __init__(self, patience_s: float = 0.0) -> None:
-        """`patience_s`: as of a SkiRental."""
+        """`patience_s`: see SkiRental."""
         self._wanted: LayoutProposal | None = None
         self._refused: set[Layout] = set()
         self._rental = SkiRental[Layout](patience_s)
 
     def want(self, proposal: LayoutProposal | None) -> None:
-        """Take in which layout is worth a change as the speeds are now; None: none is."""
+        """Set the layout that is worth a change at the current speeds; None if no layout is."""
         self._wanted = None if proposal is None or proposal.layout in self._refused else proposal
         if self._wanted is None:
             self._rental.forget()
 
     def refuse(self, layout: Layout) -> None:
-        """Note that a change to this layout has failed, or was no gain: it is not proposed again."""
+        """Never propose this layout again: the change to it failed, or was no gain."""
         self._refused.add(layout)
         if self._wanted is not None and self._wanted.layout == layout:
             self.want(None)
@@ -37,12 +37,11 @@ class LayoutScheduler:
     def note_steps(
         self, steps: int, step_s: float, remaining_steps: int, pause_s: float | None = None
     ) -> LayoutProposal | None:
-        """Take in that so many steps of `step_s` seconds were made, and that `remaining_steps` are left; `pause_s` is
-        what the last change of layout took.
+        """Record `steps` steps of `step_s` seconds; `remaining_steps` are left, and the last change of layout took
+        `pause_s`.
 
-        Return the layout that is to be changed to, with the seconds of a step as measured and as expected then: once
-        what was lost without it has come to what the change costs (as in the ski-rental problem), and where the
-        remaining steps win that back.
+        Return the layout to change to, with the measured and the expected seconds of a step, once the change has paid
+        as a SkiRental decides.
         """
         wanted = self._wanted
         if wanted is None:

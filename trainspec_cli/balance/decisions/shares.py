@@ -1,6 +1,6 @@
-"""Decide when samples are divided otherwise: what the ranks' speeds would win, against what a change costs.
+"""Decide when to change the ranks' shares of samples, by weighing the time saved against the cost of a change.
 
-The decision is a pure function of what all ranks know, so each of them makes the same one without another exchange.
+The decision is a pure function of what all ranks know, so every rank makes the same one without another exchange.
 """
 
 from __future__ import annotations
@@ -19,24 +19,28 @@ from trainspec_cli.core.printable import format_duration
 from trainspec_cli.recipe.keys.layout import Layout
 
 WORTHWHILE = 0.03
-"""Samples are divided unevenly where that saves at least this fraction of the computing."""
-COST_STEPS, LEAST_COST_STEPS = 1.0, 0.1
-"""A change of shares costs so many steps' computing at most: batches that were read ahead are read anew, and reading
-keeps up with the steps. It is taken to cost the least of it, so that speeds that are hardly known change nothing."""
-RANKS_A_STEP, SHARE, RANK_S = 512, 1e-3, 1e-5
-"""Speeds of more ranks are exchanged less often than every step, unless that takes no more than this share of it; those
-of one rank take so long."""
+"""Samples are divided unevenly if that saves at least this fraction of the compute time."""
+COST_STEPS = 1.0
+"""Upper bound on the cost of a change of shares, in steps of compute: batches that were read ahead are read again, and
+reading keeps up with the steps."""
+LEAST_COST_STEPS = 0.1
+"""Lower bound on the same cost, so that speeds from few steps change nothing."""
+RANKS_A_STEP = 512
+"""Above this number of ranks, speeds are not exchanged in every step, unless that takes at most `SHARE` of a step."""
+SHARE = 1e-3
+RANK_S = 1e-5
+"""Seconds to exchange the speed of one rank."""
 
 
 @dataclass(frozen=True)
 class ShareChange:
-    """Another division of the samples, and what it is expected to save."""
+    """Another division of the samples, and its expected effect."""
 
     division: Division
     before_s: float
-    """The slowest rank's computing in a step as it is."""
+    """Compute time of the slowest rank in a step, before the change."""
     after_s: float
-    """As it is expected to be."""
+    """Expected compute time of the slowest rank after the change."""
     reason: str
 
     @property
@@ -45,17 +49,17 @@ class ShareChange:
 
 
 class ChangeCost:
-    """The cost of a change of shares to a rank, as its own steps show: the first one of a start reads its batch,
-    compiles and warms up as the first one with other shares does."""
+    """The cost of a change of shares to a rank, measured from its own steps. The first step of a start also counts: it
+    reads its batch, compiles and warms up like the first step with other shares."""
 
     def __init__(self) -> None:
         self.seconds = inf
-        """The last such step took so much longer than the one after it; unknown before that."""
+        """Excess of the last such step over the step after it; infinite if unknown."""
         self._shape = StepShape(0, 0)
         self._first_s = inf
 
     def note(self, samples: int, micro_batches: int, seconds: float) -> None:
-        """Take in a step, for whose batch and computing this rank took `seconds`."""
+        """Record the `seconds` that this rank took to read its batch and compute."""
         shape = StepShape(samples, micro_batches)
         if shape != self._shape:
             self._shape = shape
@@ -66,13 +70,13 @@ class ChangeCost:
 
 
 def cost_s(step_s: float, change_s: float) -> float:
-    """Return what a change is taken to cost, where a step computes for `step_s` and a change was seen to take
+    """Return the assumed cost of a change, where a step computes for `step_s` and a change was measured to take
     `change_s` (infinite: unknown)."""
     return min(COST_STEPS * step_s, max(LEAST_COST_STEPS * step_s, change_s))
 
 
 class ShareScheduler:
-    """Follows the speeds of the data-parallel ranks, step by step."""
+    """Track the speeds of the data-parallel ranks, and decide on their shares."""
 
     def __init__(
         self,
@@ -83,10 +87,10 @@ class ShareScheduler:
         keeps_micro_batches: bool = False,
         patience_s: float = 0.0,
     ):
-        """`change`: ranks whose times differ from the median by no more than this fraction are equally fast.
+        """`change`: ranks whose times differ from the median by at most this fraction count as equally fast.
 
-        `keeps_micro_batches`: what a step computes depends on which samples share a micro-batch (batch norm).
-        `patience_s`: as of a SkiRental.
+        `keeps_micro_batches`: the result of a step depends on which samples share a micro-batch (batch norm).
+        `patience_s`: see SkiRental.
         """
         self.division = even
         """The division in force."""
@@ -96,19 +100,19 @@ class ShareScheduler:
         self._keeps = keeps_micro_batches
         self._known: tuple[int, tuple[Speed, ...]] | None = None
         self._counted: set[Speed] = set()
-        """The speeds whose confirming steps have been counted."""
+        """Speeds whose confirming steps are already counted."""
         self._wanted: ShareChange | None = None
         self._rental = SkiRental[Division](patience_s)
 
     def follow(self, division: Division) -> None:
-        """Put a division in force that was decided before."""
+        """Apply a division that was decided earlier."""
         self.division = division
         self._known = None
         self._wanted = None
         self._rental.forget()
 
     def limit(self, micro_batch_size: int) -> None:
-        """Let no rank hold more samples at a time from now on; the shares stay as they are, in more micro-batches."""
+        """Limit the samples that a rank holds at a time; the shares stay, in more micro-batches."""
         self._even = _limited(self._even, micro_batch_size)
         self._largest = min(self._largest, micro_batch_size)
         self.follow(_limited(self.division, micro_batch_size))
@@ -116,19 +120,18 @@ class ShareScheduler:
     def note_step(
         self, samples: int, speeds: Sequence[Speed | None], exchange_s: float, steps: int = 1, change_s: float = inf
     ) -> ShareChange | None:
-        """Take in that a step of so many samples was made at these speeds of the ranks (None: not known yet), and that
-        each micro-batch cost `exchange_s` beside them; `steps` is how many steps ago this was called before, and
-        `change_s` what a change was seen to take.
+        """Record a step of `samples` samples at these speeds of the ranks (None: not known yet), where each micro-batch
+        exchanges for `exchange_s`. `steps` is the number of steps since the last call, and `change_s` the measured time
+        of a change.
 
-        Return the change that is to be made, which is then in force. As in the ski-rental problem, one is made once
-        what was lost without it has come to what it costs: that is never more than twice the least possible.
+        Return the change to make, which is then in force. It is made once it has paid, as a SkiRental decides.
         """
         known = samples, tuple(speed for speed in speeds if speed is not None)
         if len(known[1]) < len(speeds):
             return None
         if known != self._known:
             self._known, self._wanted = known, self._consider(*known, exchange_s)
-            # The steps that have confirmed a change were as slow as those after it.
+            # The steps that confirmed a change of speed were slow too, and their loss counts.
             steps += max((speed.shown_steps for speed in set(known[1]) - self._counted), default=0)
             self._counted = set(known[1])
         wanted = self._wanted
@@ -142,7 +145,7 @@ class ShareScheduler:
         return wanted
 
     def _consider(self, samples: int, measured: Sequence[Speed], exchange_s: float) -> ShareChange | None:
-        """Return the change that is worth its cost in the long run. The even division is gone back to for any gain."""
+        """Return the change that pays in the long run. Any gain is enough to return to the even division."""
         speeds = equalise(measured, self._even.count_micro_batches(samples), samples / len(measured), self._change)
         before_s = compute_s(self.division, samples, speeds, exchange_s)
         best = best_division(self._even, samples, speeds, self._largest, exchange_s, keeps_micro_batches=self._keeps)
@@ -157,8 +160,8 @@ def _limited(division: Division, micro_batch_size: int) -> Division:
 
 
 def equalise(speeds: Sequence[Speed], micro_batches: int, samples: float, change: float) -> tuple[Speed, ...]:
-    """Return `speeds` with the median one for all ranks that take no more than the fraction `change` longer or shorter
-    than it for so many samples, or than their own noise explains."""
+    """Return `speeds`, with the median speed for all ranks whose time for `samples` differs from the median time by at
+    most the fraction `change` or by no more than noise explains."""
     times_s = [speed.time_s(samples, micro_batches) for speed in speeds]
     usual_s = median_low(times_s)
     usual = speeds[times_s.index(usual_s)]
@@ -171,28 +174,28 @@ def equalise(speeds: Sequence[Speed], micro_batches: int, samples: float, change
 
 
 def reporting_interval(ranks: int, step_s: float = 0.0) -> int:
-    """Return after how many steps each the speeds of so many ranks are exchanged, where steps take `step_s` (0:
+    """Return the number of steps between exchanges of the speeds of `ranks` ranks, where a step takes `step_s` (0:
     unknown)."""
     usual = 1 + ranks // RANKS_A_STEP
     return min(usual, math.ceil(ranks * RANK_S / (SHARE * step_s))) if step_s > 0 else usual
 
 
 def exchange_each_s(layout: Layout, least_waited_s: float) -> float:
-    """Return what each micro-batch's exchanges cost: what the rank waits in one that the others wait for, unless that
-    is exchanged once a step."""
+    """Return the cost of a micro-batch's exchanges: the wait of the rank that waits least, or 0 where ranks exchange
+    only once per step."""
     return least_waited_s if layout.shards_parameters or layout.exchanges_every_backward else 0.0
 
 
 def samples_per_s(speeds: Sequence[Speed | None]) -> float:
-    """Return what ranks of these speeds compute together."""
+    """Return the samples per second that ranks of these speeds compute together."""
     return sum(0.0 if speed is None else 1 / speed.per_sample_s for speed in speeds)
 
 
 def group_weights(rates: Sequence[float], change: float) -> tuple[float, ...]:
-    """Return the share of each replica group by the samples that it computes a second.
+    """Return the share of each replica group, from the samples that it computes per second.
 
-    Groups that differ by no more than the fraction `change` are equally fast; a rate of 0 is not known yet, and taken
-    for a usual one.
+    Groups that differ by at most the fraction `change` count as equally fast. A rate of 0 is unknown and counts as the
+    median.
     """
     known = [rate for rate in rates if rate > 0]
     usual = median(known) if known else 1.0
@@ -201,7 +204,7 @@ def group_weights(rates: Sequence[float], change: float) -> tuple[float, ...]:
 
 
 def describe_rates(groups: Sequence[int], rates: Sequence[float]) -> str:
-    """`replica group 1 computes 12.5 samples a second, the median is 25`: the group that differs most."""
+    """Describe the group that differs most: `replica group 1 computes 12.5 samples a second, the median is 25`."""
     usual = median(rates)
     odd = max(range(len(rates)), key=lambda place: max(rates[place] / usual, usual / rates[place]))
     if rates[odd] == usual:
@@ -210,7 +213,7 @@ def describe_rates(groups: Sequence[int], rates: Sequence[float]) -> str:
 
 
 def describe_speeds(speeds: Sequence[Speed]) -> str:
-    """`data-parallel rank 2 computes a sample in 41 ms, the median is 20 ms`: the rank that differs most."""
+    """Describe the rank that differs most: `data-parallel rank 2 computes a sample in 41 ms, the median is 20 ms`."""
     usual_s = median_low(speed.per_sample_s for speed in speeds)
     ratios = [max(speed.per_sample_s / usual_s, usual_s / speed.per_sample_s) for speed in speeds]
     odd = ratios.index(max(ratios))
@@ -220,62 +223,61 @@ def describe_speeds(speeds: Sequence[Speed]) -> str:
     return f"data-parallel rank {odd} computes a sample in {own_s}, the median is {format_duration(usual_s)}"
 
 
-# Decide when a node is left out: what the run would win without it, against what a new start costs.
+# Decide when to drop a node, by weighing the time saved against the cost of a restart.
 #
-# These are the last steps of the scheduler's ladder: shares, layers and layout change while the run goes on, and
-# leave a slow node some work. A node is left out where even that work holds the others up for longer than they would
-# take to do it themselves, or where a spare node is there to replace it. The decision is a pure function of measured
-# times.
+# This is the scheduler's last resort: shares, layers and layout change without a restart, and leave a slow node some
+# work. A node is dropped if even that work delays the others for longer than they would take to do it themselves, or
+# if a spare node can replace it. The decision is a pure function of measured times.
 
 
 WORTH_LEAVING_OUT = 0.1
-"""A node is left out where that saves at least this fraction of a step: what the others take without it was never
-measured."""
+"""A node is dropped if that saves at least this fraction of a step. The margin is large because the step without the
+node was never measured."""
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """The seconds that ranks compute in a step, without waiting for one another; by global rank."""
+    """Compute times of the ranks in a step, without waits, by global rank."""
 
     in_force_s: tuple[float, ...]
-    """Seconds of a step with the samples that each has."""
+    """Seconds with the current shares."""
     even_s: tuple[float, ...]
-    """Seconds of a step with evenly many samples."""
+    """Seconds with even shares."""
     paces: tuple[float, ...]
-    """A rank computes so many times as long as usual for its work; 1 for what counts as usual."""
+    """Ratio of each rank's time to the usual time for its work; 1 for what counts as usual."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The seconds that a run is expected to win without a node."""
+    """The expected gain of a run without one of its nodes."""
 
     node: int
-    """Its place: its ranks are those from `place` times the ranks of a node on."""
+    """Index of the node: its ranks begin at this index times the ranks of a node."""
     pace: float
-    """The pace of the slowest of its ranks."""
+    """Pace of its slowest rank."""
     before_s: float
-    """A step takes so long as it is."""
+    """Current seconds of a step."""
     kept_s: float
-    """A step would take so long with the node, at best."""
+    """Seconds of a step with the node, at best."""
     expected_s: float
-    """A step is expected to take so long without it."""
+    """Expected seconds of a step without the node."""
 
     @property
     def saved_s(self) -> float:
-        """Return what each step saves, at least."""
+        """Return the minimum seconds that each step saves."""
         return self.kept_s - self.expected_s
 
 
 def gain_without_slowest(
     times: RankTimes, ranks_per_node: int, step_s: float, best_s: float, work: float
 ) -> Gain | None:
-    """Return what is won without the node whose slowest rank is the slowest of all; None where that is not worthwhile.
+    """Return the gain of dropping the node with the slowest rank of all; None if that is not worthwhile.
 
-    `step_s`: what a step takes as it is. `best_s`: what the slowest rank would compute with the node, at best. `work`:
-    each rank has so many times as much work without the node (1 where a spare one takes its place).
+    `step_s`: seconds of a step now. `best_s`: the slowest rank's compute time with the node, at best. `work`: growth
+    factor of each rank's work without the node (1 if a spare node replaces it).
 
-    What a step takes beside the slowest rank's computing stays as it is, and the ranks that are left keep their paces;
-    the work of a node that is left out is done at the usual one.
+    All parts of a step except the slowest rank's compute time are assumed to stay. The remaining ranks keep their
+    paces, and the work of the dropped node is done at the usual pace.
     """
     nodes = [range(first, first + ranks_per_node) for first in range(0, len(times.paces), ranks_per_node)]
     paces = [max(times.paces[rank] for rank in ranks) for ranks in nodes]
@@ -294,8 +296,8 @@ def gain_without_slowest(
 
 
 def best_shares_s(layout: Layout, even: Division, samples: int, speeds: Sequence[Speed], largest: int) -> float:
-    """Return what the slowest rank would compute in a step of `samples` with the best shares of the data-parallel
-    ranks, of which none holds more than `largest` samples at a time; `speeds` are by global rank."""
+    """Return the slowest rank's compute time in a step of `samples` with the best shares of the data-parallel ranks,
+    with at most `largest` samples on each at a time; `speeds` are by global rank."""
     counts = even.counts(samples)
     rows = [slowest([speeds[rank] for rank in row], n) for row, n in zip(data_rows(layout), counts, strict=True)]
     known = [speed for speed in rows if speed is not None]
@@ -303,8 +305,8 @@ def best_shares_s(layout: Layout, even: Division, samples: int, speeds: Sequence
 
 
 def data_rows(layout: Layout) -> list[list[int]]:
-    """Return the global ranks of each data-parallel rank: those that work on the same samples. `pp` is the outermost
-    axis, `cp` and `tp` are the innermost."""
+    """Return the global ranks of each data-parallel rank, which work on the same samples. `pp` is the outermost axis,
+    `cp` and `tp` are the innermost."""
     inner = layout.cp * layout.tp
     rows = layout.data_parallel_size
     return [
@@ -314,29 +316,29 @@ def data_rows(layout: Layout) -> list[list[int]]:
 
 
 def added_work(before: Layout, after: Layout, samples: int) -> float:
-    """Return how many times as much the rank that has most computes in a step of so many samples in the layout `after`,
-    beside what each has in `before` on average."""
+    """Return the ratio of the largest work of a rank in the layout `after` to the mean work in `before`, in a step of
+    `samples`."""
     most = math.ceil(samples / after.data_parallel_size)
     mean = samples / before.data_parallel_size
     return (most / _split(after)) / (mean / _split(before))
 
 
 def _split(layout: Layout) -> int:
-    """Return how many ranks share the work of a sample."""
+    """Return the number of ranks that share the work of a sample."""
     return layout.cp * layout.tp * layout.pp
 
 
 class LeaveOutScheduler:
-    """Waits until leaving a node out pays: as in the ski-rental problem, once what was lost with it has come to what
-    the new start costs, and where the remaining steps win that back."""
+    """Decide when dropping a node pays: once the time lost with it equals the cost of a restart, as in the ski-rental
+    problem, and if the remaining steps recover that."""
 
     def __init__(self) -> None:
         self._rental = SkiRental[int]()
         self._node: int | None = None
 
     def note_steps(self, gain: Gain | None, steps: int, remaining_steps: int, cost_s: float) -> Gain | None:
-        """Take in that so many steps were made with what `gain` is expected of; return it where the node is to be left
-        out now. `cost_s`: the time from a stop to the first step of the next start."""
+        """Record `steps` steps during which `gain` was expected; return it if the node is to be dropped now. `cost_s`:
+        the time from a stop to the first step of the next start."""
         node = None if gain is None else gain.node
         if node != self._node:
             self._node = node

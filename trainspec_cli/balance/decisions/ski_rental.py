@@ -1,6 +1,6 @@
-"""Wait until a change pays: once what was lost without it has come to what it costs.
+"""Make a change once the time lost without it equals its cost.
 
-As in the ski-rental problem (Karlin et al., 1988), that is never more than twice the least possible.
+As in the ski-rental problem (Karlin et al., 1988), the total loss is never more than twice the optimum.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ from typing import Generic, TypeVar
 
 Choice = TypeVar("Choice")
 ADVICE_S = 30.0
-"""Advice is given where a change has been wanted for this many seconds of training. Waiting costs nothing, since
-nothing would change; on a busy machine other programs slow one rank for some seconds, and then another."""
+"""Advice is given once a change was wanted for this many seconds of training. Waiting is free, because advice changes
+nothing; and on a busy machine other programs slow one rank for some seconds, then another."""
 
 
 def patience_s(mode: str) -> float:
-    """Return the seconds that a scheduler in this mode waits for, beyond what a change costs."""
+    """Return the minimum seconds that a scheduler in this mode waits before a decision."""
     return 0.0 if mode == "auto" else ADVICE_S
 
 
 class SkiRental(Generic[Choice]):
-    """Follows what is wanted, step by step."""
+    """Track the wanted change, step by step."""
 
     def __init__(self, patience_s: float = 0.0) -> None:
-        """`patience_s`: what is wanted is decided after this many seconds of steps at the earliest."""
+        """`patience_s`: minimum seconds of steps before a decision."""
         self._patience_s = patience_s
         self._waited_s = 0.0
         self._lost_s = 0.0
         self._given: Choice | None = None
-        """A choice that was decided and is not in force, such as advice: it is not decided again while it is wanted."""
+        """A choice that was decided and not applied, such as advice. It is not decided again while it is wanted."""
 
     def forget(self) -> None:
-        """Begin anew, with nothing wanted."""
+        """Reset: nothing is wanted."""
         self.count_anew()
         self._given = None
 
     def count_anew(self) -> None:
-        """Forget what was lost so far."""
+        """Reset the lost time."""
         self._waited_s = self._lost_s = 0.0
 
     def note_steps(
@@ -48,10 +48,9 @@ class SkiRental(Generic[Choice]):
         remaining_steps: float = inf,
         step_s: float = 0.0,
     ) -> bool:
-        """Take in that so many steps of `step_s` were made, each of which would have taken `saved_s` less with what is
-        wanted.
+        """Record `steps` steps of `step_s`, each of which would have taken `saved_s` less with the wanted change.
 
-        Return whether it is decided now: what was lost has come to `cost_s`, and the remaining steps win that back.
+        Return True if the change is to be made now: `cost_s` was lost without it, and the remaining steps recover that.
         """
         if wanted == self._given:
             self.count_anew()

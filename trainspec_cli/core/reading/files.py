@@ -1,4 +1,5 @@
-"""Read bytes and text of files that other programs wrote: regular files of a bounded size, or a precise error.
+"""Read bytes and text of files that other programs wrote: regular files of a bounded size, or a precise error. Also the
+version of the training spec that a file states.
 
 A named pipe or a device in place of a file would block the reader, or never end.
 """
@@ -14,6 +15,7 @@ import struct
 import types
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
 from typing import BinaryIO, TypeVar, get_origin, overload
@@ -362,3 +364,69 @@ def _check_end(text: str, start: int, line: int) -> None:
 
 def _excerpt(text: str, at: int) -> str:
     return f"`{text[at : at + SHOWN_CHARS].splitlines()[0]}`"
+
+
+# The version of the training spec that a file conforms to, which it states as `spec_version`. A file that states none
+# is of version 0.1, which had no such key.
+
+
+VERSION_KEY = "spec_version"
+CURRENT_VERSION = "1.0"
+UNSTATED_VERSION = "0.1"
+VERSIONS = (UNSTATED_VERSION, CURRENT_VERSION)
+"""All versions that there have been, oldest first; each of them is read."""
+VERSION_LINE = f'{VERSION_KEY}: "{CURRENT_VERSION}"\n'
+"""The first line of a recipe's keys."""
+NEWER_VERSION, UNKNOWN_VERSION = "newer_version", "unknown_version"
+"""The codes of what is wrong with a version."""
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
+SHOWN_VERSION_CHARS = 40
+
+
+@dataclass(frozen=True)
+class VersionFault:
+    """Why a file of a stated version is not read."""
+
+    code: str
+    why: str
+    """It follows the file's name."""
+    hint: str
+
+
+def find_fault(stated: object) -> VersionFault | None:
+    """Return what is wrong with the version that a file states; None where it is read."""
+    if isinstance(stated, str) and stated in VERSIONS:
+        return None
+    known = " and ".join(VERSIONS)
+    shown = repr(stated)[:SHOWN_VERSION_CHARS]
+    # A newer file gets another remedy than a misspelt version: upgrade, do not edit.
+    if is_newer(stated):
+        why = f"was made by a newer trainspec: it is of version {stated} of the training spec; this one reads {known}"
+        return VersionFault(NEWER_VERSION, why, "install that one: pip install --upgrade trainspec")
+    if isinstance(stated, str):
+        why = f"has an unknown {VERSION_KEY}, {shown} (known: {known})"
+    else:
+        why = f"has {shown} as `{VERSION_KEY}`; text is needed"
+    return VersionFault(UNKNOWN_VERSION, why, f'write {VERSION_KEY}: "{CURRENT_VERSION}"')
+
+
+def check_version(path: Path, stated: object, line: int | None = None) -> None:
+    """Raise UnreadableFileError for a version that is not read. `line`: where it stands."""
+    if fault := find_fault(stated):
+        problem = Problem(fault.code, f"{path} {fault.why}", "", fault.hint, str(path), line, environment=True)
+        raise UnreadableFileError(problem)
+
+
+def is_newer(stated: object, than: str = CURRENT_VERSION) -> bool:
+    """Return whether a version comes after another."""
+    found = _VERSION.fullmatch(stated) if isinstance(stated, str) else None
+    return found is not None and [int(part) for part in found[0].split(".")] > [int(part) for part in than.split(".")]
+
+
+def with_version(content: JsonObject) -> JsonObject:
+    """Return what a file of the current version holds: its version first."""
+    return {VERSION_KEY: CURRENT_VERSION, **content}
+
+
+def without_version(content: JsonObject) -> JsonObject:
+    return {key: value for key, value in content.items() if key != VERSION_KEY}

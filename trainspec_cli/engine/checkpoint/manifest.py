@@ -14,8 +14,8 @@ from pathlib import Path
 
 from trainspec_cli.balance.batch.batch import BatchPace
 from trainspec_cli.core.errors import MachineError
+from trainspec_cli.core.node import is_plain_name
 from trainspec_cli.core.reading.files import read_object
-from trainspec_cli.core.trust import is_plain_name
 from trainspec_cli.recipe.records import read_record
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import CHECKPOINT_MANIFEST

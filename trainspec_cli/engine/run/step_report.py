@@ -29,6 +29,8 @@ class SpeedFigures(NamedTuple):
     """The number of the newest layout that the supervisor proposes, which rank 0 knows."""
     shown_steps: float = 0.0
     """The steps that confirmed its speed as a change."""
+    is_settled: float = 1.0
+    """1 where enough steps were seen for small differences of speed to count, else 0."""
 
 
 class LinkFigures(NamedTuple):

@@ -18,8 +18,7 @@ from typing import Any
 from trainspec_cli.core.errors import Problem, RecipeError, closest, did_you_mean
 from trainspec_cli.core.intentions import FORMER_OPTIONS
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.core.reading.files import exists, expand
-from trainspec_cli.core.reading.spec_version import KEY, find_fault
+from trainspec_cli.core.reading.files import VERSION_KEY, exists, expand, find_fault
 from trainspec_cli.recipe.compose.arguments import Argument, parse_arguments, value_paths
 from trainspec_cli.recipe.compose.folders import (
     ABOUT_FILE,
@@ -202,7 +201,7 @@ class Selection:
         file = self._read(self.folders.find_config(name))
         if file is not None and file.version and (fault := find_fault(file.version[0])):
             origin = file.version[1]
-            self.problems.append(origin.problem(fault.code, f"{origin.file} {fault.why}", fault.hint, KEY))
+            self.problems.append(origin.problem(fault.code, f"{origin.file} {fault.why}", fault.hint, VERSION_KEY))
             file = None
         if file is None:
             self.failed.add(RECIPE)
@@ -420,7 +419,7 @@ NOT_HERE = {
         "describes what `trainspec plan` simulates; a run meets what it meets",
         "leave it out, or type trainspec plan",
     ),
-    KEY: (
+    VERSION_KEY: (
         "says for which version of the training spec a file was written; a command line is of this one",
         "leave it out; trainspec migrate brings a recipe to this version",
     ),

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from trainspec_cli.core.json_value import JsonObject
-from trainspec_cli.core.reading.spec_version import KEY, UNSTATED, VERSIONS, with_version, without_version
+from trainspec_cli.core.reading.files import UNSTATED_VERSION, VERSION_KEY, VERSIONS, with_version, without_version
 
 Step = Callable[[JsonObject], JsonObject]
 
@@ -45,7 +45,7 @@ def _without_own_number(content: JsonObject) -> JsonObject:
     return {key: value for key, value in content.items() if key != "version"}
 
 
-NUMBERED: Mapping[str, Step] = {UNSTATED: _without_own_number}
+NUMBERED: Mapping[str, Step] = {UNSTATED_VERSION: _without_own_number}
 RECIPE = Form("recipe", ("composed.yaml",), "yaml", "a recipe, also the composed one of a run")
 PROFILE = Form("profile", (), "yaml", "what `trainspec calibrate` has learned of a cluster")
 FORMS = (
@@ -108,7 +108,7 @@ FORMS = (
 
 def bring_to_current(form: Form, content: JsonObject) -> JsonObject:
     """Return what a file of the current version holds in the place of `content`, whose version is one of `VERSIONS`."""
-    for version in VERSIONS[VERSIONS.index(str(content.get(KEY, UNSTATED))) : -1]:
+    for version in VERSIONS[VERSIONS.index(str(content.get(VERSION_KEY, UNSTATED_VERSION))) : -1]:
         if step := form.steps.get(version):
             content = step(content)
     return with_version(without_version(content))

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from trainspec_cli.core.environment_names import GENERATION
 from trainspec_cli.core.errors import MachineError, Problem, WorkerError
-from trainspec_cli.core.trust import create_private, read_private
+from trainspec_cli.core.node import create_private, read_private
 from trainspec_cli.recipe.records import from_plain, to_plain
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RECIPE, RunDir

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, TrainspecError
-from trainspec_cli.core.node import state_dir
-from trainspec_cli.core.trust import PRIVATE_FILE, make_folder
+from trainspec_cli.core.node import PRIVATE_FILE, make_folder, state_dir
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import from_plain, to_plain
 from trainspec_cli.run.folder.events import parse_lines

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainspec_cli.core.node import PRIVATE_FOLDER, check_private
 from trainspec_cli.core.reading.files import read_field, read_object
-from trainspec_cli.core.trust import PRIVATE_FOLDER, check_private
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
 

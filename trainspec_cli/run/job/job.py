@@ -21,8 +21,7 @@ from pathlib import Path
 
 import trainspec_cli
 from trainspec_cli.core.environment_names import GENERATION, GROUP, LAUNCH_ID, START
-from trainspec_cli.core.node import cpu_name
-from trainspec_cli.core.trust import make_folder
+from trainspec_cli.core.node import cpu_name, make_folder
 from trainspec_cli.planner.memory.caching_allocator import GROWS_SEGMENTS
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.results.plan import Plan

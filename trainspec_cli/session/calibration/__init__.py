@@ -1,1 +1,1 @@
-"""The planner calibrated for a cluster, by what was measured there."""
+"""Calibrate the planner for a cluster from measurements there."""

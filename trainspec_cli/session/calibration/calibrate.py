@@ -1,4 +1,4 @@
-"""Calibrate the planner for a cluster: from a table, from runs that have ended, or from short runs that it starts."""
+"""Calibrate the planner for a cluster from a table, from finished runs, or from short runs that it starts."""
 
 from __future__ import annotations
 
@@ -46,18 +46,17 @@ from trainspec_cli.run.job.machine import detect
 from trainspec_cli.run.tools import known_probe, probe_machine
 from trainspec_cli.session.calibration.table import read_rows
 from trainspec_cli.session.launching.session import launch_apart
-from trainspec_cli.session.planning.profile import UNNAMED
-from trainspec_cli.session.recipe.load import load, plan_on, this_machine
+from trainspec_cli.session.recipe.load import UNNAMED, load, plan_on, this_machine
 
 LEAST_STEPS = 5
-"""Steps that a run must have made after those that compile and allocate."""
+"""Minimum steps of a run after the first ones, which compile and allocate."""
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 MOST_TRIALS = 64
 
 
 @dataclass(frozen=True)
 class ClusterSteps:
-    """The observations of one cluster, and whose they are."""
+    """The observations of one cluster."""
 
     cluster: str
     device: str
@@ -67,7 +66,7 @@ class ClusterSteps:
 
 
 def calibrate(measured: ClusterSteps) -> ClusterProfile:
-    """Fit what is identifiable; the rest keeps the shipped values and is marked so."""
+    """Fit the identifiable parameters; the others keep the shipped values and are marked."""
     names, spread = (EFFICIENCIES, GPU_SPREAD) if measured.kind == "gpu" else (PARTS, CPU_SPREAD)
     found = infer(measured.observations, names, spread)
     return ClusterProfile(
@@ -92,7 +91,7 @@ def _described(found: Posterior) -> Iterator[tuple[str, Calibrated]]:
 
 
 def _error(observations: Sequence[Observation], factors: dict[str, float]) -> float:
-    """Mean relative error of what the groups took together."""
+    """Return the mean relative error of the groups' total times."""
     sums: dict[str, list[float]] = {}
     for number, one in enumerate(observations):
         pair = sums.setdefault(one.group if one.group.startswith("run ") else str(number), [0.0, 0.0])
@@ -105,7 +104,7 @@ def _error(observations: Sequence[Observation], factors: dict[str, float]) -> fl
 
 
 def measure_table(file: Path, cluster: str) -> ClusterSteps:
-    """Take the rows of a table. Raises RecipeError for rows of several accelerators, and where none can be used."""
+    """Return the observations in a table. Raises RecipeError for several accelerators, and if no row is usable."""
     result = backtest(read_rows(file), Efficiency())
     problems: list[Problem] = []
     devices: dict[str, int] = {}
@@ -128,7 +127,7 @@ def measure_table(file: Path, cluster: str) -> ClusterSteps:
         raise RecipeError(problems)
     observations = of_rows(result.predictions, Efficiency())
     if not observations:
-        message = "none of its rows is whole: all say fit_ok 0 or config_complete 0"
+        message = "no row is complete: all have fit_ok 0 or config_complete 0"
         raise RecipeError(Problem("wrong_table", message, file=str(file)))
     return ClusterSteps(cluster, next(iter(devices)), "gpu", tuple(observations), len(observations))
 
@@ -137,14 +136,14 @@ def measure_table(file: Path, cluster: str) -> ClusterSteps:
 
 
 def measure_runs(folders: Sequence[Path]) -> ClusterSteps:
-    """Take finished runs of one cluster. Raises RecipeError where they are of several, or say too little."""
+    """Return the observations of finished runs. Raises RecipeError for several clusters, or for too few steps."""
     taken = [_measure_run(folder) for folder in folders]
     first = taken[0]
     for folder, other in zip(folders, taken, strict=True):
         if (other.device, other.kind, other.cluster) != (first.device, first.kind, first.cluster):
             own, others = (f"{one.cluster or UNNAMED} ({one.device})" for one in (other, first))
             message = f"{folder} ran on {own}, the others on {others}"
-            raise RecipeError(Problem("wrong_run", message, hint="calibrate each cluster by itself"))
+            raise RecipeError(Problem("wrong_run", message, hint="calibrate each cluster separately"))
     every = tuple(observation for other in taken for observation in other.observations)
     return replace(first, observations=every, rows=len(taken))
 
@@ -158,7 +157,7 @@ def _measure_run(folder: Path) -> ClusterSteps:
     planned = read_plan(run).as_one_group
     speed = report.speed
     if report.status == "failed":
-        message = f"the run in {folder} failed, so its steps are not taken"
+        message = f"the run in {folder} failed, so its steps do not count"
         raise RecipeError(Problem("failed_run", message, hint=f"trainspec report {folder} says why"))
     steps = speed.last_step - speed.first_step + 1 if speed else 0
     if speed is None or steps < LEAST_STEPS:
@@ -187,7 +186,7 @@ def _machine_of(planned: Plan, report: Report) -> Machine:
 def _observe(
     planned: Plan, machine: Machine, probe: MachineProbe | None, parts: dict[str, float] | None, group: str
 ) -> list[Observation]:
-    """Return what a plan's step shows; without `parts`, as it is predicted, to see what it would show."""
+    """Return the observation of a plan's step; without `parts`, the predicted one, to judge its information."""
     if is_known(planned, machine):
         seconds = sum(parts.values()) if parts else 1.0
         return [of_setup(setup_of(planned, machine), seconds, group, Efficiency())]
@@ -195,7 +194,7 @@ def _observe(
 
 
 def _unpredicted(what: str) -> Problem:
-    message = f"the planner predicts no such run as {what}, so there is nothing to correct"
+    message = f"the planner cannot predict a run like {what}, so calibration has nothing to correct"
     hint = "on GPUs the catalogue must have the accelerator; on a CPU it predicts eager llamas over data-parallel ranks"
     return Problem("unsupported", message, hint=f"{hint}, on a machine that a launch has probed")
 
@@ -207,13 +206,13 @@ def _unpredicted(what: str) -> Problem:
 class TriedLayout:
     plan: Plan
     changes: tuple[str, ...]
-    """What is typed to get this layout."""
+    """Arguments that select this layout."""
 
 
 def measure_recipe(
     arguments: Sequence[str], number: int, steps: int, folder: Path, report: Callable[[str], None]
 ) -> ClusterSteps:
-    """Run the layouts of a recipe that say most, for some steps each. Raises TrainspecError where none can run."""
+    """Run the most informative layouts of a recipe for some steps each. Raises TrainspecError if none can run."""
     loaded = load(arguments)
     machine = this_machine(loaded.spec)
     usual = plan_on(loaded, machine)
@@ -223,11 +222,11 @@ def measure_recipe(
     trials = [trial for trial in _trials(loaded.spec, machine) if _observe(trial.plan, machine, probe, None, "")]
     if not trials:
         raise PlanError(_unpredicted("this recipe"))
-    # Those whose step times leave least in doubt.
+    # Choose the layouts whose step times leave the least uncertainty.
     names, spread = (EFFICIENCIES, GPU_SPREAD) if is_known(trials[0].plan, machine) else (PARTS, CPU_SPREAD)
     slopes = [slopes_of(_observe(trial.plan, machine, probe, None, ""), names) for trial in trials]
     chosen = [trials[place] for place in choose(slopes, spread, number)]
-    report(f"{len(chosen)} of {len(trials)} layouts say most; {steps} steps each")
+    report(f"{len(chosen)} of {len(trials)} layouts are most informative; {steps} steps each")
     folders = []
     for place, trial in enumerate(chosen, 1):
         root = folder / f"{place:02d}"
@@ -239,7 +238,7 @@ def measure_recipe(
 
 
 def _trials(spec: RunSpec, machine: Machine) -> Iterator[TriedLayout]:
-    """Yield layouts that the engine runs on this machine, with micro-batches of several sizes."""
+    """Yield layouts that the engine can run on this machine, with several micro-batch sizes."""
     usual = plan(spec, machine)
     ranks = usual.layout.world_size * usual.replica_groups
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]

@@ -1,4 +1,4 @@
-"""A table of measured runs, read from a CSV file."""
+"""Read a table of measured runs from a CSV file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainspec_cli.core.reading.files import exists, read_text
 
 
 def read_rows(file: Path) -> list[dict[str, str]]:
-    """Return the rows by column. Raises RecipeError for a file that is no table of runs."""
+    """Return the rows by column name. Raises RecipeError for a file that is not a table of runs."""
     if not exists(file):
         raise RecipeError(Problem(code="missing_file", message=f"there is no file {file}", file=str(file)))
     try:
@@ -28,5 +28,5 @@ def read_rows(file: Path) -> list[dict[str, str]]:
 
 
 def _row(row: Mapping[str | None, str | None]) -> dict[str, str]:
-    """A short line lacks its last columns; of a long one the rest is left out."""
+    """Return a row by column name; a short line lacks its last columns, and a long one is truncated."""
     return {name: value or "" for name, value in row.items() if name is not None}

@@ -1,1 +1,1 @@
-"""Runs that start and go on: launch, resume, run, sweeps, and what each start checks before its workers."""
+"""Start and continue runs: launch, resume, run, sweeps, and the checks before the workers start."""

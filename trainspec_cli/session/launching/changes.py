@@ -1,4 +1,4 @@
-"""Changes that a resume makes to its run: those that are allowed, the data, and how all of them are described."""
+"""Changes of a resumed run: the values that may change, the data, and their description."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FIXED = {
     "init": ("the run has begun, and its weights come from its checkpoint", OTHER_MODEL),
     "data.seq_len": ("the position in the data is counted in samples of this length", SAME_WEIGHTS),
     "batching.global_batch_size": ("the position in the data is counted in steps of this size", SAME_WEIGHTS),
-    "train.seed": ("it decides the order of the samples, of which some are trained", SAME_WEIGHTS),
+    "train.seed": ("it decides the order of the samples, and some are already trained", SAME_WEIGHTS),
     "run.dir": ("the run continues in its own folder", "move the folder and resume it there"),
 }
 """Keys that a resume cannot change, the reason, and what to do instead."""
@@ -51,7 +51,7 @@ MORE_STEPS = re.compile(r"train\.max_steps=\+(\d[\d_]*)")
 
 
 def count_more_steps(old: RunSpec, changes: Sequence[str]) -> list[str]:
-    """Replace `train.max_steps=+1000` by the sum of the run's own steps and those."""
+    """Replace `train.max_steps=+1000` by the run's own steps plus 1000."""
     return [
         f"train.max_steps={old.train.max_steps + int(more[1])}" if (more := MORE_STEPS.fullmatch(change)) else change
         for change in changes
@@ -75,7 +75,7 @@ def find_fixed(run: RunDir, recipe: str, old: JsonObject, new: JsonObject) -> It
 
 
 def differences(old: JsonObject, new: JsonObject) -> dict[str, tuple[JsonValue, JsonValue]]:
-    """Return path -> (value before, value now) of each value that differs; None stands for one that is not there."""
+    """Return path -> (value before, value now) for each value that differs; None for an absent value."""
     before = flatten(old)
     after = flatten(new)
     paths = dict.fromkeys([*after, *before])
@@ -87,8 +87,8 @@ def differences(old: JsonObject, new: JsonObject) -> dict[str, tuple[JsonValue, 
 
 
 def prepare_changed_data(run: RunDir, loaded: Loaded, console: PrintableConsole) -> tuple[Loaded, Path | None]:
-    """Prepare the data that the run goes on with, in the tokens that its model knows; return the spec that reads it,
-    and the folder. Raises RecipeError where the data was made with another tokenizer, else as `prepare_data`."""
+    """Prepare the data for a changed run with the tokenizer of its model; return the spec that reads it, and the
+    folder. Raises RecipeError if the data was made with another tokenizer, and otherwise as `prepare_data`."""
     data = loaded.spec.data
     old_folder = read_data_dir(run)
     if data.unit == "samples" or old_folder is None:
@@ -104,8 +104,8 @@ def prepare_changed_data(run: RunDir, loaded: Loaded, console: PrintableConsole)
 
 
 def describe_changes(before: RunSpec, now: RunSpec, step: int, samples: int) -> Iterator[str]:
-    """Yield a line for each value that differs from that of the last start, and what follows for the learning rate and
-    the data at `step`, after `samples`."""
+    """Yield a line for each value that differs from the last start, and the effect on the learning rate and the data at
+    `step`, after `samples`."""
     from trainspec_cli.recipe.compose.values import (
         render_value,  # loads hydra, which the help of a command does without
     )
@@ -119,18 +119,18 @@ def describe_changes(before: RunSpec, now: RunSpec, step: int, samples: int) -> 
     if rate != old_rate:
         yield f"the learning rate of the next step is {rate:.3g}, and would have been {old_rate:.3g}"
     if before.data != now.data:
-        yield f"the data goes on with sample {samples:,} of the order that it has now"
+        yield f"the data continues with sample {samples:,} in its new order"
 
 
 def _learning_rate(spec: RunSpec, samples: int) -> float:
-    """Return the rate of the step after `samples`; after the last step, that of the last one."""
+    """Return the learning rate of the step after `samples`, or of the last step if the run is done."""
     schedule = schedule_batches(spec)
     last = schedule.run_samples - spec.batching.global_batch_size
     return step_batch(schedule, min(samples, last)).lr
 
 
 def trained_samples(run: RunDir, spec: RunSpec, step: int) -> int:
-    """Return the samples that the run had trained at its checkpoint of `step`; 0 where it has none. Raises
+    """Return the samples that the run had trained at its checkpoint of `step`; 0 without a checkpoint. Raises
     UnreadableFileError."""
     if not spec.ends_by_samples or not step:
         return step * spec.batching.global_batch_size
@@ -138,19 +138,19 @@ def trained_samples(run: RunDir, spec: RunSpec, step: int) -> int:
     return read_field(manifest, read_field(manifest, read_object(manifest), "about", dict), "samples", int)
 
 
-# The plan of a run that goes on with fewer nodes than it was started on.
+# The plan of a run that continues on fewer nodes than it was started on.
 
 
 def plan_on_fewer(before: Plan, nodes: int, *, machine: Machine) -> Plan | None:
-    """Return the plan of the same run on so many nodes; None where its recipe allows none, or none fits.
+    """Return the plan of the same run on `nodes` nodes; None if its recipe allows none, or none fits.
 
-    The layout is the recipe's. Where that does not divide the nodes it has other data parallelism, then fewer pipeline
-    stages, and then whatever the search finds, if the prediction of memory says that it fits. Kernels stay as they were
-    chosen; changes of layout that the recipe plans are of all nodes, and are not made.
+    The layout is the recipe's. If that does not divide the nodes, data parallelism changes first, then the number of
+    pipeline stages, and then the search chooses freely, if the prediction of memory says that the layout fits. Kernels
+    stay as they were chosen. Changes of layout that the recipe plans need all nodes, and are dropped.
     """
-    quiet = RunConsole(quiet=True)  # nobody has asked for the prediction of what may never be
+    quiet = RunConsole(quiet=True)  # the prediction is hypothetical, so it is not shown
     for spec, must_be_predicted in _on_fewer(before, nodes):
-        # The data was read when the run began; where it came from need not be there any more.
+        # The data was read when the run began, so its source may be gone.
         if any(not problem.path.startswith("data.") for problem in [*check(spec), *check_engine(spec)]):
             continue
         try:
@@ -165,7 +165,7 @@ def plan_on_fewer(before: Plan, nodes: int, *, machine: Machine) -> Plan | None:
 
 
 def _on_fewer(before: Plan, nodes: int) -> Iterator[tuple[RunSpec, bool]]:
-    """Yield the recipe with the layouts to try, and whether one that no prediction speaks of is passed over."""
+    """Yield the recipe with each layout to try, and whether a prediction of its memory is required."""
     spec = before.spec
     wanted = before.spec.layout
     fewer = replace(spec, cluster=replace(spec.cluster, num_nodes=nodes), scheduler=replace(spec.scheduler, changes=()))

@@ -1,4 +1,4 @@
-"""Whether a Slurm job goes back to the queue when its run has ended, and how: the same for all kinds of runs."""
+"""Requeue a Slurm job when its run has ended; the rules are the same for all kinds of runs."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from trainspec_cli.run.slurm.queue import decide, is_over, is_preempted
 from trainspec_cli.session.console import PrintableConsole
 
 AVOID_S = 5.0
-"""Slurm leaves a job that it has requeued some seconds to end (KillWait, 30 by default)."""
+"""Seconds to try; Slurm gives a requeued job some time to end (KillWait, 30 s by default)."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a job may do at its end."""
+    """Limits on the requeues of a job."""
 
     num_nodes: int
     max_requeues: int = SlurmSpec.max_requeues
     exclude: str | None = None
-    """Nodes that the user avoids."""
+    """Nodes that the user excludes."""
     after_hang: bool = True
-    """A run that hung goes back; False: it was started again within the job, as often as it may."""
+    """Requeue after a hang; False if the run was already restarted within the job as often as allowed."""
 
 
 class TimeWarning:
-    """SIGUSR2, which Slurm sends ahead of the time limit; for the supervisor it is a request to stop."""
+    """Handler of SIGUSR2, which Slurm sends before the time limit. It asks the supervisor to stop."""
 
     def __init__(self) -> None:
         self.came = False
@@ -48,7 +48,7 @@ class TimeWarning:
 def requeue_if_of_use(
     run: RunDir, job_id: str, code: int, limits: Limits, *, warned: bool, console: PrintableConsole
 ) -> None:
-    """Send the job back to the queue, unless that was done often enough; where Slurm refuses, say so."""
+    """Requeue the job if that helps and the limit allows it; print the reason if Slurm refuses."""
     done = restarts()
     try:
         job = slurm.show(job_id)
@@ -63,7 +63,7 @@ def requeue_if_of_use(
             often = f"the job was requeued {done} times (cluster.slurm.max_requeues)"
             console.print(f"not requeued: {again.reason}, and {often}")
             return
-        console.print(f"requeued: {again.reason}; start {done + 2} goes on from the newest checkpoint")
+        console.print(f"requeued: {again.reason}; start {done + 2} continues from the newest checkpoint")
         sys.stdout.flush()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         slurm.requeue(job_id)
@@ -74,12 +74,13 @@ def requeue_if_of_use(
 
 
 def restarts() -> int:
-    """Return how often Slurm has started this job again."""
+    """Return the number of times that Slurm has restarted this job."""
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def _avoid(job_id: str, hostnames: Sequence[str], always: str | None) -> None:
-    """Keep the job off `hostnames`: only a pending job takes that, so it is done in the grace time before the end."""
+    """Exclude `hostnames` from the job. Only a pending job accepts that, so it is done in the grace time before the
+    end."""
     deadline = time.monotonic() + AVOID_S
     while True:
         try:

@@ -1,5 +1,5 @@
-"""What differs between the kinds of runs once they are started: how one goes on, in a Slurm job too, and how its end is
-decided and shown. A recipe's runs are the trunk's own; a wing gives others at `RUN_KINDS`."""
+"""Kinds of runs, which differ in how a run is resumed, also in a Slurm job, and in how its end is judged and shown.
+Runs of recipes are defined here; wings add others at `RUN_KINDS`."""
 
 from __future__ import annotations
 
@@ -44,26 +44,27 @@ class RunKind(Protocol):
         as_json: bool,
         detach: bool,
     ) -> int:
-        """Continue a run; return this command's exit code. Raises TrainspecError where it is refused, or fails."""
+        """Continue a run; return the exit code of this command. Raises TrainspecError if the run is refused or
+        fails."""
 
     def run_in_job(self, run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
-        """Begin or continue, on the nodes of its Slurm job, a run that was written down; return its exit code. Raises
-        TrainspecError where it is refused, or fails."""
+        """Begin or continue a submitted run on the nodes of its Slurm job; return its exit code. Raises TrainspecError
+        if the run is refused or fails."""
 
     def limits(self, run: RunDir) -> Limits:
-        """Return what its Slurm job may do at its end."""
+        """Return the limits on requeues of its Slurm job."""
 
     def decide(self, job: Job, ending: Ending) -> RunOutcome:
-        """Decide how a run ended whose processes have."""
+        """Return the outcome of a run whose processes have ended."""
 
     def hint(self, job: Job, outcome: RunOutcome) -> str:
-        """Return what to do after a failure; empty where a new start would begin anew."""
+        """Return what to do after a failure; empty if a restart would not continue the run."""
 
     def last_lines(self, job: Job, outcome: RunOutcome) -> str:
-        """Return what is shown last of a run that has not failed."""
+        """Return the last lines shown of a run that has not failed."""
 
     def start_again(self, run: RunDir) -> str:
-        """Return what continues a run that has ended, as it is typed."""
+        """Return the command that continues a run that has ended."""
 
 
 class RecipeRuns:
@@ -123,8 +124,8 @@ class RecipeRuns:
 
 
 def about_node(job: Job, node: WorkerFailure, *, by_hand: bool) -> str:
-    """Return what to do about a node of several that was lost or did not come. `by_hand`: the command was typed on each
-    node, so that Slurm did not start it there."""
+    """Return what to do about a node that was lost or did not join. `by_hand`: a user typed the command on each node,
+    rather than Slurm."""
     if node.rank == 0 or job.run.job_sbatch.is_file():  # started by this process, whose log has what they printed
         return f"see {shown(job.torchrun_log)}"
     if by_hand and node.never_came:
@@ -133,7 +134,7 @@ def about_node(job: Job, node: WorkerFailure, *, by_hand: bool) -> str:
 
 
 def command_to_resume(run: RunDir) -> str:
-    """Return what continues the run: the same for all of its nodes, but for their numbers."""
+    """Return the command that continues the run; it is the same on all nodes, except for --node-rank."""
     if run.job_sbatch.is_file():
         return f"sbatch {shlex.quote(shown(run.job_sbatch))}"
     command = f"trainspec resume {quoted(run)}"
@@ -150,7 +151,7 @@ def quoted(run: RunDir) -> str:
 
 
 def shown(path: Path) -> str:
-    """Return the path as it would be typed here."""
+    """Return the path as a user would type it in the current folder."""
     return show_path(path, Path.cwd())
 
 
@@ -159,5 +160,5 @@ RUN_KINDS: Point[RunKind] = Point("run_kinds")
 
 
 def kind_of(run: RunDir) -> RunKind:
-    """Return the kind of a run. Raises MachineError where its wing is missing, UnreadableFileError."""
+    """Return the kind of a run. Raises MachineError if its wing is missing, and UnreadableFileError."""
     return part_named(RUN_KINDS, kind_of_run(run), RECIPE_RUNS)

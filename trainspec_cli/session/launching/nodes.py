@@ -1,4 +1,5 @@
-"""Several nodes without Slurm: the same command is given on each, and the first starts the run that the others join."""
+"""Several nodes without Slurm: the user gives the same command on each; the first starts the run and the others
+join."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, WorkerError
+from trainspec_cli.core.node import check_tree
 from trainspec_cli.core.printable import format_duration
-from trainspec_cli.core.trust import check_tree
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.run import RunSection, RunSpec
 from trainspec_cli.recipe.records import Absent
@@ -27,9 +28,9 @@ from trainspec_cli.session.launching.kinds import kind_of
 
 RETRY_S = 0.5
 WATCH_S = 1.0
-"""How often a node that joins reads the run's progress in the folder that the nodes share."""
+"""Interval at which a joined node reads the run's progress from the shared folder."""
 RESULT_TIMEOUT_S = 30.0
-"""The first node has written how the run ended, or started it again, this long after another node's part ended."""
+"""Maximum time that another node waits for the first one to write the result or to restart the run."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class NodeOptions:
     endpoint: str | None = None
     """HOST:PORT"""
     of_slurm: bool = False
-    """srun has started this command once on each node, so that nothing needs to be typed."""
+    """srun started this command on each node, so hints must not ask the user to type it there."""
 
     @property
     def as_arguments(self) -> list[str]:
@@ -52,8 +53,8 @@ class NodeOptions:
         return self.node_rank == 0
 
     def reach(self, spec: RunSpec, run_dir: str) -> Reach | None:
-        """Return how the nodes of a run in `run_dir` reach one another; None where the run has this node alone. Raises
-        RecipeError where the command line does not say it."""
+        """Return how the nodes of a run in `run_dir` reach one another; None for a single node. Raises RecipeError if
+        the command line lacks that."""
         nodes = spec.cluster.num_nodes
         if nodes == 1:
             return None
@@ -65,7 +66,7 @@ class NodeOptions:
         spares = spec.cluster.reliability.spare_nodes or 0
         reach = self.reach_at(self.endpoint, nodes, spares, hint, spec.run.join_timeout_s)
         if run_dir == AUTO:
-            message = "`run.dir` is auto, and the nodes would each make a folder of their own"
+            message = "`run.dir` is auto, so each node would make a separate folder"
             hint = "type run.dir=<a folder that all nodes share>"
             raise RecipeError(Problem("missing_value", message, "run.dir", hint))
         return reach
@@ -78,7 +79,7 @@ class NodeOptions:
             beside = f" and {spares} that stand by (cluster.reliability.spare_nodes)" if spares else ""
             message = f"--node-rank is {self.node_rank}; of {nodes} nodes{beside} it is 0 to {nodes + spares - 1}"
             raise RecipeError(Problem("usage", message, hint=hint))
-        # This node is the first, and every other starts its own agent.
+        # The command starts the agent of this node, the first one; every other node starts its own.
         return Reach(host, agent_command(node=0), int(port), return_timeout_s=join_timeout_s)
 
 
@@ -87,7 +88,7 @@ def exit_code_of(run: RunDir, result: RunResult | None) -> int:
 
 
 def check_recipe(run: RunDir, record: GenerationRecord) -> None:
-    """Raise RecipeError where the first node runs something else than a recipe."""
+    """Raise RecipeError if the first node runs something other than a recipe."""
     if record.kind != RECIPE:
         message = f"{run.root} holds no run of a recipe: the first node runs a {record.kind}"
         raise RecipeError(Problem("usage", message, hint="give the same command on each node"))
@@ -95,18 +96,18 @@ def check_recipe(run: RunDir, record: GenerationRecord) -> None:
 
 @dataclass(frozen=True)
 class Joined:
-    """What a node expects of the run that it joins; by default a recipe's."""
+    """What a node expects of the run that it joins; by default the run of a recipe."""
 
     check: Callable[[RunDir, GenerationRecord], None] = check_recipe
-    """Raises RecipeError for a run that is not what this node was to take part in."""
+    """Raises RecipeError for a run that this node was not meant to join."""
     exit_code: Callable[[RunDir, RunResult | None], int] = exit_code_of
-    """Takes the run, and its result where the first node has left one."""
+    """Maps the run, and its result if the first node has written one, to an exit code."""
     folder: str = "run.dir"
-    """What names the run's folder, as it is typed."""
+    """Key or option that names the run's folder."""
     join_key: str = JOIN_KEY
-    """What sets how long nodes wait for one another."""
+    """Key or option for how long nodes wait for one another."""
     of_slurm: bool = False
-    """srun joins the output of all nodes, so that the first one's progress is seen."""
+    """srun merges the output of all nodes, so the first node's progress is already visible."""
 
 
 def join(
@@ -117,17 +118,16 @@ def join(
     wait_s: float = RunSection.join_timeout_s,
     joined: Joined = Joined(),
 ) -> int:
-    """Take part as node `node` (not the first) in a run that the first node starts; return the run's exit code.
+    """Join a run that the first node starts, as node `node`; return the run's exit code.
 
-    Takes part in every start that the first node makes, until the run has a result. Raises MachineError where the
-    first node is not found, and where others can write in the run's folder. `wait_s`: the time in which the first node
-    must have started.
+    Joins every start by the first node, until the run has a result. Raises MachineError if the first node does not
+    start within `wait_s`, or if other users can write in the run's folder.
     """
     run = RunDir(Path(run_dir).absolute())
     served = 0
     deadline = time.monotonic() + wait_s
     refusal = _no_first_node(run, wait_s, joined)
-    where = f"in {run.root}" if run.root.is_dir() else f"to make {run.root}, which is not seen here yet"
+    where = f"in {run.root}" if run.root.is_dir() else f"to make {run.root}, which does not exist on this node yet"
     limit = f"up to {format_duration(wait_s)}; {joined.join_key}"
     console.report(f"node {node}: waiting for the first node {where} ({limit})")
     while time.monotonic() < deadline and not (served and run.result_json.is_file()):
@@ -149,7 +149,7 @@ def join(
                     run_agent(run, generation, node, begin)
                 served = generation
                 deadline = time.monotonic() + RESULT_TIMEOUT_S
-            except MachineError as error:  # it may be an earlier start's, for which nobody answers any more
+            except MachineError as error:  # it may be of an earlier start, whose first node no longer responds
                 refusal = error
         time.sleep(RETRY_S)
     if not served:
@@ -166,8 +166,8 @@ def join(
 
 @contextmanager
 def _showing_progress(run: RunDir, record: GenerationRecord, console: RunConsole) -> Iterator[None]:
-    """Show the run's progress during the block, as the first node does: from the events of rank 0, in the folder that
-    the nodes share. A thread reads them, so that a file system that stalls does not keep the agent from its hub."""
+    """Show the run's progress during the block, as the first node does, from the events of rank 0 in the shared folder.
+    A thread reads them, so that a stalled file system does not block the agent."""
     view = LiveView(run, None if record.own else read_plan(run), console)
     ended = threading.Event()
 
@@ -190,7 +190,7 @@ def _showing_progress(run: RunDir, record: GenerationRecord, console: RunConsole
 
 
 def _no_first_node(run: RunDir, wait_s: float, joined: Joined) -> MachineError:
-    """Its hint has the words of the command that was typed: `trainspec launch`, `trainspec run`, or that under srun."""
+    """Return the error for a missing first node; its hint uses the terms of `trainspec launch`, `run`, or srun."""
     message = f"no first node was found in {run.root} within {wait_s:g} s"
     first = "see what task 0 of srun printed" if joined.of_slurm else "start the first node too: --node-rank 0"
     same = f"{joined.folder} must be the same folder, on a file system that all nodes share"

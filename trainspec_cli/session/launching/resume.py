@@ -1,4 +1,4 @@
-"""`resume`: a session for a run that goes on in its own folder, and what may be changed of it."""
+"""`resume`: a session that continues a run in its own folder, and the values that may change."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from trainspec_cli.session.recipe.load import (
 from trainspec_cli.session.runs.find import find_own_run, status_of_run
 
 OF_MEMORY = ("batching", "recompute", "offload")
-"""Sections in which a recipe sets what a step takes of memory."""
+"""Sections of a recipe that determine the memory of a step."""
 
 
 def resume(
@@ -72,8 +72,8 @@ def resume(
     as_json: bool,
     detach: bool = False,
 ) -> int:
-    """Continue a run, as its first node or as another that joins it; return the run's exit code. With `detach`, 0 as
-    soon as the run goes on in a process of its own."""
+    """Continue a run, as its first node or as a node that joins; return the run's exit code. With `detach`, return 0
+    once a separate process has continued it."""
     run = find_own_run(name)
     return kind_of(run).resume(run, changes, nodes, notify, force=force, as_json=as_json, detach=detach)
 
@@ -113,8 +113,8 @@ def prepare_resume(
     force: bool = False,
     as_json: bool = False,
 ) -> Session:
-    """Return the session of the run's next start. Raises RecipeError for what cannot be changed, and where nothing is
-    left to do, MachineError for what this node lacks."""
+    """Return the session of the run's next start. Raises RecipeError for fixed values and for a finished run,
+    MachineError for what this node lacks."""
     old = read_plan_of_all_nodes(run)
     loaded, data_folder = _change_values_and_data(run, old, changes, console)
     reach = _reach(run, loaded.spec, changes, nodes)
@@ -126,17 +126,17 @@ def prepare_resume(
 
 
 def change_submitted(run: RunDir, changes: Sequence[str], console: RunConsole) -> None:
-    """Write changes down in a run of several nodes that Slurm starts: its next job, which is submitted by hand, goes on
-    with them. Raises RecipeError for what cannot be changed, and for a run that lives or waits in the queue."""
+    """Record changes in a multi-node run of Slurm, for the next job that the user submits. Raises RecipeError for fixed
+    values, and for a run that is running or queued."""
     if (status := status_of_run(run)) in ALIVE:
-        message = f"the run in {run.root} is {status}, and goes on with the values that it has"
+        message = f"the run in {run.root} is {status}, and keeps its current values"
         raise RecipeError(Problem("still_running", message, hint=f"end its job first: scancel {job_of(run) or 'JOB'}"))
     old = read_plan_of_all_nodes(run)
     loaded, data_folder = _change_values_and_data(run, old, changes, console)
     problems = []
     for path in differences(to_plain(old.spec), to_plain(loaded.spec)):
         if path.startswith("cluster."):
-            message = f"`{path}` is what the job's script asks Slurm for, which a resume leaves as it is"
+            message = f"`{path}` is part of the job's script, which a resume does not change"
             problems.append(Problem("fixed_value", message, path, f"change it in {run.job_sbatch}, if Slurm knows it"))
     require(loaded.composed.locate(problems))
     machine = machine_of_job(loaded)
@@ -146,11 +146,11 @@ def change_submitted(run: RunDir, changes: Sequence[str], console: RunConsole) -
     with storage(str(run.root)), claim(run, job.launch_id):
         write_resume(job, plan, sys.argv[1:], step, data_folder=data_folder)
     console.report(*describe_changes(old.spec, plan.spec, step, trained_samples(run, plan.spec, step)))
-    console.report(f"the next job of the run goes on with that: {command_to_resume(run)}")
+    console.report(f"the next job of the run continues with the changes: {command_to_resume(run)}")
 
 
 def _is_of_slurm_alone(run: RunDir, nodes: NodeOptions) -> bool:
-    """Return whether the run has several nodes, which a Slurm job starts."""
+    """Return whether a Slurm job starts the run on several nodes."""
     several = read_plan_of_all_nodes(run).spec.cluster.num_nodes > 1
     return several and run.job_sbatch.is_file() and nodes.endpoint is None
 
@@ -158,8 +158,8 @@ def _is_of_slurm_alone(run: RunDir, nodes: NodeOptions) -> bool:
 def prepare_unchanged(
     run: RunDir, reach: Reach, console: RunConsole, *, force: bool = False, as_json: bool = False
 ) -> Session:
-    """Return the session of a run whose nodes are started by agents: it begins, or goes on, just as it was planned.
-    Raises RecipeError where nothing is left to do."""
+    """Return the session of a run whose nodes are started by agents; it begins or continues exactly as planned. Raises
+    RecipeError for a finished run."""
     plan = read_plan_of_all_nodes(run)
     check_unfinished(run, plan.spec)
     machine = detect(look_for_gpus=plan.device == "cuda")
@@ -167,19 +167,19 @@ def prepare_unchanged(
 
 
 def run_recipe_in_job(run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
-    """Begin the run on the nodes of its Slurm job, or continue it; return its exit code. Raises TrainspecError where it
-    is refused, or fails."""
+    """Begin or continue the run on the nodes of its Slurm job; return its exit code. Raises TrainspecError if the run
+    is refused or fails."""
     place_nodes(run, read_plan(run), console)
     return start(prepare_unchanged(run, reach, console, force=force), requests)
 
 
 def place_nodes(run: RunDir, plan: Plan, console: PrintableConsole) -> None:
-    """Number the job's nodes by their switches, where the plan depends on that. Raises MachineError."""
+    """Number the job's nodes by their switches, if the plan depends on that. Raises MachineError."""
     if plan.blueprint is None or not places_nodes(plan):
         return
     addresses = slurm.topology_addresses(plan.num_nodes)
     if not has_switches(addresses):
-        console.print("nodes are placed in Slurm's own order: it knows no switches above them (topology/tree)")
+        console.print("nodes keep Slurm's order, because Slurm knows no switches above them (topology/tree)")
     hosts = arrange(addresses, slurm.own_name(), plan.blueprint.node_places)
     with storage(str(run.root)):
         write_text(run.hosts_txt, "\n".join(hosts) + "\n")
@@ -187,25 +187,28 @@ def place_nodes(run: RunDir, plan: Plan, console: PrintableConsole) -> None:
 
 
 def _reach(run: RunDir, spec: RunSpec, changes: Sequence[str], nodes: NodeOptions) -> Reach | None:
-    """Return how the nodes of the run are reached, None where it has one. Raises RecipeError."""
+    """Return how the nodes of the run are reached; None for a single node. Raises RecipeError."""
     if _is_of_slurm_alone(run, nodes):
         message = f"the run in {run.root} was made for Slurm, on {spec.cluster.num_nodes} nodes"
         again = command_to_resume(run)
-        if changes:  # with options that a job does not have
-            again = f"trainspec resume {quoted(run)} {shlex.join(changes)}, which writes that down, and then {again}"
+        if changes:  # these need options that a job does not have
+            again = f"trainspec resume {quoted(run)} {shlex.join(changes)}, which records the changes, and then {again}"
         raise RecipeError(Problem("several_hosts", message, hint=f"type {again}"))
     reach = nodes.reach(spec, str(run.root))
     if reach and changes:
-        message = f"a run on several nodes goes on as it was: `{changes[0]}` cannot be changed"
+        message = f"a run on several nodes keeps its values: `{changes[0]}` cannot be changed"
         raise RecipeError(Problem("unsupported", message, hint="leave it out, or start a new run"))
     return reach
 
 
 def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
-    """Return the run's own spec with `changes`. Raises RecipeError with every problem of theirs."""
+    """Return the run's own spec with `changes`. Raises RecipeError with every problem."""
     from trainspec_cli.recipe.compose.compose import amend  # loads hydra, which the help of a command does without
-    from trainspec_cli.session.recipe.own_code import absolute_code  # as above
-    from trainspec_cli.session.recipe.run_length import complete_changed_steps, complete_warmup  # as above
+    from trainspec_cli.session.recipe.complete import (  # as above
+        absolute_code,  # as above
+        complete_changed_steps,
+        complete_warmup,
+    )
 
     values = to_plain(old.spec)
     complete = partial(complete_changed_steps, own=values, folder=read_data_dir(run))
@@ -215,7 +218,7 @@ def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
     mistyped = [problem for problem in mistyped if not follows(problem, composed)]
     broken = [*check(close_axes(draft)), *check_engine(draft)]
     if values["data"] == composed.data.get("data"):
-        # It was read when the run began; where it came from need not be there any more.
+        # The data was read when the run began, so its source may be gone.
         broken = [problem for problem in broken if not problem.path.startswith("data.")]
     problems = [*mistyped, *broken, *find_fixed(run, recipe, values, composed.data)]
     require([*composed.problems, *composed.locate(problems)])
@@ -225,7 +228,7 @@ def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
 def _change_values_and_data(
     run: RunDir, old: Plan, changes: Sequence[str], console: RunConsole
 ) -> tuple[Loaded, Path | None]:
-    """Return what the run is to go on with, and the folder of its data where that changes. Raises RecipeError."""
+    """Return the changed recipe, and the folder of its data if that changes. Raises RecipeError."""
     loaded = _change(run, old, count_more_steps(old.spec, changes))
     check_unfinished(run, loaded.spec)
     if loaded.spec.data != old.spec.data:
@@ -235,8 +238,8 @@ def _change_values_and_data(
 
 
 def _keep_choices(run: RunDir, plan: Plan, old: Plan, loaded: Loaded, machine: Machine) -> Plan:
-    """Return the plan with what was chosen when the run began. Raises RecipeError where its state cannot be read in
-    the plan's layout, MachineError where this machine cannot run the kernels."""
+    """Return the plan with the choices made when the run began. Raises RecipeError if the state cannot be loaded in the
+    plan's layout, MachineError if this machine cannot run the kernels."""
     if plan.spec.kernels == old.spec.kernels:
         require(list(check_kernels(replace(plan.spec, kernels=old.kernels), machine)))
         plan = replace(plan, kernels=old.kernels)
@@ -249,8 +252,8 @@ def _keep_choices(run: RunDir, plan: Plan, old: Plan, loaded: Loaded, machine: M
 
 
 def _keep_memory(plan: Plan, old: Plan) -> Plan:
-    """Keep the setting of memory that the run began with where that takes less than the recipe asks for, since runs
-    before it had learned so, unless another batch, setting or layout is asked for now, or `scheduler=off`."""
+    """Keep the run's initial memory setting if it takes less memory than the recipe asks for, because earlier runs had
+    run out of memory. A changed batch, setting or layout, or `scheduler=off`, overrides it."""
     asks_the_same = all(getattr(plan.spec, key) == getattr(old.spec, key) for key in OF_MEMORY)
     is_alike = (plan.layout, plan.replica_groups) == (old.layout, old.replica_groups)
     if plan.spec.scheduler.mode == "off" or not (asks_the_same and is_alike):
@@ -263,7 +266,7 @@ def _keep_memory(plan: Plan, old: Plan) -> Plan:
 
 
 def check_unfinished(run: RunDir, spec: RunSpec) -> None:
-    """Raises RecipeError where the run has made all of its steps, or trained all of its samples."""
+    """Raise RecipeError if the run has made all of its steps or trained all of its samples."""
     step = run.newest_step
     wanted = spec.train.max_steps
     train = spec.train
@@ -273,7 +276,7 @@ def check_unfinished(run: RunDir, spec: RunSpec) -> None:
         trained = step
         run_samples = wanted
         what = f"`{path}` is {wanted}"
-    else:  # its steps depend on the samples before them, and their number on the schedule that these had
+    else:  # the step depends on the samples trained so far, and these on the schedule at the time
         trained = trained_samples(run, spec, step)
         run_samples = wanted * start
         what = (
@@ -281,7 +284,7 @@ def check_unfinished(run: RunDir, spec: RunSpec) -> None:
             f"{start:,} are {run_samples:,}"
         )
     if trained >= run_samples:
-        factor = 2 * -(-trained // run_samples)  # a resume may ask for less than was trained
+        factor = 2 * -(-trained // run_samples)  # a resume may ask for fewer samples than are trained
         more = f"{path}={factor * wanted}"
         if train.tokens is not None:
             path = "train.tokens"

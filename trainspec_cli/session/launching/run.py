@@ -1,4 +1,4 @@
-"""Run a job that is written down to its end, a summary and an exit code."""
+"""Run a prepared job to its end, print a summary and return an exit code."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from trainspec_cli.session.runs.diagnose import VerdictLines
 
 
 class Watch(Protocol):
-    """Looks at a run while it goes on."""
+    """Observer of a running run."""
 
     def look(self, report: Callable[[str], None]) -> None: ...
 
 
 class ShownOutput(Watch, Protocol):
-    """Shows what the processes of a run print."""
+    """Shows the output of a run's processes."""
 
     def has_shown(self, text: str) -> bool:
-        """Return whether the newest start has printed these lines, so that they stand on the screen."""
+        """Return whether the newest start has printed these lines, so that they are on the screen."""
 
 
 def run(
@@ -70,14 +70,14 @@ def run(
     passed: PassedThrough | None = None,
     run_kind: RunKind = RECIPE_RUNS,
 ) -> int:
-    """Supervise the job until its run has ended, and report how it ended; return the exit code. `limits` remembers
-    what it learns of the machine's memory, and `advisor` proposes other layouts, over `mail`; `replan` is as of
-    `supervise`; `notifies` says who else is notified of the end. The job's own `output` is shown, where it is given;
-    where it is `passed` through to a terminal, its lines go to the run's log alone. `run_kind` decides how the run has
-    ended.
+    """Supervise the job until its run has ended, and report how it ended; return the exit code.
 
-    Raises the error whose exit code the outcome has where the run failed, WorkerError where it was begun anew by
-    another start while it ran, BrokenPipeError where it ended well and nobody reads that.
+    `limits` stores what is learnt about the machine's memory. `advisor` proposes other layouts, over `mail`. `replan`:
+    see `supervise`. `notifies`: who else is notified of the end. `output` shows the output of a user's own command;
+    if that is `passed` through to a terminal, its lines go only to the run's log. `run_kind` determines the outcome.
+
+    Raises the error for the outcome's exit code if the run failed, WorkerError if another start took over the run, and
+    BrokenPipeError if the run ended well but the reader of the output is gone.
     """
     mail = mail or WorkerMail()
     looks_deeper = plan is not None and plan.spec.observe.deeper_look
@@ -147,8 +147,8 @@ def run(
 def _failure(
     job: Job, explanation: Explanation, console: RunConsole, output: ShownOutput | None, hint: str, *, as_json: bool
 ) -> Problem:
-    """Print the traceback ahead of the error, where it does not push it off the screen, unless a script of the user's
-    own has printed it there; in JSON it belongs to the error."""
+    """Print the traceback before the error if it is short enough for the screen and the user's script has not printed
+    it; in JSON it is part of the error."""
     message = explanation.headline
     logs = f"logs: {shown(job.logs)}"
     if as_json:
@@ -161,7 +161,7 @@ def _failure(
 
 
 def _first_text(run: RunDir) -> JsonObject:
-    """Return what the screen showed of the first batch; nothing of a run of images, or of a command."""
+    """Return the text of the first batch as shown on the screen; none for images or user commands."""
     events = takewhile(lambda event: not isinstance(event, StepEvent), read_sound(run.events(0)))
     found = next((event for event in events if isinstance(event, FirstTextEvent)), None)
     if found is None:
@@ -171,7 +171,7 @@ def _first_text(run: RunDir) -> JsonObject:
 
 
 def describe_tracking(spec: RunSpec, root: Path) -> Iterator[str]:
-    """Yield a line for each tracker that is on: where it records, and how that is shown or uploaded."""
+    """Yield a line for each active tracker: where it records, and how to view or upload that."""
     folder = shlex.quote(shown(root))
     tracking = spec.tracking
     if tracking.tensorboard:

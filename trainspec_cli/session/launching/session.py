@@ -1,8 +1,8 @@
 """`launch`, and one start of a run, from a plan to an exit code: predict, check the nodes, select kernels, run.
 
-`launch`, `resume` and a Slurm job each make a `Session`, on a run's only node or on the first of several, and `start`
-it in this one order: `start` -> `run` (run.py, which commands of a user's own share) -> `supervise` (run/supervise.py).
-The other nodes of a run join what the first has started (`nodes.join`).
+`launch`, `resume` and a Slurm job each make a `Session` on the first or only node of a run, and `start` it in one
+order: `start` -> `run` (run.py, shared with users' own commands) -> `supervise` (run/supervise.py). The other nodes of
+a run join what the first has started (`nodes.join`).
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from pathlib import Path
 from trainspec_cli.balance.advisor import LayoutAdvisor, Layouts, decides_layouts
 from trainspec_cli.core.environment_names import PROBE
 from trainspec_cli.core.errors import ERRORS_OF_RUNS, EXIT_DONE, Problem, RecipeError, TrainspecError, WorkerError
+from trainspec_cli.core.node import private_files
 from trainspec_cli.core.printable import format_count
 from trainspec_cli.core.reading.files import read_text
-from trainspec_cli.core.trust import private_files
 from trainspec_cli.core.wings import Point, parts_of
 from trainspec_cli.planner.this_machine import is_predictable
 from trainspec_cli.recipe.compose.folders import show_path
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.kernels import KernelTable
 from trainspec_cli.recipe.own_code import describe_code
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import parts_for
+from trainspec_cli.reporter.kernels_text import describe_choice
 from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.reporter.text import describe_plan
 from trainspec_cli.run.backend import OpenBackend
@@ -65,53 +67,51 @@ from trainspec_cli.run.job.job import Job, build_job, render_command
 from trainspec_cli.run.memory_limits import LimitsWatch
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.signals import StopRequests
-from trainspec_cli.run.tools import known_probe
-from trainspec_cli.session.console import RunConsole, make_console
+from trainspec_cli.run.tools import known_probe, measure_kernels, read_table, table_path
+from trainspec_cli.session.console import PrintableConsole, RunConsole, make_console
 from trainspec_cli.session.launching.changes import describe_changes, plan_on_fewer, trained_samples
 from trainspec_cli.session.launching.nodes import NodeOptions, join
 from trainspec_cli.session.launching.run import describe_tracking, run
-from trainspec_cli.session.launching.select_kernels import select_kernels
 from trainspec_cli.session.planning.predict import describe_load, predict, probe_after_run, with_known_limits
-from trainspec_cli.session.planning.profile import with_profile
 from trainspec_cli.session.recipe.data import prepare_data
-from trainspec_cli.session.recipe.load import Loaded, check_start, load, plan_on, this_machine
+from trainspec_cli.session.recipe.load import Loaded, check_start, load, plan_on, this_machine, with_profile
 from trainspec_cli.session.runs.find import check_name_free
 
 CheckNodes = Callable[[Plan, Path, RunConsole, bool], Examination | None]
-"""Takes the plan, the run's folder, the console, and whether the run starts whatever memory it takes (--force). Checks
-this node, or returns the examination which each of several nodes goes through. Raises MachineError where unfit."""
+"""Gets the plan, the run's folder, the console, and whether --force is given. Checks this node, or returns the
+examination for each of several nodes. Raises MachineError for an unfit node."""
 CHECK_NODES: Point[CheckNodes] = Point("check_nodes")
 RUN_SERVICES: Point[Callable[[RunDir, Plan], AbstractContextManager[None]]] = Point("run_services")
-"""What serves a run next to its supervisor, over all starts of its workers, where the recipe uses the wing."""
+"""Services of a wing that run next to the supervisor, over all starts of the workers."""
 MOST_KNOWN = 50
-"""The newest runs, among which those that still train are looked for."""
+"""Number of newest runs that are checked for other running ones."""
 MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_accum_steps")
-"""Keys that a plan resolves from the machine, which may be another one now."""
+"""Fields of a plan that depend on the machine, which may differ on a resume."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """One start of a run, prepared."""
+    """One prepared start of a run."""
 
     plan: Plan
     machine: Machine
-    """This node; of several, the first."""
+    """This node, the first or only one."""
     begins: Loaded | RunDir
-    """A recipe whose run is to be made, or a run that is written down already."""
+    """The recipe of a new run, or an existing run."""
     console: RunConsole
     reach: Reach | None = None
-    """How the nodes are reached; None for a run that this process supervises on this node alone."""
+    """How the nodes are reached; None for a single-node run."""
     data_folder: Path | None = None
-    """The folder of other data with which a run goes on; None: of its own."""
+    """Folder of the changed data of an existing run; None: its own data."""
     force: bool = False
-    """Train although the plan is predicted not to fit."""
+    """Train even if the plan is predicted not to fit."""
     as_json: bool = False
     notify: Notify = NOBODY
-    """The command and the address that hear of the run's end."""
+    """The command and the URL that are notified of the run's end."""
 
     @property
     def folder(self) -> Path:
-        """The run's folder, or that below which it will be made."""
+        """Return the run's folder, or the parent of a folder that is still to be made."""
         if isinstance(self.begins, RunDir):
             return self.begins.root.absolute()
         return RUNS if self.plan.spec.run.dir == AUTO else Path(self.plan.spec.run.dir).absolute()
@@ -126,15 +126,15 @@ def launch(
     as_json: bool,
     detach: bool = False,
 ) -> int:
-    """Train a recipe, as the first node of the run or as another that joins it; return the run's exit code. With
-    `detach`, 0 as soon as the run has begun in a process of its own."""
+    """Train a recipe, as the first node of the run or as a node that joins; return the run's exit code. With `detach`,
+    return 0 once a separate process has begun the run."""
     loaded = load([*arguments, *nodes.as_arguments])
     wanted = loaded.spec.run.dir
     if nodes.reach(loaded.spec, wanted) and not nodes.is_first:
         wait_s = loaded.spec.run.join_timeout_s
         return join(wanted, nodes.node_rank, make_console(as_json=False), wait_s=wait_s)
     session = replace(_prepare(loaded, nodes, force=force, as_json=as_json), notify=notify)
-    # Asked again where the run is written down; here it is known before anything is measured or prepared.
+    # Checked again when the run is recorded; checked here too, before anything is measured or prepared.
     check_free(wanted)
     check_name_free(loaded.spec.run.name)
     if not detach:
@@ -147,9 +147,9 @@ def launch(
 
 
 def launch_apart(arguments: Sequence[str], *, force: bool, console: RunConsole | None = None) -> RunDir:
-    """Train a recipe on this node in a process of its own, and wait for its end; return the run, whose result says how
-    it ended. With a `console`, progress is shown on it. An interrupt is passed on, and the run's checkpoint waited for.
-    Raises TrainspecError where it is refused before."""
+    """Train a recipe on this node in a separate process, and wait for its end; return the run, with its result.
+    Progress is shown on the `console`, if given. An interrupt is forwarded, and the run's checkpoint is awaited. Raises
+    TrainspecError if the run is refused."""
     loaded = load(arguments)
     session = _prepare(loaded, NodeOptions(), force=force, as_json=False)
     if console:
@@ -159,7 +159,7 @@ def launch_apart(arguments: Sequence[str], *, force: bool, console: RunConsole |
     check_detachable(session)
     run = write_down(session)
     log_bytes = run.run_log.stat().st_size if run.run_log.exists() else 0
-    process = spawn_resume(run, [], force=force, environment={PROBE: "off"})  # it is done below, where it is seen
+    process = spawn_resume(run, [], force=force, environment={PROBE: "off"})  # probed below, with visible output
     stop_requested = False
     # A bar takes over sys.stdout, so a console that shows nothing must not have one.
     shows = console is not None and not console.quiet
@@ -176,7 +176,7 @@ def launch_apart(arguments: Sequence[str], *, force: bool, console: RunConsole |
                 process.terminate()
         if view:
             view.watch(stop_requested)
-    # Without a generation nothing has begun, and there is no result that could tell the reason.
+    # Without a generation the run has not begun, and no result gives the reason.
     if process.returncode and not generations.newest(run):
         raise refusal(process.returncode, run.run_log, log_bytes)
     if process.returncode == EXIT_DONE and not stop_requested:
@@ -191,7 +191,7 @@ def show_launch(
     force: bool,
     as_json: bool,
 ) -> str:
-    """Return what `launch` would start, and where, as text or as JSON; refused as the launch would be."""
+    """Return what `launch` would start, as text or as JSON. Raises the same errors as the launch."""
     loaded = load([*arguments, *nodes.as_arguments])
     job, plan = rehearse(_prepare(loaded, nodes, force=force, as_json=as_json))
     if not as_json:
@@ -212,12 +212,12 @@ def _prepare(loaded: Loaded, nodes: NodeOptions, *, force: bool, as_json: bool) 
 
 
 def start(session: Session, requests: StopRequests | None = None) -> int:
-    """Check, predict, examine the nodes, choose kernels, prepare data and write the run down (`_written_down`), then
-    supervise it. Return the run's exit code. Raises TrainspecError where the run is refused, or fails."""
+    """Prepare and record the run (`_written_down`), then supervise it; return the run's exit code. Raises
+    TrainspecError if the run is refused or fails."""
     machine = session.machine
 
     def layouts(home: Plan) -> Layouts:
-        from trainspec_cli.balance.other_layout import OtherLayouts  # loads numpy: where a rank is slow alone
+        from trainspec_cli.balance.other_layout import OtherLayouts  # loads numpy; only needed once a rank is slow
 
         return OtherLayouts.of_plan(home, machine)
 
@@ -240,30 +240,31 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
                 replan=partial(plan_on_fewer, machine=machine),
                 notifies=session.notify,
             )
-    # Now that nobody waits for the run any more, the machine is measured for the launches that follow; the probe would
-    # slow another run that trains here, and be slowed by it.
+    # The machine is measured for later launches after the run, when no user waits. The probe and another run on this
+    # machine would slow each other.
     if code == EXIT_DONE and not any(_describe_other_runs(job.run)):
         probe_after_run(plan, machine, session.console)
     return code
 
 
 def write_down(session: Session) -> RunDir:
-    """Make the run's folder, for a resume to start. Raises TrainspecError where the run is refused."""
+    """Record the run in its folder, for a resume to start. Raises TrainspecError if the run is refused."""
     with _written_down(session) as (job, _, _):
         return job.run
 
 
 @contextmanager
 def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | None]]:
-    """Do all that comes before the workers; hold the run, as it is written, while the block runs."""
+    """Check, predict, examine the nodes, select kernels, prepare data and record the run; hold its claim in the
+    block."""
     console = session.console
     machine = session.machine
     begins = session.begins
 
-    # Whatever can refuse the run comes before its folder is made: a run that is refused leaves nothing.
+    # All checks that can refuse the run come before its folder is made, so that a refused run leaves nothing behind.
     check_start(session.plan.spec)
     plan = predict(_within_limits(session), machine, console, force=session.force)
-    # After the prediction, whose memory the nodes must have free.
+    # After the prediction, because the nodes must have the predicted memory free.
     examinations = [check(plan, session.folder, console, session.force) for check in parts_of(CHECK_NODES)]
     examination = next(filter(None, examinations), None)
     plan, kernels = select_kernels(plan, machine, console)
@@ -275,7 +276,7 @@ def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | N
         if isinstance(begins, Loaded):
             root = make_folder(session.plan.spec.run.dir, begins.composed.recipe)
         job = _build(session, plan, root)
-        # Two resumes may be typed at once: what the run holds is read only once it is claimed.
+        # Two resumes may run concurrently, so the run is read only after it is claimed.
         with claim(job.run, job.launch_id), nullcontext() if is_new else _restoring(job.run):
             console.report_each(_describe_adapters(plan), _describe_other_runs(job.run))
             if isinstance(begins, Loaded):
@@ -284,7 +285,7 @@ def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | N
             else:
                 changed_code = list(describe_changed_code(job.run))
                 before = read_plan_of_all_nodes(job.run)
-                # A run that Slurm or --detach begins was only written down before: it goes on from nothing.
+                # A run that Slurm or --detach begins was only recorded before, and has no earlier start.
                 goes_on = generations.newest(job.run) > 0 or plan.spec != before.spec
                 from_step = job.run.newest_step if goes_on else None
                 write_resume(job, plan, sys.argv[1:], from_step, kernels, data_folder)
@@ -296,15 +297,15 @@ def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | N
 
 @contextmanager
 def _restoring(run: RunDir) -> Iterator[None]:
-    """Put back the files that a resume replaces, unless its workers have loaded the checkpoint and begun: a value that
-    they refuse would else stay, and the next resume would be refused too."""
+    """Restore the files that a resume replaces, unless its workers have loaded the checkpoint and begun. Otherwise a
+    value that the workers refuse would stay, and the next resume would fail too."""
     files = (run.plan_json, run.plan_of_all_nodes, run.run_json, run.kernels_json, run.code_json, run.command_txt)
     before = {path: read_text(path) if path.is_file() else None for path in (*files, run.nccl_env, run.nccl_tuner_csv)}
     new_events = EventTail(run.events(0))
     try:
         yield
     except BaseException as error:
-        # A run that another start has taken over is that one's: its files are not put back under it.
+        # If another start has taken over the run, its files must not be replaced.
         is_fenced = isinstance(error, TrainspecError) and error.problems[0].code == generations.FENCED
         has_begun = any(isinstance(event, StartEvent) for event in new_events.new_events())
         if not has_begun and not is_fenced:
@@ -317,7 +318,7 @@ def _restoring(run: RunDir) -> Iterator[None]:
 
 
 def rehearse(session: Session) -> tuple[Job, Plan]:
-    """Return what `start` would start, refused as it would be; nothing is probed, measured or made for that."""
+    """Return what `start` would start, without probing, measuring or making anything. Raises the same errors."""
     console = session.console
     machine = session.machine
     check_start(session.plan.spec)
@@ -332,8 +333,8 @@ def rehearse(session: Session) -> tuple[Job, Plan]:
 
 
 def _within_limits(session: Session) -> Plan:
-    """Return the plan; that of a run that begins now, with what others have learned of this machine's memory. A run
-    that goes on follows its own plan and what it has learned itself, so that it computes the same bits."""
+    """Return the plan; for a new run, adapted to the memory limits that earlier runs found on this machine. A resumed
+    run follows its own plan and limits, so that it computes the same bits."""
     begins = session.begins
     goes_on = isinstance(begins, RunDir) and generations.newest(begins) > 0
     return session.plan if goes_on else with_known_limits(session.plan, session.machine, session.console)
@@ -350,27 +351,27 @@ def _describe_adapters(plan: Plan) -> Iterator[str]:
 
 
 def _describe_other_runs(run: RunDir) -> Iterator[str]:
-    """Yield a line for each other run of this user that trains on this machine now, as far as runs are known."""
+    """Yield a line for each other known run of this user that trains on this machine."""
     for known in known_runs()[:MOST_KNOWN]:
         other = RunDir(known.path)
         owner = None if other.root == run.root.resolve() else find_owner(other)
         if owner and owner.host == socket.gethostname():
-            yield f"the run in {other.root} trains on this machine too: on the same devices both are slower"
+            yield f"the run in {other.root} trains on this machine too; on the same devices both are slower"
 
 
 def _describe_start(run: RunDir, before: Plan, plan: Plan) -> Iterator[str]:
     step = run.newest_step
     if plan.spec.checkpoint.memory_interval_steps and newest_copy(run):
-        yield f"goes on from the newest copy in memory that is whole, else from step {step}"
+        yield f"continues from the newest complete copy in memory, else from step {step}"
     else:
-        yield f"goes on from step {step}" if step else "there is no checkpoint: it starts from the first step again"
+        yield f"continues from step {step}" if step else "no checkpoint: starts from the first step again"
     for name in MACHINE_BOUND:
         if getattr(before, name) != getattr(plan, name):
             yield f"{name} is {getattr(plan, name)} on this machine, and was {getattr(before, name)}"
     yield from describe_changes(before.spec, plan.spec, step, trained_samples(run, plan.spec, step))
 
 
-# `--detach`: a run goes on in a session of its own, without the terminal that it was started from.
+# `--detach`: the run continues in a separate process session, without its terminal.
 
 
 def check_detachable(session: Session) -> None:
@@ -382,8 +383,8 @@ def check_detachable(session: Session) -> None:
 
 
 def resume_detached(run: RunDir, arguments: Sequence[str], *, force: bool) -> int:
-    """Start the run's next start in a process of its own, which is led by no terminal; return its id once the run has
-    begun. Raises TrainspecError where it has ended before."""
+    """Resume the run in a separate process without a terminal; return the process id once the run has begun. Raises
+    TrainspecError if the process ends before."""
     before = generations.newest(run)
     length_bytes = run.run_log.stat().st_size if run.run_log.exists() else 0
     process = spawn_resume(run, arguments, force=force)
@@ -401,8 +402,8 @@ def resume_detached(run: RunDir, arguments: Sequence[str], *, force: bool) -> in
 def spawn_resume(
     run: RunDir, arguments: Sequence[str], *, force: bool, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a process of its own session that resumes the run, and writes to the run's log. `environment`: variables
-    that it has beside those of this process."""
+    """Start a process, in its own session, that resumes the run and writes to the run's log. `environment`: additional
+    variables."""
     command = [sys.executable, "-m", "trainspec_cli", "resume", str(run.root.absolute()), *arguments]
     with private_files():
         run.logs.mkdir(parents=True, exist_ok=True)
@@ -418,7 +419,7 @@ def spawn_resume(
 
 
 def describe_detached(run: RunDir, pid: int, *, as_json: bool) -> str:
-    """Say how the run is followed and stopped."""
+    """Describe how to follow and stop the run."""
     if as_json:
         return json_text({"run": str(run.root), "pid": pid, "log": str(run.run_log)})
     root = shlex.quote(show_path(run.root, Path.cwd()))
@@ -427,11 +428,37 @@ def describe_detached(run: RunDir, pid: int, *, as_json: bool) -> str:
         f"follow      trainspec watch {root}",
         f"log         trainspec logs {root} -f",
         f"report      trainspec report {root}",
-        f"stop        trainspec stop {root}  (it writes a checkpoint; trainspec resume {root} goes on)",
+        f"stop        trainspec stop {root}  (it writes a checkpoint; trainspec resume {root} continues)",
     ])  # fmt: skip
 
 
 def refusal(code: int, log: Path, start_bytes: int) -> TrainspecError:
-    """Return the error of a start that ended before the run began, with what it said."""
+    """Return the error of a start that ended before the run began, with its output."""
     said = log.read_bytes()[start_bytes:].decode(errors="replace").strip()
     return ERRORS_OF_RUNS.get(code, WorkerError)(Problem("not_started", f"the detached run did not begin:\n{said}"))
+
+
+# Select the kernels that the recipe leaves to `auto`, from measurements on this machine.
+
+
+def select_kernels(
+    plan: Plan, machine: Machine, console: PrintableConsole, *, may_measure: bool = True
+) -> tuple[Plan, KernelTable | None]:
+    """Return the plan with every `auto` kernel selected, and the table used (None if no kernel was `auto`).
+
+    On several nodes the first one measures for all. Without `may_measure`, kernels that were never measured stay
+    `auto`, and the console says so.
+    """
+    if not plan.kernels.open_ops:
+        return plan, None
+    table: KernelTable | None
+    if may_measure:
+        table = measure_kernels(plan, machine, partial(console.report, "measuring kernels on this machine, once"))
+    else:
+        table = read_table(table_path(plan, machine))
+    if table is None:
+        console.report("kernels: not measured yet; the first launch does that, in about a minute")
+        return plan, None
+    selected = replace(plan, kernels=table.settle(plan.kernels))
+    console.report(f"kernels: {describe_choice(selected.kernels, table)}")
+    return selected, table

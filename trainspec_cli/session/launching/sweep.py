@@ -1,4 +1,4 @@
-"""A sweep: the same command line with each combination of the values that some keys take."""
+"""Sweeps: the same command line with each combination of values of some keys."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ RANGE = re.compile(r"(.+?)\.\.(.+?)(?::(x?)(\d+))?")
 """`LOW..HIGH`, `LOW..HIGH:5` or `LOW..HIGH:x5`."""
 NAME = "run.name"
 MOST_VALUES = 1_000
-"""Values of one key."""
+"""Maximum number of values of a key."""
 
 
 def read_sweep(sweep: str) -> tuple[str, list[str]]:
-    """Return the key and the values of a sweep such as `optim.lr=1e-3,3e-4`, of values or ranges. `0..4` is every whole
-    number, `0..1:5` five numbers in equal steps, `1e-4..1e-2:x5` five in equal ratios. Raises RecipeError."""
+    """Parse a sweep of values or ranges, such as `optim.lr=1e-3,3e-4`; return the key and its values. `0..4` is every
+    whole number, `0..1:5` five numbers in equal steps, `1e-4..1e-2:x5` five in equal ratios. Raises RecipeError."""
     key, _, text = sweep.partition("=")
     values = [value for part in text.split(",") if part for value in _expand(part, sweep)]
     if not key or not values:
@@ -33,7 +33,7 @@ def read_sweep(sweep: str) -> tuple[str, list[str]]:
 
 
 def _expand(part: str, sweep: str) -> list[str]:
-    """Return the values of a range, ends included; of anything else the text itself."""
+    """Return the values of a range, including both ends; other text is one value."""
     found = RANGE.fullmatch(part)
     if found is None:
         return [part]
@@ -47,7 +47,7 @@ def _expand(part: str, sweep: str) -> list[str]:
     if not count and low.is_integer() and high.is_integer():
         count = int(high - low) + 1
     if not low < high or not 2 <= count <= MOST_VALUES or (by_ratio and low <= 0):
-        message = f"--sweep is `{sweep}`, and `{part}` is no range of 2 to {MOST_VALUES} values that rise"
+        message = f"--sweep is `{sweep}`, and `{part}` is no rising range of 2 to {MOST_VALUES} values"
         hint = "such as 0..4 (whole numbers), 0..1:5 (five in equal steps) or 1e-4..1e-2:x5 (five in equal ratios)"
         raise RecipeError(Problem("usage", message, hint=hint))
     parts = [step / (count - 1) for step in range(count)]
@@ -66,9 +66,12 @@ def sweep_arguments(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> Iterat
 def load_points(
     arguments: Sequence[str], sweeps: Sequence[Sweep], load: Callable[[tuple[str, ...], list[str]], Loaded]
 ) -> Iterator[tuple[tuple[str, ...], Loaded]]:
-    """Yield (values, recipe as `load` loads it) for each combination. A `run.name` that the runs would share is
-    numbered: NAME-1, NAME-2, ..., without those that other runs have. Raises RecipeError."""
-    from trainspec_cli.session.runs.find import check_name_free, free_names  # a plan, which is swept too, has no name
+    """Yield (values, recipe as `load` returns it) for each combination. A `run.name` that the runs would share gets a
+    number: NAME-1, NAME-2, ..., skipping names in use. Raises RecipeError."""
+    from trainspec_cli.session.runs.find import (
+        check_name_free,
+        free_names,
+    )  # not needed by sweeps of plans, which have no name
 
     names: dict[str, Iterator[str]] = {}
     is_shared = bool(sweeps) and all(key != NAME for key, _ in sweeps)

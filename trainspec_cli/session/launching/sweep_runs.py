@@ -17,12 +17,11 @@ from rich.text import Text
 
 from trainspec_cli.core import environment_names
 from trainspec_cli.core.errors import EXIT_DONE, MachineError, Problem, RecipeError, Stopped, WorkerError
-from trainspec_cli.core.printable import format_duration
+from trainspec_cli.core.printable import aligned, format_duration
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.reporter.progress import Progress
-from trainspec_cli.reporter.style import aligned
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.folder.accounting import read_heldout_losses
 from trainspec_cli.run.folder.event_types.events import EvalEvent
@@ -40,7 +39,7 @@ from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 NOT_STARTED = "not started"
 REDRAWN_S = 0.5
-"""Drawing takes time from the workers on a small machine."""
+"""Seconds between redraws of the table, because drawing slows the workers on a small machine."""
 
 
 @dataclass(eq=False)
@@ -52,21 +51,21 @@ class SweptRun:
     run: RunDir
     process: subprocess.Popen[bytes] | None = None
     slot: int = 0
-    """The share of this node's devices that it has, from 0."""
+    """Index of its share of this node's devices."""
     progress: Progress = field(default_factory=lambda: Progress(None))
     heldout_loss: float | None = None
     begun_s: float = 0.0
-    """When it began (`time.monotonic`)."""
+    """Start time (`time.monotonic`)."""
     took_s: float | None = None
-    """None until it is done."""
+    """Duration; None until the run is done."""
     result: SweptResult | None = None
-    """None until it has ended."""
+    """None until the run has ended."""
 
     def __post_init__(self) -> None:
         self._tail = EventTail(self.run.events(0))
 
     def look(self) -> None:
-        """Take in what it has done."""
+        """Read its new events."""
         for event in self._tail.read():
             self.progress.take(event)
             if isinstance(event, EvalEvent):
@@ -78,7 +77,7 @@ class SweptRun:
 
 @dataclass(frozen=True)
 class SweptResult:
-    """The outcome of a run of the sweep; figures are None where it has none."""
+    """The outcome of a run of the sweep; missing figures are None."""
 
     values: Mapping[str, str]
     run: RunDir
@@ -89,7 +88,7 @@ class SweptResult:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Put runs that are done first, by their held-out loss, or else their training loss."""
+        """Sort key: finished runs first, by held-out loss, or by training loss without one."""
         loss = self.loss if self.heldout_loss is None else self.heldout_loss
         return self.status != "done", math.inf if loss is None or math.isnan(loss) else loss
 
@@ -103,8 +102,8 @@ def launch_sweep(
     force: bool,
     as_json: bool,
 ) -> int:
-    """Write all runs down, train them, and print a table, the best first; return the exit code: that of a failure where
-    one run failed, else of a stop where one was asked for. Raises TrainspecError where a run is refused."""
+    """Record all runs, train them, and print a table, best run first. Return the exit code: of a failure if a run
+    failed, else of a stop if one was requested. Raises TrainspecError if a run is refused."""
     console = make_console(as_json=as_json)
     sessions = list(_sessions(arguments, sweeps, console, force=force, as_json=as_json))
     for _, session in sessions:
@@ -114,14 +113,14 @@ def launch_sweep(
         if side_by_side > 1 and side_by_side * size > there_is:
             needed = f"{side_by_side} runs of {size} processes need {side_by_side * size}"
             hint = f"type --at-once {max(1, there_is // size)}, or give a run less: cluster.devices_per_node=1"
-            message = f"{needed} {'GPUs' if on_gpus else 'cores'}, and there are {there_is}"
+            message = f"{needed} {'GPUs' if on_gpus else 'cores'}, and this node has {there_is}"
             raise MachineError(Problem("no_room", message, "--at-once", hint))
     runs = [
         SweptRun(values, write_down(session), progress=Progress(session.plan.total_steps))
         for values, session in sessions
     ]
     console.report(f"{len(runs)} runs, {side_by_side} at a time; trainspec watch RUN shows one")
-    # Each run gets a share of the devices that is large enough for any of them, so that shares never move.
+    # All shares of devices have the size of the largest run, so that shares never move.
     largest = max((session.plan for _, session in sessions), key=lambda plan: plan.devices_per_node)
     train = _Training(runs, console, largest, side_by_side, notify, force=force)
     stopped = train.run()
@@ -132,7 +131,9 @@ def launch_sweep(
         console.report("", render_results(results))
     unfinished = [result for result in results if result.status != "done"]
     if unfinished:
-        console.report("", "to go on:", *(f"  trainspec resume {shlex.quote(str(one.run.root))}" for one in unfinished))
+        console.report(
+            "", "to continue:", *(f"  trainspec resume {shlex.quote(str(one.run.root))}" for one in unfinished)
+        )
     if any(result.status not in ("done", "stopped", NOT_STARTED) for result in results):
         return WorkerError.exit_code
     if not stopped:
@@ -143,12 +144,12 @@ def launch_sweep(
 def _sessions(
     arguments: Sequence[str], sweeps: Sequence[Sweep], console: RunConsole, *, force: bool, as_json: bool
 ) -> Iterator[tuple[Mapping[str, str], Session]]:
-    """Yield (swept values, session of their run). Raises RecipeError where a run needs a folder or a node that others
-    have."""
+    """Yield (swept values, session of their run). Raises RecipeError if runs would share a folder, or need several
+    nodes."""
     keys = [key for key, _ in sweeps]
     for values, loaded in load_points(arguments, sweeps, lambda _, point: load(point)):
         if loaded.spec.run.dir != AUTO and "run.dir" not in keys:
-            message = f"`run.dir` is {loaded.spec.run.dir}, and each run of a sweep needs a folder of its own"
+            message = f"`run.dir` is {loaded.spec.run.dir}, and each run of a sweep needs a separate folder"
             raise RecipeError(Problem("usage", message, "run.dir", "leave run.dir out"))
         if loaded.spec.cluster.num_nodes > 1:
             message = f"`cluster.num_nodes` is {loaded.spec.cluster.num_nodes}, and a sweep runs on this node"
@@ -161,7 +162,7 @@ def _sessions(
 
 
 class _Training:
-    """Trains the runs of a sweep until all have ended, or one asks to stop."""
+    """Trains the runs of a sweep until all have ended or a stop is requested."""
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class _Training:
         *,
         force: bool = False,
     ):
-        """`plan` is that of the run with the most devices on this node; each run has as many to itself."""
+        """`plan`: of the run with the most devices on this node; each run gets that number of devices."""
         self._runs = list(runs)
         self._waiting = list(runs)
         self._console = console
@@ -185,7 +186,8 @@ class _Training:
         self._free = list(range(side_by_side))
 
     def run(self) -> bool:
-        """Return True where a stop was asked for: what goes on then is stopped in order, and nothing else begins."""
+        """Train; return True if a stop was requested. Running runs are then stopped in order, and no other run
+        begins."""
         requests = StopRequests()
         passed_on = 0
         try:
@@ -201,15 +203,15 @@ class _Training:
                     for one in [one for one in self._running if one.process and one.process.poll() is not None]:
                         self._end(one)
                 show()
-        except BaseException:  # none of them outlives its sweep
+        except BaseException:  # no run may outlive the sweep
             self._stop_running()
             raise
         return requests.count > 0
 
     @contextmanager
     def _table(self) -> Iterator[Callable[[], None]]:
-        """Show a table of all runs on a terminal, which the one of the results takes the place of at the end; elsewhere
-        each run has a line when it begins, and one when it has ended."""
+        """Show a table of all runs on a terminal, until the table of results replaces it. Without a terminal, each run
+        has a line when it begins and when it ends."""
         if not self._console.is_terminal:
             yield lambda: None
             return
@@ -229,7 +231,7 @@ class _Training:
             yield show
 
     def _rows(self) -> list[SweptResult]:
-        """Return the runs in the order in which they train, as they stand."""
+        """Return the current state of the runs, in training order."""
         rows = []
         for one in self._runs:
             left_s = one.progress.time_left_s
@@ -239,8 +241,8 @@ class _Training:
         return rows
 
     def _describe_left(self) -> str:
-        """Say how long the runs that have not ended take, by those that are done or else those that train; empty where
-        nothing is known of that yet, or nothing is left."""
+        """Return the estimated time left, from finished or else from running runs; empty if unknown or all have
+        ended."""
         now_s = time.monotonic()
         going = [(now_s - one.begun_s, one.progress.time_left_s) for one in self._running]
         whole_s = [one.took_s for one in self._runs if one.took_s is not None]
@@ -258,9 +260,9 @@ class _Training:
         one.begun_s = time.monotonic()
         environment = {environment_names.PROBE: "off", **self._gpus(slot)}
         one.process = spawn_resume(one.run, self._options, force=self._force, environment=environment)
-        # macOS has no affinity; the runs share its cores as its scheduler likes.
+        # macOS has no CPU affinity, so its scheduler distributes the runs over the cores.
         if self._plan.device == "cpu" and self._side_by_side > 1 and hasattr(os, "sched_setaffinity"):
-            # Else all runs would share all cores, and each would take as many threads as the machine has.
+            # Without affinity all runs would share all cores, and each would start as many threads as there are cores.
             cores = sorted(os.sched_getaffinity(0))
             size = len(cores) // self._side_by_side
             os.sched_setaffinity(one.process.pid, cores[slot * size : (slot + 1) * size])
@@ -269,7 +271,7 @@ class _Training:
             self._console.report(f"{one.describe()}: begins in {one.run.root}")
 
     def _gpus(self, slot: int) -> dict[str, str]:
-        """Return the variable that shows a run its share of the GPUs that this process sees."""
+        """Return the environment variable that limits a run to its share of the visible GPUs."""
         if self._plan.device != "cuda" or self._side_by_side == 1:
             return {}
         size = self._plan.devices_per_node
@@ -307,7 +309,7 @@ def _result(one: SweptRun) -> SweptResult:
 
 
 def render_results(results: Sequence[SweptResult]) -> str:
-    """Draw the table of a sweep, in the order of `results`."""
+    """Return the table of a sweep, in the order of `results`."""
     keys = list(results[0].values)
     rows = [(*keys, "held out", "loss", "steps", "status", "run")]
     for one in results:

@@ -1,1 +1,1 @@
-"""Plans, predictions and budgets of recipes that are loaded."""
+"""Plans, predictions and budgets of loaded recipes."""

@@ -1,4 +1,4 @@
-"""The budget of a portfolio: its runs are planned, by the hour and on spot nodes, and added up over the years."""
+"""The budget of a portfolio: plan its runs, on hourly and on spot nodes, and sum them over the years."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainspec_cli.session.planning.plan import plan_recipe, require_fit
 
 SUFFIXES = (".yaml", ".yml")
 SAME = ("accelerator", "cost", "site", "power")
-"""Parts of the cluster in which the runs of a portfolio agree: they share its machines."""
+"""Parts of the cluster that must be equal for all runs of a portfolio, because they share its machines."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class PortfolioEntry:
     plan: str
     """The arguments of `trainspec plan`: `recipe=llama3_8b cluster=h100 cluster.num_nodes=16`."""
     per_year: tuple[NonNegativeFloat, ...] = (1.0,)
-    """How often it is made in the first year, the second, ...; the last number stands for all years after."""
+    """Number of runs in the first year, the second, ...; the last number applies to all later years."""
     name: str = ""
-    """Its name in the budget; empty: the recipe's."""
+    """Name in the budget; empty: the name of the recipe."""
 
 
 @dataclass(frozen=True)
 class Portfolio:
-    """The runs that share machines, and for how long."""
+    """Runs that share machines, and the period of the budget."""
 
     runs: tuple[PortfolioEntry, ...]
     years: Annotated[int, Range(1, 30)] = 4
@@ -47,9 +47,9 @@ class Portfolio:
 
 
 def budget_portfolio(arguments: Sequence[str], per_year: float = 1.0, years: int = 4) -> Budget:
-    """Budget a file of runs (`portfolio.yaml key=value ...`), or one recipe that is made `per_year` times for `years`.
+    """Budget a file of runs (`portfolio.yaml key=value ...`), or one recipe that is run `per_year` times for `years`.
 
-    Raises RecipeError for what is wrong or lacks a price, and PlanError where a run does not fit.
+    Raises RecipeError for mistakes and missing prices, and PlanError if a run does not fit.
     """
     first, *others = arguments or ("",)
     if first.endswith(SUFFIXES) and "=" not in first:
@@ -73,7 +73,7 @@ def budget_portfolio(arguments: Sequence[str], per_year: float = 1.0, years: int
 
 
 def read_portfolio(file: Path) -> Portfolio:
-    """Return what a file holds. Raises RecipeError with every mistake, located."""
+    """Read a file of runs. Raises RecipeError with every mistake and its line."""
     if not exists(file):
         raise RecipeError(Problem("missing_file", f"there is no file {file}", file=str(file)))
     read = read_yaml(file, Path.cwd())
@@ -81,7 +81,7 @@ def read_portfolio(file: Path) -> Portfolio:
     if not problems:
         problems = _out_of_range(portfolio)
     if not problems and not portfolio.runs:
-        hint = "give it one at least: {plan: recipe=llama3_8b, per_year: [2]}"
+        hint = "give at least one: {plan: recipe=llama3_8b, per_year: [2]}"
         problems = [Problem("missing_value", "`runs` has no run", "runs", hint)]
     if problems:
         raise RecipeError(locate(problems, read.origins, (), Path.cwd()))
@@ -98,13 +98,13 @@ def _out_of_range(portfolio: Portfolio) -> list[Problem]:
 
 
 def _as_option(problem: Problem) -> Problem:
-    """Speak of the options of the command line, which stand for a file."""
+    """Replace the keys of a file by the options of the command line that set them."""
     name = "--years" if problem.path == "years" else "--per-year"
     return replace(problem, path="", message=problem.message.replace(f"`{problem.path}`", name))
 
 
 def _prices(cluster: ClusterSpec) -> Iterator[Problem]:
-    """Name what a budget cannot be made without."""
+    """Yield a problem for each missing price, and for clusters of several pools."""
     if cluster.pools:
         message = "a budget is for one kind of device, and `cluster.pools` has several"
         yield Problem("unsupported", message, "cluster.pools", "name one cluster: cluster=h100")
@@ -139,7 +139,7 @@ def _portfolio_run(entry: PortfolioEntry, plan: PlanReport) -> PortfolioRun:
     spot = replace(plan.spec, cluster=replace(cluster, reliability=spot_reliability(cluster)))
     try:
         spot_wall_s = forecast_run(spot, plan.capacity, best).wall_time_s.value
-    except RecipeError:  # it is taken back too often to end
+    except RecipeError:  # spot nodes are reclaimed too often for the run to end
         spot_wall_s = None
     return PortfolioRun(
         name=entry.name or plan.spec.model.name or plan.spec.model.family,

@@ -1,4 +1,4 @@
-"""Find and read the disturbance that `disturb=NAME|FILE` names, and run a plan's steps under it."""
+"""Find and read the disturbance that `disturb=NAME|FILE` names, and simulate a plan's steps under it."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class NamedDisturbance:
     cwd: Path
 
     def require(self, problems: Sequence[Problem]) -> None:
-        """Raise RecipeError with the problems' lines in the file, if there are any."""
+        """Raise RecipeError with the line of each problem, if there are problems."""
         if problems:
             raise RecipeError(locate(map(_for_a_file, problems), self.origins, (), self.cwd))
 
     def simulate(self, spec: RunSpec, candidate: Candidate, machine: Machine | None) -> Simulation:
-        """Simulate a planned candidate under the disturbance. Raises RecipeError, located, where they do not fit."""
+        """Simulate a planned candidate under the disturbance. Raises RecipeError, with lines, if they do not match."""
         from trainspec_cli.balance.job import describe_job  # loads numpy, which other plans do without
         from trainspec_cli.balance.simulate import simulate
 
@@ -56,9 +56,9 @@ class NamedDisturbance:
 
 
 def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> NamedDisturbance | None:
-    """Return the disturbance that the command line names; None where it names none.
+    """Return the disturbance that the command line names; None without `disturb=`.
 
-    Raises RecipeError with every mistake of its file, located.
+    Raises RecipeError with every mistake in its file and its line.
     """
     from trainspec_cli.recipe.compose.arguments import (
         find_argument,  # loads hydra, which the help of a command does without
@@ -104,7 +104,7 @@ def _unknown(name: str, folders: Folders, number: int) -> Problem:
 
 
 def _for_a_file(problem: Problem) -> Problem:
-    """Word a problem of a recipe for a file of its own: what is typed as `disturb.a.0.b=1` stands there as `b: 1`."""
+    """Reword a problem of a recipe for the separate file, where `disturb.a.0.b=1` is written as `b: 1`."""
     hint = re.sub(rf"type {DISTURB}\.[\w.]*?(\w+)=", r"write \1: ", problem.hint)
     return replace(
         problem, hint=re.sub(rf"{DISTURB}\.([\w.]+)", r"\1", hint), message=problem.message.replace(f"`{DISTURB}.", "`")

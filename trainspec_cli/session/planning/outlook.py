@@ -1,4 +1,4 @@
-"""The planner's word on a run that nothing slows, from its folder and what is known of its machine."""
+"""The planner's advice for a run that nothing slows, from the run's folder and its machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainspec_cli.run.tools import known_probe
 
 
 def outlook_of(run: RunDir, reader: RunReader) -> Outlook:
-    """Return what the planner says of the layout that the run has now. A plan of another version says nothing."""
+    """Return the planner's advice on the run's current layout; none for a plan of another version."""
     try:
         plan = _in_force(read_plan(run), reader.changed)
     except TrainspecError as error:
@@ -29,13 +29,13 @@ def outlook_of(run: RunDir, reader: RunReader) -> Outlook:
 
 
 def _machine_of(plan: Plan, device_name: str) -> Machine:
-    """Return the GPUs that the workers have found, wherever that was."""
+    """Return a machine with the GPUs that the workers have reported."""
     gpu_names = (device_name,) * plan.devices_per_node if device_name else ()
     return Machine(hostname="", cpu_cores=1, memory_bytes=0, gpu_names=gpu_names)
 
 
 def _in_force(plan: Plan, change: DirectiveEvent | None) -> Plan:
-    """Return the plan in the layout that it was changed to last."""
+    """Return the plan in the layout of its latest change."""
     if change is None or isinstance(change.layout, Absent):
         return plan
     size = change.micro_batch_size

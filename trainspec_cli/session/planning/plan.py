@@ -1,4 +1,4 @@
-"""The plan of a recipe with all that stands beside it, for `trainspec plan` and for Python."""
+"""The plan of a recipe with its additional sections, for `trainspec plan` and for Python."""
 
 from __future__ import annotations
 
@@ -27,24 +27,23 @@ from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
 from trainspec_cli.recipe.rules.check import check_built, matrix_units, parts_for
 from trainspec_cli.reporter.plan.labels import PlanReport, PlanSection
-from trainspec_cli.session.planning.profile import with_profile
-from trainspec_cli.session.recipe.load import Loaded, load_for_planning, this_machine, with_defaults
+from trainspec_cli.session.recipe.load import Loaded, load_for_planning, this_machine, with_defaults, with_profile
 
 if TYPE_CHECKING:
     from trainspec_cli.reporter.plan.trace import TraceReport
     from trainspec_cli.session.planning.disturbance import NamedDisturbance
 
 PLAN_SECTIONS: Point[Callable[[RunSpec, CapacityPlan, Candidate], PlanSection | None]] = Point("plan_sections")
-"""Makes a wing's part of the plan of a recipe that uses it, of its best layout; None where there is nothing to plan."""
+"""Returns a wing's section of the plan, for the best layout of a recipe that uses the wing; None if it is empty."""
 
 
 def plan_recipe(arguments: Sequence[str], *, trace: bool = False) -> PlanReport:
-    """Plan a recipe on its cluster. Raises RecipeError where it is wrong; `best` is None where nothing fits."""
+    """Plan a recipe on its cluster; `best` is None if nothing fits. Raises RecipeError for a wrong recipe."""
     arguments, defaults = with_defaults(arguments)
     loaded = load_for_planning(arguments)
     disturbed = None
     if names_disturbance(arguments):
-        from trainspec_cli.session.planning.disturbance import load_disturbance  # what other plans do without
+        from trainspec_cli.session.planning.disturbance import load_disturbance  # only needed with `disturb=`
 
         disturbed = load_disturbance(arguments)
     return plan_loaded(loaded, defaults, disturbed, trace=trace)
@@ -57,11 +56,11 @@ def plan_loaded(
     *,
     trace: bool = False,
 ) -> PlanReport:
-    """Plan a recipe that is loaded. Raises as `plan_recipe` does."""
+    """Plan a loaded recipe. Raises as `plan_recipe` does."""
     if len(loaded.spec.cluster.pools) > 1:
         if disturbed or trace:
             asked = "disturb=" if disturbed else "--trace"
-            message = f"{asked} looks at one kind of node, and `cluster.pools` has several"
+            message = f"{asked} needs one kind of node, and `cluster.pools` has several"
             hint = f"leave out {asked}, or name one cluster: cluster=h100"
             raise RecipeError(Problem("unsupported", message, "cluster.pools", hint))
         return _plan_on_pools(loaded, defaults)
@@ -103,8 +102,8 @@ def plan_loaded(
 
 
 def _plan_on_pools(loaded: Loaded, defaults: tuple[str, ...]) -> PlanReport:
-    """Plan a cluster of several pools, beside each of them alone."""
-    # loads a search of its own, which other plans do without
+    """Plan a cluster of several pools, and each pool alone for comparison."""
+    # loads a separate search, which other plans do not need
     from trainspec_cli.planner.pools.plan import advise_pools, compare_pools, plan_pools
 
     spec = on_pools(loaded.spec, loaded.spec.cluster.pools)
@@ -121,7 +120,7 @@ def _plan_on_pools(loaded: Loaded, defaults: tuple[str, ...]) -> PlanReport:
 
 
 def require_fit(planned: PlanReport) -> Candidate:
-    """Return the best layout. Raises PlanError where nothing fits, with what would."""
+    """Return the best layout. Raises PlanError if nothing fits, with a change that would fit."""
     if planned.best:
         return planned.best
     devices = f"{planned.capacity.world_size:,} {planned.device}"
@@ -129,7 +128,7 @@ def require_fit(planned: PlanReport) -> Candidate:
     raise PlanError(Problem(code="does_not_fit", message=message, hint="; ".join(planned.capacity.advice)))
 
 
-# Parts of a plan that few ask for: each loads what the others do without
+# Optional sections of a plan, which load additional modules
 
 
 def names_disturbance(arguments: Sequence[str]) -> bool:
@@ -145,7 +144,7 @@ def _sections(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> tuple[P
 
 
 def _trace(spec: RunSpec, capacity: CapacityPlan) -> TraceReport:
-    """Trace the first candidate. Raises RecipeError where the engine does not build the model."""
+    """Trace the first candidate. Raises RecipeError if the engine does not build the model."""
     from trainspec_cli.reporter.plan.trace import compare_trace
     from trainspec_cli.run.tools import trace_plan
 

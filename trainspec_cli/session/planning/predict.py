@@ -1,4 +1,4 @@
-"""Predict what the run will take on this machine before the workers start, and whether it fits."""
+"""Predict the time and memory of a run on this machine before the workers start, and whether it fits."""
 
 from __future__ import annotations
 
@@ -40,55 +40,55 @@ from trainspec_cli.run.memory_limits import read_limits
 from trainspec_cli.run.recovery.memory import build_ladder, with_reliefs, with_setting
 from trainspec_cli.run.tools import DISTURBED_HOLDS_S, known_probe, probe_machine
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.planning.profile import describe_profile, find_profile
+from trainspec_cli.session.recipe.load import describe_profile, find_profile
 
 PROBING = (
-    "measuring this machine, once for this version: short runs of its matrix products, memory and exchanges, from "
-    "which later launches predict their time and memory (Ctrl-C skips it)"
+    "measuring this machine, once for this version: short runs of matrix products, memory and exchanges, for the "
+    "predictions of later launches (Ctrl-C skips it)"
 )
 UNMEASURED = "this machine is not measured yet"
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """How a plan is predicted on this machine, and what it may take of it."""
+    """The prediction of a plan on this machine, and its memory limit."""
 
     predict: Predict
     limit_bytes: float
-    """Memory that one process may take."""
+    """Memory limit of one process."""
     limit_text: str
     knows: Callable[[Plan], bool] = lambda _: True
-    """True where it can predict a plan that differs in its setting of memory."""
+    """Returns whether it can predict the plan with another memory setting."""
     is_measured: bool = True
-    """False where the machine has no probe: no time is predicted, and of memory the tensors alone."""
+    """False without a probe of the machine: the time is not predicted, and memory only as the size of tensors."""
 
 
 def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: bool) -> Plan:
-    """Return the plan with its prediction, where one can be made. Raises PlanError where it does not fit,
-    unless forced.
+    """Return the plan with its prediction, if one is possible. Raises PlanError if the plan does not fit, unless
+    forced.
 
-    Nothing is started for that: a machine without a probe is measured after a run (`probe_after_run`).
+    This starts no processes: a machine without a probe is measured after a run (`probe_after_run`).
     """
     for note in chip_of(machine)[1] if plan.spec.cluster.device != "cpu" else ():
         console.report(note)
     if plan.comm.reason:
         console.report(f"gradients travel in {plan.comm.describe()}: {plan.comm.reason}")
     if plan.device == "cpu" and plan.compute == "bf16" and not machine.bf16:
-        console.report("this processor has no instructions for bf16, which takes many times as long: precision=fp32")
+        console.report("this processor has no bf16 instructions, so bf16 is many times slower; type precision=fp32")
     predictor = _predictor(plan, machine, console)
     is_measured = predictor is not None and predictor.is_measured
     plan = _with_probed_peak(plan, machine)
     plan = replace(plan, memory_ladder=_memory_ladder(plan, predictor if is_measured else None))
-    # The ladder is built all the same: where nothing is predicted, each setting may be tried in turn.
+    # The ladder is built even without a prediction, because the run may then try each setting in turn.
     if predictor is None:
         return replace(plan, prediction=None, largest_stage_layers=None)
     prediction = predictor.predict(plan.as_one_group)
     if is_measured:
         console.report(describe_prediction(prediction, plan.tokens_per_step))
     else:
-        later = f" ({environment_names.PROBE}=off)" if _may_not_probe() else ", a launch does that after its run"
+        later = f" ({environment_names.PROBE}=off)" if _may_not_probe() else "; a launch does that after its run"
         tensors = f"the run's tensors take {format_bytes(prediction.needed_bytes)} a process"
-        console.report(f"{UNMEASURED}{later}: {tensors}, its time is not predicted")
+        console.report(f"{UNMEASURED}{later}: {tensors}, and its time is not predicted")
     if prediction.needed_bytes > predictor.limit_bytes:
         problem = _does_not_fit(plan, prediction, predictor)
         if not force:
@@ -106,8 +106,8 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
 
 
 def _with_probed_peak(plan: Plan, machine: Machine) -> Plan:
-    """Return the plan with the best matrix product of this machine's probe, which each worker would measure again at
-    every start; as it is where the machine was not probed, and on several nodes, which may differ."""
+    """Return the plan with the peak from this machine's probe, so that workers need not measure it at every start. The
+    plan is unchanged without a probe, and on several nodes, which may differ."""
     if plan.peak_flops is not None or plan.device != "cpu" or plan.num_nodes > 1:
         return plan
     probe = known_probe(plan.as_one_group, machine)
@@ -119,8 +119,8 @@ def _with_probed_peak(plan: Plan, machine: Machine) -> Plan:
 def _check_changes(
     plan: Plan, predictor: Predictor, before: LocalPrediction, console: PrintableConsole, *, force: bool
 ) -> Iterator[PlannedLayout]:
-    """Return the planned changes with what memory allows in each. Raises PlanError where a layout does not fit, or the
-    way to it, unless forced."""
+    """Return the planned changes with the memory limits of each. Raises PlanError if a layout or the change to it does
+    not fit, unless forced."""
     for place, change in enumerate(plan.changes):
         other = plan.with_layout(change)
         if plan.device == "cpu" and not is_predictable(other):
@@ -133,7 +133,7 @@ def _check_changes(
             layout = f"from step {change.step} on, {change.layout.describe()}"
             message = f"{what} {layout}, takes {format_bytes(needed_bytes)} a process; {predictor.limit_text}"
             if not force:
-                hint = "name another layout there, or leave the change out; --force launches all the same"
+                hint = "choose another layout for that step, or leave the change out; --force launches anyway"
                 raise PlanError(Problem("does_not_fit", message, f"scheduler.changes.{place}", hint))
             console.report(f"{message}; forced")
         yield replace(
@@ -145,8 +145,8 @@ def _check_changes(
 
 
 def with_known_limits(plan: Plan, machine: Machine, console: PrintableConsole) -> Plan:
-    """Return the plan with what earlier runs of it had to take for want of memory, and say so; as it is under
-    `scheduler=off`."""
+    """Return the plan with the settings that earlier runs of it needed after running out of memory, and report them.
+    Under `scheduler=off` the plan is unchanged."""
     if plan.spec.scheduler.mode == "off":
         return plan
     changed = with_reliefs(plan, read_limits(plan, machine).reliefs)
@@ -159,7 +159,7 @@ def with_known_limits(plan: Plan, machine: Machine, console: PrintableConsole) -
 
 
 def _known_change(plan: Plan, change: PlannedLayout, machine: Machine) -> PlannedLayout:
-    """Return a planned change with micro-batches that earlier runs in its layout have left."""
+    """Return a planned change with the micro-batches that fitted in earlier runs of its layout."""
     other = plan.with_layout(change)
     known = with_reliefs(other, read_limits(other, machine).reliefs)
     return replace(
@@ -171,12 +171,12 @@ def _known_change(plan: Plan, change: PlannedLayout, machine: Machine) -> Planne
 
 
 def _smaller(known: int | None, predicted: int | None) -> int | None:
-    """Return the smaller of what earlier runs have left and what is predicted to fit; None where nothing is known."""
+    """Return the smaller of the limit from earlier runs and the predicted one; None if neither is known."""
     return min((size for size in (known, predicted) if size is not None), default=None)
 
 
 def _memory_ladder(plan: Plan, predictor: Predictor | None) -> tuple[MemorySetting, ...]:
-    """Return what the run takes in turn where its memory runs out; nothing under `scheduler=off`."""
+    """Return the settings that the run tries in turn if memory runs out; none under `scheduler=off`."""
     if plan.spec.scheduler.mode == "off":
         return ()
 
@@ -196,7 +196,7 @@ def _memory_ladder(plan: Plan, predictor: Predictor | None) -> tuple[MemorySetti
 
 
 def _refused(plan: Plan, setting: MemorySetting) -> list[Problem]:
-    """Return what the rules have against a setting that is not the plan's own."""
+    """Return the problems of a memory setting that differs from the plan's."""
     if setting == plan.memory_setting:
         return []
     changed = replace(plan.spec, recompute=setting.recompute, offload=setting.offload)
@@ -204,8 +204,8 @@ def _refused(plan: Plan, setting: MemorySetting) -> list[Problem]:
 
 
 def _largest_micro_batch(plan: Plan, predictor: Predictor) -> int | None:
-    """Return the samples of the largest micro-batch that fits, which the scheduler may give a fast rank; None where it
-    divides nothing. `scheduler.max_micro_batch_size: auto` asks for up to twice the plan's."""
+    """Return the largest micro-batch that fits, in samples, which the scheduler may give a fast rank; None if it does
+    not change shares. `scheduler.max_micro_batch_size: auto` allows up to twice the plan's size."""
     scheduler = plan.spec.scheduler
     usual = plan.micro_batch_size
     if scheduler.mode == "off" or plan.layout.data_parallel_size == 1:
@@ -220,7 +220,7 @@ def _largest_micro_batch(plan: Plan, predictor: Predictor) -> int | None:
 
 
 def _largest_stage(plan: Plan, predictor: Predictor) -> int | None:
-    """Return the layers of the fullest pipeline rank that fits; None where the scheduler moves none."""
+    """Return the most layers that fit on any pipeline rank; None if the scheduler moves no layers."""
     if plan.spec.scheduler.mode == "off":
         return None
 
@@ -242,7 +242,7 @@ def _predictor(plan: Plan, machine: Machine, console: PrintableConsole) -> Predi
             console.report(f"no prediction: the catalogue has no accelerator like {machine.gpu_names[0]}")
         elif plan.device == "cpu":
             console.report(
-                "no prediction: on a CPU it takes an eager llama, trained whole on one node by data parallelism alone"
+                "no prediction: on a CPU it needs an eager llama, trained in full on one node by data parallelism"
             )
         return None
     limit_bytes = machine.memory_bytes / plan.devices_per_node
@@ -260,12 +260,12 @@ def _predictor(plan: Plan, machine: Machine, console: PrintableConsole) -> Predi
 
 
 def probe_after_run(plan: Plan, machine: Machine, console: PrintableConsole) -> None:
-    """Probe the machine of a run that is done, for the launches that follow, where its plan is predicted by a probe and
-    none holds. Without one a run only lacks its prediction, so that what fails here is reported and does not count. A
-    terminal shows the elapsed time meanwhile, since nothing else moves on it."""
+    """Probe the machine after a run, for later launches, if the plan's prediction needs a probe and no valid one
+    exists. Without a probe a run only lacks its prediction, so a failure here is reported and has no other effect. A
+    terminal shows the elapsed time meanwhile."""
     if not is_predictable(plan.as_one_group) or _may_not_probe():
         return
-    sys.stdout.flush()  # who reads the result from a pipe need not wait for this
+    sys.stdout.flush()  # a reader of the result in a pipe need not wait for the probe
     try:
         with ExitStack() as shown:
 
@@ -291,8 +291,8 @@ def _may_not_probe() -> bool:
 
 
 def describe_load(probe: MachineProbe | None) -> Iterator[str]:
-    """Yield what a probe that other programs disturbed means for predictions. It is said where the machine is measured,
-    and where somebody asks what a launch would do; at every launch it would be noise."""
+    """Yield a note about a probe that other programs disturbed. It is shown after the measurement and in a dry run; at
+    every launch it would be noise."""
     if probe is not None and probe.is_disturbed:
         taken = f"other programs kept the probe from running for {probe.displaced:.0%} of its time"
         later = f"a run that ends {DISTURBED_HOLDS_S / 3600:.0f} hours after it measures again"
@@ -308,4 +308,4 @@ def _does_not_fit(plan: Plan, prediction: LocalPrediction, predictor: Predictor)
         f"{predictor.limit_text} (most goes to {most}, {format_bytes(causes[most])} a process)"
     )
     fitting = f"this would fit: {change}" if change else "a smaller model or a shorter data.seq_len would fit"
-    return Problem("does_not_fit", message, hint=f"{fitting}; --force launches all the same")
+    return Problem("does_not_fit", message, hint=f"{fitting}; --force launches anyway")

@@ -1,1 +1,1 @@
-"""A recipe made ready: loaded, completed, imported, migrated, with its data."""
+"""Prepare a recipe: load, complete and migrate it, and prepare its data."""

@@ -1,28 +1,31 @@
-"""The data of a run, made ready on this node before any worker starts, or found again when a run goes on."""
+"""Prepare the data of a run on this node before its workers start, find it again for a resumed run, or count it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from trainspec_cli.core.errors import MachineError, Problem, TrainspecError
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
+from trainspec_cli.core.reading.files import expand
 from trainspec_cli.data.corpus.chat import describe_formats
-from trainspec_cli.data.corpus.labelled import find_samples
-from trainspec_cli.data.corpus.prepare import check_text, prepare
+from trainspec_cli.data.corpus.labelled import find_samples, open_samples
+from trainspec_cli.data.corpus.prepare import check_text, prepare, prepared_folder
+from trainspec_cli.data.corpus.rows import open_rows
 from trainspec_cli.data.corpus.sources import Collection
-from trainspec_cli.recipe.keys.run import DataSpec
+from trainspec_cli.recipe.keys.model import ConvModel
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec
 from trainspec_cli.reporter.live import showing_progress
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.recipe.load import Loaded
+from trainspec_cli.session.recipe.load import EPOCHS, TOKENS, Loaded
 
 VALIDATED_BYTES = 16 * 2**20
-"""Text of each source that is looked through before a launch asks for all of it."""
+"""Bytes of each source that `validate` reads."""
 
 
 def prepare_data(loaded: Loaded, console: PrintableConsole) -> Path | None:
-    """Return the folder to read, of tokens made now if need be; None where nothing is read. Problems are located as the
-    recipe's own are."""
+    """Return the folder of the data, and tokenise it first if needed; None if the run reads no data. Problems have
+    lines of the recipe."""
     spec = loaded.spec
     try:
         if spec.model.unit == "samples":
@@ -37,8 +40,8 @@ def prepare_data(loaded: Loaded, console: PrintableConsole) -> Path | None:
 
 
 def check_data(loaded: Loaded) -> str:
-    """Return what the beginning of the data says of the formats of its conversations; nothing is made. Raises as
-    `prepare_data` does where the data is not what the recipe says."""
+    """Return a line about the formats of conversations at the beginning of the data, without preparing it. Raises as
+    `prepare_data` if the data does not match the recipe."""
     if loaded.spec.model.unit == "samples":
         return ""
     try:
@@ -49,12 +52,38 @@ def check_data(loaded: Loaded) -> str:
 
 
 def check_data_of(run: RunDir, data: DataSpec) -> None:
-    """Find the folder that the run began with, or make it again just as it was; phantoms have none. Raises
+    """Check that the run's data folder exists, or prepare the same data again; phantom data has no folder. Raises
     MachineError."""
     data_dir = read_data_dir(run)
     if data_dir is None or (folder := Path(data_dir)).is_dir():
         return
     if data.unit == "samples" or data.source == "tokens" or prepare(data) != folder:
-        message = f"the data folder of this run is gone ({folder}), and its source is not what it was"
-        hint = "put it back, or start a new run"
+        message = f"the data folder of this run is gone ({folder}), and its source has changed"
+        hint = "restore it, or start a new run"
         raise MachineError(Problem("missing_data", message, "data", hint, environment=True))
+
+
+def count_samples(spec: RunSpec, folder: str | None) -> int:
+    """Return the number of training samples of an epoch; text is tokenised for that. Raises RecipeError if they cannot
+    be counted."""
+    data = spec.data
+    model = spec.model
+    if data.is_own and folder is None and (found := prepared_folder(data)):
+        folder = str(found)
+    elif data.is_own and folder is None:
+        message = f"`{EPOCHS}` is {spec.train.epochs:g}, and counting the samples of {data.source} would have to run it"
+        hint = f"prepare its data first (trainspec data prepare), or type {TOKENS}=<tokens> instead"
+        raise RecipeError(Problem("unsupported", message, EPOCHS, hint))
+    if data.source == "mixture":
+        message = f"`{EPOCHS}` is {spec.train.epochs:g}, and the parts of data=mixture have epochs of different lengths"
+        raise RecipeError(Problem("unsupported", message, EPOCHS, f"type {TOKENS}=<tokens> instead"))
+    try:
+        if isinstance(model, ConvModel):
+            return open_samples(data, model, expand(data.path) if data.path else None).count("train")
+        with showing_progress(PrintableConsole(stderr=True)) as on_progress:
+            tokens = Collection.open(folder or prepare(data, on_progress)).main
+        return len(open_rows(tokens, "train", data))
+    except TrainspecError as error:
+        message = f"`{EPOCHS}` is {spec.train.epochs:g}, and the samples of an epoch cannot be counted: {error}"
+        hint = f"type {TOKENS}=<tokens> instead, such as {TOKENS}=500e9"
+        raise RecipeError(Problem("unknown_length", message, EPOCHS, hint)) from error

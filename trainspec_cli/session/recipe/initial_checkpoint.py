@@ -1,4 +1,4 @@
-"""Read from `init.from` what is not weights: the model, where the recipe leaves it open, and the tokenizer."""
+"""Read the model, if the recipe leaves it open, and the tokenizer from the checkpoint in `init.from`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from trainspec_cli.core.errors import Problem, RecipeError, TrainspecError
 from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.core.node import check_tree
 from trainspec_cli.core.reading.files import exists, how_to_copy
-from trainspec_cli.core.trust import check_tree
 from trainspec_cli.data.huggingface.config import differences, read_model
 from trainspec_cli.data.huggingface.folder import CONFIG, TOKENIZER, open_weights, read_config
 from trainspec_cli.data.weights.folder import config_file, open_other, read_other_model
@@ -21,11 +21,11 @@ from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.structure import build, choose_section
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir, read_section
-from trainspec_cli.session.recipe.initial import failed, section_of
+from trainspec_cli.session.recipe.complete import failed, section_of
 
 
 def complete_from(begins_with: str, data: JsonObject, model: JsonObject, *, unchosen: bool) -> Completion:
-    """The values that a recipe leaves to the checkpoint that it begins with. `unchosen`: it chooses no model at all."""
+    """Return the values that the recipe leaves to its checkpoint. `unchosen`: the recipe chooses no model."""
     asked = dict(model)
     is_auto = model.get("family") == AUTO_FAMILY
     is_open = is_auto or unchosen
@@ -48,7 +48,7 @@ def complete_from(begins_with: str, data: JsonObject, model: JsonObject, *, unch
 
 
 def _read(init: InitSpec) -> tuple[JsonObject, str, Path | None]:
-    """-> (the checkpoint's model, the file that says so, its tokenizer). Raises TrainspecError."""
+    """Return the checkpoint's model, the file that defines it, and its tokenizer. Raises TrainspecError."""
     asked = init.from_ or ""
     if remote := how_to_copy(asked) or how_to_copy(asked.removeprefix(HUGGING_FACE)):
         message = f"`init.from` is {asked}, which is not on this machine"
@@ -72,7 +72,7 @@ def _read(init: InitSpec) -> tuple[JsonObject, str, Path | None]:
 
 
 def _tokenizer_of(data_dir: str) -> Path | None:
-    """Return the tokenizer of prepared data."""
+    """Return the path of the tokenizer of prepared data."""
     from trainspec_cli.data.corpus.sources import Collection  # loads numpy, which plans do without
 
     made = Collection.open(data_dir).tokenizer_folder
@@ -80,7 +80,7 @@ def _tokenizer_of(data_dir: str) -> Path | None:
 
 
 def check_initial(spec: RunSpec) -> Iterable[Problem]:
-    """Return why what `init.from` names does not hold the model's weights."""
+    """Return the problems of a checkpoint in `init.from` that does not hold the model's weights."""
     try:
         if (folder := spec.init.hugging_face) is not None:
             if not isinstance(spec.model, DecoderModel):
@@ -104,7 +104,7 @@ def _check_run(run: RunDir, spec: RunSpec) -> None:
         raise RecipeError(Problem("missing_file", f"{run.root} holds no whole checkpoint", "init.from"))
     lora = read_section(run, "lora")
     if lora.get("rank") and to_plain(LoraSpec()) | lora != to_plain(spec.lora):
-        message = f"{run.root} trained LoRA adapters of other sizes, or beside another base, which would be left behind"
+        message = f"{run.root} trained LoRA adapters of other sizes, or on another base, which would be lost"
         hint = f"merge them first: trainspec export {run.root} --output FOLDER, then init.from=hf:FOLDER"
         raise RecipeError(Problem("contradiction", message, "lora", hint))
 
@@ -114,7 +114,7 @@ def _if_there(file: Path) -> Path | None:
 
 
 def _contradictions(asked: JsonObject, found: JsonObject, source: str) -> list[Problem]:
-    """Keys under which the recipe's model is another than the checkpoint's."""
+    """Return a problem for each key in which the recipe's model differs from the checkpoint's."""
     mine = _build(asked)
     theirs = _build(found)
     if mine is None or theirs is None:
@@ -135,7 +135,7 @@ def _contradictions(asked: JsonObject, found: JsonObject, source: str) -> list[P
 
 
 def _build(section: JsonObject) -> ModelSpec | None:
-    """Build the model; None where a value has a wrong type, which other checks report."""
+    """Build the model; None if a value has a wrong type, which other checks report."""
     kind = choose_section(ModelSpec, section)
     assert kind is not None
     model: ModelSpec
@@ -144,8 +144,8 @@ def _build(section: JsonObject) -> ModelSpec | None:
 
 
 def _tokenizer(data: JsonObject, found: Path | None) -> JsonObject:
-    """The checkpoint's, where the recipe names none: its ids are what the weights know. Token folders have one already,
-    but without the chat template, which conversations to validate with need."""
+    """Return the checkpoint's tokenizer for a recipe without one, because the weights were trained with its ids. Token
+    folders already have a tokenizer, but lack the chat template that validation on conversations needs."""
     reads = section_of(data, "data")
     named = section_of(reads, "tokenizer").get("path")
     validation = section_of(reads, "validation")

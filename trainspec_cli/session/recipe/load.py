@@ -1,4 +1,4 @@
-"""Load a RunSpec from a command line, and make a Plan of it, for every command that takes a recipe."""
+"""Load a RunSpec from a command line and make a Plan of it, for every command that takes a recipe."""
 
 from __future__ import annotations
 
@@ -24,13 +24,29 @@ from trainspec_cli.recipe.rules.run import BLOCK_PARAMS
 from trainspec_cli.recipe.structure import UNKNOWN, UnknownTouched, build
 
 if TYPE_CHECKING:
-    from trainspec_cli.recipe.compose.compose import Composed
+    from trainspec_cli.recipe.compose.compose import Complete, Composed
     from trainspec_cli.run.job.folder import LaunchOrigin
 
 
+import re
+from dataclasses import replace
+
+import yaml
+
+from trainspec_cli import __version__
+from trainspec_cli.core.node import cache_dir, cpu_name, make_cache
+from trainspec_cli.core.reading.files import VERSION_LINE
+from trainspec_cli.core.reading.yaml_file import read_versioned_yaml
+from trainspec_cli.planner.calibration import PACE, efficiency_with
+from trainspec_cli.planner.hardware.cluster import chip_of
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.recipe.records import from_plain, to_plain
+from trainspec_cli.recipe.results.tables import ClusterProfile
+from trainspec_cli.run.folder.files import write_text
+
 DATA_PATHS = ("data.path", "data.tokenizer.path")
 CHECK_START: Point[Callable[[RunSpec], None]] = Point("check_start")
-"""Raises TrainspecError where the run of a recipe that uses the wing lacks what a start of it needs."""
+"""Raises TrainspecError if a recipe that uses the wing lacks something that its start needs."""
 ACCELERATOR = "cluster.accelerator"
 OF_PLANNING = (DISTURB,)
 """Keys of the command line that `trainspec plan` reads itself."""
@@ -43,7 +59,7 @@ class Loaded:
 
     @property
     def origin(self) -> LaunchOrigin:
-        """Return the origin that a run of this recipe records in its folder."""
+        """Return the origin, which a run of this recipe records in its folder."""
         from trainspec_cli.recipe.compose.values import (
             render_yaml,  # loads hydra, which the help of a command does without
         )
@@ -55,16 +71,16 @@ class Loaded:
 @dataclass(frozen=True)
 class Examined:
     draft: RunSpec
-    """UNKNOWN stands in it for what is missing or wrong."""
+    """The recipe, with UNKNOWN for missing and wrong values."""
     composed: Composed
     problems: list[Problem]
-    """Located, in the order they are read."""
+    """Problems with their lines, in reading order."""
 
 
 def load(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Loaded:
-    """Return what `recipe=NAME key=value ...` asks for. Raises RecipeError with every problem, located, and as
-    `with_counted_block`. A run that is planned and not started (`to_run`) needs no data here, nor an engine that is
-    able to run it."""
+    """Load the recipe of `recipe=NAME key=value ...`. Raises RecipeError with every problem and its line, and as
+    `with_counted_block`. A run that is only planned (not `to_run`) needs neither data on this machine nor an engine
+    that can run it."""
     examined = examine(arguments, cwd, to_run=to_run)
     problems = examined.problems
     if not to_run:
@@ -78,14 +94,14 @@ def load(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = Tr
 
 
 def load_for_planning(arguments: Sequence[str], cwd: Path | None = None) -> Loaded:
-    """Load a run that is planned and not started, as `load` does."""
+    """Load a recipe that is planned and not started, as `load` does."""
     return load(arguments, cwd, to_run=False)
 
 
 def with_counted_block(arguments: Sequence[str], examined: Examined) -> list[str]:
-    """Return the arguments, with the number of parameters of a user-defined block where that is all that is wrong with
-    the model: another process makes a block and counts. Raises RecipeError where the block cannot be made, and
-    MachineError where the process fails."""
+    """Return the arguments, with the parameter count of a user-defined block if that is the model's only problem.
+    Another process builds a block and counts. Raises RecipeError if the block cannot be built, and MachineError if the
+    process fails."""
     about_model = [problem for problem in examined.problems if problem.path.partition(".")[0] == "model"]
     if not about_model or without_uncounted(about_model):
         return list(arguments)
@@ -101,7 +117,7 @@ def with_counted_block(arguments: Sequence[str], examined: Examined) -> list[str
 
 
 def check_start(spec: RunSpec) -> None:
-    """Raise TrainspecError where a wing that the recipe uses refuses to start its run."""
+    """Raise TrainspecError if a wing that the recipe uses refuses to start the run."""
     for check_it in parts_for(CHECK_START, spec):
         check_it(spec)
 
@@ -112,21 +128,25 @@ def without_uncounted(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Examined:
-    """Find everything that is wrong with a recipe, whatever the machine."""
+    """Find all problems of a recipe that do not depend on the machine."""
     from trainspec_cli.recipe.compose.compose import (
         compose_arguments,  # loads hydra, which the help of a command does without
     )
-    from trainspec_cli.session.recipe.initial import check_weights, complete  # as above
-    from trainspec_cli.session.recipe.own_code import absolute_code  # as above
-    from trainspec_cli.session.recipe.run_length import complete_steps, complete_warmup  # as above
+    from trainspec_cli.session.recipe.complete import (
+        absolute_code,
+        check_weights,
+        complete_model,
+        complete_steps,
+        complete_warmup,
+    )  # as above
 
     aside = () if to_run else OF_PLANNING
-    composed = compose_arguments(
-        arguments, cwd, (*absolute_code(cwd), partial(complete, to_run=to_run), complete_steps, complete_warmup), aside
-    )
+    completes: list[Complete] = [*absolute_code(cwd), partial(complete_model, to_run=to_run)]
+    completes += [complete_steps, complete_warmup]
+    composed = compose_arguments(arguments, cwd, completes, aside)
     draft, mistyped = build(RunSpec, composed.data)
-    # Rules pass over UNKNOWN: what a recipe or an option would have set
-    # that was not found is reported once, by its name.
+    # Rules skip UNKNOWN values. So a recipe or option that was not found is reported once, rather than for each value
+    # that it would have set.
     names = draft.__dataclass_fields__
     unknown = set(names) if RECIPE in composed.failed else composed.failed & set(names)
     draft = RunSpec(**{name: UNKNOWN if name in unknown else getattr(draft, name) for name in names})
@@ -134,7 +154,7 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     checked += apply([check_weights], draft) if to_run and not composed.problems else []
     checked += apply([partial(_accelerator_is_used, arguments)], draft) if to_run else []
     problems = composed.locate([*mistyped, *checked])
-    # An interpolation leads nowhere where its target misses, or its section is none, which is reported by itself.
+    # A broken interpolation is not reported if its target is missing or mistyped, which is already reported.
     missing = [f"${{{problem.path}}}" for problem in mistyped if problem.code == "missing_value"]
     missing += [f"${{{problem.path}." for problem in mistyped if problem.code == "wrong_type"]
     known = [
@@ -147,7 +167,7 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
 
 
 def _accelerator_is_used(arguments: Sequence[str], spec: RunSpec) -> Iterator[Problem]:
-    """A rule: who types an accelerator does not train on CPUs since the recipe is for those."""
+    """Yield a problem if the command line names an accelerator, but the recipe trains on CPUs."""
     chip = spec.cluster.accelerator
     typed = {key.strip(): value for key, _, value in (argument.partition("=") for argument in arguments)}
     if chip is None or chip.vendor == "cpu" or spec.cluster.device != "cpu":
@@ -159,14 +179,14 @@ def _accelerator_is_used(arguments: Sequence[str], spec: RunSpec) -> Iterator[Pr
 
 
 def plan_on(loaded: Loaded, machine: Machine) -> Plan:
-    """Resolve every `auto`. Raises MachineError for what the node lacks, RecipeError for sizes that do not fit it."""
+    """Resolve every `auto`. Raises MachineError for what the node lacks, RecipeError for sizes that do not match it."""
     require(loaded.composed.locate(check_machine(loaded.spec, machine)))
     return plan_for(loaded, machine)
 
 
 def machine_of_job(loaded: Loaded) -> Machine:
-    """Return what a node of the job is, which need not be like this one. Raises RecipeError where the recipe leaves
-    open what only the job's nodes could show."""
+    """Return a node of the job, which may differ from this one. Raises RecipeError if the recipe leaves open what only
+    the job's nodes could show."""
     cluster = loaded.spec.cluster
     open_keys = [key for key in ("device", "devices_per_node") if getattr(cluster, key) == AUTO]
     if open_keys:
@@ -182,7 +202,7 @@ def machine_of_job(loaded: Loaded) -> Machine:
 
 
 def plan_for(loaded: Loaded, machine: Machine) -> Plan:
-    """Resolve every `auto` for a machine that is not this one. Raises as `plan_on`, but for what the node lacks."""
+    """Resolve every `auto` for another machine. Raises as `plan_on`, except for what the node lacks."""
     try:
         return plan(loaded.spec, machine)
     except TrainspecError as error:
@@ -190,15 +210,15 @@ def plan_for(loaded: Loaded, machine: Machine) -> Plan:
 
 
 def this_machine(spec: RunSpec) -> Machine:
-    """This node as a spec without problems would use it."""
+    """Return this node as a valid spec would use it."""
     from trainspec_cli.run.job.machine import detect  # loads psutil, which plans for another cluster do without
 
     return detect(look_for_gpus=spec.cluster.device != "cpu")
 
 
 def machine_of_cluster(cluster: ClusterSpec) -> Machine | None:
-    """Return a node as the recipe's cluster describes it, which need not be like this one; None if it leaves open how
-    many GPUs a node has, or whether it has any."""
+    """Return a node as described by the recipe's cluster, which may differ from this one; None if it leaves open the
+    number of GPUs per node, or whether there are any."""
     chip = cluster.accelerator
     has_gpus = cluster.device == "cuda" or (cluster.device == AUTO and chip is not None and chip.vendor != "cpu")
     if not has_gpus or cluster.devices_per_node == AUTO:
@@ -215,7 +235,7 @@ def machine_of_cluster(cluster: ClusterSpec) -> Machine | None:
 
 
 def machine_of_draft(spec: RunSpec) -> Machine | None:
-    """This node as a draft would use it; None where the draft does not say whether it wants GPUs."""
+    """Return this node as a draft would use it; None if the draft leaves open whether it uses GPUs."""
     try:
         return this_machine(spec)
     except UnknownTouched:
@@ -223,15 +243,15 @@ def machine_of_draft(spec: RunSpec) -> Machine | None:
 
 
 def require(problems: Sequence[Problem]) -> None:
-    """Raise what they amount to: MachineError (exit 4) where only the machine lacks something, else RecipeError (2)."""
+    """Raise the problems, if any: MachineError (exit 4) if only the machine lacks something, else RecipeError (2)."""
     if problems:
         error = MachineError if all(problem.environment for problem in problems) else RecipeError
         raise error(problems)
 
 
 def follows(problem: Problem, composed: Composed) -> bool:
-    """Return whether a value misses because the recipe or option that gives it was not found, or because its own was
-    refused."""
+    """Return whether a missing value is a consequence of a recipe or option that was not found, or of a refused
+    value."""
     refused = {other.path for other in composed.problems}
     group = problem.path.partition(".")[0]
     missed = bool(composed.failed & {RECIPE, group, problem.path}) or problem.path in refused
@@ -239,28 +259,30 @@ def follows(problem: Problem, composed: Composed) -> bool:
 
 
 def _place(problem: Problem) -> tuple[bool, str, int, int]:
-    """The command line first, then file by file."""
+    """Sort key: the command line first, then file by file."""
     return problem.file != COMMAND_LINE, problem.file or "", problem.line or 0, problem.column or 0
 
 
-# The plan where no recipe is named: a model on a cluster, with what is usual for the rest.
+# Defaults for a plan without a recipe: a model on a cluster, with usual values for the rest.
 
 
 DEFAULTS = "plan_defaults"
-"""The recipe in the place of one (recipes/plan_defaults.yaml)."""
+"""The recipe that is used if none is named (recipes/plan_defaults.yaml)."""
 TOKENS_A_PARAMETER = 20
-"""arXiv:2203.15556, table 3: what trains a model of its size best for the compute."""
+"""Compute-optimal number of tokens per parameter (arXiv:2203.15556, table 3)."""
 SEQ_LEN = 4096
 TOKENS_A_STEP = 2**22
 POOLS = "cluster.pools"
-"""Say what a cluster's nodes are, so that no other cluster stands in the place of what nobody has given."""
-LENGTHS = ("train.max_steps", "train.tokens", "train.epochs")
+"""Describes the nodes of a cluster, so that no default cluster is needed."""
+STEPS = "train.max_steps"
+TOKENS = "train.tokens"
+EPOCHS = "train.epochs"
 
 
 def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """-> (the arguments with a recipe, the overrides among them that stand for what nobody has given).
+    """Return the arguments with a recipe, and those among them that are defaults.
 
-    Those that name a recipe stay as they are. Raises RecipeError where neither a recipe nor a model is named.
+    Arguments that name a recipe are unchanged. Raises RecipeError if neither a recipe nor a model is named.
     """
     given = {argument.partition("=")[0].lstrip("~+") for argument in arguments}
     if RECIPE in given:
@@ -280,15 +302,15 @@ def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]
         usual = _usual(examined.draft.model, arguments)
     except UnknownTouched:  # the model is wrong, which the plan reports
         return named, ()
-    if given & set(LENGTHS):
-        del usual["train.tokens"]
+    if given & {STEPS, TOKENS, EPOCHS}:
+        del usual[TOKENS]
     overrides = tuple(f"{key}={value}" for key, value in usual.items() if key not in given)
     return [*named, *overrides], overrides
 
 
 def _usual(model: ModelSpec, arguments: Sequence[str]) -> dict[str, str]:
-    """Samples of 4,096 tokens, as far as the model's positions reach, four million tokens a step, 20 a parameter; of
-    pictures, 90 times the 1.28 million of ImageNet."""
+    """Return usual values: samples of 4,096 tokens, or the model's maximum, 4 million tokens per step, and 20 tokens
+    per parameter; for images, 90 epochs of the 1.28 million of ImageNet."""
     if model.unit == "samples":
         return {"data.seq_len": "1", "train.tokens": "1.15e8"}
     learnt = model.learned_positions if isinstance(model, DecoderModel) else 0
@@ -299,3 +321,76 @@ def _usual(model: ModelSpec, arguments: Sequence[str]) -> dict[str, str]:
         "batching.global_batch_size": f"{max(1, TOKENS_A_STEP // seq_len)}",
         "train.tokens": f"{float(f'{TOKENS_A_PARAMETER * count_params(model):.3g}'):g}",
     }
+
+
+# The calibrated efficiencies of a cluster: kept in the cache by the cluster's name, applied to each plan and launch.
+
+
+UNNAMED = "auto"
+
+
+def profile_path(cluster: str) -> Path:
+    """Return the path of a cluster's profile, which may not exist."""
+    return cache_dir() / "profiles" / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', cluster or UNNAMED).lstrip('.')}.yaml"
+
+
+def read_profile(path: Path) -> ClusterProfile:
+    """Read a profile. Raises RecipeError for any other file."""
+    try:
+        return from_plain(ClusterProfile, read_versioned_yaml(path))
+    except (RecipeError, ValueError, TypeError) as error:
+        message = f"{path} is no profile of a cluster: {error}"
+        hint = "write it again with trainspec calibrate"
+        raise RecipeError(Problem("wrong_profile", message, file=str(path), hint=hint)) from error
+
+
+def write_profile(path: Path, profile: ClusterProfile) -> None:
+    if path.is_relative_to(cache_dir()):
+        make_cache()
+    head = "# Factors over the planner's shipped values, by trainspec calibrate; nine in ten lie within low and high.\n"
+    write_text(path, head + VERSION_LINE + yaml.safe_dump(to_plain(profile), sort_keys=False))
+
+
+def device_of(spec: RunSpec, machine: Machine | None) -> str:
+    """Return the catalogue name of the accelerator, or the name of the CPU."""
+    if machine is not None and machine.gpu_names and spec.cluster.device != "cpu":
+        chip, _ = chip_of(machine)
+        return chip.name if chip else machine.gpu_names[0]
+    return spec.cluster.accelerator.name if spec.cluster.accelerator else cpu_name()
+
+
+def find_profile(spec: RunSpec, machine: Machine | None) -> tuple[ClusterProfile | None, str]:
+    """Return the profile of this cluster and a line about it; if a profile exists but does not apply, None and the
+    reason. Raises RecipeError if the file is damaged."""
+    path = profile_path(spec.cluster.name)
+    if spec.cluster.profile == "off" or spec.cluster.pools or not path.is_file():
+        return None, ""
+    profile = read_profile(path)
+    from importlib import metadata  # takes long to load, and few plans have a profile
+
+    found = {"device": device_of(spec, machine), "torch": metadata.version("torch"), "trainspec": __version__}
+    for what, here in found.items():
+        if (made := getattr(profile, what)) != here:
+            stale = f"the profile of {profile.cluster} is not used: it was made with {what} {made}, and this is {here}"
+            return None, f"{stale}; trainspec calibrate renews it, trainspec calibrate --forget removes it"
+    return profile, describe_profile(profile)
+
+
+def describe_profile(profile: ClusterProfile) -> str:
+    """Return one line with the date, the number of rows and the main changes."""
+    ranked = sorted(profile.parameters.items(), key=lambda item: -abs(item[1].factor - 1))
+    moved = [f"{name} x {found.factor:.2f}" for name, found in ranked if found.informed and name != PACE][:3]
+    pace = profile.parameters[PACE].factor
+    changed = ", ".join((f"pace x {pace:.2f}", *moved))
+    rows = f"{profile.rows} measured step{'s' if profile.rows > 1 else ''}"
+    return f"profile of {profile.cluster}, {profile.date}, {rows}: {changed}; cluster.profile=off leaves it out"
+
+
+def with_profile(spec: RunSpec, machine: Machine | None) -> tuple[RunSpec, str]:
+    """Return the recipe with the calibrated efficiencies of its cluster, and a line about them. The recipe's own values
+    take precedence. The profile of a CPU is applied to its probe instead."""
+    profile, line = find_profile(spec, machine)
+    if profile is None or profile.kind != "gpu":
+        return spec, line if profile is None else ""
+    values = efficiency_with(profile.factors, Efficiency()).as_dict() | (spec.cluster.efficiency or {})
+    return replace(spec, cluster=replace(spec.cluster, efficiency=values)), line

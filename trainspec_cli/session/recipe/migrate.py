@@ -14,19 +14,23 @@ from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.core.reading.files import open_regular, parse_json, read_bytes, read_object, unreadable
-from trainspec_cli.core.reading.spec_version import (
-    CURRENT,
-    KEY,
-    NEWER,
-    UNSTATED,
+from trainspec_cli.core.node import check_tree, private_files, why_not_trusted
+from trainspec_cli.core.reading.files import (
+    CURRENT_VERSION,
+    NEWER_VERSION,
+    UNSTATED_VERSION,
+    VERSION_KEY,
     VERSION_LINE,
     VERSIONS,
     find_fault,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_object,
+    unreadable,
     without_version,
 )
 from trainspec_cli.core.reading.yaml_file import compose_yaml, construct_yaml, read_yaml
-from trainspec_cli.core.trust import check_tree, private_files, why_not_trusted
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.tables import ClusterProfile
@@ -38,27 +42,27 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.folder import claim, is_running
 from trainspec_cli.session.recipe.load import require
 
-# What a file is to begin with once it is of the current version of the training spec; comments and layout stay.
+# The new beginning of a file of the current version of the training spec; comments and layout stay.
 
 
-RECIPE_KEYS = {"defaults", KEY, *(key_of(one) for one in fields(RunSpec))}
+RECIPE_KEYS = {"defaults", VERSION_KEY, *(key_of(one) for one in fields(RunSpec))}
 PROFILE_KEYS = {key_of(one) for one in fields(ClusterProfile)}
 BOM = "\ufeff"
 
 
 @dataclass(frozen=True)
 class Head:
-    """The beginning of a file, up to which a migration changes it."""
+    """The beginning of a file, which a migration replaces."""
 
     version: str
     old: bytes
     new: bytes
-    """As `old` where nothing is to be done."""
+    """Equal to `old` if the file needs no change."""
 
 
 def migrated_head(path: Path, form: Form) -> Head:
-    """Return the beginning of a file as it is and as it is to be. Raises RecipeError for a version that cannot be
-    migrated, UnreadableFileError for a damaged file."""
+    """Return the old and the new beginning of a file. Raises RecipeError for a version that cannot be migrated,
+    UnreadableFileError for a damaged file."""
     if form.notation == "jsonl":
         return _head_of_events(path, form)
     return _head_of_yaml(path) if form.notation == "yaml" else _head_of_json(path, form)
@@ -67,26 +71,26 @@ def migrated_head(path: Path, form: Form) -> Head:
 def _head_of_json(path: Path, form: Form) -> Head:
     content = read_object(path)
     old = read_bytes(path)
-    version = _checked(path, content.get(KEY, UNSTATED))
+    version = _checked(path, content.get(VERSION_KEY, UNSTATED_VERSION))
     if missing := next((key for key in form.needs if key not in content), None):
         raise RecipeError(Problem("no_form", f"{path} is no {form.kind} file: it has no `{missing}`", file=str(path)))
-    new = old if version == CURRENT else (json_text(bring_to_current(form, content)) + "\n").encode()
+    new = old if version == CURRENT_VERSION else (json_text(bring_to_current(form, content)) + "\n").encode()
     return Head(version, old, new)
 
 
 def _head_of_events(path: Path, form: Form) -> Head:
-    """The head reaches up to the first whole event, which is the one that states the version."""
+    """Return the head up to the first complete event, which states the version."""
     old = b""
     with open_regular(path) as file:
         while line := file.readline(MAX_LINE_BYTES):
             if (event := _event(line)) is not None:
-                version = _checked(path, event.get(KEY, UNSTATED))
+                version = _checked(path, event.get(VERSION_KEY, UNSTATED_VERSION))
                 new = json_text(bring_to_current(form, event), indent=None).encode() + b"\n"
-                return Head(version, old + line, old + (line if version == CURRENT else new))
+                return Head(version, old + line, old + (line if version == CURRENT_VERSION else new))
             old += line
             if len(old) > MAX_LINE_BYTES:
                 break
-    return Head(CURRENT, b"", b"")  # it holds no event, and nothing to migrate
+    return Head(CURRENT_VERSION, b"", b"")  # without events there is nothing to migrate
 
 
 def _event(line: bytes) -> JsonObject | None:
@@ -98,7 +102,7 @@ def _event(line: bytes) -> JsonObject | None:
 
 
 def yaml_form(path: Path) -> Form:
-    """Return whether a file is a recipe or a profile, by its keys. Raises RecipeError where it is neither."""
+    """Return the form of a YAML file, recipe or profile, by its keys. Raises RecipeError for other files."""
     content = read_yaml(path)
     keys: Collection[str] = content.keys() if isinstance(content, dict) else ()
     if {*keys} >= PROFILE_KEYS:
@@ -106,35 +110,35 @@ def yaml_form(path: Path) -> Form:
     strangers = [key for key in keys if key not in RECIPE_KEYS]
     if strangers or not keys:
         what = f"it has the key `{strangers[0]}`, which no recipe has" if strangers else "it has no keys"
-        hint = "options of groups state no version: they are read as of the recipe that chooses them"
+        hint = "options of groups have no version; they have the version of the recipe that chooses them"
         raise RecipeError(Problem("no_form", f"{path} is no recipe: {what}", hint=hint, file=str(path)))
     return RECIPE
 
 
 def _head_of_yaml(path: Path) -> Head:
-    """The version's line is put before the first key, or takes the place of the older version's: no other byte is
-    changed."""
+    """Return the head with the version's line before the first key, or in place of the old version; no other byte
+    changes."""
     yaml_form(path)
     old = read_bytes(path)
     text = old.decode()
     root = compose_yaml(text.removeprefix(BOM))
     values = _values(text)
-    version = _checked(path, values.get(KEY, UNSTATED))
-    if version == CURRENT:
+    version = _checked(path, values.get(VERSION_KEY, UNSTATED_VERSION))
+    if version == CURRENT_VERSION:
         return Head(version, old, old)
     assert root is not None, "`yaml_form` has seen its keys"
     before = len(text) - len(text.removeprefix(BOM))
-    stated = next((value for key, value in root.value if key.value == KEY), None)
+    stated = next((value for key, value in root.value if key.value == VERSION_KEY), None)
     if stated is not None:
-        new = f'{text[: before + stated.start_mark.index]}"{CURRENT}"{text[before + stated.end_mark.index :]}'
+        new = f'{text[: before + stated.start_mark.index]}"{CURRENT_VERSION}"{text[before + stated.end_mark.index :]}'
     else:
         mark = root.value[0][0].start_mark
         at = before + mark.index
         newline = "\r\n" if "\r\n" in text else "\n"
         new = f"{text[:at]}{VERSION_LINE.strip()}{newline}{' ' * mark.column}{text[at:]}"
     if root.flow_style or repr(without_version(_values(new))) != repr(without_version(values)):
-        hint = f"write its keys on lines of their own, and {VERSION_LINE.strip()} above them"
-        raise RecipeError(Problem("no_form", f"{path} has no line of its own for each key", hint=hint, file=str(path)))
+        hint = f"write each key on a separate line, and {VERSION_LINE.strip()} above them"
+        raise RecipeError(Problem("no_form", f"{path} has several keys on a line", hint=hint, file=str(path)))
     return Head(version, old, new.encode())
 
 
@@ -145,9 +149,9 @@ def _values(text: str) -> JsonObject:
 
 
 def _checked(path: Path, stated: JsonValue) -> str:
-    """Return the version that a file states. Raises RecipeError where this trainspec does not know it."""
+    """Return the version that a file states. Raises RecipeError for an unknown version."""
     if fault := find_fault(stated):
-        raise RecipeError(Problem(fault.code, f"{path} {fault.why}", KEY, fault.hint, file=str(path)))
+        raise RecipeError(Problem(fault.code, f"{path} {fault.why}", VERSION_KEY, fault.hint, file=str(path)))
     return str(stated)
 
 
@@ -156,13 +160,13 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class Migration:
-    """What is to be done to one file."""
+    """The migration of one file."""
 
     path: Path
     form: Form
     head: Head
     run: RunDir | None
-    """The run whose file it is; None of a file that lies by itself."""
+    """The run that the file belongs to; None for a separate file."""
 
     @property
     def changes(self) -> bool:
@@ -171,13 +175,15 @@ class Migration:
     def diff(self) -> str:
         """Return the lines that change, as `diff -u` shows them."""
         old, new = (text.decode(errors="replace").splitlines() for text in (self.head.old, self.head.new))
-        lines = difflib.unified_diff(old, new, f"{self.path} ({self.head.version})", f"{self.path} ({CURRENT})", n=1)
+        lines = difflib.unified_diff(
+            old, new, f"{self.path} ({self.head.version})", f"{self.path} ({CURRENT_VERSION})", n=1
+        )
         return "\n".join(line.rstrip("\n") for line in lines)
 
 
-def find_migrations(paths: Sequence[str], version: str = CURRENT) -> list[Migration]:
-    """Return what is to be done to the files and run folders at `paths`, also where that is nothing. Raises RecipeError
-    or MachineError with everything that stands against it, before anything is written."""
+def find_migrations(paths: Sequence[str], version: str = CURRENT_VERSION) -> list[Migration]:
+    """Return the migrations of the files and run folders at `paths`, including those without changes. Raises
+    RecipeError or MachineError with all problems, before any file is written."""
     _check_target(version)
     found: list[Migration] = []
     problems: list[Problem] = []
@@ -191,8 +197,8 @@ def find_migrations(paths: Sequence[str], version: str = CURRENT) -> list[Migrat
 
 
 def apply(migrations: Sequence[Migration]) -> dict[Path, Path]:
-    """Change the files, each at once; return where each is kept as it was. A run is claimed meanwhile, so that nobody
-    starts it. Raises RecipeError where it goes on, MachineError where a file cannot be written."""
+    """Replace the files atomically; return the backup of each. Runs are claimed meanwhile, so that nobody starts them.
+    Raises RecipeError for a running run, MachineError if a file cannot be written."""
     changing = [migration for migration in migrations if migration.changes]
     runs = {migration.run.root.resolve(): migration.run for migration in changing if migration.run}
     with ExitStack() as claims, private_files():
@@ -202,22 +208,22 @@ def apply(migrations: Sequence[Migration]) -> dict[Path, Path]:
 
 
 def _check_target(version: str) -> None:
-    """Raise RecipeError unless this is the version that files are migrated to."""
-    if version == CURRENT:
+    """Raise RecipeError unless this is the current version."""
+    if version == CURRENT_VERSION:
         return
     if version in VERSIONS:
-        message = f"--to {version} is a downgrade: what {CURRENT} has added would be lost"
-        hint = f"the file as it was lies beside it: mv FILE.{version}.bak FILE"
+        message = f"--to {version} is a downgrade: what {CURRENT_VERSION} has added would be lost"
+        hint = f"restore the backup next to the file: mv FILE.{version}.bak FILE"
         raise RecipeError(Problem("downgrade", message, "--to", hint))
     fault = find_fault(version)
     assert fault is not None, "all versions that are read are known"
-    message = f"--to {version}: this trainspec migrates to version {CURRENT} of the training spec"
-    hint = fault.hint if fault.code == NEWER else f"type --to {CURRENT}, or leave it out"
+    message = f"--to {version}: this trainspec migrates to version {CURRENT_VERSION} of the training spec"
+    hint = fault.hint if fault.code == NEWER_VERSION else f"type --to {CURRENT_VERSION}, or leave it out"
     raise RecipeError(Problem(fault.code, message, "--to", hint))
 
 
 def _of_path(path: Path, problems: list[Problem]) -> Iterator[Migration]:
-    """Yield the files at a path; what is wrong with one of a run folder is added to `problems`."""
+    """Yield the migrations at a path; problems of a run folder's files are added to `problems`."""
     if not path.is_dir():
         _check_own_file(path)
         run = _run_of(path)
@@ -234,7 +240,7 @@ def _of_path(path: Path, problems: list[Problem]) -> Iterator[Migration]:
     check_tree(run.root)
     _check_free(run)
     for form in FORMS:
-        for pattern in () if form.schema else form.patterns:  # what is under a digest is left as it is
+        for pattern in () if form.schema else form.patterns:  # files under a digest must not change
             for file in sorted(run.root.glob(pattern)):
                 try:
                     _check_own_file(file)
@@ -244,7 +250,7 @@ def _of_path(path: Path, problems: list[Problem]) -> Iterator[Migration]:
 
 
 def _run_of(file: Path) -> RunDir | None:
-    """Return the run in whose folder a file lies."""
+    """Return the run whose folder contains a file."""
     above = itertools.islice(file.absolute().parents, 3)
     return next((RunDir(folder) for folder in above if RunDir(folder).run_json.is_file()), None)
 
@@ -256,7 +262,7 @@ def _check_free(run: RunDir) -> None:
 
 
 def _check_own_file(path: Path) -> None:
-    """Raise for what is not a plain file of this user's own."""
+    """Raise unless the path is a regular file that this user owns."""
     try:
         found = path.lstat()
     except OSError as error:
@@ -273,7 +279,7 @@ def _check_own_file(path: Path) -> None:
 
 
 def _form_of_file(path: Path) -> Form:
-    """Return the kind of a file that is named by itself. Raises RecipeError where it is none that trainspec writes."""
+    """Return the form of a separate file. Raises RecipeError unless trainspec writes such files."""
     if path.suffix in YAML_SUFFIXES:
         return yaml_form(path)
     if path.suffix == ".json":  # a file under a digest states its schema
@@ -288,7 +294,7 @@ def _form_of_file(path: Path) -> Form:
 
 
 def _replace(migration: Migration) -> Path:
-    """Write a file anew; return where it is kept as it was."""
+    """Rewrite a file; return the path of its backup."""
     path = migration.path
     head = migration.head
     for number in itertools.count(1):
@@ -299,7 +305,7 @@ def _replace(migration: Migration) -> Path:
             continue
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            hint = "files that were migrated before it stay so; call the command again"
+            hint = "files that were migrated before it stay migrated; call the command again"
             problem = Problem("cannot_write", f"{path} cannot be written: {reason}", hint=hint, environment=True)
             raise MachineError(problem) from error
         return backup

@@ -1,1 +1,1 @@
-"""Runs that are there already: found, followed, diagnosed, removed."""
+"""Find, follow, diagnose and remove existing runs."""

@@ -27,15 +27,15 @@ FOLLOW_S = 0.5
 
 
 def diagnose_run(name: str, *, asks_planner: bool = True) -> tuple[RunVerdict, ...]:
-    """Return the verdicts on a run as it stands, heaviest first. Raises as `find_run`."""
+    """Return the current verdicts on a run, most severe first. Raises as `find_run`."""
     run = find_run(name)
     with refusing_closed(name):
         return verdicts_of(run, asks_planner=asks_planner)
 
 
 def follow_verdicts(name: str) -> Iterator[VerdictEvent]:
-    """Yield what a run's supervisor finds, and what is over, from its first line until the run ends. Raises as
-    `find_run`."""
+    """Yield the verdicts of a run's supervisor, including those that are over, from the first until the run ends.
+    Raises as `find_run`."""
     run = find_run(name)
     tail = EventTail(run.verdicts, None)
     goes_on = True
@@ -47,19 +47,19 @@ def follow_verdicts(name: str) -> Iterator[VerdictEvent]:
 
 
 def report_of(name: str) -> Report:
-    """Return the report of a run as it stands, with the verdicts on it. Raises as `find_run`."""
+    """Return the current report of a run, with its verdicts. Raises as `find_run`."""
     return replace(collect_run(name), verdicts=diagnose_run(name))
 
 
 def composed_of(report: Report) -> str:
-    """Return the composed recipe of a run that was reported on. Raises MachineError where it cannot be read."""
+    """Return the composed recipe of a reported run. Raises MachineError if it cannot be read."""
     with refusing_closed(report.path):
         return read_composed(RunDir(report.path))
 
 
 def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict, ...]:
-    """Return the verdicts on a run; none on one that was not planned yet. The planner is asked what would help one that
-    nothing slows: that takes as long as its search."""
+    """Return the verdicts on a run; none if it is not planned yet. If nothing slows the run, the planner searches for a
+    better layout, which takes some time."""
     planned = has_plan(run)
     if planned and not run.plan_json.is_file():
         return ()
@@ -84,12 +84,12 @@ def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict,
         verdicts = with_evaluations(verdicts, evaluations, steps, steps_s)
     if not (last := reader.forgotten_until):
         return verdicts
-    note = f"it is known from the steps after {last:,}: those before are more than are looked at"
+    note = f"based on the steps after {last:,}; earlier steps were not read"
     return tuple(replace(one, evidence=(*one.evidence, note)) for one in verdicts)
 
 
 def trace_to(name: str, file: Path) -> None:
-    """Write the trace of a run. Raises as `find_run`, and OSError where the file cannot be written."""
+    """Write the trace of a run. Raises as `find_run`, and OSError if the file cannot be written."""
     from trainspec_cli.reporter.diagnosis.gather import shape_of
     from trainspec_cli.reporter.diagnosis.trace import trace_run
 
@@ -99,17 +99,17 @@ def trace_to(name: str, file: Path) -> None:
 
 
 class VerdictLines:
-    """Tells of verdicts in the live view, a line each."""
+    """Reports verdicts in the live view, one line each."""
 
     def __init__(self, run: RunDir, ask: Callable[[LookOrder], None] | None):
-        """`ask`: as of DiagnosisWatch."""
+        """`ask`: see DiagnosisWatch."""
         self._run = run
         self._ask = ask
         self._watch: DiagnosisWatch | None = None
 
     def look(self, say: Callable[[str], None]) -> None:
         if self._watch is None:
-            if not self._run.events(0).is_file():  # its workers have not begun
+            if not self._run.events(0).is_file():  # the workers have not begun
                 return
             from trainspec_cli.reporter.diagnosis.watch import DiagnosisWatch
 
@@ -119,6 +119,6 @@ class VerdictLines:
 
     @staticmethod
     def _say(event: VerdictEvent, say: Callable[[str], None]) -> None:
-        """Leave `noise` to `diagnose` and `report`: it passes by itself, and there is nothing to do about it."""
+        """Report a verdict; `noise` is left to `diagnose` and `report`, because no action is needed."""
         if event.verdict.cause != "noise":
             say(f"diagnosis: {describe_event(event)}")

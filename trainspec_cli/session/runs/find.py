@@ -1,4 +1,4 @@
-"""The run that a RUN argument means, and the state of runs: what `runs`, `report`, `resume` and `export` share."""
+"""Find the run of a RUN argument, and the state of runs, for `runs`, `report`, `resume` and `export`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, did_you_mean
-from trainspec_cli.core.trust import check_tree
+from trainspec_cli.core.node import check_tree
 from trainspec_cli.recipe.compose.folders import show_path
 from trainspec_cli.reporter.collect import Report, collect
 from trainspec_cli.reporter.runs import RunLine, list_runs, status_of
@@ -23,16 +23,15 @@ LAST = "last"
 
 
 def find_own_run(name: str) -> RunDir:
-    """Find a run that is going to be believed, or written in. Raises as `find_run`, and MachineError where others can
-    write in it, or it leads elsewhere by a link."""
+    """Find a run whose content will be trusted or changed. Raises as `find_run`, and MachineError if other users can
+    write in its folder, or a link leads out of it."""
     run = find_run(name)
     check_tree(run.root)
     return run
 
 
 def find_run(name: str) -> RunDir:
-    """Find a run that is looked at. Raises RecipeError where there is none, MachineError where it is closed to this
-    user."""
+    """Find a run to read. Raises RecipeError if it does not exist, MachineError if this user may not read it."""
     if name == LAST:
         return RunDir(_newest(runs_here()))
     run = RunDir(name)
@@ -49,23 +48,23 @@ def find_run(name: str) -> RunDir:
 
 
 def check_name_free(name: str) -> None:
-    """Raise RecipeError where a run of this folder has this `run.name`, by which commands could find neither then."""
+    """Raise RecipeError if a run of this folder has this `run.name`, because names must be unique for commands."""
     lines = runs_here() if name else []
     if paths := [line.path for line in lines if line.name == name]:
         free = next(free_names(name, first=2))
         message = f"the run in {paths[0]} has the name {name}"
-        hint = f"choose another, such as run.name={free}; or go on with that run: trainspec resume {name}"
+        hint = f"choose another, such as run.name={free}; or continue that run: trainspec resume {name}"
         raise RecipeError(Problem("name_taken", message, "run.name", hint))
 
 
 def free_names(name: str, first: int = 1) -> Iterator[str]:
-    """Yield NAME-1, NAME-2, ... as far as no run of this folder is named so."""
+    """Yield those of NAME-1, NAME-2, ... that no run of this folder has."""
     taken = {line.name for line in runs_here()}
     return (other for number in itertools.count(first) if (other := f"{name}-{number}") not in taken)
 
 
 def _named(name: str) -> RunDir | None:
-    """Return the run whose `run.name` this is: here, else anywhere. Raises RecipeError where several have it."""
+    """Return the run with this `run.name`, in this folder or else anywhere. Raises RecipeError if several have it."""
     paths = [line.path for line in runs_here() if line.name == name]
     paths = paths or [known.path for known in known_runs() if known.name == name]
     if len(paths) > 1:
@@ -76,8 +75,8 @@ def _named(name: str) -> RunDir | None:
 
 
 def runs_here() -> list[RunLine]:
-    """Return the runs of this folder, newest first: those below ./runs, and those known elsewhere below it or launched
-    from it."""
+    """Return the runs of this folder, newest first: those below ./runs, and other known runs below it or launched from
+    it."""
     here = Path.cwd()
     inside = (here / RUNS).resolve()
     known = (Path(run.path) for run in known_runs() if run.is_of(here))
@@ -86,12 +85,12 @@ def runs_here() -> list[RunLine]:
 
 
 def runs_below() -> list[RunLine]:
-    """Return the runs below ./runs alone, newest first."""
+    """Return only the runs below ./runs, newest first."""
     return list_runs(RUNS, is_running, Queue().holds)
 
 
 def collect_run(name: str) -> Report:
-    """Return the report of a run as it stands. Raises as `find_run`."""
+    """Return the current report of a run. Raises as `find_run`."""
     run = find_run(name)
     with refusing_closed(name):
         return collect(run.root, running=is_running(run), queued=Queue().holds(run))
@@ -103,7 +102,7 @@ def status_of_run(run: RunDir) -> str:
 
 @contextmanager
 def refusing_closed(name: str) -> Iterator[None]:
-    """Turn a refusal to read another user's run into a MachineError."""
+    """Convert a permission error on another user's run to a MachineError."""
     try:
         yield
     except PermissionError as error:
@@ -113,11 +112,11 @@ def refusing_closed(name: str) -> Iterator[None]:
 
 
 def _newest(lines: Sequence[RunLine]) -> str:
-    """Return the path of the newest run that can be read; report the newer ones that cannot."""
+    """Return the path of the newest readable run; report newer damaged ones."""
     for line in lines:
         if not line.damage:
             return line.path
-        print(f"{LAST} passes over {line.path}, which is damaged: {line.damage}", file=sys.stderr)
+        print(f"{LAST} skips {line.path}, which is damaged: {line.damage}", file=sys.stderr)
     if lines:
         raise RecipeError(Problem("no_run", "every run of this folder is damaged", hint="`trainspec runs` says why"))
     hint = "name a run's folder"
@@ -127,7 +126,7 @@ def _newest(lines: Sequence[RunLine]) -> str:
 
 
 def _is_there(run: RunDir) -> bool:
-    """False too for a name that no folder can have."""
+    """Return whether the path exists; False too for an invalid name."""
     try:
         return run.run_json.exists()
     except PermissionError:

@@ -1,4 +1,4 @@
-"""A run seen from another terminal: watched, its log followed, and asked to stop."""
+"""Watch a run from another terminal, follow its log, and stop it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.runs.find import status_of_run
 
 SECOND_REQUEST_S = 0.5
-"""A second signal comes so long after the first, which is heard by then."""
+"""Delay of a second signal after the first, so that both are handled."""
 
 
 def watch(run: RunDir, console: PrintableConsole) -> str:
-    """Show a run as its own terminal does, from its newest events on, until it ends; return its status. Raises
-    RecipeError where it is not running."""
+    """Show a run as its own terminal does, from its newest events until it ends; return its status. Raises RecipeError
+    if it is not running."""
     if not is_running(run):
         raise _not_running(run, f"see how it went: trainspec report {_quoted(run)}")
     plan = read_plan(run) if has_plan(run) else None
@@ -47,14 +47,14 @@ def watch(run: RunDir, console: PrintableConsole) -> str:
 
 
 def read_run_log(run: RunDir, *, follow: bool) -> Iterator[str]:
-    """Yield the lines that the run's terminal showed, of every start; with `follow` those that come, until it ends.
-    Raises RecipeError where there are none."""
+    """Yield the lines that the run's terminal has shown in all starts; with `follow` also new lines until it ends.
+    Raises RecipeError if there is no log."""
     if not run.run_log.is_file():
-        message = f"{run.run_log} is not there: the run has shown nothing yet"
+        message = f"{run.run_log} does not exist: the run has shown nothing yet"
         raise RecipeError(Problem("no_log", message, hint="`trainspec runs` says whether it has begun"))
     with run.run_log.open(encoding="utf-8", errors="replace") as file:
         while True:
-            goes_on = follow and is_running(run)  # asked before the file is read: what comes last is not lost
+            goes_on = follow and is_running(run)  # checked before reading, so that the last lines are not lost
             while text := file.read(2**16):
                 yield text
             if not goes_on:
@@ -65,7 +65,7 @@ def read_run_log(run: RunDir, *, follow: bool) -> Iterator[str]:
 def stop(run: RunDir, *, at_once: bool, on_asked: Callable[[], None]) -> str:
     """Ask a run to stop, wait until it has ended, and return its status. `at_once`: without a checkpoint.
 
-    Raises RecipeError where it is not running, MachineError where it runs on another node.
+    Raises RecipeError if it is not running, MachineError if it runs on another node.
     """
     owner = find_owner(run)
     if owner is None:
@@ -82,14 +82,14 @@ def stop(run: RunDir, *, at_once: bool, on_asked: Callable[[], None]) -> str:
         time.sleep(SECOND_REQUEST_S)
         if find_owner(run) == owner:
             _ask(owner)
-    # Compared with the owner that was asked: a start that has followed it meanwhile is not waited for.
+    # Wait only for the owner that was asked, not for a later start.
     while find_owner(run) == owner:
         time.sleep(POLL_S)
     return status_of_run(run)
 
 
 def _ask(owner: Owner) -> None:
-    with suppress(ProcessLookupError):  # it has ended meanwhile
+    with suppress(ProcessLookupError):  # the process has ended meanwhile
         os.kill(owner.pid, signal.SIGTERM)
 
 

@@ -1,4 +1,4 @@
-"""Removing runs, or checkpoints of theirs that nothing needs; never of a run that lives, or that Slurm will start."""
+"""Remove runs, or checkpoints that are no longer needed; never of a run that is running or queued in Slurm."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from trainspec_cli.run.job.folder import claim
 from trainspec_cli.session.runs.find import find_own_run, runs_below, runs_here, status_of_run
 
 BLOCK_BYTES = 512
-"""The unit of `st_blocks`."""
+"""Unit of `st_blocks`."""
 
 
 @dataclass(frozen=True)
 class Removal:
-    """Folders of one run that are to be removed."""
+    """Folders of one run to remove."""
 
     run: RunDir
     status: str
     folders: tuple[Path, ...]
-    """The run's own folder, or some of its checkpoints."""
+    """The run's folder, or some of its checkpoints."""
     bytes: int
     generation: int = 0
-    """The run's newest start when this was decided; one that has begun another since is not removed."""
+    """The run's newest start at the time of the decision; after a later start the run is not removed."""
     begun_with_it: tuple[str, ...] = ()
-    """Listed runs that began with the weights of this one."""
+    """Listed runs that were initialised from this run's weights."""
 
     @property
     def is_whole(self) -> bool:
@@ -42,8 +42,8 @@ class Removal:
 
 
 def plan_removal(names: Sequence[str]) -> list[Removal]:
-    """Return what removing these runs takes. Raises RecipeError for a run that lives or will be started, or in whose
-    folder another run or the current folder is, and as `find_own_run`."""
+    """Return the removals of these runs. Raises RecipeError for a run that is running or queued, or whose folder
+    contains another run or the current folder, and as `find_own_run`."""
     found = {run.root.resolve(): run for run in map(find_own_run, names)}
     lines = runs_here()
     removals = []
@@ -56,8 +56,8 @@ def plan_removal(names: Sequence[str]) -> list[Removal]:
 
 
 def plan_pruning(statuses: Sequence[str], older_than_s: float, *, checkpoints: bool) -> Iterator[Removal]:
-    """Yield what pruning the runs below ./runs takes: those of `statuses` that were made longer ago than this, or
-    (`checkpoints`) all checkpoints of theirs but the newest and the best."""
+    """Yield the removals for pruning the runs below ./runs with these statuses and at least this age: the runs, or with
+    `checkpoints` all of their checkpoints except the newest and the best."""
     lines = runs_below()
     for line in lines:
         if (
@@ -73,13 +73,13 @@ def plan_pruning(statuses: Sequence[str], older_than_s: float, *, checkpoints: b
 
 
 def remove(removal: Removal) -> None:
-    """Remove it while nobody else can start the run. Raises RecipeError where somebody has meanwhile."""
+    """Remove the folders under a claim on the run. Raises RecipeError if the run was started meanwhile."""
     run = removal.run
     with claim(run, "remove"):
-        # The user has confirmed what was there when they were asked, and nothing that was trained since.
+        # The user has confirmed the removal of the run at that time, and of no later steps.
         if generations.newest(run) != removal.generation:
             message = f"the run in {run.root} was started meanwhile"
-            hint = "look at it once more: trainspec runs"
+            hint = "check it again: trainspec runs"
             raise RecipeError(Problem("still_running", message, hint=hint))
         copies = find_copies(run) if removal.is_whole else None
         for folder in removal.folders:

@@ -1,4 +1,4 @@
-"""What a job's container must see of this machine's folders, and what it cannot do."""
+"""Requirements of a job's container: the folders of this machine that it mounts, and unsupported options."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.slurm.container import mounts
 
 SNAPSHOTS = "snapshots"
-"""The folder of the Hub's cache whose files are links to others beside it."""
+"""Folder of the Hub's cache whose files are links to a neighbouring folder."""
 
 
 def check_container(plan: Plan) -> None:
-    """Raise RecipeError where the run could not be started in its container; make the cache, which it mounts."""
+    """Raise RecipeError if the run cannot be started in its container; create the cache, which it mounts."""
     slurm = plan.spec.cluster.slurm
     if slurm.container_image is None:
         return
     wanted = plan.spec.run.dir
     mounts(slurm, [Path.cwd(), *([] if wanted == AUTO else [Path(wanted).absolute()])])
     if plan.kernels.open_ops:
-        message = "auto kernels are measured by the first node's own Python, and the run trains in a container"
+        message = "auto kernels are measured by the first node's Python outside the container"
         raise RecipeError(Problem("unsupported", message, "kernels", "type kernels=default"))
     make_cache()
 
 
 def folders_read(plan: Plan, data_folder: Path | None) -> list[Path]:
-    """Return the folders outside a run's own that its workers read: the cache, the data, and the weights it begins
-    with. None without a container."""
+    """Return the folders outside the run's folder that its workers read: the cache, the data and the initial weights.
+    Empty without a container."""
     if plan.spec.cluster.slurm.container_image is None:
         return []
     return [cache_dir().absolute(), *_data(plan, data_folder), *_weights(plan)]
@@ -48,7 +48,7 @@ def _data(plan: Plan, data_folder: Path | None) -> Iterator[Path]:
         collection = Collection.open(data_folder)
         for folder in (*(part.folder for part in collection.parts.values()), *collection.validation.values()):
             yield folder.path.absolute()
-            # Shards that other programs have written stay where they are, and the manifest names them.
+            # Shards from other programs stay in place, and the manifest names them.
             shards = [shard for split in SPLITS for shard in folder.manifest.split(split).shards]
             yield from (Path(shard.file).parent for shard in shards if Path(shard.file).is_absolute())
 
@@ -62,7 +62,7 @@ def _weights(plan: Plan) -> Iterator[Path]:
 
 
 def unseen_image(slurm: SlurmSpec) -> Iterator[str]:
-    """Yield a warning where the image is a file or folder that is not seen here; a login node need not see it."""
+    """Yield a warning if the image is a path that does not exist here, since a login node need not see it."""
     image = slurm.container_image
     if image is not None and image.startswith(("/", "./", "../")) and not expand(image).exists():
-        yield f"cluster.slurm.container_image is {image}, which this node does not see; the job's nodes must"
+        yield f"cluster.slurm.container_image is {image}, which does not exist on this node; the job's nodes need it"

@@ -1,7 +1,7 @@
-"""Runs as Slurm jobs: written down as a launch writes them before its workers start, with the script that trains them.
+"""Submit runs as Slurm jobs: record each run as a launch does before its workers start, and write its batch script.
 
-Lines of shell and images of containers that a recipe brings, and that come from a file that another user owns or that
-everyone may write, are submitted only with --allow-setup. root's files are trusted, and so is the command line.
+A recipe may contain shell lines and container images. If they come from a file that another user owns or that everyone
+may write, they are submitted only with --allow-setup. Files of root and the command line are trusted.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from textwrap import indent
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
+from trainspec_cli.core.node import private_files, why_not_trusted
 from trainspec_cli.core.printable import format_duration
 from trainspec_cli.core.reading.files import read_text
-from trainspec_cli.core.trust import private_files, why_not_trusted
 from trainspec_cli.planner.this_machine import is_known, is_predictable, predict_device, predict_local
 from trainspec_cli.recipe.compose.arguments import assign, find_argument
 from trainspec_cli.recipe.compose.folders import COMMAND_LINE, Origin, find_origin
@@ -46,17 +46,17 @@ from trainspec_cli.session.recipe.load import Loaded, check_start, machine_of_jo
 from trainspec_cli.session.recipe.load import load as load_recipe
 from trainspec_cli.session.slurm.container import check_container, folders_read, unseen_image
 
-# Whether a job's time limit is as long as its run is predicted to train.
+# Compare a job's time limit with the predicted training time.
 
 
 def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
-    """Yield a warning with both figures where the limit is shorter; nothing where no prediction can be made."""
+    """Yield a warning with both figures if the limit is shorter; nothing without a prediction."""
     slurm = plan.spec.cluster.slurm
     limit_s = None if slurm.time is None else time_limit_s(slurm.time)
     if limit_s is None:
         return
-    # The time of all steps, without start, checkpoints and evaluations: on GPUs that the catalogue knows, and on CPUs
-    # like this machine's where that was probed.
+    # The prediction covers the steps, without start, checkpoints and evaluations. It exists for GPUs in the catalogue,
+    # and for CPUs like this machine's if that was probed.
     group = plan.as_one_group
     if is_known(group, machine):
         step_s = predict_device(group, machine).step_time_s
@@ -71,7 +71,7 @@ def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
         f"cluster.slurm.time is {slurm.time} ({format_duration(limit_s)}, of which the last {slurm.warn_s} s are for "
         f"the checkpoint), and the run is predicted to train for {format_duration(trains_s)}"
     )
-    # Each start goes on from the newest checkpoint, so that all starts together train for as long as one would.
+    # Each start continues from the newest checkpoint, so all starts together train as long as a single one would.
     requeues = math.ceil(trains_s / (limit_s - slurm.warn_s)) - 1
     if slurm.max_requeues == 0:
         follows = "it will be stopped there, and not be requeued (cluster.slurm.max_requeues=0)"
@@ -84,7 +84,7 @@ def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
 
 RUN_DIR = "run.dir"
 DEFAULT_PYTHON = SlurmSpec.container_python
-"""The image's own, which is shown with it."""
+"""Python of the image, which is shown together with it."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,9 @@ def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[Planned
     given = find_argument(arguments, RUN_DIR)
 
     def load(values: tuple[str, ...], point: list[str]) -> Loaded:
-        if sweeps and given and not any(key == RUN_DIR for key, _ in sweeps):  # its runs lie in it, by their values
+        if (
+            sweeps and given and not any(key == RUN_DIR for key, _ in sweeps)
+        ):  # each run gets a subfolder named by its values
             label = ",".join(
                 f"{key.rpartition('.')[2]}={value}" for (key, _), value in zip(sweeps, values, strict=True)
             )
@@ -113,21 +115,21 @@ def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[Planned
         check_start(one.spec)
     named = [one.spec.run.dir for one in loaded if one.spec.run.dir != AUTO]
     if len(set(named)) < len(named):
-        message = f"`run.dir` is {named[0]}, and each run of a sweep needs a folder of its own"
+        message = f"`run.dir` is {named[0]}, and each run of a sweep needs a separate folder"
         raise RecipeError(
-            Problem("usage", message, RUN_DIR, "give run.dir on the command line: the runs lie in it then")
+            Problem("usage", message, RUN_DIR, "give run.dir on the command line: each run gets a subfolder of it")
         )
     runs = [PlannedRun(one, plan_for(one, machine_of_job(one))) for one in loaded]
-    # One script asks for one size of job, so that all runs of an array must ask for the same.
+    # All runs of an array share one script, and so one size of job.
     plans = [run.plan for run in runs]
     if len({(one.num_nodes, one.devices_per_node, one.device, one.spec.cluster.slurm) for one in plans}) > 1:
-        message = "the runs of the sweep ask for different nodes or options of Slurm, and an array has one of each"
+        message = "the runs of the sweep need different nodes or Slurm options, but a job array has only one set"
         raise RecipeError(Problem("usage", message, hint="sweep them one by one"))
     return runs
 
 
 def warnings(runs: Sequence[PlannedRun]) -> list[str]:
-    """Return what may go wrong with the job, each once: a time limit that is too short, an image that is not there."""
+    """Return warnings about the job without duplicates: a short time limit, a missing image."""
     found = (
         line
         for run in runs
@@ -137,8 +139,7 @@ def warnings(runs: Sequence[PlannedRun]) -> list[str]:
 
 
 def shell_lines(spec: RunSpec) -> dict[str, list[str]]:
-    """Return the lines of the recipe that its batch script takes as they are, and what runs in their place inside a
-    container."""
+    """Return the recipe's lines that the batch script contains verbatim, and the image and Python of the container."""
     slurm = spec.cluster.slurm
     lines = {"setup": list(slurm.setup), "sbatch_lines": list(slurm.sbatch_lines)}
     if slurm.container_image is not None:
@@ -149,7 +150,7 @@ def shell_lines(spec: RunSpec) -> dict[str, list[str]]:
 
 
 def render_shell_lines(loaded: Loaded) -> str:
-    """Return the lines below their key and the file they come from; empty where there are none."""
+    """Return the lines with their key and file; empty without such lines."""
     paragraphs = []
     for name, lines in shell_lines(loaded.spec).items():
         if lines:
@@ -159,8 +160,8 @@ def render_shell_lines(loaded: Loaded) -> str:
 
 
 def check_own_lines(loaded: Iterable[Loaded]) -> None:
-    """Raises RecipeError for lines that somebody else has written, or could have: those of a file that is neither the
-    user's nor root's."""
+    """Raise RecipeError for lines that another user may have written: lines of a file that neither this user nor root
+    owns, or that others can write."""
     problems: list[Problem] = []
     for one in loaded:
         found = []
@@ -168,7 +169,7 @@ def check_own_lines(loaded: Iterable[Loaded]) -> None:
             origin = _origin(name, one)
             why = ""
             if origin is None:
-                why = "it is not known which file it comes from"
+                why = "its file is unknown"
             elif origin.file != COMMAND_LINE and (reason := why_not_trusted((one.composed.cwd / origin.file).stat())):
                 why = f"{origin.file} {reason}"
             if lines and why:
@@ -186,18 +187,18 @@ def _origin(name: str, loaded: Loaded) -> Origin | None:
 
 @dataclass(frozen=True)
 class Submission:
-    """The runs of one script, on paper."""
+    """The recorded runs of one script."""
 
     roots: Sequence[Path]
     script: Path
     text: str
     is_new: bool = False
-    """The runs were made just now."""
+    """True if the runs were made by this command."""
 
 
 def is_previewed(run: RunDir, text: str) -> bool:
-    """Return whether the same script, but for its comment with the command line, was written down before, and the run
-    was neither submitted nor started."""
+    """Return whether the run has the same script, except for the comment with the command line, and was neither
+    submitted nor started."""
     if not run.job_sbatch.is_file() or job_of(run) is not None or newest_generation(run):
         return False
     without_comment = [
@@ -207,7 +208,7 @@ def is_previewed(run: RunDir, text: str) -> bool:
 
 
 def _find_preview(run: PlannedRun, *, force: bool) -> Submission | None:
-    """Return what `write_submission` has made of the same recipe before, where that was not submitted."""
+    """Return the submission that `write_submission` made earlier from the same recipe, if it was not submitted."""
     plan = run.plan
     if plan.spec.run.dir == AUTO or not RunDir(Path(plan.spec.run.dir)).run_json.is_file():
         return None
@@ -220,9 +221,9 @@ def _find_preview(run: PlannedRun, *, force: bool) -> Submission | None:
 
 
 def write_submission(runs: Sequence[PlannedRun], *, force: bool = False, dry_run: bool = False) -> Submission:
-    """Make each run's folder and its script, where submitting it again goes on with the run; the script of an array
-    lies beside its runs. A run that was written down before, and not submitted, is taken as it is. `dry_run`: make
-    nothing, and prepare no data."""
+    """Make each run's folder and its script; submitting the script again continues the run. The script of an array is
+    in the parent folder of its runs. An earlier run that was not submitted is reused. `dry_run`: make nothing, and
+    prepare no data."""
     first = runs[0]
     check_container(first.plan)
     if len(runs) == 1 and (preview := _find_preview(first, force=force)):
@@ -250,10 +251,10 @@ def write_submission(runs: Sequence[PlannedRun], *, force: bool = False, dry_run
 
 
 def submit(submission: Submission) -> str:
-    """Give the script to Slurm; return the job's number, which the runs keep. Raises MachineError where Slurm refuses
-    it; then runs that were made for it are removed, so that the corrected command finds their folders free."""
+    """Submit the script to Slurm, and record the job's number in the runs; return it. Raises MachineError if Slurm
+    refuses the script; then new runs are removed, so that the corrected command can use their folders."""
     roots = submission.roots
-    with private_files():  # Slurm gives the umask of this process to the job, and so to its log
+    with private_files():  # Slurm applies this process's umask to the job and its log
         try:
             job_id = submit_to_slurm(submission.script)
         except MachineError as error:
@@ -268,8 +269,8 @@ def submit(submission: Submission) -> str:
 
 
 def _make_run(run: PlannedRun, *, dry_run: bool) -> tuple[Path, list[Path]]:
-    """Write down all that a launch writes before its workers start, and make the folder of the job's logs. Return the
-    run's folder, and those outside it that a container must see. `dry_run`: make nothing."""
+    """Record the run as a launch does before its workers start, and make the folder of the job's logs. Return the run's
+    folder, and other folders that a container must mount. `dry_run`: make nothing."""
     plan = run.plan
     wanted = plan.spec.run.dir
     recipe = run.loaded.composed.recipe

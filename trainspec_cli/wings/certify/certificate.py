@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.core.node import read_private
 from trainspec_cli.core.reading.files import UnreadableFileError, read_field, read_object, read_text
-from trainspec_cli.core.trust import read_private
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.records import FieldError, canonical_json, read_record, to_plain
 from trainspec_cli.recipe.results.certificate import Certificate, ClauseSummary, Finding, NotOffered, Signer

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from trainspec_cli.core.errors import EXIT_CODES, MachineError, Problem, RecipeError
-from trainspec_cli.core.trust import PRIVATE_UMASK
+from trainspec_cli.core.node import PRIVATE_UMASK
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.records import to_plain

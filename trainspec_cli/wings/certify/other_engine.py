@@ -23,8 +23,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from trainspec_cli.core.errors import Problem, RecipeError, TrainspecError, WorkerError
+from trainspec_cli.core.node import is_plain_name
 from trainspec_cli.core.reading.files import UnreadableFileError, read_object
-from trainspec_cli.core.trust import is_plain_name
 from trainspec_cli.data.huggingface.config import write_config
 from trainspec_cli.data.huggingface.safetensors import parameters, read_header
 from trainspec_cli.recipe.keys.cluster import Machine

@@ -22,8 +22,8 @@ import numpy as np
 
 from trainspec_cli import __version__
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
+from trainspec_cli.core.node import make_folder
 from trainspec_cli.core.reading.files import UnreadableFileError, read_object
-from trainspec_cli.core.trust import make_folder
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.records import FieldError, canonical_json, from_plain, read_record, to_plain
 from trainspec_cli.recipe.results.tools import DRAWN_BATCHES as BATCHES

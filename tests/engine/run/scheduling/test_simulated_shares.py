@@ -12,7 +12,7 @@ from engine.run.scheduling.test_step_scheduler import RANKS, Run
 from trainspec_cli.balance import live
 from trainspec_cli.balance.decisions.shares import ShareChange
 from trainspec_cli.balance.disturbance import Disturbance, SlowDevice
-from trainspec_cli.balance.job import Taken
+from trainspec_cli.balance.job import RankCounts
 from trainspec_cli.balance.simulate import simulate
 from trainspec_cli.engine.run.step_report import SpeedFigures
 from trainspec_cli.recipe.keys.layout import Layout, ZeroStage
@@ -75,7 +75,9 @@ def ranks(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
             assert self.division.counts(SAMPLES) == ranks.shares[-1], f"step {ranks.step}"
             return change
 
-        def end_step(self, taken: Taken, measured_s: list[list[float]], exchanged_s: float, *, reports: bool) -> None:
+        def end_step(
+            self, taken: RankCounts, measured_s: list[list[float]], exchanged_s: float, *, reports: bool
+        ) -> None:
             super().end_step(taken, measured_s, exchanged_s, reports=reports)
             ranks.end_step(taken.micro_batches, measured_s, exchanged_s)
 

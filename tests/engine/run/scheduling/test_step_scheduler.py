@@ -267,6 +267,7 @@ def test_a_rank_reports_its_speed_and_its_last_step(tmp_path: Path) -> None:
         0.5,
         0.0,
         0,
+        1,
     )  # its first batch took 6 s to read, the others half a second
 
 
@@ -570,6 +571,18 @@ def test_the_supervisor_is_told_of_speeds_when_they_or_the_shares_change(tmp_pat
     assert told[1].step == 21
     assert told[1].compute_s == pytest.approx((8.0, 8.0, 14.4, 8.0))
     assert told[1].step_s == pytest.approx(14.4)
+
+
+@pytest.mark.parametrize(("is_settled", "reports"), [(0.0, 0), (1.0, 1)])
+def test_the_supervisor_gets_settled_speeds_however_noisy_they_are(
+    tmp_path: Path, is_settled: float, reports: int
+) -> None:
+    run = Run(tmp_path, may_change=("nodes",), num_nodes=2)
+    division = run.scheduler.divide(0)
+    others = [SpeedFigures(0.0, 1.0, 0.5, 0.0, 8.0, 0.5, 0.0, 0.0, is_settled)] * RANKS
+    parts_s = {"data_wait": 0.0, "forward": 2.0, "backward": 6.0, "exposed_comm": 0.5}
+    run.scheduler.note_step(1, division.of_rank(0, 0, SAMPLES), parts_s, SAMPLES, others)
+    assert len(run.supervisor.sent) == reports
 
 
 def test_the_supervisor_is_told_of_links_with_the_speeds(tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ class StepScheduler:
         proposal = self._link.look() if self._group is None else 0
         change_s = self._change_cost.seconds
         own = speed.fixed_s, speed.per_sample_s, speed.noise
-        return SpeedFigures(*own, change_s, *self._last_s, proposal, speed.shown_steps)
+        return SpeedFigures(*own, change_s, *self._last_s, proposal, speed.shown_steps, float(speed.is_settled))
 
     # After it
 
@@ -341,7 +341,7 @@ class StepScheduler:
         slowest_s = max(one.last_s for one in reported)
         whole_s = sum(seconds for part, seconds in parts_s.items() if part != "checkpoint")
         counts = self._shares.division.counts(samples)
-        known = [read_speed(*one[:3], one.shown_steps) for one in reported]
+        known = [read_speed(*one[:3], one.shown_steps, one.is_settled) for one in reported]
         settled = [speed if speed is not None and speed.is_settled else None for speed in known]
         slowest_step_s = slowest_s + micro_batches * exchange_s
         self._effects.note_step(step, slowest_step_s, whole_s, knows_speeds=None not in settled)
@@ -429,9 +429,13 @@ def division_of(even: Division, directive: DirectiveEvent, largest_micro_batch: 
     )
 
 
-def read_speed(fixed_s: float, per_sample_s: float, noise: float = 0.0, shown_steps: float = 0.0) -> Speed | None:
+def read_speed(
+    fixed_s: float, per_sample_s: float, noise: float = 0.0, shown_steps: float = 0.0, is_settled: float = 1.0
+) -> Speed | None:
     """Return a speed as it was reported; None for a rank that does not know its own yet."""
-    return Speed(fixed_s, per_sample_s, noise, int(shown_steps)) if 0 < per_sample_s < math.inf else None
+    if not 0 < per_sample_s < math.inf:
+        return None
+    return Speed(fixed_s, per_sample_s, noise, int(shown_steps), bool(is_settled))
 
 
 def layer_scheduler(plan: Plan, even: Division, largest_micro_batch: int) -> LayerScheduler | None:

@@ -21,9 +21,8 @@ from collections.abc import Callable
 from functools import partial
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
-from trainspec_cli.core.node import node_name
+from trainspec_cli.core.node import node_name, private_files
 from trainspec_cli.core.reading.files import parse_json
-from trainspec_cli.core.trust import private_files
 from trainspec_cli.core.wings import part_named
 from trainspec_cli.recipe.records import from_plain
 from trainspec_cli.recipe.results.doctor import NodeReport

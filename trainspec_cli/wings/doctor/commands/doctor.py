@@ -13,7 +13,7 @@ import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.core.errors import MachineError
-from trainspec_cli.core.trust import private_files
+from trainspec_cli.core.node import private_files
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.results.doctor import Check, Diagnosis

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
+from trainspec_cli.core.printable import Style
 from trainspec_cli.core.reading.files import read_object
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.reporter.style import Style
 from trainspec_cli.wings.interop import EMITTED, NOT_CARRIED, TARGETS, Container, show
 from trainspec_cli.wings.interop.emit import Emission, emit_recipe, write_emission
 

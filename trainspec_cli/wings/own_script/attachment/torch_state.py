@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.json_value import JsonObject
-from trainspec_cli.core.reading.spec_version import NEWER, UNKNOWN
+from trainspec_cli.core.reading.files import NEWER_VERSION, UNKNOWN_VERSION
 from trainspec_cli.run.folder.files import read_versioned, write_versioned
 from trainspec_cli.run.folder.paths import CHECKPOINT_MANIFEST
 
@@ -133,7 +133,7 @@ def newest_sound(folder: Path) -> Path | None:
             if read_versioned(path / CHECKPOINT_MANIFEST).get("sha256") == _digest(path / STATE):
                 return path
         except MachineError as error:
-            if error.problems[0].code in (NEWER, UNKNOWN):
+            if error.problems[0].code in (NEWER_VERSION, UNKNOWN_VERSION):
                 fault = str(error)
         except OSError:
             pass
