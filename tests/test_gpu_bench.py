@@ -96,6 +96,7 @@ def test_a_call_goes_on_with_the_items_that_the_last_one_had_no_time_for(tmp_pat
     assert (tmp_path / "order").read_text() == "first\nsecond\n", "neither is what is done"
 
 
+@pytest.mark.slow
 def test_a_check_ends_at_its_own_limit_and_is_not_repeated(tmp_path: Path) -> None:
     bodies = {"endless": "items.take('one', lambda: 1)\nitems.take('never', lambda: time.sleep(600))"}
     started = time.monotonic()

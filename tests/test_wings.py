@@ -45,8 +45,8 @@ def run_python(environment: dict[str, str], cwd: Path, *arguments: str) -> subpr
     return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
 
 
-def test_without_removable_wings_every_module_loads_and_a_recipe_trains(tmp_path: Path) -> None:
-    environment = copy_without(tmp_path / "copy", *REMOVABLE)
+def test_without_removable_wings_every_module_loads_and_a_recipe_trains(tmp_path: Path, measured_cache: Path) -> None:
+    environment = copy_without(tmp_path / "copy", *REMOVABLE) | {"TRAINSPEC_CACHE": str(measured_cache)}
     loaded = run_python(environment, tmp_path, "-c", LOAD_EVERYTHING)
     assert (loaded.returncode, loaded.stderr) == (0, "")
     assert not {*loaded.stdout.split()} & {*REMOVABLE}
@@ -66,7 +66,9 @@ def test_without_removable_wings_every_module_loads_and_a_recipe_trains(tmp_path
         problems = [(one["code"], one["path"]) for one in json.loads(refused.stdout)["errors"]]
         assert (refused.returncode, problems) == (2, [("missing_wing", path)]), refused.stderr
 
-    trained = run_python(environment, tmp_path, *program, "launch", "recipe=tiny", "run.dir=here", "--json")
+    trained = run_python(
+        environment, tmp_path, *program, "launch", "recipe=tiny", "train.max_steps=4", "run.dir=here", "--json"
+    )
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert json.loads((tmp_path / "here" / "result.json").read_text())["status"] == "done"
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from balance.test_simulation_figures import CHIP, SPEC
+from lab.drawing import slow_after
 
 from trainspec_cli.balance.decisions.links import LinkPaces
 from trainspec_cli.balance.layout_memory import LayoutMemory
@@ -62,12 +63,15 @@ def fastest_of_all(others: OtherLayouts, spec: RunSpec, paces: list[float]) -> P
 
 @pytest.mark.parametrize(
     ("layout", "paces"),
-    [
-        (LayoutSpec(dp_shard=1, tp=4), slow(4, r2=2.1)),
-        (LayoutSpec(dp_shard=2, tp=2, zero_stage=1), slow(4, r0=1.6, r3=3.0)),
-        (LayoutSpec(dp_shard=1, pp=4), slow(4, r0=1.6, r1=1.6, r3=3.0)),
-        (LayoutSpec(dp_shard=4, zero_stage=3), slow(4, r2=2.1)),
-    ],
+    slow_after(
+        1,
+        [
+            (LayoutSpec(dp_shard=1, tp=4), slow(4, r2=2.1)),
+            (LayoutSpec(dp_shard=2, tp=2, zero_stage=1), slow(4, r0=1.6, r3=3.0)),
+            (LayoutSpec(dp_shard=1, pp=4), slow(4, r0=1.6, r1=1.6, r3=3.0)),
+            (LayoutSpec(dp_shard=4, zero_stage=3), slow(4, r2=2.1)),
+        ],
+    ),
     ids=["tp", "tp x dp", "pp", "dp"],
 )
 def test_no_legal_layout_is_faster(layout: LayoutSpec, paces: list[float]) -> None:

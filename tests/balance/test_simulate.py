@@ -2,6 +2,7 @@
 
 import pytest
 from balance.jobs import job_of
+from lab.drawing import slow_after
 
 from trainspec_cli.balance.disturbance import Disturbance, Leave, NarrowLink, SlowDevice, SlowNode
 from trainspec_cli.balance.job import DisturbedJob
@@ -17,7 +18,10 @@ def run(job: DisturbedJob, **what: object) -> Simulation:
 
 
 @pytest.mark.parametrize(
-    "job", [job_of(64), job_of(256, each=64), job_of(32, pp=2), job_of(32, each=64, tp=2), job_of(64, zero_stage=3)]
+    "job",
+    slow_after(
+        1, [job_of(64), job_of(256, each=64), job_of(32, pp=2), job_of(32, each=64, tp=2), job_of(64, zero_stage=3)]
+    ),
 )
 @pytest.mark.parametrize("events", [{"slow_devices": (SLOW,)}, {"slow_nodes": (SLOW_NODE,)}])
 def test_most_of_what_whole_samples_allow_is_won_back(job: DisturbedJob, events: dict[str, object]) -> None:
@@ -62,7 +66,7 @@ def test_two_disturbances_of_which_one_leaves_settle() -> None:
     assert simulation.on.by_step[-1] >= 0.97 * simulation.ideal.by_step[-1]
 
 
-@pytest.mark.parametrize("job", [job_of(8), job_of(256, each=128), job_of(8, pp=4)])
+@pytest.mark.parametrize("job", slow_after(1, [job_of(8), job_of(256, each=128), job_of(8, pp=4)]))
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 def test_a_healthy_run_is_left_alone(job: DisturbedJob, noise: float) -> None:
     simulation = run(job, steps=1000 if job.cluster.ranks == 8 else 200, noise=noise)

@@ -79,6 +79,7 @@ def test_a_stopped_run_goes_on_at_the_next_sample(
 
 
 @pytest.mark.clause("RUN-8")
+@pytest.mark.slow
 def test_an_altered_checkpoint_is_refused_by_name(trainspec, tmp_path, whole):
     altered = RunDir(shutil.copytree(whole.root, tmp_path / "altered"))
     part = altered.checkpoint(STEPS) / "rank00001.safetensors"

@@ -82,6 +82,7 @@ def test_other_kernels_in_compiled_blocks(kernels: KernelSpec) -> None:
     assert_same(plain, other)
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_for_shapes_of_evaluation() -> None:
     torch._dynamo.utils.counters.clear()
     swiglu = load_kernel("swiglu", "compiled")

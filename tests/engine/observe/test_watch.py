@@ -26,6 +26,7 @@ from trainspec_cli.run.folder.record import WorkerErrorRecord, read_error
 WORKER = Path(__file__).parent / "hanging_worker.py"
 
 
+@pytest.mark.slow
 def test_a_sleeping_rank_is_named_with_its_stack_and_the_collective_the_other_waits_in(tmp_path):
     ranks = [
         subprocess.Popen(

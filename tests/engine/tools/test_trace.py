@@ -49,5 +49,6 @@ def test_adapters_take_the_flops_that_are_planned(trace: Trace) -> None:
     assert traced[1] / traced[0] == pytest.approx(planned[1] / planned[0], rel=0.05)
 
 
+@pytest.mark.slow
 def test_experts_travel(trace: Trace) -> None:
     assert trace(plan_of("moe", dp_shard=2, ep=2)).comm_bytes["ep all_to_all"] > 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lab.drawing import drawn_in_ci
+from lab.drawing import drawn_in_ci, slow_after
 from lab.tracing import Trace
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -232,7 +232,7 @@ def error_of(run: Run, trace: Trace) -> float:
     return counted / traced - 1
 
 
-@pytest.mark.parametrize("run", DEFAULT_RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", slow_after(2, DEFAULT_RUNS), ids=lambda run: run.name)
 def test_arithmetic_comes_to_what_the_step_takes(run: Run, trace: Trace) -> None:
     assert MOST_UNDER <= error_of(run, trace) <= MOST_OVER
 

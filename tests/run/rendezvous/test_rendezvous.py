@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from lab.drawing import slow_after
 from lab.waiting import wait_for
 
 from trainspec_cli.core.environment_names import LAUNCH_ID
@@ -108,9 +109,12 @@ def test_who_does_not_know_the_secret_is_not_let_in(rendezvous: Rendezvous) -> N
 
 @pytest.mark.parametrize(
     "line",
-    [b"[", b"[]", b"5", b'"op"', b"{}", b'{"op": "no"}', b'{"op": "set"}', b'{"op": "get", "keys": 5, "timeout_s": 1}',
-     b'{"op": "add", "key": "k", "amount": "x"}', b'{"op": "get", "keys": ["k"], "timeout_s": "x"}',
-     b'{"op": "join", "name": "a"}', b'{"op": "beat"}', b"\xff\xfe", b"[" * 100_000],
+    slow_after(
+        3,
+        [b"[", b'{"op": "get", "keys": 5, "timeout_s": 1}', b"\xff\xfe", b"[]", b"5", b'"op"', b"{}", b'{"op": "no"}',
+         b'{"op": "set"}', b'{"op": "add", "key": "k", "amount": "x"}', b'{"op": "join", "name": "a"}',
+         b'{"op": "get", "keys": ["k"], "timeout_s": "x"}', b'{"op": "beat"}', b"[" * 100_000],
+    ),
 )  # fmt: skip
 def test_nonsense_ends_its_own_connection_alone(rendezvous: Rendezvous, connect, line: bytes) -> None:
     sound, mad = connect(), connect()
@@ -209,6 +213,7 @@ def test_the_secret_goes_with_the_server(tmp_path: Path, rendezvous: Rendezvous)
     assert not rendezvous._secret_file.exists()
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_is_given_up(rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainspec_cli.run.rendezvous.address.RESTART_INTERVAL_S", 0.2)
     rendezvous._secret_file.chmod(0o644)

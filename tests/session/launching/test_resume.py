@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lab.drawing import slow_after
 
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.core.reading.files import UnreadableFileError
@@ -45,21 +46,24 @@ def prepare(console: RunConsole) -> Prepare:
 @pytest.mark.clause("LAUNCH-8")
 @pytest.mark.parametrize(
     "change",
-    [
-        "model.num_layers=3",
-        "data.seq_len=32",
-        "data.tokenizer.vocab_size=300",
-        "optim.name=sgd",
-        "batching.global_batch_size=4",
-        "train.seed=1",
-        "run.dir=elsewhere",
-        "~model.rope_theta",
-        "lora.rank=16",
-        "lora.alpha=8",
-        "lora.targets=[q]",
-        "lora.base=nf4",
-        "init.from=elsewhere",
-    ],
+    slow_after(
+        4,
+        [
+            "model.num_layers=3",
+            "data.seq_len=32",
+            "data.tokenizer.vocab_size=300",
+            "optim.name=sgd",
+            "batching.global_batch_size=4",
+            "train.seed=1",
+            "run.dir=elsewhere",
+            "~model.rope_theta",
+            "lora.rank=16",
+            "lora.alpha=8",
+            "lora.targets=[q]",
+            "lora.base=nf4",
+            "init.from=elsewhere",
+        ],
+    ),
 )
 def test_what_the_checkpoint_depends_on_is_fixed(make_run: MakeRun, prepare: Prepare, change: str) -> None:
     run = make_run("model.rope_theta=5e5", "lora.rank=8")
@@ -107,15 +111,18 @@ def test_the_rest_may_change(make_run: MakeRun, prepare: Prepare, change: str, v
 
 @pytest.mark.parametrize(
     ("changes", "size", "largest"),
-    [
-        ((), 1, 1),
-        (("optim.lr=0.5",), 1, 1),
-        (("scheduler.mode=auto",), 1, 1),
-        (("scheduler.mode=off",), 4, None),
-        (("batching.micro_batch_size=2",), 2, None),
-        (("recompute=full",), 4, None),
-        (("cluster.devices_per_node=1",), 8, None),
-    ],
+    slow_after(
+        2,
+        [
+            ((), 1, 1),
+            (("optim.lr=0.5",), 1, 1),
+            (("scheduler.mode=auto",), 1, 1),
+            (("scheduler.mode=off",), 4, None),
+            (("batching.micro_batch_size=2",), 2, None),
+            (("recompute=full",), 4, None),
+            (("cluster.devices_per_node=1",), 8, None),
+        ],
+    ),
 )
 def test_a_run_keeps_the_setting_of_memory_that_it_began_with(
     make_run: MakeRun, prepare: Prepare, changes: tuple[str, ...], size: int, largest: int | None
@@ -367,16 +374,19 @@ def test_an_agents_session_ends_where_nothing_is_left(make_run: MakeRun, console
 
 @pytest.mark.parametrize(
     ("nodes", "run_dir", "message"),
-    [
-        (NodeOptions(None, 0, "head:1"), "/run", "`cluster.num_nodes` is 2, and this command starts one node"),
-        (NodeOptions(2, 0, None), "/run", "`cluster.num_nodes` is 2, and this command starts one node"),
-        (NodeOptions(2, 0, "head"), "/run", "--rdzv-endpoint is `head`; HOST:PORT is needed"),
-        (NodeOptions(2, 0, ":29500"), "/run", "--rdzv-endpoint is `:29500`; HOST:PORT is needed"),
-        (NodeOptions(2, 0, "head:port"), "/run", "--rdzv-endpoint is `head:port`; HOST:PORT is needed"),
-        (NodeOptions(2, 2, "head:1"), "/run", "--node-rank is 2; of 2 nodes it is 0 to 1"),
-        (NodeOptions(2, -1, "head:1"), "/run", "--node-rank is -1; of 2 nodes it is 0 to 1"),
-        (NodeOptions(2, 0, "head:1"), "auto", "`run.dir` is auto, and the nodes would each make a folder"),
-    ],
+    slow_after(
+        2,
+        [
+            (NodeOptions(None, 0, "head:1"), "/run", "`cluster.num_nodes` is 2, and this command starts one node"),
+            (NodeOptions(2, 0, None), "/run", "`cluster.num_nodes` is 2, and this command starts one node"),
+            (NodeOptions(2, 0, "head"), "/run", "--rdzv-endpoint is `head`; HOST:PORT is needed"),
+            (NodeOptions(2, 0, ":29500"), "/run", "--rdzv-endpoint is `:29500`; HOST:PORT is needed"),
+            (NodeOptions(2, 0, "head:port"), "/run", "--rdzv-endpoint is `head:port`; HOST:PORT is needed"),
+            (NodeOptions(2, 2, "head:1"), "/run", "--node-rank is 2; of 2 nodes it is 0 to 1"),
+            (NodeOptions(2, -1, "head:1"), "/run", "--node-rank is -1; of 2 nodes it is 0 to 1"),
+            (NodeOptions(2, 0, "head:1"), "auto", "`run.dir` is auto, and the nodes would each make a folder"),
+        ],
+    ),
 )
 def test_how_nodes_reach_one_another_has_to_be_said(
     make_run: MakeRun, nodes: NodeOptions, run_dir: str, message: str

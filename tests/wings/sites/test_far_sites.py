@@ -115,6 +115,7 @@ def stop_all_and_resume(trial: SitesLab, first_stop: int, second_stop: int) -> l
     return again
 
 
+@pytest.mark.slow
 def test_a_site_that_is_half_as_fast_takes_fewer_samples(lab: Lab) -> None:
     trial = lab()
     trial.sections = AUTO
