@@ -105,6 +105,7 @@ def test_a_check_ends_at_its_own_limit_and_is_not_repeated(tmp_path: Path) -> No
     assert found_in(tmp_path) == {"endless": {"state": "limit", "one": 1}}
 
 
+@pytest.mark.slow
 def test_a_killed_call_leaves_what_it_had_and_the_next_one_takes_it_up(tmp_path: Path) -> None:
     body = """
         items.take("before", lambda: note("before"))

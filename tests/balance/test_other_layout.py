@@ -227,6 +227,7 @@ def test_paces_within_the_change_that_is_confirmed_count_as_usual() -> None:
     assert equalise_paces([1.0, 1.0, 1.0, 0.5], 0.1) == (1.0, 1.0, 1.0, 0.5), "a fast rank is one too"
 
 
+@pytest.mark.slow
 def test_a_layout_to_which_memory_allows_no_way_is_not_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert others_of(spec_of(TENSOR)).propose(slow(r5=3.0)) is not None
     monkeypatch.setattr(LayoutMemory, "may_move", lambda self, before, after: False)

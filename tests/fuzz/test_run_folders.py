@@ -110,7 +110,7 @@ def test_a_file_of_a_run_with_a_strange_value_or_damaged_bytes(project: Path, na
             tell(*command)
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_events_with_strange_values_or_damaged_bytes(project: Path, count: int) -> None:
     run = make_run(project / "runs/tiny/one")
     events = [json.loads(line) for line in run.events(0).read_text().splitlines()]

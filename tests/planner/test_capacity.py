@@ -269,6 +269,7 @@ def test_every_line_makes_the_run_fit_as_it_is_typed(arguments: tuple[str, ...],
         assert plan_capacity(load_for_planning([*kept, *typed(line)]).spec).best is not None, line
 
 
+@pytest.mark.slow
 def test_two_changes_are_named_where_neither_suffices() -> None:
     lines = advice_for((*FOUR_4090, *PINNED, "layout.dp_shard=1"))
     assert ["layout=auto", "recompute=auto", "lora.rank=16"] in map(typed, lines)

@@ -68,6 +68,7 @@ class Listening:
 
 
 @pytest.mark.usefixtures("one_process")
+@pytest.mark.slow
 def test_steps_in_time_and_what_lies_between_them_are_no_hang(tmp_path):
     journal = Listening()
     watching = StepWatch(RunDir(tmp_path), journal, floor_s=3.0, first_s=1800.0)

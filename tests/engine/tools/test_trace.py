@@ -38,6 +38,7 @@ def test_a_world_that_is_not_there_is_traced() -> None:
     assert {"pp send", "pp receive", "dp_shard all_gather", "tp reduce_scatter"} <= told.comm_bytes.keys()
 
 
+@pytest.mark.slow
 def test_adapters_take_the_flops_that_are_planned(trace: Trace) -> None:
     """Frozen weights have no gradients; nor has the first layer's input, which the plan does not count off."""
     whole = build_plan(Case("dense", optimizer="adamw"), "cpu")

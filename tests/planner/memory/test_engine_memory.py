@@ -178,9 +178,9 @@ FAMILIES = {
     "adapters": ADAPTER_RUNS,
 }
 DEFAULT_RUNS = (
-    Run("llama3_8b", fsdp(8), seq_len=8192, recompute="selective"),
     Run("llama_6m", {"pp": 2, "pipeline_schedule": "gpipe"}, samples=2, seq_len=2048, micro_batches=6),
     Run("moe_tiny", fsdp(4, ep=2), samples=8, seq_len=512, recompute="selective"),
+    Run("llama3_8b", fsdp(8), seq_len=8192, recompute="selective"),
     Run("hybrid_tiny", {}, samples=8, seq_len=256),
     # One stage: the schedule splits nothing, and gradients are exchanged after each micro-batch.
     Run("resnet_tiny", fsdp(4, zero_stage=2, pipeline_schedule="zero_bubble"), samples=2, micro_batches=4),

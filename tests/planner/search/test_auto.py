@@ -259,6 +259,7 @@ def test_no_layout_that_is_about_as_fast_is_simpler_than_the_chosen_one(recipe: 
     assert best.layout.pp == min(one.layout.pp for one in near)
 
 
+@pytest.mark.slow
 def test_a_large_model_has_no_more_stages_than_an_expert_would_give_it() -> None:
     """405B on 1,024 H100: the fastest by prediction is tp 4, cp 4, pp 64; experts start from tp 8, pp 16."""
     _, found = on_h100("llama3_405b", 128)
@@ -275,7 +276,7 @@ def test_a_small_model_is_data_parallel_on_detected_gpus(gpus: int) -> None:
     assert layout.data_parallel_size == layout.world_size == gpus
 
 
-QUICK = ("llama3_8b", "mixtral_8x7b", "nemotron_h_8b", "resnet50", "tiny")
+QUICK = ("llama3_8b", "tiny_moe", "nemotron_h_8b", "resnet50", "tiny")
 """One recipe per family."""
 
 

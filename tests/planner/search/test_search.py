@@ -203,6 +203,7 @@ def test_where_nothing_fits_the_smallest_is_shown() -> None:
     assert plan.rejected["memory"] == plan.considered
 
 
+@pytest.mark.slow
 def test_large_clusters_need_few_evaluations() -> None:
     """405B on 16,384 GPUs: the space stays small enough for two seconds of one core."""
     plan = plan_capacity(run_of("llama3_405b", nodes=2048, batch=2048))

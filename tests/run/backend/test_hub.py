@@ -285,6 +285,7 @@ def test_a_node_that_has_an_agent_takes_no_second(hub: Hub, call) -> None:
     assert hub.nodes[0].hostname == "first"
 
 
+@pytest.mark.slow
 def test_a_silent_agent_is_lost_and_a_beating_one_is_not(hub: Hub, call) -> None:
     hub._timeout_s = 3.0
     alive, _silent = call(0, "alive"), call(1, "silent")
