@@ -177,7 +177,7 @@ def test_only_the_ratio_of_paces_counts() -> None:
     assert others.propose(slow(r5=2.0)) == others.propose([3 * pace for pace in slow(r5=2.0)])
 
 
-@pytest.mark.parametrize("memory_gb", [3, 3.6, 4.5, 6, 10])
+@pytest.mark.parametrize("memory_gb", slow_after(2, [3, 3.6, 4.5, 6, 10]))
 def test_what_memory_does_not_hold_is_never_proposed(memory_gb: float) -> None:
     """Two layers' worth of memory more or less decides which layouts there are, and whether the state can move."""
     spec = spec_of(TENSOR, memory_gb=memory_gb)

@@ -88,6 +88,7 @@ def test_a_change_of_layout_pauses_the_run_for_two_steps_and_the_bytes_that_move
     assert at_s - after_s < 2 * before_s + 1.0, "a rank gets some hundred megabytes over a fast network"
 
 
+@pytest.mark.slow
 def test_a_node_whose_links_are_narrow_leads_to_a_layout_that_exchanges_less_over_them() -> None:
     """Longer steps ask for samples of the links, three of which confirm that they are slower."""
     narrow = NarrowLink(node=1, tier="scaleup", factor=20, from_step=120, steps=150)

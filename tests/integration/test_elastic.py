@@ -36,16 +36,25 @@ def run_until_healed(start_trainspec, root: Path, fault: str, group: int, *argum
     return run
 
 
-def test_a_group_is_killed_and_heals_and_the_losses_are_those_of_an_unharmed_run(start_trainspec, trainspec, tmp_path):
-    """Of two groups bit for bit: a sum of two is the same in either order."""
-    run = run_until_healed(start_trainspec, tmp_path, "kill", 1, "resilience.sdc_check=1")
+def test_a_group_is_killed_and_heals(start_trainspec, tmp_path):
+    kill_and_heal(start_trainspec, tmp_path)
+
+
+def kill_and_heal(start_trainspec, root: Path) -> RunDir:
+    run = run_until_healed(start_trainspec, root, "kill", 1, "resilience.sdc_check=1")
     check_nothing_was_lost(run)
     left, joined = (event for event in json.loads(run.result_json.read_text())["recoveries"])
     assert (left["kind"], left["step"], left["lost_steps"]) == ("left", 6, 1)
     assert (joined["kind"], joined["lost_steps"]) == ("joined", 0)
     alone = [event for event in run_events(run, "step") if left["step"] <= event["step"] < joined["step"]]
     assert alone and all(event["groups"] == [0] and event["samples"] == 8 for event in alone)
+    return run
 
+
+@pytest.mark.slow
+def test_the_losses_of_a_healed_run_are_those_of_an_unharmed_one(start_trainspec, trainspec, tmp_path):
+    """Of two groups bit for bit: a sum of two is the same in either order."""
+    run = kill_and_heal(start_trainspec, tmp_path)
     steps = max(losses(run))
     ended = trainspec("launch", *ELASTIC, f"train.max_steps={steps}", "run.dir=unharmed")
     assert ended.returncode == 0, ended.stdout + ended.stderr

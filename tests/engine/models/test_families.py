@@ -228,7 +228,7 @@ def samples(model, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.arange(count).reshape(-1, *[1] * (len(shape) - 1)).expand(shape) % model.num_classes
 
 
-@pytest.mark.parametrize("name", [*TINY, *TINY_CONV])
+@pytest.mark.parametrize("name", slow_after(6, [*TINY, *TINY_CONV]))
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_an_empty_micro_batch_changes_nothing(name, recompute) -> None:
     """Its loss and gradients are zeros; statistics and visits stay as they are."""

@@ -57,6 +57,7 @@ def test_a_run_that_ends_well_is_done(make_job: MakeJob) -> None:
 
 
 @pytest.mark.parametrize("number", slow_after(1, [signal.SIGTERM, signal.SIGINT]))
+@pytest.mark.slow
 def test_a_request_to_stop_lets_the_workers_write_a_checkpoint(make_job: MakeJob, number: signal.Signals) -> None:
     job = make_job("endless")
     outcome = run(job, Once(lambda: both_training(job), lambda: send(number)))

@@ -153,6 +153,7 @@ def test_of_two_groups_on_a_node_one_is_ended_alone(
     assert left.environ()[GROUP] == "0"
 
 
+@pytest.mark.slow
 def test_a_group_is_started_fails_is_killed_and_started_again(second: Node) -> None:
     for number in (1, 2):
         second.processes.start(1, number)

@@ -93,13 +93,16 @@ def test_every_problem_of_the_changes_is_found_at_once(make_run: MakeRun, prepar
 
 @pytest.mark.parametrize(
     ("change", "value"),
-    [
-        ("train.max_steps=400", lambda plan: plan.spec.train.max_steps == 400),
-        ("optim.lr=0.5", lambda plan: plan.spec.optim.lr == 0.5),
-        ("checkpoint.interval_steps=7", lambda plan: plan.spec.checkpoint.interval_steps == 7),
-        ("batching.micro_batch_size=1", lambda plan: plan.micro_batch_size == 1),
-        ("cluster.devices_per_node=1", lambda plan: plan.world_size == 1),
-    ],
+    slow_after(
+        2,
+        [
+            ("train.max_steps=400", lambda plan: plan.spec.train.max_steps == 400),
+            ("optim.lr=0.5", lambda plan: plan.spec.optim.lr == 0.5),
+            ("checkpoint.interval_steps=7", lambda plan: plan.spec.checkpoint.interval_steps == 7),
+            ("batching.micro_batch_size=1", lambda plan: plan.micro_batch_size == 1),
+            ("cluster.devices_per_node=1", lambda plan: plan.world_size == 1),
+        ],
+    ),
 )
 def test_the_rest_may_change(make_run: MakeRun, prepare: Prepare, change: str, value: Callable[..., bool]) -> None:
     session = prepare(make_run(), change)
@@ -163,7 +166,7 @@ def test_where_nothing_is_saved_every_layout_can_begin(make_run: MakeRun, prepar
 
 
 @pytest.mark.parametrize(
-    ("step", "max_steps", "is_refused"), [(10, 10, True), (10, 11, False), (20, 20, True), (15, 5, True)]
+    ("step", "max_steps", "is_refused"), slow_after(2, [(10, 10, True), (10, 11, False), (20, 20, True), (15, 5, True)])
 )
 def test_a_run_that_is_done_goes_on_only_with_more_steps(
     make_run: MakeRun, prepare: Prepare, step: int, max_steps: int, is_refused: bool

@@ -57,6 +57,7 @@ def test_a_model_and_a_loss_of_ones_own_are_planned_as_the_recipe_says_and_not_r
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_the_parameters_of_a_block_are_counted_where_the_recipe_leaves_them_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
