@@ -20,6 +20,7 @@ import torch
 from lab.drawing import slow_after
 from lab.quorum import DiedError, FakeComm, Network
 from lab.supervisor import PlayedSupervisor
+from lab.waiting import PATIENCE_S
 from torch import nn
 
 from trainspec_cli.balance.batch.division import OwnSamples
@@ -49,7 +50,6 @@ from trainspec_cli.run.folder.paths import RunDir
 
 CPU = torch.device("cpu")
 STEPS, BATCH, SAMPLES = 12, 7, 200
-WAIT_S = 60
 RESILIENCE = ResilienceSpec(mode="elastic", sdc_check=1)
 SPEC = RunSpec(
     model=DecoderModel(1, 32, 2, 1, 16, 48, 50),
@@ -218,11 +218,11 @@ class Lab:
 
     def wait(self) -> None:
         for group in self.started:
-            group.thread.join(WAIT_S)
+            group.thread.join(PATIENCE_S)
             assert not group.thread.is_alive(), f"group {group.number} hangs at step {group.progress.step}"
 
     def wait_for_step(self, group: Group, step: int) -> None:
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + PATIENCE_S
         while group.progress.step < step:
             assert group.thread.is_alive(), f"group {group.number} ended at step {group.progress.step}"
             assert time.monotonic() < deadline, f"group {group.number} hangs at step {group.progress.step}"
@@ -376,7 +376,7 @@ def test_a_group_that_comes_back_heals_and_takes_its_portion_again(lab: Callable
     trial.acts[1, "take", 2] = die
     trial.acts[0, "take", 6] = wait_for_return
     first, second = trial.start_all()
-    second.thread.join(WAIT_S)
+    second.thread.join(PATIENCE_S)
     back = trial.start(1, generation=2)
     trial.check_all_done()
     assert back.restores == 0, "it heals from the other group, not from a checkpoint"
@@ -417,7 +417,7 @@ def test_random_deaths_and_returns(lab: Callable[..., Lab], seed: int) -> None:
     while survivor.thread.is_alive():
         for number, group in enumerate(living):
             if group.error is not None:
-                group.thread.join(WAIT_S)
+                group.thread.join(PATIENCE_S)
                 living[number] = trial.start(number, generation=2)
         survivor.thread.join(0.005)
     for group in trial.started:  # one that comes back after the last step waits for the others
@@ -435,7 +435,7 @@ def test_who_heals_from_a_group_that_dies_meanwhile_ends(lab: Callable[..., Lab]
     trial.acts[1, "take", 2] = die
     trial.acts[0, "take", 6] = wait_for_return
     first, second = trial.start_all()
-    second.thread.join(WAIT_S)
+    second.thread.join(PATIENCE_S)
     first.coordinator._membership._give_state = lambda _ranks: die(first)  # type: ignore[method-assign]
     back = trial.start(1, generation=2)
     trial.wait()
