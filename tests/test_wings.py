@@ -58,8 +58,8 @@ print(json.dumps(ran))
 """
 
 
-def test_without_removable_wings_every_module_loads_and_a_recipe_trains(tmp_path: Path, measured_cache: Path) -> None:
-    environment = copy_without(tmp_path / "copy", *REMOVABLE) | {"TRAINSPEC_CACHE": str(measured_cache)}
+def test_without_removable_wings_every_module_loads_and_their_commands_are_gone(tmp_path: Path) -> None:
+    environment = copy_without(tmp_path / "copy", *REMOVABLE)
     loaded = run_python(environment, tmp_path, "-c", LOAD_EVERYTHING)
     assert (loaded.returncode, loaded.stderr) == (0, "")
     assert not {*loaded.stdout.split()} & {*REMOVABLE}
@@ -94,16 +94,15 @@ def test_without_removable_wings_every_module_loads_and_a_recipe_trains(tmp_path
     attached = run_python(environment, tmp_path, "-c", "import trainspec_cli; trainspec_cli.attach()")
     assert "MachineError" in attached.stderr
 
+
+@pytest.mark.slow
+def test_without_wings_a_recipe_trains_and_the_tests_of_the_trunk_pass(tmp_path: Path, measured_cache: Path) -> None:
+    """Those of its quick rooms; files that take a wing's cases for their own are left out."""
+    environment = copy_without(tmp_path / "copy", *REMOVABLE) | {"TRAINSPEC_CACHE": str(measured_cache)}
     launch = ("-m", "trainspec_cli", "launch", "recipe=tiny", "train.max_steps=4", "run.dir=here", "--json")
     trained = run_python(environment, tmp_path, *launch)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert json.loads((tmp_path / "here" / "result.json").read_text())["status"] == "done"
-
-
-@pytest.mark.slow
-def test_without_wings_the_tests_of_the_trunk_pass(tmp_path: Path) -> None:
-    """Those of its quick rooms; files that take a wing's cases for their own are left out."""
-    environment = copy_without(tmp_path / "copy", *REMOVABLE)
     for name in ("tests", "docs", "pyproject.toml", "README.md", ".ci", "constraints.txt"):
         (tmp_path / "copy" / name).symlink_to(CHECKOUT / name)
     rooms = (CHECKOUT / "tests" / room for room in ("core", "balance", "run", "session"))

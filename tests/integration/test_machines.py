@@ -65,7 +65,7 @@ def check(cell: Cell) -> None:
 
 @pytest.mark.parametrize(
     ("machine", "recipe"),
-    [pytest.param(*pair, marks=[pytest.mark.slow] * (place % 4 > 0)) for place, pair in enumerate(MIXED)],
+    [pytest.param(*pair, marks=[pytest.mark.slow] * (place % 8 > 0)) for place, pair in enumerate(MIXED)],
 )
 def test_a_machine_and_a_recipe(
     machine: str, recipe: str, tokens: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

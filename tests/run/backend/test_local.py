@@ -94,6 +94,7 @@ def test_before_the_first_word_of_the_workers_a_request_ends_them_at_once(make_j
     assert (outcome.result.status, outcome.exit_code, outcome.result.steps) == ("stopped", 130, 0)
 
 
+@pytest.mark.slow
 def test_the_exception_that_began_it_is_shown_with_its_rank_and_traceback(make_job: MakeJob) -> None:
     outcome = run(make_job("raise"))
     assert (outcome.result.status, outcome.exit_code, outcome.result.steps) == ("failed", 5, 3)
