@@ -80,7 +80,6 @@ def test_a_folder_that_is_no_bundle_is_told(tmp_path: Path) -> None:
     assert ended.returncode == 4 and "bundle.json cannot be read: No such file" in " ".join(ended.stderr.split())
 
 
-@pytest.mark.slow
 def test_an_extra_brings_its_wheels(stock: Path, tmp_path: Path) -> None:
     ended = run(tmp_path, "out", "--wheels", "stock", "--extra", "more", "--json")
     assert ended.returncode == 0, ended.stderr

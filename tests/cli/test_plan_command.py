@@ -71,7 +71,6 @@ def test_a_sweep_plans_each_value_and_draws_a_page(capsys: pytest.CaptureFixture
     assert "Scaling over cluster.num_nodes" in page.read_text()
 
 
-@pytest.mark.slow
 def test_several_sweeps_are_crossed(capsys: pytest.CaptureFixture[str]) -> None:
     both = ("--sweep", "cluster.num_nodes=1,2", "--sweep", "batching.global_batch_size=64,128")
     sweep = plan_json(capsys, *EIGHT_GPUS, *both)

@@ -6,7 +6,6 @@ import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,12 +35,17 @@ READERS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@cache
-def validator_of(kind: str) -> Any:
-    """Return jsonschema's validator of this kind of file."""
-    from jsonschema import Draft7Validator  # takes a second, which other tests' processes save
+class Validators(dict[str, Any]):
+    """Kind of file -> jsonschema's validator of it, made when it is asked for."""
 
-    return Draft7Validator(json.loads(json.dumps(FILE_SCHEMAS[kind]())))
+    def __missing__(self, kind: str) -> Any:
+        from jsonschema import Draft7Validator  # takes a second, which other tests' processes save
+
+        self[kind] = Draft7Validator(json.loads(json.dumps(FILE_SCHEMAS[kind]())))
+        return self[kind]
+
+
+VALIDATORS = Validators()
 
 
 def lines(path: Path) -> list[Any]:
@@ -98,7 +102,7 @@ def is_of_words_or_ranges(kind: str, content: Any) -> bool:
     """Return whether a schema refuses a value of the right type alone: a word of no version yet, or one that rules
     refuse later."""
     keywords = {"enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "maxItems"}
-    leaves = [*validator_of(kind).iter_errors(content)]
+    leaves = [*VALIDATORS[kind].iter_errors(content)]
     found = set()
     while leaves:
         error = leaves.pop()
@@ -110,7 +114,7 @@ def is_of_words_or_ranges(kind: str, content: Any) -> bool:
 @pytest.mark.clause("RUN-11")
 @pytest.mark.parametrize("kind", FILE_SCHEMAS)
 def test_real_files_keep_to_their_schema_and_no_mutant_is_taken_that_is_not_read(kind: str) -> None:
-    validator, tried = validator_of(kind), 0
+    validator, tried = VALIDATORS[kind], 0
     validator.check_schema(validator.schema)
     for content in real(kind):
         assert [error.message for error in validator.iter_errors(content)] == []
@@ -125,16 +129,16 @@ def test_real_files_keep_to_their_schema_and_no_mutant_is_taken_that_is_not_read
 @pytest.mark.parametrize("kind", ["plan", "run", "result"])
 def test_a_file_states_the_current_version(kind: str) -> None:
     (content,) = real(kind)
-    assert not validator_of(kind).is_valid(without_version(content))
-    assert not validator_of(kind).is_valid({**content, KEY: "0.1"})
+    assert not VALIDATORS[kind].is_valid(without_version(content))
+    assert not VALIDATORS[kind].is_valid({**content, KEY: "0.1"})
 
 
 def test_every_type_of_event_has_a_schema_and_strangers_are_passed_over() -> None:
-    cases = validator_of("event").schema["allOf"]
+    cases = VALIDATORS["event"].schema["allOf"]
     assert [case["if"]["properties"]["type"]["const"] for case in cases] == [*event_types()]
-    assert validator_of("event").is_valid({"type": "of a later version", "time": 1.0, "more": {}})
-    assert not validator_of("event").is_valid({"type": "step", "time": 1.0})
-    assert not validator_of("directive").is_valid({"type": "retry", "time": 1.0, "step": 1})
+    assert VALIDATORS["event"].is_valid({"type": "of a later version", "time": 1.0, "more": {}})
+    assert not VALIDATORS["event"].is_valid({"type": "step", "time": 1.0})
+    assert not VALIDATORS["directive"].is_valid({"type": "retry", "time": 1.0, "step": 1})
     assert {*OF_DIRECTIVES} <= {*event_types()}
 
 

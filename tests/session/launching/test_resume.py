@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from lab.drawing import slow_after
 
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.core.reading.files import UnreadableFileError
@@ -46,24 +45,21 @@ def prepare(console: RunConsole) -> Prepare:
 @pytest.mark.clause("LAUNCH-8")
 @pytest.mark.parametrize(
     "change",
-    slow_after(
-        4,
-        [
-            "model.num_layers=3",
-            "data.seq_len=32",
-            "data.tokenizer.vocab_size=300",
-            "optim.name=sgd",
-            "batching.global_batch_size=4",
-            "train.seed=1",
-            "run.dir=elsewhere",
-            "~model.rope_theta",
-            "lora.rank=16",
-            "lora.alpha=8",
-            "lora.targets=[q]",
-            "lora.base=nf4",
-            "init.from=elsewhere",
-        ],
-    ),
+    [
+        "model.num_layers=3",
+        "data.seq_len=32",
+        "data.tokenizer.vocab_size=300",
+        "optim.name=sgd",
+        "batching.global_batch_size=4",
+        "train.seed=1",
+        "run.dir=elsewhere",
+        "~model.rope_theta",
+        "lora.rank=16",
+        "lora.alpha=8",
+        "lora.targets=[q]",
+        "lora.base=nf4",
+        "init.from=elsewhere",
+    ],
 )
 def test_what_the_checkpoint_depends_on_is_fixed(make_run: MakeRun, prepare: Prepare, change: str) -> None:
     run = make_run("model.rope_theta=5e5", "lora.rank=8")
@@ -93,16 +89,13 @@ def test_every_problem_of_the_changes_is_found_at_once(make_run: MakeRun, prepar
 
 @pytest.mark.parametrize(
     ("change", "value"),
-    slow_after(
-        2,
-        [
-            ("train.max_steps=400", lambda plan: plan.spec.train.max_steps == 400),
-            ("optim.lr=0.5", lambda plan: plan.spec.optim.lr == 0.5),
-            ("checkpoint.interval_steps=7", lambda plan: plan.spec.checkpoint.interval_steps == 7),
-            ("batching.micro_batch_size=1", lambda plan: plan.micro_batch_size == 1),
-            ("cluster.devices_per_node=1", lambda plan: plan.world_size == 1),
-        ],
-    ),
+    [
+        ("train.max_steps=400", lambda plan: plan.spec.train.max_steps == 400),
+        ("optim.lr=0.5", lambda plan: plan.spec.optim.lr == 0.5),
+        ("checkpoint.interval_steps=7", lambda plan: plan.spec.checkpoint.interval_steps == 7),
+        ("batching.micro_batch_size=1", lambda plan: plan.micro_batch_size == 1),
+        ("cluster.devices_per_node=1", lambda plan: plan.world_size == 1),
+    ],
 )
 def test_the_rest_may_change(make_run: MakeRun, prepare: Prepare, change: str, value: Callable[..., bool]) -> None:
     session = prepare(make_run(), change)
@@ -114,18 +107,15 @@ def test_the_rest_may_change(make_run: MakeRun, prepare: Prepare, change: str, v
 
 @pytest.mark.parametrize(
     ("changes", "size", "largest"),
-    slow_after(
-        2,
-        [
-            ((), 1, 1),
-            (("optim.lr=0.5",), 1, 1),
-            (("scheduler.mode=auto",), 1, 1),
-            (("scheduler.mode=off",), 4, None),
-            (("batching.micro_batch_size=2",), 2, None),
-            (("recompute=full",), 4, None),
-            (("cluster.devices_per_node=1",), 8, None),
-        ],
-    ),
+    [
+        ((), 1, 1),
+        (("optim.lr=0.5",), 1, 1),
+        (("scheduler.mode=auto",), 1, 1),
+        (("scheduler.mode=off",), 4, None),
+        (("batching.micro_batch_size=2",), 2, None),
+        (("recompute=full",), 4, None),
+        (("cluster.devices_per_node=1",), 8, None),
+    ],
 )
 def test_a_run_keeps_the_setting_of_memory_that_it_began_with(
     make_run: MakeRun, prepare: Prepare, changes: tuple[str, ...], size: int, largest: int | None
@@ -166,7 +156,7 @@ def test_where_nothing_is_saved_every_layout_can_begin(make_run: MakeRun, prepar
 
 
 @pytest.mark.parametrize(
-    ("step", "max_steps", "is_refused"), slow_after(2, [(10, 10, True), (10, 11, False), (20, 20, True), (15, 5, True)])
+    ("step", "max_steps", "is_refused"), [(10, 10, True), (10, 11, False), (20, 20, True), (15, 5, True)]
 )
 def test_a_run_that_is_done_goes_on_only_with_more_steps(
     make_run: MakeRun, prepare: Prepare, step: int, max_steps: int, is_refused: bool
@@ -377,19 +367,16 @@ def test_an_agents_session_ends_where_nothing_is_left(make_run: MakeRun, console
 
 @pytest.mark.parametrize(
     ("nodes", "run_dir", "message"),
-    slow_after(
-        2,
-        [
-            (NodeOptions(None, 0, "head:1"), "/run", "`cluster.num_nodes` is 2, and this command starts one node"),
-            (NodeOptions(2, 0, None), "/run", "`cluster.num_nodes` is 2, and this command starts one node"),
-            (NodeOptions(2, 0, "head"), "/run", "--rdzv-endpoint is `head`; HOST:PORT is needed"),
-            (NodeOptions(2, 0, ":29500"), "/run", "--rdzv-endpoint is `:29500`; HOST:PORT is needed"),
-            (NodeOptions(2, 0, "head:port"), "/run", "--rdzv-endpoint is `head:port`; HOST:PORT is needed"),
-            (NodeOptions(2, 2, "head:1"), "/run", "--node-rank is 2; of 2 nodes it is 0 to 1"),
-            (NodeOptions(2, -1, "head:1"), "/run", "--node-rank is -1; of 2 nodes it is 0 to 1"),
-            (NodeOptions(2, 0, "head:1"), "auto", "`run.dir` is auto, and the nodes would each make a folder"),
-        ],
-    ),
+    [
+        (NodeOptions(None, 0, "head:1"), "/run", "`cluster.num_nodes` is 2, and this command starts one node"),
+        (NodeOptions(2, 0, None), "/run", "`cluster.num_nodes` is 2, and this command starts one node"),
+        (NodeOptions(2, 0, "head"), "/run", "--rdzv-endpoint is `head`; HOST:PORT is needed"),
+        (NodeOptions(2, 0, ":29500"), "/run", "--rdzv-endpoint is `:29500`; HOST:PORT is needed"),
+        (NodeOptions(2, 0, "head:port"), "/run", "--rdzv-endpoint is `head:port`; HOST:PORT is needed"),
+        (NodeOptions(2, 2, "head:1"), "/run", "--node-rank is 2; of 2 nodes it is 0 to 1"),
+        (NodeOptions(2, -1, "head:1"), "/run", "--node-rank is -1; of 2 nodes it is 0 to 1"),
+        (NodeOptions(2, 0, "head:1"), "auto", "`run.dir` is auto, and the nodes would each make a folder"),
+    ],
 )
 def test_how_nodes_reach_one_another_has_to_be_said(
     make_run: MakeRun, nodes: NodeOptions, run_dir: str, message: str

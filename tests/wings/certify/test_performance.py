@@ -87,7 +87,6 @@ def test_nothing_is_launched_where_nothing_is_wanted(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_launch_that_fails_shows_its_last_lines_and_what_to_type(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="the run odd ended with 2") as error:
         launched.launch(bench(tmp_path), "odd", ["recipe=nowhere"])

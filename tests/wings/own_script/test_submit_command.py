@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from lab.drawing import slow_after
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.core.reading.files import UnreadableFileError
@@ -56,50 +55,43 @@ def test_the_commands_own_modules_are_those_of_the_jobs_shell(tmp_path: Path, ca
 
 @pytest.mark.parametrize(
     ("arguments", "code", "hint"),
-    slow_after(
-        12,
-        [
-            ([CPU, "time=3:00:00", "--", *COMMAND], "unknown_key", "type cluster.slurm.time=3:00:00"),
-            ([CPU, "nodes=2", "--", *COMMAND], "unknown_key", "type cluster.num_nodes=2"),
-            ([CPU, "num_nodes=2", "--", *COMMAND], "unknown_key", "type cluster.num_nodes=2"),
-            ([CPU, "slurm.time=1", "--", *COMMAND], "unknown_key", "type cluster.slurm.time=1"),
-            ([CPU, "run.dir=x", "--", *COMMAND], "unknown_key", "type --dir x"),
-            ([CPU, "recipe=tiny", "--", *COMMAND], "unknown_key", "a job has one of them"),
-            ([CPU, "optim.lr=1", "--", *COMMAND], "unknown_key", "the command has its own options"),
-            ([CPU, "cluster.slurm.tme=1", "--", *COMMAND], "unknown_key", "did you mean `cluster.slurm.time`?"),
-            ([CPU, "cluster.slurm.time=soon", "--", *COMMAND], "bad_time", "such as two hours"),
-            ([CPU, "cluster.num_nodes=0", "--", *COMMAND], "out_of_range", "cluster.num_nodes=1 or more"),
-            (["--", *COMMAND], "left_open", "cluster.device=cuda cluster.devices_per_node=8"),
-            (["cluster.device=cuda", "--", *COMMAND], "left_open", "cluster.devices_per_node=8"),
-            ([CPU, "--grace-s", "300", "--", *COMMAND], "out_of_range", "cluster.slurm.warn_s=300"),
-            ([CPU, "--"], "usage", "trainspec sbatch -- python train.py"),
-            ([CPU, "--", "no_such_program"], "no_command", "activate the environment"),
-            ([CPU, "--", "deepspeed", "train.py"], "no_command", "deepspeed is not installed in this environment"),
-            ([CPU, "--", "torchrun", "--nproc-per-node", "8", "trian.py"], "no_script", "did you mean train.py?"),
-            (
-                [CPU, "cluster.slurm.setup=[module load x]", "--", "python", "trian.py"],
-                "no_script",
-                "did you mean train.py",
-            ),
-            ([CPU, "cluster.slurm.time=2", "--", *COMMAND], "out_of_range", "cluster.slurm.time=2:00:00 for two hours"),
-            ([CPU, "--dry-run", "--submit", "--", *COMMAND], "usage", "leave one of them out"),
-            ([CPU, "--", "srun", *COMMAND], "usage", "leave srun out"),
-            ([CPU, "--", "trainspec", "run", *COMMAND], "usage", "leave `trainspec run` out"),
-            ([CPU, "cluster.num_nodes=2", "--", *COMMAND, "--node-rank", "0"], "usage", "leave it out"),
-            ([CPU, "--force", "--", *COMMAND], "usage", "leave it out"),
-            (["recipe=tiny", "--dir", "x"], "usage", "type run.dir=x"),
-            (["recipe=tiny", "--max-restarts", "1"], "usage", "the command stands after --"),
-            ([CPU, "bash", "train.sh"], "usage", f"type trainspec sbatch {CPU} -- bash train.sh"),
-            (["--partition=gpu", "--", *COMMAND], "usage", "type cluster.slurm.partition=<value>"),
-            (["--nodes=2", "--", *COMMAND], "usage", "type cluster.num_nodes=<value>"),
-            (
-                [CPU, "bash", "--nproc-per-node", "8"],
-                "usage",
-                "a command of your own, with its options, stands after --",
-            ),
-            ([], "usage", "trainspec sbatch recipe=quickstart"),
-        ],
-    ),
+    [
+        ([CPU, "time=3:00:00", "--", *COMMAND], "unknown_key", "type cluster.slurm.time=3:00:00"),
+        ([CPU, "nodes=2", "--", *COMMAND], "unknown_key", "type cluster.num_nodes=2"),
+        ([CPU, "num_nodes=2", "--", *COMMAND], "unknown_key", "type cluster.num_nodes=2"),
+        ([CPU, "slurm.time=1", "--", *COMMAND], "unknown_key", "type cluster.slurm.time=1"),
+        ([CPU, "run.dir=x", "--", *COMMAND], "unknown_key", "type --dir x"),
+        ([CPU, "recipe=tiny", "--", *COMMAND], "unknown_key", "a job has one of them"),
+        ([CPU, "optim.lr=1", "--", *COMMAND], "unknown_key", "the command has its own options"),
+        ([CPU, "cluster.slurm.tme=1", "--", *COMMAND], "unknown_key", "did you mean `cluster.slurm.time`?"),
+        ([CPU, "cluster.slurm.time=soon", "--", *COMMAND], "bad_time", "such as two hours"),
+        ([CPU, "cluster.num_nodes=0", "--", *COMMAND], "out_of_range", "cluster.num_nodes=1 or more"),
+        (["--", *COMMAND], "left_open", "cluster.device=cuda cluster.devices_per_node=8"),
+        (["cluster.device=cuda", "--", *COMMAND], "left_open", "cluster.devices_per_node=8"),
+        ([CPU, "--grace-s", "300", "--", *COMMAND], "out_of_range", "cluster.slurm.warn_s=300"),
+        ([CPU, "--"], "usage", "trainspec sbatch -- python train.py"),
+        ([CPU, "--", "no_such_program"], "no_command", "activate the environment"),
+        ([CPU, "--", "deepspeed", "train.py"], "no_command", "deepspeed is not installed in this environment"),
+        ([CPU, "--", "torchrun", "--nproc-per-node", "8", "trian.py"], "no_script", "did you mean train.py?"),
+        (
+            [CPU, "cluster.slurm.setup=[module load x]", "--", "python", "trian.py"],
+            "no_script",
+            "did you mean train.py",
+        ),
+        ([CPU, "cluster.slurm.time=2", "--", *COMMAND], "out_of_range", "cluster.slurm.time=2:00:00 for two hours"),
+        ([CPU, "--dry-run", "--submit", "--", *COMMAND], "usage", "leave one of them out"),
+        ([CPU, "--", "srun", *COMMAND], "usage", "leave srun out"),
+        ([CPU, "--", "trainspec", "run", *COMMAND], "usage", "leave `trainspec run` out"),
+        ([CPU, "cluster.num_nodes=2", "--", *COMMAND, "--node-rank", "0"], "usage", "leave it out"),
+        ([CPU, "--force", "--", *COMMAND], "usage", "leave it out"),
+        (["recipe=tiny", "--dir", "x"], "usage", "type run.dir=x"),
+        (["recipe=tiny", "--max-restarts", "1"], "usage", "the command stands after --"),
+        ([CPU, "bash", "train.sh"], "usage", f"type trainspec sbatch {CPU} -- bash train.sh"),
+        (["--partition=gpu", "--", *COMMAND], "usage", "type cluster.slurm.partition=<value>"),
+        (["--nodes=2", "--", *COMMAND], "usage", "type cluster.num_nodes=<value>"),
+        ([CPU, "bash", "--nproc-per-node", "8"], "usage", "a command of your own, with its options, stands after --"),
+        ([], "usage", "trainspec sbatch recipe=quickstart"),
+    ],
 )
 def test_what_is_wrong_is_answered_with_what_to_type(
     arguments: list[str], code: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lab.drawing import slow_after
 from safetensors.numpy import save_file
 
 from trainspec_cli.core.errors import WorkerError
@@ -61,25 +60,22 @@ def test_what_is_asked_stands_in_the_request(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("manner", "words"),
-    slow_after(
-        3,
-        [
-            ("fails", "ended with exit code 1\n\nno such layout"),
-            ("silent", "there is no file .*answer.json"),
-            ("garbage", "answer.json is not JSON"),
-            ("old", "`schema` is 'trainspec.engine/0'; 'trainspec.engine/1' is needed"),
-            ("few_losses", "`losses` has 19 numbers; 20 are needed"),
-            ("nan_loss", r"`losses\[3\]` is nan; a finite number is needed"),
-            ("text_losses", "`losses` is a list; a list, each item a number"),
-            ("no_file", "`gradients` names none.safetensors, and there is no such file"),
-            ("elsewhere", "`gradients` is '../gradients.safetensors'; the name of a file beside it is needed"),
-            ("wrong_shape", r"gradients.safetensors \(`gradients`\): a is F32 of \[3, 2\]; F32 of \[2, 3\] is needed"),
-            ("half", r"a is F16 of \[2, 3\]; F32 of \[2, 3\] is needed"),
-            ("no_tensor", r"\(`gradients`\) has no tensor a"),
-            ("nan", "a holds numbers that are not finite"),
-            ("cut", "is cut short or altered"),
-        ],
-    ),
+    [
+        ("fails", "ended with exit code 1\n\nno such layout"),
+        ("silent", "there is no file .*answer.json"),
+        ("garbage", "answer.json is not JSON"),
+        ("old", "`schema` is 'trainspec.engine/0'; 'trainspec.engine/1' is needed"),
+        ("few_losses", "`losses` has 19 numbers; 20 are needed"),
+        ("nan_loss", r"`losses\[3\]` is nan; a finite number is needed"),
+        ("text_losses", "`losses` is a list; a list, each item a number"),
+        ("no_file", "`gradients` names none.safetensors, and there is no such file"),
+        ("elsewhere", "`gradients` is '../gradients.safetensors'; the name of a file beside it is needed"),
+        ("wrong_shape", r"gradients.safetensors \(`gradients`\): a is F32 of \[3, 2\]; F32 of \[2, 3\] is needed"),
+        ("half", r"a is F16 of \[2, 3\]; F32 of \[2, 3\] is needed"),
+        ("no_tensor", r"\(`gradients`\) has no tensor a"),
+        ("nan", "a holds numbers that are not finite"),
+        ("cut", "is cut short or altered"),
+    ],
 )
 def test_a_wrong_answer_names_the_file_and_the_field(tmp_path: Path, manner: str, words: str) -> None:
     with pytest.raises(WorkerError, match=words) as error:
