@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 from lab import measured, strangers
-from lab.drawing import drawn_in_ci
+from lab.drawing import NOT_DRAWN, order_of_commit
 from lab.other_frameworks import NOT_IN_CI
 from lab.published import MODELS, SIZES
 from lab.tracing import Trace, open_forks, tracer
@@ -46,7 +47,7 @@ settings.register_profile(
 )
 settings.load_profile("trainspec")
 
-LONGEST = ("engine", "certify", "integration", "slurm", "cli", "launch", "planner", "fuzz")
+LONGEST = ("engine", "integration", "planner", "run", "cli", "wings", "slurm", "fuzz")
 """Folders whose files take longest: they begin first, so that no process is left with one of them at the end."""
 PROBING = "test_probe.py"
 """It measures this machine, which whole runs wait for: one process does while the others are at the engine's tests."""
@@ -77,26 +78,31 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return max(3, (os.cpu_count() or 2) // 2) if config.args_source is config.ArgsSource.TESTPATHS else 0
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort by folder, stably: the order of tests within a file stays. Of the files with slow tests CI runs a seventh,
-    others with each commit, and all of those that need Slurm."""
-    slow = [item for item in items if item.get_closest_marker("slow") and _folder(item) != "slurm"]
-    files = sorted({item.path for item in slow})
-    drawn = set(drawn_in_ci(files, -(-len(files) // 7)))
-    if left_out := [item for item in slow if item.path not in drawn]:
-        config.hook.pytest_deselected(items=left_out)
-        unwanted = set(left_out)
-        items[:] = [item for item in items if item not in unwanted]
-    items.sort(key=_turn)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort by folder, stably: the order of tests within a file stays. CI runs files of slow tests in an order drawn by
+    commit until its time is over, so that a few commits run them all."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    drawn = order_of_commit(sorted(slow)) if os.environ.get("TRAINSPEC_CI") else []
+    places = {path: place for place, path in enumerate(drawn)}
+
+    def turn(item: pytest.Item) -> tuple[bool, int]:
+        if item.path in places and item.get_closest_marker("slow"):
+            return True, places[item.path]
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        return item.path.name != PROBING, LONGEST.index(folder) if folder in LONGEST else len(LONGEST)
+
+    items.sort(key=turn)
 
 
-def _turn(item: pytest.Item) -> tuple[bool, int]:
-    folder = _folder(item)
-    return item.path.name != PROBING, LONGEST.index(folder) if folder in LONGEST else len(LONGEST)
-
-
-def _folder(item: pytest.Item) -> str:
-    return item.path.relative_to(Path(__file__).parent).parts[0]
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the files with tests that CI has left out; `.ci/run` repeats this line at its end."""
+    reasons = (LATE_IN_CI, NOT_DRAWN)
+    skipped: list[pytest.TestReport] = terminalreporter.stats.get("skipped", [])
+    left_out = [one for one in skipped if isinstance(one.longrepr, tuple) and one.longrepr[2].endswith(reasons)]
+    if left_out:
+        counted = Counter(one.nodeid.partition("::")[0] for one in left_out)
+        named = ", ".join(f"{file.removeprefix('tests/')} ({count})" for file, count in sorted(counted.items()))
+        terminalreporter.write_line(f"left out: {len(left_out)} slow tests of {len(counted)} files: {named}")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -124,7 +130,7 @@ def _refuse_skip(report: Report) -> Report:
     if not os.environ.get("TRAINSPEC_CI") or not report.skipped or hasattr(report, "wasxfail"):
         return report
     reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else ""
-    if not any(excuse in reason for excuse in EXCUSED_IN_CI):
+    if not any(excuse in reason for excuse in (*EXCUSED_IN_CI, NOT_DRAWN)):
         report.outcome, report.longrepr = "failed", f"skipped, which CI does not allow: {reason}"
     return report
 

@@ -15,7 +15,7 @@ from trainspec_cli.core.errors import RecipeError, WorkerError
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.reporter.plan.json import plan_as_json
 
-GPUS = ("recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=2", "batching.global_batch_size=256")
+GPUS = ("recipe=qwen3_0_6b", "cluster=h100", "cluster.num_nodes=1", "batching.global_batch_size=256")
 
 
 def test_importing_it_loads_nothing_of_what_it_does() -> None:
@@ -39,7 +39,7 @@ def test_a_plan_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> No
     assert planned.best is not None and planned.best.step_time_s > 0
     assert run(["plan", *GPUS, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(plan_as_json(planned)))
-    assert trainspec.plan("recipe=llama3_70b", "cluster=h100", "cluster.num_nodes=1").best is None
+    assert trainspec.plan(*GPUS, "cluster.accelerator.memory_gb=1").best is None
 
 
 @pytest.mark.slow

@@ -45,54 +45,64 @@ def run_python(environment: dict[str, str], cwd: Path, *arguments: str) -> subpr
     return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
 
 
-def test_without_removable_wings_every_module_loads_and_a_recipe_trains(tmp_path: Path) -> None:
+RUN_EACH = """
+import contextlib, io, json, sys
+from trainspec_cli.__main__ import run
+ran = []
+for arguments in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run(arguments)
+    ran.append((code, out.getvalue(), err.getvalue()))
+print(json.dumps(ran))
+"""
+
+
+def test_without_removable_wings_every_module_loads_and_their_commands_are_gone(tmp_path: Path) -> None:
     environment = copy_without(tmp_path / "copy", *REMOVABLE)
     loaded = run_python(environment, tmp_path, "-c", LOAD_EVERYTHING)
     assert (loaded.returncode, loaded.stderr) == (0, "")
     assert not {*loaded.stdout.split()} & {*REMOVABLE}
 
-    program = ("-m", "trainspec_cli")
-    shown = run_python(environment, tmp_path, *program, "--help")
     gone = {name for wing in REMOVABLE for name in find_wings()[wing].commands}
-    listed = {line.split()[0] for line in shown.stdout.splitlines() if line.startswith("  ")}
+    command = tmp_path / "command"
+    command.mkdir(mode=0o700)
+    (command / "run.json").write_text('{"recipe": "train.py", "created_at": 1.0, "command": ["python"]}')
+    (command / "run.json").chmod(0o600)
+    cases = (
+        (["--help"], 0, []),
+        ([sorted(gone)[0]], 2, []),
+        (["validate", "recipe=tiny", "--json", "resilience=sites"], 2, ["missing_wing"]),
+        (["validate", "recipe=tiny", "--json", "resilience.sites.fragments=2"], 2, ["missing_wing"]),
+        # Whatever needs to know how a command runs says that own_script is missing.
+        (["resume", "--json", str(command)], MachineError.exit_code, ["missing_wing"]),
+        (["sbatch", "--json", "cluster.device=cpu", "--", sys.executable], MachineError.exit_code, ["missing_wing"]),
+        (["report", str(command)], 0, []),
+    )
+    ran = run_python(environment, tmp_path, "-c", RUN_EACH, json.dumps([arguments for arguments, _, _ in cases]))
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    for (arguments, code, problems), (found_code, out, err) in zip(cases, found, strict=True):
+        assert found_code == code, (arguments, out, err)
+        if "--json" in arguments:
+            assert [one["code"] for one in json.loads(out)["errors"]] == problems
+    listed = {line.split()[0] for line in found[0][1].splitlines() if line.startswith("  ")}
     assert gone
     assert not gone & listed
-    unknown = run_python(environment, tmp_path, *program, sorted(gone)[0])
-    assert unknown.returncode == 2, unknown.stderr
-
-    command = (*program, "validate", "recipe=tiny", "--json")
-    for given, path in (("resilience=sites", "resilience.mode"), ("resilience.sites.fragments=2", "resilience.sites")):
-        refused = run_python(environment, tmp_path, *command, given)
-        problems = [(one["code"], one["path"]) for one in json.loads(refused.stdout)["errors"]]
-        assert (refused.returncode, problems) == (2, [("missing_wing", path)]), refused.stderr
-
-    trained = run_python(environment, tmp_path, *program, "launch", "recipe=tiny", "run.dir=here", "--json")
-    assert trained.returncode == 0, trained.stdout + trained.stderr
-    assert json.loads((tmp_path / "here" / "result.json").read_text())["status"] == "done"
-
-    check_that_a_missing_kind_is_named(environment, tmp_path)
-
-
-def check_that_a_missing_kind_is_named(environment: dict[str, str], here: Path) -> None:
-    """Without own_script, whatever needs to know how a command runs says that its wing is missing."""
-    run = here / "command"
-    run.mkdir(mode=0o700)
-    (run / "run.json").write_text('{"recipe": "train.py", "created_at": 1.0, "command": ["python"]}')
-    (run / "run.json").chmod(0o600)
-    for arguments in (("resume", str(run)), ("sbatch", "cluster.device=cpu", "--", sys.executable)):
-        refused = run_python(environment, here, "-m", "trainspec_cli", arguments[0], "--json", *arguments[1:])
-        assert refused.returncode == MachineError.exit_code, refused.stderr
-        assert [one["code"] for one in json.loads(refused.stdout)["errors"]] == ["missing_wing"]
-    shown = run_python(environment, here, "-m", "trainspec_cli", "report", str(run))
-    assert shown.returncode == 0, shown.stderr
-    attached = run_python(environment, here, "-c", "import trainspec_cli; trainspec_cli.attach()")
+    paths = [json.loads(out)["errors"][0]["path"] for _, out, _ in found[2:4]]
+    assert paths == ["resilience.mode", "resilience.sites"]
+    attached = run_python(environment, tmp_path, "-c", "import trainspec_cli; trainspec_cli.attach()")
     assert "MachineError" in attached.stderr
 
 
 @pytest.mark.slow
-def test_without_wings_the_tests_of_the_trunk_pass(tmp_path: Path) -> None:
+def test_without_wings_a_recipe_trains_and_the_tests_of_the_trunk_pass(tmp_path: Path, measured_cache: Path) -> None:
     """Those of its quick rooms; files that take a wing's cases for their own are left out."""
-    environment = copy_without(tmp_path / "copy", *REMOVABLE)
+    environment = copy_without(tmp_path / "copy", *REMOVABLE) | {"TRAINSPEC_CACHE": str(measured_cache)}
+    launch = ("-m", "trainspec_cli", "launch", "recipe=tiny", "train.max_steps=4", "run.dir=here", "--json")
+    trained = run_python(environment, tmp_path, *launch)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    assert json.loads((tmp_path / "here" / "result.json").read_text())["status"] == "done"
     for name in ("tests", "docs", "pyproject.toml", "README.md", ".ci", "constraints.txt"):
         (tmp_path / "copy" / name).symlink_to(CHECKOUT / name)
     rooms = (CHECKOUT / "tests" / room for room in ("core", "balance", "run", "session"))

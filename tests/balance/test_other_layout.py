@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from balance.test_simulation_figures import CHIP, SPEC
+from lab.drawing import slow_after
 
 from trainspec_cli.balance.decisions.links import LinkPaces
 from trainspec_cli.balance.layout_memory import LayoutMemory
@@ -62,12 +63,15 @@ def fastest_of_all(others: OtherLayouts, spec: RunSpec, paces: list[float]) -> P
 
 @pytest.mark.parametrize(
     ("layout", "paces"),
-    [
-        (LayoutSpec(dp_shard=1, tp=4), slow(4, r2=2.1)),
-        (LayoutSpec(dp_shard=2, tp=2, zero_stage=1), slow(4, r0=1.6, r3=3.0)),
-        (LayoutSpec(dp_shard=1, pp=4), slow(4, r0=1.6, r1=1.6, r3=3.0)),
-        (LayoutSpec(dp_shard=4, zero_stage=3), slow(4, r2=2.1)),
-    ],
+    slow_after(
+        1,
+        [
+            (LayoutSpec(dp_shard=1, tp=4), slow(4, r2=2.1)),
+            (LayoutSpec(dp_shard=2, tp=2, zero_stage=1), slow(4, r0=1.6, r3=3.0)),
+            (LayoutSpec(dp_shard=1, pp=4), slow(4, r0=1.6, r1=1.6, r3=3.0)),
+            (LayoutSpec(dp_shard=4, zero_stage=3), slow(4, r2=2.1)),
+        ],
+    ),
     ids=["tp", "tp x dp", "pp", "dp"],
 )
 def test_no_legal_layout_is_faster(layout: LayoutSpec, paces: list[float]) -> None:
@@ -173,7 +177,7 @@ def test_only_the_ratio_of_paces_counts() -> None:
     assert others.propose(slow(r5=2.0)) == others.propose([3 * pace for pace in slow(r5=2.0)])
 
 
-@pytest.mark.parametrize("memory_gb", [3, 3.6, 4.5, 6, 10])
+@pytest.mark.parametrize("memory_gb", slow_after(2, [3, 3.6, 4.5, 6, 10]))
 def test_what_memory_does_not_hold_is_never_proposed(memory_gb: float) -> None:
     """Two layers' worth of memory more or less decides which layouts there are, and whether the state can move."""
     spec = spec_of(TENSOR, memory_gb=memory_gb)
@@ -223,6 +227,7 @@ def test_paces_within_the_change_that_is_confirmed_count_as_usual() -> None:
     assert equalise_paces([1.0, 1.0, 1.0, 0.5], 0.1) == (1.0, 1.0, 1.0, 0.5), "a fast rank is one too"
 
 
+@pytest.mark.slow
 def test_a_layout_to_which_memory_allows_no_way_is_not_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert others_of(spec_of(TENSOR)).propose(slow(r5=3.0)) is not None
     monkeypatch.setattr(LayoutMemory, "may_move", lambda self, before, after: False)

@@ -2,6 +2,7 @@
 
 import pytest
 from balance.jobs import job_of
+from lab.drawing import slow_after
 
 from trainspec_cli.balance.disturbance import Disturbance, Leave, NarrowLink, SlowDevice, SlowNode
 from trainspec_cli.balance.job import DisturbedJob
@@ -17,7 +18,10 @@ def run(job: DisturbedJob, **what: object) -> Simulation:
 
 
 @pytest.mark.parametrize(
-    "job", [job_of(64), job_of(256, each=64), job_of(32, pp=2), job_of(32, each=64, tp=2), job_of(64, zero_stage=3)]
+    "job",
+    slow_after(
+        1, [job_of(64), job_of(256, each=64), job_of(32, pp=2), job_of(32, each=64, tp=2), job_of(64, zero_stage=3)]
+    ),
 )
 @pytest.mark.parametrize("events", [{"slow_devices": (SLOW,)}, {"slow_nodes": (SLOW_NODE,)}])
 def test_most_of_what_whole_samples_allow_is_won_back(job: DisturbedJob, events: dict[str, object]) -> None:
@@ -34,6 +38,7 @@ def test_it_acts_within_three_steps_of_the_confirmed_change_and_goes_back() -> N
     assert last.achieved_s == pytest.approx(32 * 1.0, rel=0.01)
 
 
+@pytest.mark.slow
 def test_fail_slows_of_some_minutes_are_won_back_where_a_change_costs_little() -> None:
     """Steps of half a minute: what is plain is believed after two of them, and acted on in the next but one."""
     events = tuple(
@@ -53,6 +58,7 @@ def test_what_a_decision_achieves_is_near_what_was_expected() -> None:
     assert first.achieved_s == pytest.approx(first.expected_s, rel=0.15)
 
 
+@pytest.mark.slow
 def test_two_disturbances_of_which_one_leaves_settle() -> None:
     lasting = SlowNode(node=1, factor=1.5, from_step=100)
     leaving = SlowDevice(device=3, factor=2, from_step=50, steps=100)
@@ -62,7 +68,7 @@ def test_two_disturbances_of_which_one_leaves_settle() -> None:
     assert simulation.on.by_step[-1] >= 0.97 * simulation.ideal.by_step[-1]
 
 
-@pytest.mark.parametrize("job", [job_of(8), job_of(256, each=128), job_of(8, pp=4)])
+@pytest.mark.parametrize("job", slow_after(1, [job_of(8), job_of(256, each=128), job_of(8, pp=4)]))
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 def test_a_healthy_run_is_left_alone(job: DisturbedJob, noise: float) -> None:
     simulation = run(job, steps=1000 if job.cluster.ranks == 8 else 200, noise=noise)
@@ -107,6 +113,7 @@ def test_a_group_that_came_back_does_not_know_its_speed_yet() -> None:
     assert simulation.on.by_step[-1] == pytest.approx(simulation.on.by_step[90], rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run() -> None:
     first, second = (run(job_of(64), slow_devices=(SLOW,), seed=4) for _ in range(2))
     assert first == second

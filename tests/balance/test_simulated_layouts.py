@@ -78,6 +78,7 @@ def test_a_slow_device_of_a_tensor_parallel_group_leads_to_another_layout() -> N
     assert simulation.on.wall_s < alone.on.wall_s
 
 
+@pytest.mark.slow
 def test_a_change_of_layout_pauses_the_run_for_two_steps_and_the_bytes_that_move() -> None:
     job = job_of(TENSOR, "layout")
     simulation = run(job, steps=120, noise=0.0)
@@ -87,6 +88,7 @@ def test_a_change_of_layout_pauses_the_run_for_two_steps_and_the_bytes_that_move
     assert at_s - after_s < 2 * before_s + 1.0, "a rank gets some hundred megabytes over a fast network"
 
 
+@pytest.mark.slow
 def test_a_node_whose_links_are_narrow_leads_to_a_layout_that_exchanges_less_over_them() -> None:
     """Longer steps ask for samples of the links, three of which confirm that they are slower."""
     narrow = NarrowLink(node=1, tier="scaleup", factor=20, from_step=120, steps=150)
@@ -118,6 +120,7 @@ def test_a_healthy_run_keeps_its_layout(layout: LayoutSpec) -> None:
     assert simulation.decisions == () and simulation.won_back is None
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_changes() -> None:
     first, second = (run(job_of(TENSOR), steps=120, seed=4) for _ in range(2))
     assert first == second and "layout" in kinds(first)

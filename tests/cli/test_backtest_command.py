@@ -44,6 +44,7 @@ def test_text_shows_errors_and_what_was_assumed(table: Path, capsys: pytest.Capt
     assert "step time: mean error" in shown and "mosaicml/llm-foundry" in shown and "assumed" in shown
 
 
+@pytest.mark.slow
 def test_a_fitted_profile_predicts_better(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = tmp_path / "mine.yaml"
     assert run(["backtest", str(table), "--json", "--fit", str(profile)]) == 0

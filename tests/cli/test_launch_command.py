@@ -133,6 +133,7 @@ def hear_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(
     trainspec: Command, ask: Command, place: Path, environment: dict[str, str]
 ) -> None:
@@ -170,6 +171,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(
     assert [step for step, _ in report["loss"]] == list(range(1, steps + 1))
 
 
+@pytest.mark.slow
 def test_an_error_of_a_worker_is_shown_as_its_own(trainspec: Command, place: Path) -> None:
     launched = trainspec("launch", *TINY, "run.dir=runs/tiny/failed", "optim.lr=1e30", "optim.grad_clip_norm=null")
     assert launched.returncode == 5

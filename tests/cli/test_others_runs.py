@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from lab.commands import Command, call
+from lab.drawing import slow_after
 
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir
@@ -133,7 +134,7 @@ sys.exit(run(sys.argv[2:]))
 """Once as this user, since the other one may not see where the modules lie."""
 
 
-@pytest.mark.parametrize("closed", ["", "run.json", "plan.json"])
+@pytest.mark.parametrize("closed", slow_after(1, ["", "run.json", "plan.json"]))
 def test_a_run_that_is_closed_says_so_and_is_not_listed(
     paper: Path, shared: Path, stranger: Callable[..., None], closed: str
 ) -> None:

@@ -45,6 +45,7 @@ def test_the_script_is_printed_and_the_run_is_on_paper(sbatch: Command, tmp_path
     assert (run / "run.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_sweep_makes_a_run_a_point_and_one_array(sbatch: Command, tmp_path: Path) -> None:
     done = sbatch(*TWO, "--sweep", "optim.lr=0.1,0.2", "--sweep", "train.seed=1,2", "--json")
     assert done.returncode == 0, done.stderr

@@ -198,6 +198,7 @@ def test_a_terminal_has_colours_at_all(on_a_terminal: dict[str, tuple[int, str]]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.slow
 def test_in_a_pipe_nothing_arrives(name: str, in_a_pipe: dict[str, tuple[int, str]]) -> None:
     code, said = in_a_pipe[name]
     assert (code, is_printable(said)) == (COMMANDS[name][1], True), ascii(said)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fuzz.conftest import damaged_bytes, ends, some_variants, strange_variants, tell
+from lab.drawing import slow_after
 from lab.published import MODELS, SIZES
 
 from trainspec_cli.core.errors import TrainspecError
@@ -71,20 +72,23 @@ def test_headers_of_weights(project: Path) -> None:
 
 @pytest.mark.parametrize(
     ("source", "words"),
-    [
-        ("{{ 1 / 0 }}", "ZeroDivisionError"),
-        ("{{ messages + 1 }}", "TypeError"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s"),
-        ("{{ 'x' * 10**10 }}", "memory"),
-        ("{{ '%9999999999d' | format(1) }}", "chat template failed"),
-        (
-            "{% set ns = namespace(s='x' * 1024) %}{% for a in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-            "memory",
-        ),
-        ("{{ 'x' * 20000000 }}", "characters"),
-        ("{{ messages[0].__class__.__mro__ }}", "chat template failed"),
-    ],
+    slow_after(
+        3,
+        [
+            ("{{ 1 / 0 }}", "ZeroDivisionError"),
+            ("{{ messages + 1 }}", "TypeError"),
+            ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+            ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s"),
+            ("{{ 'x' * 10**10 }}", "memory"),
+            ("{{ '%9999999999d' | format(1) }}", "chat template failed"),
+            (
+                "{% set n = namespace(s='x' * 1024) %}{% for a in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+                "memory",
+            ),
+            ("{{ 'x' * 20000000 }}", "characters"),
+            ("{{ messages[0].__class__.__mro__ }}", "chat template failed"),
+        ],
+    ),
 )
 def test_templates_that_fail_or_do_not_end(monkeypatch: pytest.MonkeyPatch, source: str, words: str) -> None:
     if words != "memory":
@@ -96,6 +100,7 @@ def test_templates_that_fail_or_do_not_end(monkeypatch: pytest.MonkeyPatch, sour
         assert words in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_template_that_is_never_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "CPU_LIMIT_S", 1.0)
     with ends(), pytest.raises(TrainspecError, match="more than 1 s"):
@@ -110,6 +115,7 @@ def test_conversations_of_strange_shapes(project: Path) -> None:
         tell("data", "prepare", "--source", "chat", "--output", f"out{number}", *options)
 
 
+@pytest.mark.slow
 def test_one_word_of_half_a_megabyte(project: Path) -> None:
     chance = random.Random(0)
     (project / "word.txt").write_text("".join(chance.choice("abcdefgh") for _ in range(2**19)))
@@ -133,6 +139,7 @@ def test_paths_that_are_no_files(project: Path) -> None:
         assert tell("data", "info", path)[0] in (2, 4)
 
 
+@pytest.mark.slow
 def test_manifests_of_token_folders(project: Path) -> None:
     (project / "a.txt").write_text("to be or not to be\n" * 200)
     assert tell("data", "prepare", "--source", "text", "--path", "a.txt", "--output", "out")[0] == 0
@@ -153,6 +160,7 @@ def test_manifests_of_token_folders(project: Path) -> None:
         (project / "out" / name).write_bytes(whole)
 
 
+@pytest.mark.slow
 def test_pictures_and_volumes(project: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     nibabel = pytest.importorskip("nibabel")
@@ -206,6 +214,7 @@ def test_tables_of_measured_runs(project: Path) -> None:
         tell("backtest", "t.csv")
 
 
+@pytest.mark.slow
 def test_certificates(project: Path) -> None:
     body = {
         "schema": "trainspec.certificate/3",

@@ -11,6 +11,7 @@ import pytest
 from fuzz.conftest import STRANGE, damaged_bytes, ends, tell
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lab.drawing import slow_after
 
 from trainspec_cli.recipe.compose.arguments import parse_arguments
 from trainspec_cli.recipe.keys.run import RunSpec
@@ -84,7 +85,7 @@ def write_hostile(project: Path, text: str) -> None:
 
 
 @pytest.mark.clause("REC-6")
-@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("kind", slow_after(10, HOSTILE))
 def test_hostile_recipes(project: Path, kind: str) -> None:
     text, words = HOSTILE[kind]
     write_hostile(project, text)
@@ -177,13 +178,14 @@ def test_conf_of_a_stranger(project: Path) -> None:
         assert tell("validate", "recipe=tiny", "model=mine")[0] == 2
 
 
+@pytest.mark.slow
 def test_composed_yaml_of_a_stranger(project: Path) -> None:
     for turn, (text, _) in enumerate(list(HOSTILE.values())[::8]):
         (project / "composed.yaml").write_bytes(text.encode("latin-1", errors="surrogateescape"))
         tell("show", "recipe=tiny", "--diff", "composed.yaml", *["--json"][: turn % 2])
 
 
-@pytest.mark.parametrize("examples", [30, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [6, pytest.param(150, marks=pytest.mark.slow)])
 def test_any_text_on_the_command_line(examples: int) -> None:
     words = st.sampled_from(
         [*PATHS, "recipe", "model", "+a", "~train", "hydra.run", "a.b.c", "fault", *"[]{}()$'\",:=\\"]
@@ -199,7 +201,7 @@ def test_any_text_on_the_command_line(examples: int) -> None:
     parse()
 
 
-@pytest.mark.parametrize("value", ["[" * 5000, "{a:" * 1000, "int(" * 500, "0x" + "f" * 9999, "range(1,10)", "a" * 100_000, "[" + "1," * 60_000 + "]", "${now:%Y}", "${" * 50, "\\" * 100, "\ud800"])  # fmt: skip # noqa: E501
+@pytest.mark.parametrize("value", slow_after(3, ["[" * 5000, "{a:" * 1000, "int(" * 500, "0x" + "f" * 9999, "range(1,10)", "a" * 100_000, "[" + "1," * 60_000 + "]", "${now:%Y}", "${" * 50, "\\" * 100, "\ud800"]))  # fmt: skip # noqa: E501
 def test_values_on_the_command_line(project: Path, value: str) -> None:
     tell("validate", "recipe=tiny", f"data.path={value}")
     tell("show", "recipe=tiny", f"model={value}", "--json")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fuzz.conftest import STRANGE, damaged_bytes, some_variants, tell
+from lab.drawing import slow_after
 
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
@@ -97,7 +98,7 @@ REPORT = [command for name, command in COMMANDS.items() if name.startswith("repo
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(12, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", JSON_FILES)
+@pytest.mark.parametrize("name", slow_after(2, JSON_FILES))
 def test_a_file_of_a_run_with_a_strange_value_or_damaged_bytes(project: Path, name: str, count: int) -> None:
     run = make_run(project / "runs/tiny/one")
     path: Path = getattr(run, name)
@@ -109,7 +110,7 @@ def test_a_file_of_a_run_with_a_strange_value_or_damaged_bytes(project: Path, na
             tell(*command)
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_events_with_strange_values_or_damaged_bytes(project: Path, count: int) -> None:
     run = make_run(project / "runs/tiny/one")
     events = [json.loads(line) for line in run.events(0).read_text().splitlines()]
@@ -131,7 +132,7 @@ def test_events_with_strange_values_or_damaged_bytes(project: Path, count: int) 
 NAMES = ["run.json", "plan.json", "result.json", "pid.json", "slurm.json", "kernels.json", "composed.yaml"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_after(1, NAMES))
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "loop"])
 def test_something_else_in_the_place_of_a_file(project: Path, name: str, kind: str) -> None:
     run = make_run(project / "runs/tiny/one")

@@ -9,9 +9,6 @@ from trainspec_cli.data.huggingface.chat_template import CHATML
 from trainspec_cli.run.folder.events import read_events
 from trainspec_cli.run.folder.paths import RunDir
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
-
 SHORT = (
     "recipe=finetune_chat",
     "data.path=talks.jsonl",
@@ -63,6 +60,8 @@ def test_adapters_are_the_same_in_any_layout_and_leave_in_both_forms(losses, tra
     for form in ("hf", "peft"):
         ended = trainspec("export", "spread", "--format", form, "--output", form)
         assert ended.returncode == 0, ended.stderr
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
     tokens = torch.arange(20)[None]
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     plain = transformers.AutoModelForCausalLM.from_pretrained(base)

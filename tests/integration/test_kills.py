@@ -122,6 +122,7 @@ def test_a_reader_that_goes_away_stops_the_run_with_a_checkpoint(environment, tm
     assert RunDir(tmp_path / "run").checkpoint_steps() == [stopped["steps"]]
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_before_there_is_a_run_ends_the_command(environment, tmp_path):
     cache = environment | {"TRAINSPEC_CACHE": str(tmp_path / "empty")}
     process = subprocess.Popen(

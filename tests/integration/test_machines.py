@@ -63,7 +63,10 @@ def check(cell: Cell) -> None:
             assert cell.step_s, where
 
 
-@pytest.mark.parametrize(("machine", "recipe"), MIXED, ids=lambda name: name)
+@pytest.mark.parametrize(
+    ("machine", "recipe"),
+    [pytest.param(*pair, marks=[pytest.mark.slow] * (place % 8 > 0)) for place, pair in enumerate(MIXED)],
+)
 def test_a_machine_and_a_recipe(
     machine: str, recipe: str, tokens: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -51,6 +51,16 @@ def wait_for_step(run: RunDir, step: int, process) -> None:
     wait_for(lambda: max(steps_of(run), default=0) >= step, process)
 
 
+def test_two_hosts_train_together(start_hosts, tmp_path):
+    hosts = start_hosts("launch", *SMALL, "train.max_steps=8", "run.preflight=false")
+    said = [host.communicate()[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], said
+    run = RunDir(tmp_path / "run")
+    assert steps_of(run) == list(range(1, 9))
+    (start,) = [event for event in read_events(run.events(0)) if event["type"] == "start"]
+    assert (start["world_size"], start["step"]) == (2, 0)
+
+
 @pytest.mark.slow
 def test_two_hosts_train_stop_and_resume(start_hosts, tmp_path):
     """Ctrl-C on the first host saves and ends both; given again, both go on at the next sample."""

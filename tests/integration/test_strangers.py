@@ -91,6 +91,7 @@ def find_torch_stores(ports: set[tuple[str, int]]) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
 
 
+@pytest.mark.slow
 def test_torchs_own_store_would_be_found():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with socket.create_server(("127.0.0.1", 0)) as other:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lab.drawing import slow_after
 from lab.made_up import CHIP, CLUSTER
 
 from trainspec_cli.core.errors import RecipeError
@@ -243,7 +244,7 @@ def typed(line: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [
+    slow_after(1, [
         (FOUR_4090, [["offload=optimizer"], ["lora.rank=16"], ["cluster.num_nodes=2", "layout=auto"]]),
         (
             ("recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=1", *PINNED, "batching.micro_batch_size=2"),
@@ -254,7 +255,7 @@ def typed(line: str) -> list[str]:
             [NF4, ["cluster.num_nodes=16"]],
             marks=pytest.mark.slow,
         ),
-    ],
+    ]),
     ids=["four 4090s", "a pinned layout", "far too large"],
 )  # fmt: skip
 def test_every_line_makes_the_run_fit_as_it_is_typed(arguments: tuple[str, ...], expected: list[list[str]]) -> None:
@@ -268,6 +269,7 @@ def test_every_line_makes_the_run_fit_as_it_is_typed(arguments: tuple[str, ...],
         assert plan_capacity(load_for_planning([*kept, *typed(line)]).spec).best is not None, line
 
 
+@pytest.mark.slow
 def test_two_changes_are_named_where_neither_suffices() -> None:
     lines = advice_for((*FOUR_4090, *PINNED, "layout.dp_shard=1"))
     assert ["layout=auto", "recompute=auto", "lora.rank=16"] in map(typed, lines)

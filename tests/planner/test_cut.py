@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lab.drawing import slow_after
 
 from trainspec_cli.planner.capacity import cut_on_chip, plan_capacity, template_of
 from trainspec_cli.planner.hardware.cluster import axis_groups, describe_fabric
@@ -311,7 +312,7 @@ def every_cut_of_cut(setup: Setup) -> list[Setup]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.pipeline_schedule}-{layout.pp}")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_after(2, MODELS))
 def test_no_cut_makes_the_heaviest_rank_much_lighter(name: str, layout: Layout) -> None:
     """In the terms of the planned step itself, for models whose layers differ, with and without recomputation."""
     setup = setup_of(MODELS[name], layout, recompute=RECOMPUTE["full" if layout.pp == 3 else "none"])

@@ -55,15 +55,16 @@ def test_the_published_files_are_what_the_dataclasses_give() -> None:
     assert [name for name, schema in published.items() if schema != fresh(name)] == [], WRITE
 
 
-@pytest.mark.parametrize("file", [*RECIPES, *OPTIONS], ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_shipped_file_names_its_schema_and_keeps_to_it(file: Path) -> None:
-    text = file.read_text()
-    lines = [line for line in text.splitlines() if not line.startswith("# @package")]
-    named = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", lines[0])
-    assert named, "the modeline is the first line, after # @package, which Hydra reads in the first lines alone"
-    schema = (file.parent / named[1]).resolve()
-    assert schema == SCHEMAS / ("recipe.json" if file in RECIPES else f"{file.parent.name}.json")
-    assert find_errors(json.loads(schema.read_text()), load_as_editors_do(text)) == []
+def test_every_shipped_file_names_its_schema_and_keeps_to_it() -> None:
+    """The modeline is the first line, after # @package, which Hydra reads in the first lines alone."""
+    for file in (*RECIPES, *OPTIONS):
+        text = file.read_text()
+        lines = [line for line in text.splitlines() if not line.startswith("# @package")]
+        named = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", lines[0])
+        assert named, file
+        schema = (file.parent / named[1]).resolve()
+        assert schema == SCHEMAS / ("recipe.json" if file in RECIPES else f"{file.parent.name}.json")
+        assert find_errors(json.loads(schema.read_text()), load_as_editors_do(text)) == [], file
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from jsonschema import Draft7Validator
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.core.reading.files import VERSION_KEY, without_version
@@ -34,7 +33,19 @@ READERS: dict[str, Callable[[Any], object]] = {
     "directive": parse_event,
     "certificate": lambda plain: read_record(Certificate, plain),
 }
-VALIDATORS = {kind: Draft7Validator(json.loads(json.dumps(schema()))) for kind, schema in FILE_SCHEMAS.items()}
+
+
+class Validators(dict[str, Any]):
+    """Kind of file -> jsonschema's validator of it, made when it is asked for."""
+
+    def __missing__(self, kind: str) -> Any:
+        from jsonschema import Draft7Validator  # takes a second, which other tests' processes save
+
+        self[kind] = Draft7Validator(json.loads(json.dumps(FILE_SCHEMAS[kind]())))
+        return self[kind]
+
+
+VALIDATORS = Validators()
 
 
 def lines(path: Path) -> list[Any]:
@@ -104,7 +115,7 @@ def is_of_words_or_ranges(kind: str, content: Any) -> bool:
 @pytest.mark.parametrize("kind", FILE_SCHEMAS)
 def test_real_files_keep_to_their_schema_and_no_mutant_is_taken_that_is_not_read(kind: str) -> None:
     validator, tried = VALIDATORS[kind], 0
-    Draft7Validator.check_schema(validator.schema)
+    validator.check_schema(validator.schema)
     for content in real(kind):
         assert [error.message for error in validator.iter_errors(content)] == []
         for name, mutant in mutants(content):

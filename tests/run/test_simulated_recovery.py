@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from lab.drawing import slow_after
 from run.memory_backend import MemoryBackend, World
 from run.test_supervise import a_job, with_resilience
 
@@ -118,11 +119,14 @@ class Watched(goodput._Simulation):
 
 @pytest.mark.parametrize(
     ("groups", "resilience", "kinds"),
-    [
-        (1, ResilienceSpec(mode="restart"), {"restart"}),
-        (2, ResilienceSpec(mode="elastic"), {"restart", "leave", "return"}),
-        (5, ResilienceSpec(mode="elastic", min_groups=3), {"restart", "leave", "return"}),
-    ],
+    slow_after(
+        2,
+        [
+            (1, ResilienceSpec(mode="restart"), {"restart"}),
+            (2, ResilienceSpec(mode="elastic"), {"restart", "leave", "return"}),
+            (5, ResilienceSpec(mode="elastic", min_groups=3), {"restart", "leave", "return"}),
+        ],
+    ),
     ids=["restart", "two groups", "five groups"],
 )
 def test_after_each_failure_and_return_the_supervisor_chooses_as_the_simulation_does(

@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 
 import psutil
 import pytest
+from lab.drawing import slow_after
 from lab.waiting import wait_for
 
 from trainspec_cli.core.errors import Interrupted, MachineError, RecipeError
@@ -59,6 +60,7 @@ def test_a_result_comes_back_and_its_folder_was_for_this_user_alone(folders: Pat
     assert list(folders.glob("trainspec-*")) == []
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_first_process_answers(
     folders: Path, make_plan: Callable[..., Plan], machine: Machine
 ) -> None:
@@ -70,7 +72,7 @@ def test_under_torchrun_the_first_process_answers(
     assert list(folders.glob("trainspec-*")) == []
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", slow_after(1, [1, 2]))
 def test_a_failure_shows_the_end_of_one_log(
     folders: Path, make_plan: Callable[..., Plan], machine: Machine, processes: int
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_result_of_another_kind_is_refused(folders: Path) -> None:
         run_tool(standin("other"), REQUEST)
 
 
+@pytest.mark.slow
 def test_a_tool_that_takes_too_long_is_ended(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STARTED", str(tmp_path / "started"))
     with pytest.raises(MachineError, match=r"did not end within 2 s"):

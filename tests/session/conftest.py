@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from io import StringIO
 from pathlib import Path
 
@@ -12,11 +13,18 @@ from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.folder import write_launch
-from trainspec_cli.run.job.job import build_job
+from trainspec_cli.run.job.job import build_job, versions
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.recipe.load import load, plan_on
 
 HERE = Machine("here", cpu_cores=2, memory_bytes=2**34)
+installed = cache(versions)
+
+
+@pytest.fixture(autouse=True)
+def versions_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start writes the versions of all installed packages, which takes longer than the rest of it."""
+    monkeypatch.setattr("trainspec_cli.run.job.folder.versions", installed)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from itertools import accumulate
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lab.drawing import slow_after
 
 from trainspec_cli.balance.batch.batch import (
     OPTIMIZER_RULES,
@@ -198,7 +199,7 @@ def seesaw(growth: float = 1.5, largest: int | None = None) -> BatchScheduleSpec
     return BatchScheduleSpec(kind="seesaw", growth=growth, max_global_batch_size=largest)
 
 
-@pytest.mark.parametrize("final", [0.0, 0.1, 0.2])
+@pytest.mark.parametrize("final", slow_after(1, [0.0, 0.1, 0.2]))
 @pytest.mark.parametrize("growth", [1.5, 1.2])
 def test_seesaw_saves_three_in_ten_of_the_steps_of_a_cosine(final: float, growth: float) -> None:
     lr = ScheduleSpec(kind="cosine", final_lr_ratio=final)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
+from lab.drawing import slow_after
 
 from trainspec_cli.balance.batch.division import Division
 from trainspec_cli.balance.decisions.shares import ChangeCost, ShareScheduler
@@ -57,7 +58,7 @@ def reaction(made: list[tuple[int, ...]], rank: int, since: int) -> float:
     return next((late for late, counts in enumerate(made[since - 1 :]) if counts[rank] < before * 5 / 6), math.inf)
 
 
-@pytest.mark.parametrize("first", [*range(1, 13), 20, 37, 60])
+@pytest.mark.parametrize("first", slow_after(12, [*range(1, 13), 20, 37, 60]))
 @pytest.mark.parametrize("factor", [1.6, 2.0, 5.0, 14.0])
 def test_a_slow_rank_has_less_within_five_steps_whenever_that_begins(factor: float, first: int) -> None:
     """While its speed is being learnt, too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,8 +38,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "tokens"
 
 
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that holds the tokens of STDLIB."""
+    folder = tmp_path_factory.mktemp("prepared")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRAINSPEC_CACHE", str(folder))
+        prepare(STDLIB)
+    return folder
+
+
 @pytest.fixture
-def stdlib_folder(cache: Path) -> TokenFolder:
+def stdlib_folder(cache: Path, prepared: Path) -> TokenFolder:
+    """A copy that the test may damage, in this test's cache."""
+    shutil.copytree(prepared, cache.parent)
     return TokenFolder.open(prepare(STDLIB))
 
 

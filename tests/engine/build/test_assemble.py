@@ -218,6 +218,7 @@ def test_the_weights_are_the_same_whatever_the_rank() -> None:
         assert {share.name.split(".")[1] for share in state.shares if share.name.startswith("blocks")} == {"2", "3"}
 
 
+@pytest.mark.slow
 def test_blocks_and_the_loss_are_compiled_where_the_recipe_says_so() -> None:
     plain = plan_of("dense", Layout())
     for compiles in (True, False):

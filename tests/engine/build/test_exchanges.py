@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from lab.drawing import slow_after
 
 from trainspec_cli.engine.build.exchanges import STEP_EXCHANGES
 from trainspec_cli.engine.tools.trace import trace_rank
@@ -35,7 +36,14 @@ def is_listed(axis: str, operation: str) -> bool:
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("dense", Layout(tp=2, dp_shard=2)), ("dense", Layout(pp=2, dp_replicate=2)), ("moe", Layout(dp_shard=4, ep=2))],
+    slow_after(
+        1,
+        [
+            ("dense", Layout(tp=2, dp_shard=2)),
+            ("dense", Layout(pp=2, dp_replicate=2)),
+            ("moe", Layout(dp_shard=4, ep=2)),
+        ],
+    ),
     ids=str,
 )
 def test_the_engine_exchanges_only_what_is_listed(family: str, layout: Layout) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lab.drawing import slow_after
 
 import trainspec_cli.engine
 from trainspec_cli.engine.build.assemble import apply_kernels, build_model, load_kernel, modules_with
@@ -53,7 +54,7 @@ def assert_same(plain, other) -> None:
         assert float((found_gradient - gradient).norm()) < 1e-5 * (float(gradient.norm()) or 1.0)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", slow_after(4, ["none", "selective", "full"]))
 @pytest.mark.parametrize("name", ["llama_tiny", "qwen3_tiny", "moe_tiny", "mamba2_tiny", "hybrid_tiny"])
 def test_models_compute_the_same(name: str, recompute) -> None:
     plain, other = made(name), made(name)
@@ -82,6 +83,7 @@ def test_other_kernels_in_compiled_blocks(kernels: KernelSpec) -> None:
     assert_same(plain, other)
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_for_shapes_of_evaluation() -> None:
     torch._dynamo.utils.counters.clear()
     swiglu = load_kernel("swiglu", "compiled")

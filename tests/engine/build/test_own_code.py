@@ -94,6 +94,7 @@ def test_results_changed_in_place_are_refused_where_they_are_kept(plan: Plan, tm
         tried(plan, tmp_path, body, "selective")
 
 
+@pytest.mark.slow
 def test_a_traced_step_has_the_work_that_the_plan_counts(plan: Plan) -> None:
     """The loss multiplies by the head once more, since it keeps no logits."""
     planned = build_plan(Case("own", Layout(dp_shard=2)), "cpu")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from lab.waiting import PATIENCE_S, wait_for
 
 from trainspec_cli.engine.comm.forking import ForkedProcess
 from trainspec_cli.run.backend.processes import rank_of
@@ -24,23 +25,22 @@ import os, signal, sys
 from trainspec_cli.engine.comm.forking import ForkedProcess
 signal.signal(signal.SIGTERM, lambda *_: print("the parent's handler", flush=True))
 os.environ["OF_THE_PARENT"] = "yes"
-def program():
-{body}
-with open(sys.argv[1], "wb") as out, open(sys.argv[2], "wb") as err:
-    process = ForkedProcess(program, {environment!r}, out.fileno(), err.fileno())
-print(process.pid, flush=True)
-print(process.wait(60), flush=True)
+for number, body in enumerate({bodies!r}):
+    with open(f"{folder}/out{{number}}", "wb") as out, open(f"{folder}/err{{number}}", "wb") as err:
+        process = ForkedProcess(lambda: exec(body, globals()), {environment!r}, out.fileno(), err.fileno())
+    print(process.pid, flush=True)
+    print(process.wait({patience}), flush=True)
 """
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Start a process that forks one with this body."""
+def host(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a process that forks one with each of these bodies, one after another."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(body: str) -> subprocess.Popen[str]:
-        text = HOST.format(body="".join(f"    {line}\n" for line in body.splitlines()), environment=ENVIRONMENT)
-        command = [sys.executable, "-c", text, str(tmp_path / "out"), str(tmp_path / "err")]
+    def start(*bodies: str) -> subprocess.Popen[str]:
+        text = HOST.format(bodies=bodies, folder=tmp_path, environment=ENVIRONMENT, patience=PATIENCE_S)
+        command = [sys.executable, "-c", text]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         return started[-1]
 
@@ -50,28 +50,38 @@ def host(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
         process.wait()
 
 
-def ends(process: subprocess.Popen[str]) -> int:
-    """The exit code of the forked process."""
-    return int(process.communicate()[0].split()[-1])
+def codes(process: subprocess.Popen[str]) -> list[int]:
+    """The exit codes of the forked processes, which are printed after their process ids."""
+    return [int(line) for line in process.communicate()[0].split()[1::2]]
 
 
-@pytest.mark.parametrize(
-    ("body", "code", "error"),
-    [
-        ("print('done')", 0, ""),
-        ("raise SystemExit(3)", 3, ""),
-        ("raise SystemExit", 0, ""),
-        ("sys.exit('no room')", 1, "no room"),
-        ("raise ValueError('the loss')", 1, "ValueError: the loss"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
-        ("os.kill(os.getpid(), signal.SIGTERM)", -15, ""),
-        ("os.kill(os.getpid(), signal.SIGINT)", 1, "KeyboardInterrupt"),
-    ],
+ENDS = (
+    ("print('done')", 0, ""),
+    ("raise SystemExit(3)", 3, ""),
+    ("raise SystemExit", 0, ""),
+    ("sys.exit('no room')", 1, "no room"),
+    ("raise ValueError('the loss')", 1, "ValueError: the loss"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
+    ("os.kill(os.getpid(), signal.SIGTERM)", -15, ""),
+    ("os.kill(os.getpid(), signal.SIGINT)", 1, "KeyboardInterrupt"),
 )
-def test_it_ends_as_a_python_process_does(host, tmp_path: Path, body: str, code: int, error: str) -> None:
-    assert ends(host(body)) == code
-    assert error in (tmp_path / "err").read_text()
-    assert ("Traceback" in (tmp_path / "err").read_text()) == ("Error" in error or "Interrupt" in error)
+"""(body, exit code, what is written to stderr)"""
+THREADS = (
+    "import atexit, threading, time\n"
+    "atexit.register(print, 'exit handler')\n"
+    "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()"
+)
+
+
+def test_it_ends_as_a_python_process_does(host, tmp_path: Path) -> None:
+    """Its threads and exit handlers end before it does."""
+    found = codes(host(*(body for body, _, _ in ENDS), THREADS))
+    assert found == [*(code for _, code, _ in ENDS), 0]
+    for number, (body, _, error) in enumerate(ENDS):
+        written = (tmp_path / f"err{number}").read_text()
+        assert error in written, body
+        assert ("Traceback" in written) == ("Error" in error or "Interrupt" in error), body
+    assert (tmp_path / f"out{len(ENDS)}").read_text() == "thread\nexit handler\n"
 
 
 def test_it_has_its_own_environment_session_title_and_output(host, tmp_path: Path) -> None:
@@ -83,34 +93,18 @@ def test_it_has_its_own_environment_session_title_and_output(host, tmp_path: Pat
     process = host(body)
     assert process.stdout
     worker = psutil.Process(int(process.stdout.readline()))
+    wait_for((tmp_path / "err0").read_text, process)
     assert (rank_of(worker), worker.name()) == (7, "rank 7")
-    while not (tmp_path / "err").read_text():
-        assert process.poll() is None
-    assert (tmp_path / "out").read_text() == f"{sorted(ENVIRONMENT)} True ['0', '1', '2', '3']\n", "written at once"
-    assert (tmp_path / "err").read_text() == "to stderr\n"
+    assert (tmp_path / "out0").read_text() == f"{sorted(ENVIRONMENT)} True ['0', '1', '2', '3']\n", "written at once"
+    assert (tmp_path / "err0").read_text() == "to stderr\n"
     worker.terminate()
-    assert ends(process) == -15, "not the parent's handler"
+    assert int(process.communicate()[0]) == -15, "not the parent's handler"
 
 
-def test_its_threads_and_exit_handlers_end_before_it_does(host, tmp_path: Path) -> None:
-    body = (
-        "import atexit, threading, time\n"
-        "atexit.register(print, 'exit handler')\n"
-        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()"
-    )
-    assert ends(host(body)) == 0
-    assert (tmp_path / "out").read_text() == "thread\nexit handler\n"
-
-
-def test_waiting_for_it_has_an_end(host) -> None:
-    process = host("import time; time.sleep(600)")
-    assert process.stdout
-    pid = int(process.stdout.readline())
+def test_waiting_for_it_has_an_end() -> None:
     waiting = ForkedProcess.__new__(ForkedProcess)
     waiting.pid, waiting.returncode = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600"), None
     with pytest.raises(subprocess.TimeoutExpired):
         waiting.wait(0.05)
     os.kill(waiting.pid, signal.SIGKILL)
-    assert waiting.wait(60) == waiting.wait(0) == -9
-    os.kill(pid, signal.SIGKILL)
-    assert ends(process) == -9
+    assert waiting.wait(PATIENCE_S) == waiting.wait(0) == -9

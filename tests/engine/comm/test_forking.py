@@ -38,6 +38,7 @@ def test_the_engines_own_workers_are_forked_from_what_is_imported_already(
     assert (os.environ.get(forking.WITHOUT_CUDA_CONTEXT) == "1") == bool(imported)
 
 
+@pytest.mark.slow
 def test_what_is_imported_starts_no_thread_and_asks_for_no_gpu() -> None:
     """Neither would survive the fork; the threads of the libraries for numbers stop by themselves."""
     text = """

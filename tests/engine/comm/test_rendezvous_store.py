@@ -36,6 +36,7 @@ def test_groups_are_built_and_train_through_the_rendezvous_server(rendezvous):
     assert all(len(own) == 3 and own[2] > 0 for own in losses)
 
 
+@pytest.mark.slow
 def test_who_has_another_secret_builds_nothing(rendezvous, tmp_path):
     create_secret(tmp_path / "guess")
     script = (

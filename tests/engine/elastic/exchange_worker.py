@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from lab.device_backend import DeviceGroup, register
 from lab.private_device import memory_of, start
+from lab.waiting import PATIENCE_S
 
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
 from trainspec_cli.engine.comm.compressed import CompressedSum, Feedback
 from trainspec_cli.engine.elastic import cross_group
 from trainspec_cli.engine.elastic.cross_group import CrossGroupComm, sum_as_one
 
-LONG_S, SHORT_S = 60.0, 1.0
+LONG_S, SHORT_S = 4 * PATIENCE_S, 1.0
 WAY, RANK, SIZE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
 

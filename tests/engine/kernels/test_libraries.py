@@ -105,6 +105,7 @@ def test_flas_scan_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_reference("ssd_scan", libraries.ssd_scan)
 
 
+@pytest.mark.slow
 def test_flex_attentions_masks_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uncompiled: causal, grouped heads, documents, a window's blocks; without gradients it is torch's own choice."""
     from torch.nn.attention.flex_attention import flex_attention

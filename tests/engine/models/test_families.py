@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 import torch.nn.functional as F
+from lab.drawing import slow_after
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -119,7 +120,9 @@ def test_flops_per_token_equal_those_that_torch_counts(name) -> None:
     assert counter.get_total_flops() == (flops_per_token(model, ids.shape[1]) + other_half) * ids.numel()
 
 
-@pytest.mark.parametrize("name", [name for name, model in TEXT.items() if isinstance(model, DecoderModel)])
+@pytest.mark.parametrize(
+    "name", slow_after(8, [name for name, model in TEXT.items() if isinstance(model, DecoderModel)])
+)
 def test_engine_and_planner_count_the_same_adapters(name) -> None:
     model = without_prediction(TEXT[name])
     lora = LoraSpec(rank=8, targets=("q", "v", "out", "gate", "down"))
@@ -225,7 +228,7 @@ def samples(model, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.arange(count).reshape(-1, *[1] * (len(shape) - 1)).expand(shape) % model.num_classes
 
 
-@pytest.mark.parametrize("name", [*TINY, *TINY_CONV])
+@pytest.mark.parametrize("name", slow_after(6, [*TINY, *TINY_CONV]))
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_an_empty_micro_batch_changes_nothing(name, recompute) -> None:
     """Its loss and gradients are zeros; statistics and visits stay as they are."""

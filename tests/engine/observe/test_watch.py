@@ -26,6 +26,7 @@ from trainspec_cli.run.folder.record import WorkerErrorRecord, read_error
 WORKER = Path(__file__).parent / "hanging_worker.py"
 
 
+@pytest.mark.slow
 def test_a_sleeping_rank_is_named_with_its_stack_and_the_collective_the_other_waits_in(tmp_path):
     ranks = [
         subprocess.Popen(
@@ -67,6 +68,7 @@ class Listening:
 
 
 @pytest.mark.usefixtures("one_process")
+@pytest.mark.slow
 def test_steps_in_time_and_what_lies_between_them_are_no_hang(tmp_path):
     journal = Listening()
     watching = StepWatch(RunDir(tmp_path), journal, floor_s=3.0, first_s=1800.0)

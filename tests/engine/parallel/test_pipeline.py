@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lab.drawing import slow_after
 from torch import nn
 
 from trainspec_cli.engine.parallel import pipeline
@@ -71,7 +72,7 @@ def step(net: nn.Module, seed: int, between: Callable[[], None] = lambda: None) 
     return out.detach(), x.grad
 
 
-@pytest.mark.parametrize(("bias", "compiled"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("bias", "compiled"), slow_after(2, [(False, False), (True, False), (True, True)]))
 def test_weights_gradients_come_when_their_micro_batch_is_worked_off(bias: bool, compiled: bool) -> None:
     """As a schedule asks for it: after the forward, when a compiler has already traced the backward."""
     plain, split, queue = model(bias), model(bias), WeightQueue()

@@ -451,6 +451,7 @@ def test_the_coordinator_is_left_when_a_step_raises(context: RunContext, scripte
     assert scripted.has_left
 
 
+@pytest.mark.slow
 def test_an_ordinary_run_imports_nothing_of_replica_groups() -> None:
     """Their modules would make every start longer."""
     script = (

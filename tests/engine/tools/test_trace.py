@@ -38,6 +38,7 @@ def test_a_world_that_is_not_there_is_traced() -> None:
     assert {"pp send", "pp receive", "dp_shard all_gather", "tp reduce_scatter"} <= told.comm_bytes.keys()
 
 
+@pytest.mark.slow
 def test_adapters_take_the_flops_that_are_planned(trace: Trace) -> None:
     """Frozen weights have no gradients; nor has the first layer's input, which the plan does not count off."""
     whole = build_plan(Case("dense", optimizer="adamw"), "cpu")
@@ -49,5 +50,6 @@ def test_adapters_take_the_flops_that_are_planned(trace: Trace) -> None:
     assert traced[1] / traced[0] == pytest.approx(planned[1] / planned[0], rel=0.05)
 
 
+@pytest.mark.slow
 def test_experts_travel(trace: Trace) -> None:
     assert trace(plan_of("moe", dp_shard=2, ep=2)).comm_bytes["ep all_to_all"] > 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lab.drawing import slow_after
 
 from trainspec_cli.engine.tools import trace
 from trainspec_cli.recipe.keys.layout import Layout, PipelineSchedule
@@ -208,12 +209,15 @@ def test_every_ranks_tokens_are_evened_out_under_fake_tensors() -> None:
 
 @pytest.mark.parametrize(
     ("axes", "reductions"),
-    [
-        ({"zero_stage": 1}, 1),
-        ({"zero_stage": 2}, 4),
-        ({"zero_stage": 1, "pp": 2}, 1),
-        ({"zero_stage": 2, "pp": 2, "pipeline_schedule": "zbv"}, 1),
-    ],
+    slow_after(
+        1,
+        [
+            ({"zero_stage": 1}, 1),
+            ({"zero_stage": 2}, 4),
+            ({"zero_stage": 1, "pp": 2}, 1),
+            ({"zero_stage": 2, "pp": 2, "pipeline_schedule": "zbv"}, 1),
+        ],
+    ),
     ids=["zero 1", "zero 2", "pipeline", "split backward"],
 )
 def test_below_zero_3_parameters_are_gathered_once_a_step(axes: dict[str, Any], reductions: int) -> None:

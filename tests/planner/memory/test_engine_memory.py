@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lab.drawing import drawn_in_ci
+from lab.drawing import drawn_in_ci, slow_after
 from lab.tracing import Trace
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -178,9 +178,9 @@ FAMILIES = {
     "adapters": ADAPTER_RUNS,
 }
 DEFAULT_RUNS = (
-    Run("llama3_8b", fsdp(8), seq_len=8192, recompute="selective"),
     Run("llama_6m", {"pp": 2, "pipeline_schedule": "gpipe"}, samples=2, seq_len=2048, micro_batches=6),
     Run("moe_tiny", fsdp(4, ep=2), samples=8, seq_len=512, recompute="selective"),
+    Run("llama3_8b", fsdp(8), seq_len=8192, recompute="selective"),
     Run("hybrid_tiny", {}, samples=8, seq_len=256),
     # One stage: the schedule splits nothing, and gradients are exchanged after each micro-batch.
     Run("resnet_tiny", fsdp(4, zero_stage=2, pipeline_schedule="zero_bubble"), samples=2, micro_batches=4),
@@ -232,7 +232,7 @@ def error_of(run: Run, trace: Trace) -> float:
     return counted / traced - 1
 
 
-@pytest.mark.parametrize("run", DEFAULT_RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", slow_after(2, DEFAULT_RUNS), ids=lambda run: run.name)
 def test_arithmetic_comes_to_what_the_step_takes(run: Run, trace: Trace) -> None:
     assert MOST_UNDER <= error_of(run, trace) <= MOST_OVER
 

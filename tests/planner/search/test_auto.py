@@ -12,6 +12,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
+from lab.drawing import slow_after
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.planner.capacity import (
@@ -234,13 +235,16 @@ def weight(spec: RunSpec, candidate: Candidate) -> tuple[int, bool]:
 
 @pytest.mark.parametrize(
     ("recipe", "nodes"),
-    [
-        ("llama3_8b", 1),
-        ("llama3_70b", 32),
-        pytest.param("llama3_405b", 128, marks=pytest.mark.slow),
-        ("qwen3_14b", 4),
-        ("gpt_oss_20b", 2),
-    ],
+    slow_after(
+        1,
+        [
+            ("llama3_8b", 1),
+            ("llama3_70b", 32),
+            pytest.param("llama3_405b", 128, marks=pytest.mark.slow),
+            ("qwen3_14b", 4),
+            ("gpt_oss_20b", 2),
+        ],
+    ),
 )
 def test_no_layout_that_is_about_as_fast_is_simpler_than_the_chosen_one(recipe: str, nodes: int) -> None:
     spec, found = on_h100(recipe, nodes)
@@ -255,6 +259,7 @@ def test_no_layout_that_is_about_as_fast_is_simpler_than_the_chosen_one(recipe: 
     assert best.layout.pp == min(one.layout.pp for one in near)
 
 
+@pytest.mark.slow
 def test_a_large_model_has_no_more_stages_than_an_expert_would_give_it() -> None:
     """405B on 1,024 H100: the fastest by prediction is tp 4, cp 4, pp 64; experts start from tp 8, pp 16."""
     _, found = on_h100("llama3_405b", 128)
@@ -271,17 +276,11 @@ def test_a_small_model_is_data_parallel_on_detected_gpus(gpus: int) -> None:
     assert layout.data_parallel_size == layout.world_size == gpus
 
 
-HAVE_A_SMALLER_SIBLING = (
-    *("deepseek_v3", "gpt_oss_120b", "llama3_405b", "llama3_70b", "mixtral_8x22b", "qwen3_235b_a22b", "qwen3_30b_a3b"),
-    *("qwen3_14b", "qwen3_32b"),
-)
-"""Of their family, by which the rules differ; searching for their layout takes seconds."""
+QUICK = ("llama3_8b", "tiny_moe", "nemotron_h_8b", "resnet50", "tiny")
+"""One recipe per family."""
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(name, marks=pytest.mark.slow) if name in HAVE_A_SMALLER_SIBLING else name for name in RECIPES],
-)
+@pytest.mark.parametrize("recipe", [*QUICK, *slow_after(0, (name for name in RECIPES if name not in QUICK))])
 def test_the_first_layout_of_every_recipe_is_one_that_validate_accepts(recipe: str) -> None:
     """Every axis open, on the cluster that the recipe names, or one node of H100: what is planned can be launched."""
     arguments = [f"recipe={recipe}", "layout=auto", *(["model=llama3_8b"] if recipe == "finetune_chat" else [])]
@@ -295,6 +294,7 @@ def test_the_first_layout_of_every_recipe_is_one_that_validate_accepts(recipe: s
     assert [problem for problem in (*check(pinned), *check_engine(pinned)) if problem not in before] == []
 
 
+@pytest.mark.slow
 def test_predictions_rank_layouts_of_one_run_no_more_finely_than_a_tenth() -> None:
     """Of published runs that differ in the layout alone. The table has two sources of such sweeps."""
     with TABLE.open() as file:
@@ -315,7 +315,7 @@ def test_predictions_rank_layouts_of_one_run_no_more_finely_than_a_tenth() -> No
 
 
 @pytest.mark.parametrize(
-    ("groups", "inside"), [(2, AUTO), (4, AUTO), (8, AUTO), (4, 2), (AUTO, AUTO), (AUTO, 4)], ids=str
+    ("groups", "inside"), slow_after(1, [(2, AUTO), (4, AUTO), (8, AUTO), (4, 2), (AUTO, AUTO), (AUTO, 4)]), ids=str
 )
 def test_a_plan_of_replica_groups_has_as_many_as_the_recipe_asks_for(groups: int | str, inside: int | str) -> None:
     """And the launch on the same GPUs, the candidates' tests of `disturb=`, and the layout that `emit` writes."""
@@ -349,7 +349,7 @@ def test_replica_groups_on_detected_gpus_are_launched() -> None:
     assert planned.replica_groups == 4 and planned.layout.world_size == 2
 
 
-@pytest.mark.parametrize("disturb", ["node_leaves", "slow_node", "slow_device"])
+@pytest.mark.parametrize("disturb", slow_after(1, ["node_leaves", "slow_node", "slow_device"]))
 def test_replica_groups_are_simulated_under_a_disturbance(disturb: str) -> None:
     arguments = ["recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=8", "resilience=elastic"]
     report = plan_recipe([*arguments, "resilience.replica_groups=8", f"disturb={disturb}"])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lab.drawing import slow_after
 
 from trainspec_cli.recipe.field_types import Range, ranges_of
 from trainspec_cli.recipe.keys.cluster import Machine
@@ -228,7 +229,7 @@ NUMBERS = st.sampled_from([-7, -1, 0, 1, 2, 3, 5, 64, 10_000])
 LAYOUT = {"layout.pp": 2, "layout.tp": 2, "layout.cp": 2, "layout.ep": 2}
 
 
-@pytest.mark.parametrize("model", [None, *MODELS])
+@pytest.mark.parametrize("model", slow_after(2, [None, *MODELS]))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(wrong=st.dictionaries(st.sampled_from(NUMBER_PATHS), NUMBERS, min_size=1, max_size=3), spread=st.booleans())
 def test_no_rule_stumbles_over_a_number_and_none_out_of_range_is_passed_over(make_spec, model, wrong, spread) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jsonschema import Draft7Validator
 
 from trainspec_cli.core.reading.files import CURRENT_VERSION, VERSION_KEY, VERSIONS
 from trainspec_cli.recipe.compose.compose import compose
@@ -109,6 +108,8 @@ def test_what_is_under_a_digest_keeps_every_byte(files: Path) -> None:
 @pytest.mark.parametrize("files", EARLIER, indirect=True)
 def test_migrated_files_keep_to_the_schemas(files: Path) -> None:
     apply(find_migrations([str(files / "run"), str(files / "own")]))
+    from jsonschema import Draft7Validator  # takes a second, which other tests' processes save
+
     checkers = {kind: Draft7Validator(json.loads(json.dumps(schema()))) for kind, schema in FILE_SCHEMAS.items()}
     for root in (files / "run", files / "own"):
         for kind in ("run", "plan", "result"):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from lab.agents import SECRET, connect_agent
+from lab.waiting import PATIENCE_S
 
 from trainspec_cli.core.wire import handshake
 from trainspec_cli.recipe.results.doctor import Check, NodeReport
@@ -36,7 +37,7 @@ from trainspec_cli.run.channel.messages import (
 from trainspec_cli.run.channel.wire import LINE_BYTES, Wire
 from trainspec_cli.run.job.machine import listen
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = PATIENCE_S
 """Longer than a busy machine holds any of these tests up; those that wait for it set a shorter one."""
 HERE = "127.0.0.1"
 REPORT = NodeReport("a b", 1.5, (Check("disk", "ok", "9 GB, é"),), SpeedResult("2.13", None, None, 2, 1e12, 1e9, 1))
@@ -48,7 +49,7 @@ NEWS: list[News] = []
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr("trainspec_cli.run.channel.wire.BEAT_INTERVAL_S", 0.1)
     NEWS.clear()
-    made = Hub(2, SECRET, listen(HERE), timeout_s=TIMEOUT_S, join_timeout_s=60.0)
+    made = Hub(2, SECRET, listen(HERE), timeout_s=TIMEOUT_S, join_timeout_s=PATIENCE_S)
     yield made
     made.close()
 
@@ -187,7 +188,7 @@ def test_a_hub_without_descriptors_goes_on(hub: Hub, call, monkeypatch: pytest.M
 def test_a_stranger_is_heard_for_no_more_than_a_handshake(hub: Hub) -> None:
     with socket.create_connection((HERE, hub.port)) as stranger:
         stranger.sendall(b"x" * 2**16)
-        stranger.settimeout(20)
+        stranger.settimeout(PATIENCE_S)
         received = b""
         with contextlib.suppress(ConnectionResetError):
             while piece := _receive_while_polling(stranger, hub):
@@ -249,7 +250,7 @@ def test_a_message_is_one_line_and_comes_back(message: Message) -> None:
 def test_an_agent_whose_line_has_no_end_is_cut_off(hub: Hub, call) -> None:
     mad, sound = call(0, "mad"), call(1, "sound")
     poll_until(hub, lambda: all(node.wire for node in hub.nodes), sound)
-    mad._connection.settimeout(20)
+    mad._connection.settimeout(PATIENCE_S)
 
     def pour() -> None:
         with contextlib.suppress(OSError):
@@ -285,6 +286,7 @@ def test_a_node_that_has_an_agent_takes_no_second(hub: Hub, call) -> None:
     assert hub.nodes[0].hostname == "first"
 
 
+@pytest.mark.slow
 def test_a_silent_agent_is_lost_and_a_beating_one_is_not(hub: Hub, call) -> None:
     hub._timeout_s = 3.0
     alive, _silent = call(0, "alive"), call(1, "silent")
@@ -322,7 +324,7 @@ def test_a_report_is_kept(hub: Hub, call) -> None:
 
 @pytest.mark.parametrize("welcomes_back", [True, False])
 def test_a_lost_node_comes_back_where_it_is_welcome(welcomes_back: bool) -> None:
-    hub = Hub(1, SECRET, listen(HERE), timeout_s=TIMEOUT_S, join_timeout_s=60.0, welcomes_back=welcomes_back)
+    hub = Hub(1, SECRET, listen(HERE), timeout_s=TIMEOUT_S, join_timeout_s=PATIENCE_S, welcomes_back=welcomes_back)
     agents = [_call(hub)]
     poll_until(hub, lambda: hub.nodes[0].wire, *agents)
     agents[0].close()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
+from lab.drawing import slow_after
 from lab.waiting import wait_for
 
 from trainspec_cli.run.backend import processes
@@ -49,12 +50,14 @@ def send(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_well_is_done(make_job: MakeJob) -> None:
     outcome = run(make_job("train"))
     assert (outcome.result.status, outcome.exit_code, outcome.explanation) == ("done", 0, None)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_after(1, [signal.SIGTERM, signal.SIGINT]))
+@pytest.mark.slow
 def test_a_request_to_stop_lets_the_workers_write_a_checkpoint(make_job: MakeJob, number: signal.Signals) -> None:
     job = make_job("endless")
     outcome = run(job, Once(lambda: both_training(job), lambda: send(number)))
@@ -62,6 +65,7 @@ def test_a_request_to_stop_lets_the_workers_write_a_checkpoint(make_job: MakeJob
     assert job.run.checkpoint_steps() == [outcome.result.steps]
 
 
+@pytest.mark.slow
 def test_workers_that_ignore_the_request_are_killed_at_the_deadline(make_job: MakeJob) -> None:
     job = make_job("deaf", stop_grace_s=0.5)
     outcome = run(job, Once(lambda: both_training(job), lambda: send(signal.SIGTERM)))
@@ -69,6 +73,7 @@ def test_workers_that_ignore_the_request_are_killed_at_the_deadline(make_job: Ma
     assert outcome.result.steps > 0
 
 
+@pytest.mark.slow
 def test_a_second_request_does_not_wait_for_the_deadline(make_job: MakeJob) -> None:
     job = make_job("deaf", stop_grace_s=600.0)
     first = Once(lambda: both_training(job), lambda: send(signal.SIGINT))
@@ -82,12 +87,14 @@ def test_a_second_request_does_not_wait_for_the_deadline(make_job: MakeJob) -> N
     assert outcome.exit_code == 130
 
 
+@pytest.mark.slow
 def test_before_the_first_word_of_the_workers_a_request_ends_them_at_once(make_job: MakeJob) -> None:
     job = make_job("mute", stop_grace_s=600.0)
     outcome = run(job, Once(lambda: bool(processes.workers(job.launch_id)), lambda: send(signal.SIGINT)))
     assert (outcome.result.status, outcome.exit_code, outcome.result.steps) == ("stopped", 130, 0)
 
 
+@pytest.mark.slow
 def test_the_exception_that_began_it_is_shown_with_its_rank_and_traceback(make_job: MakeJob) -> None:
     outcome = run(make_job("raise"))
     assert (outcome.result.status, outcome.exit_code, outcome.result.steps) == ("failed", 5, 3)
@@ -98,6 +105,7 @@ def test_the_exception_that_began_it_is_shown_with_its_rank_and_traceback(make_j
     assert "ChildFailedError" not in outcome.explanation.detail
 
 
+@pytest.mark.slow
 def test_a_worker_that_could_not_speak_is_shown_by_its_log(make_job: MakeJob) -> None:
     outcome = run(make_job("import_error"))
     assert outcome.exit_code == 5
@@ -105,6 +113,7 @@ def test_a_worker_that_could_not_speak_is_shown_by_its_log(make_job: MakeJob) ->
     assert "No module named 'no_such_module_anywhere'" in outcome.explanation.detail
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_said_to_be_killed(make_job: MakeJob) -> None:
     job = make_job("endless")
 
@@ -118,6 +127,7 @@ def test_a_killed_worker_is_said_to_be_killed(make_job: MakeJob) -> None:
     assert ") was killed by SIGKILL; if memory ran out" in outcome.explanation.headline
 
 
+@pytest.mark.slow
 def test_when_torchrun_is_killed_its_workers_save_and_end(make_job: MakeJob) -> None:
     job = make_job("endless")
 
@@ -125,10 +135,12 @@ def test_when_torchrun_is_killed_its_workers_save_and_end(make_job: MakeJob) -> 
         psutil.Process(processes.workers(job.launch_id)[0].ppid()).kill()
 
     outcome = run(job, Once(lambda: both_training(job), kill_torchrun))
+    assert (outcome.result.status, outcome.exit_code) == ("failed", 5), "not started again"
     assert job.run.checkpoint_steps() == [outcome.result.steps]
     assert outcome.explanation.headline == "torchrun was ended by SIGKILL, and its workers with it"
 
 
+@pytest.mark.slow
 def test_a_killed_torchrun_is_a_failure_that_starts_again(make_job: MakeJob, make_plan) -> None:
     """Its workers save and end, and nobody had asked for that; the second start is stopped by request."""
     job = make_job("endless")
@@ -155,16 +167,6 @@ def test_a_killed_torchrun_is_a_failure_that_starts_again(make_job: MakeJob, mak
 
 def starts(job: Job) -> int:
     return sum(event["type"] == "start" for event in read_events(job.run.events(0)))
-
-
-def test_a_killed_torchrun_fails_a_run_that_is_not_started_again(make_job: MakeJob) -> None:
-    job = make_job("endless")
-
-    def kill_torchrun() -> None:
-        psutil.Process(processes.workers(job.launch_id)[0].ppid()).kill()
-
-    outcome = run(job, Once(lambda: both_training(job), kill_torchrun))
-    assert (outcome.result.status, outcome.exit_code) == ("failed", 5)
 
 
 SUPERVISOR = """
@@ -198,6 +200,7 @@ def test_nothing_outlives_a_supervisor_that_was_killed(make_job: MakeJob) -> Non
 
 
 @pytest.mark.parametrize("moment", ["torchrun starts", "workers hear"])
+@pytest.mark.slow
 def test_workers_that_have_not_begun_are_given_no_time_when_their_supervisor_is_killed(
     make_job: MakeJob, moment: str
 ) -> None:

@@ -153,6 +153,7 @@ def test_of_two_groups_on_a_node_one_is_ended_alone(
     assert left.environ()[GROUP] == "0"
 
 
+@pytest.mark.slow
 def test_a_group_is_started_fails_is_killed_and_started_again(second: Node) -> None:
     for number in (1, 2):
         second.processes.start(1, number)
@@ -170,6 +171,7 @@ def test_a_group_is_started_fails_is_killed_and_started_again(second: Node) -> N
         assert second.processes.poll() == [], "once"
 
 
+@pytest.mark.slow
 def test_a_killed_worker_that_torchrun_has_reaped_is_said_to_be_killed(second: Node) -> None:
     """torchrun itself ends with 1; an agent that was held up sees no more than that."""
     second.processes.start(1, 1)
@@ -182,6 +184,7 @@ def test_a_killed_worker_that_torchrun_has_reaped_is_said_to_be_killed(second: N
     assert second.receive(GroupExited).exit_code == 1
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_is_noted_and_ends_well(second: Node) -> None:
     second.processes.start(1, 1)
     wait_for(second.job.run.events(0).is_file)
@@ -190,6 +193,7 @@ def test_a_request_to_stop_is_noted_and_ends_well(second: Node) -> None:
     assert was_stop_noted(second.job.run, 1)
 
 
+@pytest.mark.slow
 def test_orphans_are_reported_once_and_asked_to_save_without_noting_a_stop(only) -> None:
     node = only("endless")
     node.processes.start(0, 1)
@@ -204,6 +208,7 @@ def test_orphans_are_reported_once_and_asked_to_save_without_noting_a_stop(only)
     assert node.job.run.checkpoint_steps()
 
 
+@pytest.mark.slow
 def test_a_run_of_one_group_has_the_time_to_report_a_failed_worker(only) -> None:
     """Nothing is killed, or reported, before its torchrun has listed how the workers ended."""
     node = only("endless")
@@ -214,6 +219,7 @@ def test_a_run_of_one_group_has_the_time_to_report_a_failed_worker(only) -> None
     assert node.receive(GroupExited).exit_code == 1
 
 
+@pytest.mark.slow
 def test_what_hangs_in_the_kernel_is_left_behind(second: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the group follows a signal here."""
     monkeypatch.setattr(local.processes, "KILL_TIMEOUT_S", 0.3)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from lab.waiting import PATIENCE_S
 
 from trainspec_cli.core.environment_names import SECRET_FILE, SUPERVISOR
 from trainspec_cli.recipe.keys.layout import Layout
@@ -24,7 +25,6 @@ from trainspec_cli.run.folder.generations import create_secret
 from trainspec_cli.run.job.machine import listen
 
 WORKER = Path(__file__).with_name("connected_worker.py")
-PATIENCE_S = 60.0
 ORDER = LookOrder(number=1, looker=1, cause="slow_device", rank=1)
 SPEEDS = SpeedsReport(
     step=3, step_s=1.0, layout=Layout(), micro_batches=1, samples=(4,), fixed_s=(0.0,), per_sample_s=(0.25,)
@@ -49,7 +49,7 @@ class Lab:
             listener.bind(str(self.folder / "hub"))
             listener.listen(64)
             self.address = str(self.folder / "hub")
-        self.hub = Hub(0, self.secret, listener, timeout_s=30.0, join_timeout_s=60.0)
+        self.hub = Hub(0, self.secret, listener, timeout_s=PATIENCE_S, join_timeout_s=PATIENCE_S)
 
     def start(self, rank: int) -> subprocess.Popen[bytes]:
         environment = {**os.environ, SUPERVISOR: self.address, SECRET_FILE: str(self.folder / "secret")}

@@ -63,7 +63,7 @@ group = st.builds(
 groups = st.dictionaries(st.sampled_from("abcdef"), group)
 
 
-@settings(max_examples=500, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(groups, st.lists(st.sampled_from("abcdef"), unique=True))
 def test_members_live_ask_and_are_the_last_quorum_or_more_than_half(
     groups: dict[str, ConnectedGroup], previous: list[str]
@@ -77,7 +77,7 @@ def test_members_live_ask_and_are_the_last_quorum_or_more_than_half(
     assert members == sorted(members)
 
 
-@settings(max_examples=500, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(groups)
 def test_whoever_asks_for_long_enough_goes(groups: dict[str, ConnectedGroup]) -> None:
     """As soon as more than half ask and one of them has waited its time, nobody can hold them up."""
@@ -88,7 +88,7 @@ def test_whoever_asks_for_long_enough_goes(groups: dict[str, ConnectedGroup]) ->
         assert choose_members(groups, [], NOW, RULES) == sorted(asking)
 
 
-@settings(max_examples=500, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(0, 3))
 def test_everyone_behind_heals_once_from_one_in_front(steps: list[int], rank: int) -> None:
     plans = [plan_healing(steps, place, rank) for place in range(len(steps))]

@@ -275,7 +275,7 @@ TEXTS = [field.name for field in fields(SlurmSpec) if field.type == "str | None"
 DIRECTIVES = {name: name.replace("_", "-") for name in TEXTS if not name.startswith("container_")}
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from(TEXTS), NASTY, min_size=1), NASTY, NASTY, NASTY)
 def test_text_is_refused_or_reaches_slurm_as_it_is(
     render: Callable[..., str], tmp_path: Path, texts: dict[str, str], name: str, recipe: str, argument: str

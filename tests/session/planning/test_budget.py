@@ -92,4 +92,4 @@ def test_runs_on_other_machines_are_refused(tmp_path: Path) -> None:
 
 def test_a_run_that_does_not_fit_is_refused() -> None:
     with pytest.raises(PlanError, match="fits on 8"):
-        budget_portfolio(["recipe=llama3_405b", "cluster.num_nodes=1", "layout=fsdp", "cost=owned"])
+        budget_portfolio(["recipe=llama3_70b", "cluster.num_nodes=1", "layout=fsdp", "cost=owned"])

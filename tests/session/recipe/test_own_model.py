@@ -57,6 +57,7 @@ def test_a_model_and_a_loss_of_ones_own_are_planned_as_the_recipe_says_and_not_r
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_the_parameters_of_a_block_are_counted_where_the_recipe_leaves_them_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,6 +76,7 @@ def test_the_parameters_of_a_block_are_counted_where_the_recipe_leaves_them_out(
         assert [problem.path for problem in refused.value.problems] == ["optim.lrr"], "the rest is counted"
 
 
+@pytest.mark.slow
 def test_the_usual_length_of_a_run_follows_from_a_count_of_its_blocks() -> None:
     model = ("model=own", f"model.block={own_model.__file__}:Averager", "model.hidden_size=64", "cluster=h100")
     arguments, usual = with_defaults(model)

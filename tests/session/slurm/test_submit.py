@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from lab.drawing import slow_after
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.core.errors import RecipeError
@@ -172,7 +173,7 @@ def test_a_sweep_plans_every_combination_and_each_value_once() -> None:
         plan_runs(arguments, [("cluster.devices_per_node", ["1", "2"])])
 
 
-@pytest.mark.parametrize("of_command", [False, True])
+@pytest.mark.parametrize("of_command", slow_after(1, [False, True]))
 @pytest.mark.parametrize(("answer", "code"), [("exit 1", "slurm_refused"), ("exec sleep 9", "slurm_silent")])
 def test_a_refused_submission_leaves_nothing_and_one_that_may_be_queued_stays(
     submit: Submit,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.drawing import slow_after
 from lab.wheels import make_wheel
 
 from trainspec_cli.wings.bundle import (
@@ -134,16 +135,19 @@ def test_a_pipe_in_place_of_a_file_does_not_hold_it_up(bundle: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [
-        None,
-        "",
-        "[]",
-        "{}",
-        "{" * 100_000,
-        '{"schema": "trainspec.bundle/2"}',
-        "\x00",
-        '{"schema": "trainspec.bundle/1"}',
-    ],
+    slow_after(
+        4,
+        [
+            None,
+            "",
+            "[]",
+            "{}",
+            "{" * 100_000,
+            '{"schema": "trainspec.bundle/2"}',
+            "\x00",
+            '{"schema": "trainspec.bundle/1"}',
+        ],
+    ),
 )
 def test_a_damaged_record_is_one_clear_error(bundle: Path, content: str | None) -> None:
     record = bundle / "bundle.json"

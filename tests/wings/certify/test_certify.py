@@ -66,6 +66,7 @@ def results(tmp_path_factory) -> Results:
 
 @pytest.mark.clause("NUM-1", "NUM-2")
 @pytest.mark.parametrize("check", SOUND, ids=lambda check: f"{check.clause} {check.run.case.name}")
+@pytest.mark.slow
 def test_sound_layouts_keep_the_clauses(results: Results, check: ClauseCheck) -> None:
     finding = judge(check, results)
     assert finding.passed, finding.figures
@@ -73,6 +74,7 @@ def test_sound_layouts_keep_the_clauses(results: Results, check: ClauseCheck) ->
 
 
 @pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.slow
 def test_a_planted_fault_is_caught(results: Results, fault: str) -> None:
     finding = judge(ClauseCheck("NUM-1", PLANTED[fault]), results)
     assert not finding.passed

@@ -237,6 +237,7 @@ def outcome(file: Path, forged: JsonObject, signed_by: str = "") -> Certificate 
         return None
 
 
+@pytest.mark.slow
 def test_whatever_is_altered_in_an_unsigned_certificate_is_refused_or_a_measurement(tmp_path: Path) -> None:
     """One clause for each way in which figures are judged, and a finding that is broken."""
     findings = [finding_of(clause) for clause in MANNERS]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from lab.drawing import slow_after
 from wings.interop import (
     test_accelerate,
     test_axolotl,
@@ -54,7 +55,7 @@ def heard_of(engine: str, text: str, folder: Path) -> Heard:
     return listen(TARGETS[engine], read_source(file, engine))
 
 
-@pytest.mark.parametrize(("engine", "run"), CASES)
+@pytest.mark.parametrize(("engine", "run"), slow_after(12, CASES))
 def test_import_after_emit_is_the_identity(engine: str, run: tuple[str, ...], tmp_path: Path) -> None:
     heard = heard_of(engine, files_in(engine, *run)[FILES[engine]], tmp_path)
     assert guess_engine(tmp_path / FILES[engine]) == engine

@@ -85,6 +85,7 @@ def test_a_log_that_grows_is_work(tmp_path: Path, clock, start) -> None:
     assert looks(watch, clock, 60, process) is not None
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_named_and_what_spins_for_it_does_not_work(tmp_path: Path, start) -> None:
     spins, stopped = start(SPINS), start(SPINS, RANK="3")
     watch = SilenceWatch(2.0, tmp_path / "log")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lab.drawing import slow_after
 
 pytest.importorskip("cryptography")
 
@@ -83,6 +84,7 @@ def test_direct_ways_bring_the_same_bits_with_fewer_bytes_at_the_meeting_point(l
     assert 4 * of_a_site < carried[1, 2] < 1.1 * 4 * of_a_site, "one out, one in"
 
 
+@pytest.mark.slow
 def test_a_site_that_listens_nowhere_is_served_through_the_meeting_point_and_said(
     lab: Lab, usual: torch.Tensor
 ) -> None:
@@ -97,6 +99,7 @@ def test_a_site_that_listens_nowhere_is_served_through_the_meeting_point_and_sai
     assert trial.said.count("what site 1 sends reaches site 2 through the meeting point") == 1
 
 
+@pytest.mark.slow
 def test_a_site_that_is_not_reached_is_served_through_the_meeting_point_and_said(lab: Lab, usual: torch.Tensor) -> None:
     trial = three(lab, "trial")
     trial.addresses[2] = f"127.0.0.1:{free_port()}"
@@ -108,6 +111,7 @@ def test_a_site_that_is_not_reached_is_served_through_the_meeting_point_and_said
     assert trial.said.count("what site 1 sends reaches site 2 through the meeting point") == 1
 
 
+@pytest.mark.slow
 def test_an_address_that_is_another_sites_is_no_way_to_it(lab: Lab, usual: torch.Tensor) -> None:
     trial = three(lab, "trial")
     trial.addresses[2] = trial.addresses[1]
@@ -116,7 +120,7 @@ def test_an_address_that_is_another_sites_is_no_way_to_it(lab: Lab, usual: torch
     assert any("is another site's" in said for said in warnings(second))
 
 
-@pytest.mark.parametrize(("rounds", "cuts_all"), [(0.5, False), (2.5, False), (2.5, True), (5.2, False)])
+@pytest.mark.parametrize(("rounds", "cuts_all"), slow_after(1, [(0.5, False), (2.5, False), (2.5, True), (5.2, False)]))
 def test_a_way_that_is_cut_within_an_outer_gradient_loses_nothing(
     lab: Lab, usual: torch.Tensor, rounds: float, *, cuts_all: bool
 ) -> None:
@@ -133,6 +137,7 @@ def test_a_way_that_is_cut_within_an_outer_gradient_loses_nothing(
     assert "site 2 gets from here what site 1 sent it directly, first in round" in trial.said
 
 
+@pytest.mark.slow
 def test_a_killed_site_comes_back_to_its_direct_ways(lab: Lab) -> None:
     trial = three(lab, "trial")
 
@@ -153,6 +158,7 @@ def test_a_killed_site_comes_back_to_its_direct_ways(lab: Lab) -> None:
     assert "site 1 is not connected directly any more" in trial.said_by(2)
 
 
+@pytest.mark.slow
 def test_all_that_are_stopped_and_started_again_end_with_the_same_bits(lab: Lab, usual: torch.Tensor) -> None:
     trial = three(lab, "trial")
     trial.return_s = 600.0

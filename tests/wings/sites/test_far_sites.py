@@ -90,6 +90,7 @@ def test_each_site_goes_on_from_the_shared_weights_with_what_it_has_not_sent(lab
             assert torch.allclose(share.local, weights[share.name], atol=2e-3)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_everywhere_ends_with_the_same_bits(lab: Lab) -> None:
     whole, _ = lab("whole").run_all()
     for first_stop, second_stop in ((9, 12), (13, 11)):
@@ -115,6 +116,7 @@ def stop_all_and_resume(trial: SitesLab, first_stop: int, second_stop: int) -> l
     return again
 
 
+@pytest.mark.slow
 def test_a_site_that_is_half_as_fast_takes_fewer_samples(lab: Lab) -> None:
     trial = lab()
     trial.sections = AUTO

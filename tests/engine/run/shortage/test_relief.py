@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lab.drawing import slow_after
 from torch import Tensor
 
 from trainspec_cli.balance.batch.division import OwnSamples
@@ -167,7 +168,7 @@ def test_an_error_without_a_message_is_named_in_the_reason(start: Start) -> None
 
 
 @pytest.mark.parametrize("at", ["forward", "backward"])
-@pytest.mark.parametrize(("micro_batch", "compute"), [(1, "fp32"), (2, "fp32"), (2, "bf16")])
+@pytest.mark.parametrize(("micro_batch", "compute"), slow_after(1, [(1, "fp32"), (2, "fp32"), (2, "bf16")]))
 def test_passes_that_were_cut_short_leave_nothing_behind(start: Start, at: str, micro_batch: int, compute: str) -> None:
     """In the first micro-batch, or in the second, when gradients have been added up (of bf16 ones in fp32); in the
     midst of the model."""
