@@ -49,6 +49,7 @@ from trainspec_cli.recipe.keys.layout import SHARDINGS, Layout, LayoutSpec, Shar
 from trainspec_cli.recipe.keys.resilience import RecoveryMode, ResilienceSpec
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import (
+    ALWAYS_ASSUMED,
     Candidate,
     CapacityPlan,
     MemoryBreakdown,
@@ -398,8 +399,7 @@ def largest_micro_batch(candidate: Candidate, setup: Setup, wanted: AutoInt) -> 
 
 def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
     chip = fabric.chip
-    yield "MFU counts attention over the causal half of the sequence and no recomputed work"
-    yield "ranked by the step to expect with the chance to fit, by the error of memory predicted for published runs"
+    yield from ALWAYS_ASSUMED
     if chip.vendor == "cpu":
         yield "the CPU's rates are those of a typical server core; nothing was measured here"
     elif not chip.matmul_bf16_tflops:

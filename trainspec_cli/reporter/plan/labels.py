@@ -131,6 +131,8 @@ TIME_PARTS = {
     "data_s": "data wait",
     "host_s": "host",
 }
+OVERHEADS = tuple(key for key in TIME_PARTS if key not in ("matmul_s", "attention_s"))
+"""Phases of a step that are not a model's arithmetic."""
 LOST_PARTS = {
     "restart": "job down, starting again",
     "rework": "work undone by failures",

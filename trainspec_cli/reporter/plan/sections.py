@@ -277,20 +277,27 @@ MARGIN = 12
 """Columns beside the chart, for its labels."""
 
 
-def render_simulation(simulation: Simulation, width: int) -> RenderableType:
+def render_simulation(simulation: Simulation, width: int, *, verbose: bool = True) -> RenderableType:
+    """Draw the speeds, and with `verbose` the events, the speed by step and each decision."""
     ranks = simulation.data_parallel_ranks
     batch = simulation.global_batch_size
     what = f"{simulation.steps:,} steps of {batch:,} samples over {ranks:,} data-parallel ranks"
+    title = Text(f"Disturbance {simulation.name}, simulated  {what}", style="bold")
+    pace = text_table(PACE_HEADINGS, pace_rows(simulation))
+    if not verbose:
+        return Group(title, pace, Text(describe_won_back(simulation)))
     rows = list(decision_rows(simulation))
     table = text_table(DECISION_HEADINGS, rows[:SHOWN_DECISIONS])
     if len(rows) > SHOWN_DECISIONS:
         table.add_row("", f"and {len(rows) - SHOWN_DECISIONS:,} more", "", "")
+    points = list(enumerate(simulation.on.by_step, 1))
+    chart = "samples/s by step, scheduler on"
     parts: list[RenderableType] = [
-        Text(f"Disturbance {simulation.name}, simulated  {what}", style="bold"),
+        title,
         *map(Text, event_lines(simulation)),
-        text_table(PACE_HEADINGS, pace_rows(simulation)),
+        pace,
         Text(f"{describe_won_back(simulation)}\n{WHERE}"),
-        Text(_chart(simulation, width)),
+        Text(render_chart(points, width=max(20, width - MARGIN), height=CHART_ROWS, title=chart)),
         Text("Decisions", style="bold"),
         table if rows else Text("none"),
     ]
@@ -348,10 +355,3 @@ def decision_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]
             decision.reason,
             f"{gain}, was {format_duration(decision.achieved_s)}",
         )
-
-
-def _chart(simulation: Simulation, width: int) -> str:
-    points = [(step, rate) for step, rate in enumerate(simulation.on.by_step, 1)]
-    return render_chart(
-        points, width=max(20, width - MARGIN), height=CHART_ROWS, title="samples/s by step, scheduler on"
-    )
