@@ -103,6 +103,12 @@ def test_a_sweep_plans_each_value_and_draws_a_page(capsys: pytest.CaptureFixture
     assert "Scaling over cluster.num_nodes" in page.read_text()
 
 
+@pytest.mark.parametrize("flag", ["--trace", "--verbose"])
+def test_a_sweep_has_no_details_of_one_plan(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *EIGHT_GPUS, flag, "--sweep", "cluster.num_nodes=1,2"]) == 2
+    assert f"error: {flag} " in capsys.readouterr().err
+
+
 def test_several_sweeps_are_crossed(capsys: pytest.CaptureFixture[str]) -> None:
     both = ("--sweep", "cluster.num_nodes=1,2", "--sweep", "batching.global_batch_size=64,128")
     sweep = plan_json(capsys, *EIGHT_GPUS, *both)

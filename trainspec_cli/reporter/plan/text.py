@@ -92,8 +92,8 @@ def answer_rows(plan: PlanReport) -> list[tuple[str, str]]:
         if not plan.capacity.candidates:
             return [("layout", considered)]
         nearest = plan.capacity.candidates[0]
-        peak = f"{labels.gib(nearest.peak_memory_bytes)} of {labels.gib(nearest.memory_limit_bytes)} GiB a device"
-        return [("layout", considered), ("nearest", f"{labels.placed_label(nearest)}: {peak}")]
+        needed = f"{labels.gib(nearest.peak_memory_bytes)} of {labels.gib(nearest.memory_limit_bytes)} GiB a device"
+        return [("layout", considered), ("nearest", f"{labels.placed_label(nearest)}: {needed}")]
     # The same texts as in the table of the run.
     figures = {name: f"{value} ({bounds})" if bounds else value for name, value, bounds, _ in run_rows(plan.spec, run)}
     within = {assumption.key: assumption.known_within for assumption in run.assumptions}
@@ -151,7 +151,8 @@ def _asked_for(plan: PlanReport, width: int, verbose: bool) -> list[RenderableTy
         parts.append(render_planes(plan.planes) if verbose else dips)
     for section in plan.sections:
         headings = [*section.headings[:2], *(f"#{heading}" for heading in section.headings[2:])]
-        lines = [Text(f"{section.title}  {section.about}", style="bold"), text_table(headings, section.rows)]
+        title = Text(f"{section.title}  {section.about}", style="bold")
+        lines: list[RenderableType] = [title, text_table(headings, section.rows)]
         lines += [Text(section.text), Text(f"{section.known}.", style="bright_black")] if verbose else []
         parts.append(Group(*lines))
     if plan.simulation:
