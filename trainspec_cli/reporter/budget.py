@@ -1,4 +1,4 @@
-"""A budget for people: tables for the terminal, and one page with charts that a finance department can follow."""
+"""Render a budget: tables for the terminal, and one page with charts for a finance department."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def title_of(budget: Budget) -> str:
 
 
 def sentences(budget: Budget) -> Iterator[str]:
-    """Say what comes of it: the cheapest way, and when buying pays."""
+    """Yield the conclusions: the cheapest way, and when buying pays."""
     cheapest = next(way for way in WAYS if way == budget.cheapest)
     yield f"cheapest     {NAMES[cheapest]}, {format_money(budget.usd[cheapest])} in all"
     months = budget.break_even_months
@@ -146,7 +146,7 @@ def _tiles(budget: Budget) -> str:
 
 
 def _break_even(budget: Budget) -> Iterator[tuple[str, str, str]]:
-    """Yield when buying pays: the label, the value and what it is of."""
+    """Yield when buying pays, as (label, value, unit)."""
     months = budget.break_even_months
     use = budget.break_even_utilisation
     if months is None:
@@ -168,13 +168,13 @@ def _chart(budget: Budget) -> str:
     ]
     legend = render_legend([Segment(line.kind, line.label, 0, "") for line in lines])
     text = (
-        "Cash that is paid up to each month. Machines are bought in the first month of a year in which they are needed."
+        "Cash paid up to each month. Machines are bought in the first month of the year that needs them."
     )
     return section("Cash over time", text, render_curves(lines, "months", "dollars") + legend)
 
 
 def _swings(budget: Budget) -> str:
-    """Draw how far each input moves what buying costs less than renting by the hour."""
+    """Draw how much each input changes what buying saves compared with renting by the hour."""
 
     def saved(usd: Mapping[str, float]) -> float:
         return usd["on_demand"] - usd["owned"]
@@ -182,7 +182,7 @@ def _swings(budget: Budget) -> str:
     def swing(each: Sensitivity) -> float:
         return abs(saved(each.high_usd) - saved(each.low_usd))
 
-    # Inputs that change nothing have bars of no length, not a division by 0.
+    # If no input changes anything, all bars have length 0; this avoids a division by 0.
     most = max((swing(each) for each in budget.sensitivities), default=0.0) or 1.0
     rows = [
         (

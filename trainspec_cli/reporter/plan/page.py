@@ -194,7 +194,7 @@ def _step_times(candidates: Sequence[Candidate]) -> str:
         rows.append((name, render_bar(phases, scale), format_duration(candidate.step_time_s)))
     text = "By phase: work is blue, communication that is not hidden behind it orange, waiting grey. Values: the first."
     first = _segments(vars(shown[0].time), labels.TIME_PARTS, format_duration)
-    # Phases that only other layouts have are in the legend without a value.
+    # Phases that only other layouts have get a legend entry without a value.
     absent = [segment for kind, segment in others.items() if kind not in {segment.kind for segment in first}]
     legend = render_legend(first) + (render_legend(absent, False) if absent else "")
     return section("Step time", text, bar_rows(rows) + legend)
@@ -262,7 +262,7 @@ def _assumptions(of_run: Sequence[Assumption], of_layouts: Sequence[str]) -> str
             f"<tr><td><code>{escape(key)}</code></td>{cell(value, 'number')}{cell(within, 'number')}{source}</tr>"
         )
     rows += [f"<tr><td>layouts</td><td></td><td></td>{cell(text)}</tr>" for text in of_layouts]
-    text = "What the figures rest on, each with the key that changes it; x2 means between half and twice the value."
+    text = "Inputs of the figures, each with the key that changes it; x2 means between half and twice the value."
     return section("Assumptions", text, table(("key", "#value", "#within", "source"), rows))
 
 
@@ -270,13 +270,14 @@ def _segments(breakdown: Mapping[str, float], names: dict[str, str], say: labels
     return [Segment(f"c-{key}", name, value, say(value)) for key, name, value in labels.present(breakdown, names)]
 
 
-# The page of a sweep: how it scales, what each point takes and costs, and one of its plans in detail.
+# The page of a sweep: scaling, time and cost of each point, and one plan in detail.
 
 
 def render_sweep_page(sweep: SweepReport, origin: PageOrigin | None = None) -> str:
-    """The page of a sweep: how it scales, then the plan of the last point that fits (else of the last)."""
+    """Render the page of a sweep: the scaling, then the plan of the last point that fits (if none fits, of the last
+    point)."""
     points = sweep.points
-    # The largest that fits is what a sweep is usually made for.
+    # A sweep usually asks for the largest point that fits.
     shown = next((point for point in reversed(points) if point.plan.best), points[-1])
     chosen = f'<p class="soft below">In detail: <code>{escape(_setting(shown))}</code></p>'
     above = [heading_of(shown.plan), origin_line(origin), _scaling(sweep), *_outcomes(sweep), chosen]
@@ -294,12 +295,14 @@ def _scaling(sweep: SweepReport) -> str:
     figures = ("step", f"{unit}/s", "scaling", "MFU", "goodput", "time", "energy", "money")
     headings = (sweep.key, "#devices", "best layout", *(f"#{name}" for name in figures))
     rows = [_scaling_row(point, fitting[0][1] if fitting else None) for point in sweep.points]
-    text = "Throughput of the best layout at each point. Scaling: throughput a device over that of the first that fits."
+    text = (
+        "Throughput of the best layout at each point. Scaling: throughput per device relative to the first that fits."
+    )
     return section(f"Scaling over {sweep.key}", text, chart + table(headings, rows))
 
 
 def _outcomes(sweep: SweepReport) -> Iterator[str]:
-    """Draw what each point takes in time, and costs, as bars: values of a swept key need be no numbers."""
+    """Draw time and cost of each point as bars, since values of a swept key need not be numbers."""
     runs = [(point.value, point.plan.run) for point in sweep.points if point.plan.run]
     times = [(value, run.wall_time_s) for value, run in runs]
     costs = [(value, run.cost_usd) for value, run in runs if run.cost_usd]
@@ -314,9 +317,9 @@ def _outcomes(sweep: SweepReport) -> Iterator[str]:
 
 
 def _scaling_chart(fitting: Sequence[tuple[int, Candidate]], rate: str) -> str:
-    """Draw the throughput of the best layouts, each with its number of devices; nothing where two have the same."""
+    """Draw the throughput of the best layouts over the number of devices; empty if two points have the same number."""
     points = sorted((devices, best.tokens_per_s) for devices, best in fitting)
-    # Two points of one size would stand above each other, and no line joins them.
+    # A line cannot join two points with the same number of devices.
     if len({devices for devices, _ in points}) < len(points):
         return ""
     (first_x, first_y), (last_x, _) = points[0], points[-1]

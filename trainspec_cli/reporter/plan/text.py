@@ -1,4 +1,5 @@
-"""A plan in the terminal: the ranked layouts, the best one taken apart, and the run it would be."""
+"""Render a plan for the terminal: the answer, the ranked layouts, the best layout in detail, and the forecast of the
+run."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from trainspec_cli.reporter.plan.sections import (
 from trainspec_cli.reporter.rich_text import Text, text_table
 
 WIDE = 120
-"""Columns that the whole table of layouts takes."""
+"""Columns that the full table of layouts needs."""
 SHOWN_CANDIDATES = 8
 SHOWN_REASONS = 8
 SHOWN_ADVICE = 4
@@ -60,7 +61,7 @@ def render_plan(plan: PlanReport, width: int = WIDE, *, verbose: bool = False) -
         parts.append(Group(Text("What would fit", style="bold green"), _pairs([("→", text) for text in advice])))
     parts.append(_header(plan))
     asked = _asked_for(plan, width, verbose)
-    # Tables that the recipe or a flag asked for take the room of layouts further down.
+    # Show fewer layouts if the recipe or a flag asks for other tables.
     shown = SHOWN_CANDIDATES if verbose else 1 if plan.trace else 3 if asked else 5
     parts.append(_candidates(plan, width, shown, verbose))
     if verbose and (best := plan.best):
@@ -94,7 +95,7 @@ def answer_rows(plan: PlanReport) -> list[tuple[str, str]]:
         nearest = plan.capacity.candidates[0]
         needed = f"{labels.gib(nearest.peak_memory_bytes)} of {labels.gib(nearest.memory_limit_bytes)} GiB a device"
         return [("layout", considered), ("nearest", f"{labels.placed_label(nearest)}: {needed}")]
-    # The same texts as in the table of the run.
+    # Use the texts of the run's table, so that both agree.
     figures = {name: f"{value} ({bounds})" if bounds else value for name, value, bounds, _ in run_rows(plan.spec, run)}
     within = {assumption.key: assumption.known_within for assumption in run.assumptions}
     step = figures.get("step", format_duration(best.step_time_s))
@@ -141,7 +142,7 @@ def _bounded(figure: Interval, say: labels.Formatter) -> str:
 
 
 def _asked_for(plan: PlanReport, width: int, verbose: bool) -> list[RenderableType]:
-    """The parts that a recipe or a flag asks for: pools, planes, wings, a disturbance, a trace."""
+    """Draw the parts that a recipe or a flag asks for: pools, planes, sections of wings, a disturbance, a trace."""
     parts: list[RenderableType] = []
     if plan.pools:
         verdict = Text.assemble(("Pools  ", "bold"), sentence(plan.pools.verdict))
@@ -166,7 +167,7 @@ def _asked_for(plan: PlanReport, width: int, verbose: bool) -> list[RenderableTy
 
 def _checks(plan: PlanReport, run: RunForecast) -> list[tuple[str, str]]:
     """(label, text) of inputs that are missing, notes, and assumptions that differ from the defaults."""
-    # Carbon lacks what energy lacks.
+    # Carbon is missing the same input as energy.
     rows = [
         (name, f"{value}: {detail}")
         for name, value, _, detail in run_rows(plan.spec, run)
@@ -185,8 +186,8 @@ def _checks(plan: PlanReport, run: RunForecast) -> list[tuple[str, str]]:
 
 
 def _differs(assumption: Assumption) -> bool:
-    """Return whether the recipe sets another value than the package's default. What comes with the choice of an
-    accelerator, pool or fabric has no default."""
+    """Return whether a value differs from the package's default. Values of a chosen accelerator, pool or fabric have
+    none."""
     default: object = ClusterSpec()
     root, *path = assumption.key.split(".")
     for name in path:
@@ -197,7 +198,7 @@ def _differs(assumption: Assumption) -> bool:
 
 
 def render_sweep(sweep: SweepReport) -> RenderableType:
-    """One line for each value of the swept key."""
+    """Draw one line for each value of the swept key."""
     unit = sweep.points[0].plan.spec.model.unit
     first = next((point.plan.best for point in sweep.points if point.plan.best), None)
     figures = ("step", f"{unit}/s", "scaling", "MFU", "goodput", "time", "energy", "money", "memory")
@@ -223,7 +224,7 @@ def _header(plan: PlanReport) -> RenderableType:
 
 
 def _candidates(plan: PlanReport, width: int, most: int, verbose: bool) -> RenderableType:
-    """Draw the first `most` layouts, on a narrow terminal in two lines each, and why the first was chosen."""
+    """Draw the first `most` layouts (on a narrow terminal in two lines each), and why the first was chosen."""
     capacity = plan.capacity
     shown = capacity.candidates[:most]
     kept = sum(candidate.fits for candidate in capacity.candidates)
@@ -254,7 +255,7 @@ def _candidates(plan: PlanReport, width: int, most: int, verbose: bool) -> Rende
         )
     parts.append(table)
     choice = labels.choice_lines(capacity)
-    # A start that an expert would make, and a layout that is already the first, tell nothing about what to run.
+    # The usual start, and a safest layout that is already the first, do not change what to run.
     for heading, text in choice if verbose else choice[:1]:
         parts.append(Text.assemble((f"{heading}  ", "bold"), text))
     best = plan.best
@@ -271,7 +272,7 @@ def _memory_cell(candidate: Candidate) -> RenderableType:
 
 
 def _peak(candidate: Candidate) -> str:
-    """The peak, with the chance to fit, or how far it is over the limit."""
+    """Format the peak with the chance to fit, or with its ratio to the limit if it is above."""
     over = percent(candidate.peak_memory_bytes / candidate.memory_limit_bytes)
     return f"{labels.gib(candidate.peak_memory_bytes)} GiB {labels.chance(candidate) if candidate.fits else over}"
 
@@ -287,7 +288,7 @@ def _memory(best: Candidate) -> RenderableType:
 
 
 def _time(best: Candidate) -> RenderableType:
-    """The phases of a step, as planner/time/step.py adds them up (`StepTime`)."""
+    """Draw the phases of a step as planner/time/step.py computes them (`StepTime`)."""
     title = f"Step of the best layout  {format_duration(best.step_time_s)}, communication where it is not hidden"
     parts = labels.present(vars(best.time), labels.TIME_PARTS)
     rows = [(name, value, format_duration(value), TIME_COLOURS.get(key, COMPUTE)) for key, name, value in parts]
@@ -315,13 +316,14 @@ def _run(plan: PlanReport, run: RunForecast) -> RenderableType:
 
 
 def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, str]]:
-    """(what, expected value, bounds, where it goes) for each figure of the run."""
+    """(name, expected value, bounds, details) for each figure of the run."""
     recovery = run.goodput
     kept = run.goodput.goodput
     losses = labels.present(recovery.lost | {"kept": kept.value}, labels.LOST_PARTS, 5e-5)
     lost = ", ".join(f"{name} {percent(value, 2)}" for _, name, value in losses)
     if run.batches:
-        # `12,000 of 1,024 samples (4.2 s), 9,000 of 2,048 (8.1 s)`; of many sizes the first and the last ones.
+        # `12,000 of 1,024 samples (4.2 s), 9,000 of 2,048 (8.1 s)`; if there are many sizes, the first and the last
+        # ones.
         details = []
         for place, batch in enumerate(run.batches):
             size = f"{batch.step_samples:,}{' samples' * (place == 0)}"
@@ -343,11 +345,11 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
     held = format_duration(recovery.checkpoint_s)
     detail = f"every {steps:,} step{'s' * (steps != 1)}; {written}, holds training up for {held}"
     best_s = recovery.optimal_interval_s
-    # Near the optimum the loss is flat: a quarter more or less costs next to nothing.
+    # Near the optimum the loss is flat: intervals up to a quarter longer or shorter cost almost nothing more.
     if math.isfinite(best_s) and not 0.8 < recovery.checkpoint_interval_s / best_s < 1.25:
         detail += f"; least is lost at one every {format_duration(best_s)}"
     yield "checkpoints", format_duration(recovery.checkpoint_interval_s), "", detail
-    # A figure that is missing names the key that brings it.
+    # A missing figure names the key that it needs.
     power = "the accelerator's power is not known: type cluster.accelerator.tdp_w=<watts>"
     if spec.cluster.pools:
         power = "the power of a pool's accelerator is not known: its accelerator.tdp_w"
@@ -364,7 +366,7 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
 def _cost_row(
     name: str, cost: Interval | None, say: labels.Formatter, detail: str, needs: str
 ) -> tuple[str, str, str, str]:
-    """`needs`: what to type where the cost is not known."""
+    """`needs`: what to type if the cost is unknown."""
     return _figure_row(name, cost, say, detail) if cost else (name, UNKNOWN, "", needs)
 
 
@@ -384,7 +386,7 @@ def _assumptions(plan: PlanReport, run: RunForecast) -> RenderableType:
 
 
 def assumption_row(assumption: Assumption) -> tuple[str, str, str, str]:
-    """A source that was not checked says so."""
+    """(key, value, within, source); an unchecked source is marked."""
     within = f"x{assumption.known_within:.3g}" if assumption.known_within > 1 else ""
     unchecked = "" if assumption.verified else "unchecked: "
     return assumption.key, labels.format_grouped(assumption.value), within, unchecked + assumption.source
@@ -405,7 +407,7 @@ def _sweep_row(point: SweepPoint, first: Candidate | None) -> Iterator[Renderabl
 
 
 def bar(part: float, width: int) -> str:
-    """`part` of `width` cells, to an eighth of a cell."""
+    """Draw a bar over the fraction `part` of `width` cells, to an eighth of a cell."""
     eighths = round(part * width * 8)
     full, rest = divmod(eighths, 8)
     return ("█" * full + (EIGHTHS[rest] if rest else "")).ljust(width)
