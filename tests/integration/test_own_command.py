@@ -225,7 +225,7 @@ def test_what_sleeps_is_a_hang_and_what_evaluates_is_none(trainspec, read_result
     well = trainspec("run", "--dir", "well", *limits, *loop("30", "0.01", place="evaluates"))
     hung = trainspec("run", "--dir", "hung", *limits, *loop("30", "0.01", place="stands"))
     assert well.returncode == 0, well.stdout + well.stderr
-    assert hung.returncode == 5 and "it is in <module>, loop.py:" in " ".join((hung.stdout + hung.stderr).split())
+    assert hung.returncode == 5 and "it stands in <module>, loop.py:" in " ".join((hung.stdout + hung.stderr).split())
     assert read_result("hung")["steps"] == 10
 
 

@@ -132,7 +132,7 @@ def test_a_start_without_steps_has_worked_where_a_node_has(start: OwnStart, hear
         ([stands(0), stands(1, ended=True)], [1], "it has ended"),
         ([stands(0), stands(1)], [0, 1], "all ranks wait in all_reduce, called at train.py:3"),
         ([stands(0), stands(1), stands(2, "barrier")], [2], "the ranks make different exchanges"),
-        ([stands(4, "sleep", waiting=False)], [4], "it is in sleep"),
+        ([stands(4, "sleep", waiting=False)], [4], "it stands in sleep"),
     ],
 )
 def test_the_late_are_named_over_all_nodes(ranks: list[RankStands], late: list[int], why: str) -> None:
