@@ -306,9 +306,8 @@ def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
     peak_bytes = max(stage.total_bytes for stage in stages)
     limit_bytes = memory_limit_bytes(chip)
     sized_steps = []
-    for samples in sizes_to_predict(
-        spec
-    ):  # layout and micro-batch stay the same, and the number of micro-batches changes
+    # Layout and micro-batch stay the same, and the number of micro-batches changes.
+    for samples in sizes_to_predict(spec):
         sized = replace(setup, grad_accum=micro_batches_of(setup.layout, setup.micro_batch_size, samples))
         sized_steps.append(SizedStep(samples, estimate_step(sized, eff)))
     return rate_candidate(
