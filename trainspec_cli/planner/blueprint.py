@@ -407,7 +407,7 @@ def _settings(fabric: Fabric, spec: FabricSpec) -> Iterator[Setting]:
 def _tuner_rows(
     fabric: Fabric, groups: Mapping[str, Group], exchanges: Sequence[Exchange], eff: Efficiency
 ) -> Iterator[TunerRow]:
-    """Yield rows for all-reduces across nodes: a tree up to the size from which the ring is faster. The last row covers
+    """Yield rows for all-reduces across nodes: a tree as long as it is faster than the ring. The last row covers
     everything else with the example tuner's default, a ring."""
     nodes_per_domain = max(1, fabric.scaleup_devices // fabric.devices_per_node)
     seen: set[tuple[int, int]] = set()
@@ -428,7 +428,7 @@ def _tuner_rows(
 
 
 def tree_until_bytes(group: Group, eff: Efficiency) -> int:
-    """Return the largest power of two up to which a tree is faster than a ring; 0 if it never is."""
+    """Return the largest power of two with a tree that is faster than a ring; 0 if it never is."""
     limit = 0
     size = SMALLEST_TUNED
     while size < LARGEST_TUNED:

@@ -37,7 +37,7 @@ TAUGHT = 0.98
 
 @dataclass(frozen=True)
 class Observation:
-    """A measured time and the function by which the planner computes it."""
+    """A measured time and the function that predicts it."""
 
     seconds_of: Callable[[Mapping[str, float]], float]
     """Maps the parameters' factors (relative to the shipped values) to seconds."""

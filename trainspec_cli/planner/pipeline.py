@@ -77,7 +77,7 @@ class CutProblem:
     """The pipeline's ranks; their own part includes the embedding and the head."""
     rank_of_stage: tuple[int, ...]
     alike: bool
-    """Whether all layers take the same time, and on each rank the same memory."""
+    """True if all layers take the same time, and on each rank the same memory."""
     equal: float
 
     @classmethod
@@ -272,7 +272,7 @@ def _move_layers(problem: CutProblem, borders: Borders) -> Borders:
 
 
 def _moves(problem: CutProblem, borders: Borders, most_s: float) -> Iterator[tuple[list[float], Borders]]:
-    """Yield cuts, with their loads, in which consecutive borders move by one layer and no rank exceeds `most_s`.
+    """Yield cuts, with their loads, that move consecutive borders by one layer and keep every rank within `most_s`.
 
     If memory suffices (`most_s` is finite), they make the heaviest rank lighter."""
     before = problem.time_before

@@ -56,8 +56,8 @@ def single_plane(spec: PlanesSpec) -> PlanesSpec:
 
 
 def t1_switches(spec: PlanesSpec, nics: int) -> int:
-    """Return the switches of a plane's second tier for a job with `nics` NICs: half as many as T0 switches, of which
-    half of the ports go up; one if a single T0 switch joins all."""
+    """Return the switches of a plane's second tier for a job with `nics` NICs: half as many as T0 switches, which use
+    half of their ports upwards; one if a single T0 switch joins all."""
     t0_switches = max(1, math.ceil(nics / (radix_of(spec) // 2)))
     return max(1, math.ceil(t0_switches / 2))
 
@@ -274,7 +274,7 @@ def plan_planes(cluster: ClusterSpec, nics: int) -> PlanesPlan | None:
 
 
 def _events(spec: PlanesSpec, nics: int) -> Iterator[SprayedEvent]:
-    """Yield one failure of each part, and four ports that flap at once, two of them on one NIC."""
+    """Yield one failure of each part, and four ports that flap together, two of them on one NIC."""
     down_s = spec.flap_s
     other = min(nics - 1, nics // 2)
     planes = range(spec.planes)

@@ -27,7 +27,7 @@ def changed(record: RecordT, **values: object) -> RecordT:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Parts of the forward that the backward recomputes, and in which layers."""
+    """Parts of the forward that the backward recomputes, and the layers that do so."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -77,7 +77,7 @@ class Software:
     reduce_bytes: float = 4.0
     """Bytes of an uncompressed gradient that is sent."""
     wire: WireFormats = field(default_factory=WireFormats)
-    """Formats in which gradients and parameters are sent."""
+    """Formats of sent gradients and parameters."""
     master_bytes: float = 4.0
     optimizer: KeptState = "adamw"
     moment_bytes: float = 8.0

@@ -167,9 +167,7 @@ def _chart(budget: Budget) -> str:
         if way in budget.cumulated_usd
     ]
     legend = render_legend([Segment(line.kind, line.label, 0, "") for line in lines])
-    text = (
-        "Cash paid up to each month. Machines are bought in the first month of the year that needs them."
-    )
+    text = "Cash paid up to each month. Machines are bought in the first month of the year that needs them."
     return section("Cash over time", text, render_curves(lines, "months", "dollars") + legend)
 
 

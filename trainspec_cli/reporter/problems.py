@@ -10,7 +10,7 @@ from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.reporter.style import Style
 
 SHOWN_BEFORE, SHOWN = 60, 160
-"""Of a long line, the number of characters shown before the column, and in total."""
+"""Number of characters of a long line that are shown before the column, and in total."""
 POINTED_AT_ONE_CHARACTER = frozenset({"bad_yaml"})
 """Codes whose column is a single position, not the start of an entry."""
 

@@ -267,7 +267,7 @@ def _usual_s(start: Start, rows: Sequence[int]) -> tuple[float, float]:
 
 
 STEPS = "steps"
-"""The unit of a user command, for which tokens and samples are unknown."""
+"""The unit of a user command, whose tokens and samples are unknown."""
 UNSTEADY = 1.5
 """On a machine without other load, equal steps differ by less than this."""
 LONG_WAIT = 0.05

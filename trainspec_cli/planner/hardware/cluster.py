@@ -104,8 +104,8 @@ class Group:
     link_latency_s: float | None = None
     nic_latency_s: float | None = None
     speaks_gloo: bool = False
-    """Whether collectives use gloo: it has no tree, each step of its rings waits for the slowest hop, and its
-    reduce-scatter is an all-reduce of which each rank keeps its part."""
+    """True if collectives use gloo: it has no tree, each step of its rings waits for the slowest hop, and its
+    reduce-scatter is an all-reduce after which each rank keeps its part."""
 
     @property
     def domains(self) -> int:
@@ -266,8 +266,7 @@ def all_reduce_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
 
 
 def all_to_all_s(group: Group, sent_bytes: float, copies: int, eff: Efficiency) -> float:
-    """Return the seconds of an all-to-all, in which each rank sends `sent_bytes`, `copies` of each token, evenly to the
-    group.
+    """Return the seconds of an all-to-all: each rank sends `sent_bytes`, `copies` of each token, evenly to the group.
 
     With copies above 1 a token crosses to a domain once, regardless of the number of its experts there, and is copied
     inside (DeepEP, arXiv:2412.19437): of d domains it reaches (d-1) (1 - (1 - 1/d)^copies) others on average.

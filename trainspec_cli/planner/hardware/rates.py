@@ -286,7 +286,7 @@ def _laid_over(below: JsonObject, above: JsonObject) -> JsonObject:
 
 
 def words(label: str) -> tuple[str, ...]:
-    """`H100-SXM-80GB` -> (h100, sxm, 80gb): the parts by which labels are compared."""
+    """`H100-SXM-80GB` -> (h100, sxm, 80gb): the parts that are compared."""
     return tuple(re.findall(r"[a-z0-9.]+", label.lower().replace("nvidia", "").replace("tesla", "")))
 
 

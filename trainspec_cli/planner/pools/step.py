@@ -274,8 +274,8 @@ class Stopwatch:
         return self._least_s[key]
 
     def _least_through_pools(self, setups: Setups, placement: Placement, samples: int) -> float:
-        """The slowest rank takes at least the mean of all ranks, weighted by their speeds, to which each layer adds its
-        least weighted time. All ranks together take at least the sum of each layer's least time."""
+        """The slowest rank takes at least the mean of all ranks, weighted by their speeds; each layer adds its least
+        weighted time. All ranks together take at least the sum of each layer's least time."""
         layout = setups[0].layout
         pools = range(len(setups))
         micro_batches = micro_batches_of(layout, setups[0].micro_batch_size, samples)

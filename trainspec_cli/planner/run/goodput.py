@@ -40,7 +40,7 @@ class SimulatedJob:
     interval_s: float
     """Work between checkpoints."""
     blocked_s: float
-    """Time for which a checkpoint blocks training."""
+    """Time that a checkpoint blocks training."""
     written_s: float
     """Time from its start until it is complete."""
     state_bytes_per_device: float

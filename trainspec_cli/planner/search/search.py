@@ -221,7 +221,7 @@ measured) spreads by 0.06 within the sweeps that the constants were fitted to (1
 0.15 within those of vTrain (109 runs, arXiv:2312.12391), which no constant was fitted to. Of pairs predicted to differ
 by less than 10%, the faster one was predicted to be so in 68%."""
 NEAR = 1.05
-"""Of layouts of one complexity, the one with the fewest stages is chosen if its step is at most this fraction
+"""The layout with the fewest stages is chosen among those of one complexity if its step is at most this fraction
 longer."""
 SAFEST = 4
 """Number of safest layouts that a search keeps, since counting every tensor decides later which of them fit."""

@@ -226,7 +226,7 @@ def _checkpoints(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 
 def _stages(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    """Return a verdict on a pipeline stage to which the plan gave more work than to the others."""
+    """Return a verdict on a pipeline stage that got more work than the others from the plan."""
     kinds = np.array(evidence.kinds)
     every = np.unique(kinds)
     if len(every) < 2:

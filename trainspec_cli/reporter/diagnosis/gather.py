@@ -129,7 +129,7 @@ class RankHistory:
     stall: StallEvent | None = None
     """The stall report of the step after the last one."""
     is_hung: bool = False
-    """Whether the stall ended the start."""
+    """True if the stall ended the start."""
     ended_by: StallEvent | None = None
     """The hang that ended an earlier start, if any."""
     most_samples: int = 0

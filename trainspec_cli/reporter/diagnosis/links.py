@@ -37,7 +37,8 @@ LOST = 1e-3
 LOST_SEGMENTS = 5
 RECENT_STEPS = 16
 TIMEOUTS = 0.5
-"""From this ratio of time-outs to retransmitted segments on, the path has outages instead of losing single segments."""
+"""A path with at least this ratio of time-outs to retransmitted segments has outages instead of losing single
+segments."""
 LATER_S, LATER = 5e-4, 1.0
 """The latency has grown if it exceeds the usual one by this many seconds and by this fraction of it. A delaying link
 delays the small exchange by at least half a round trip; the queue of a narrow link has drained by then."""

@@ -1,4 +1,4 @@
-"""Profiles of suspected ranks ("looks"): which verdicts request one, of which rank, and what it adds to the verdict."""
+"""Profiles of suspected ranks ("looks"): the verdicts that request one, the rank that it profiles, and its findings."""
 
 from __future__ import annotations
 

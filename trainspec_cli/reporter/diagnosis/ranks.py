@@ -80,7 +80,7 @@ class Slow:
     cause: Cause
     why: str
     is_counted: bool = False
-    """Whether the kernel counted the cause, which then is not other load on the machine."""
+    """True if the kernel counted the cause, which then is not other load on the machine."""
 
 
 class OwnTimes:
@@ -94,7 +94,7 @@ class OwnTimes:
         parts = [name for name in OWN_PARTS if name not in ("data_wait", "checkpoint")]
         throttled_s = np.nan_to_num(evidence.counter("throttled_s"))
         self.queued_s: Figures = np.maximum(0.0, np.nan_to_num(evidence.counter("queued_s")) - throttled_s)
-        """(T, R): time in which other processes had the processor; a thread throttled by a quota waits too."""
+        """(T, R): time that other processes had the processor; a thread throttled by a quota waits too."""
         self.own_s: Figures = np.maximum(0.0, evidence.part(*parts) - gc_s - self.queued_s)
         """(T, R): own time without waiting for data or a processor, checkpoints and garbage collection, which have
         separate verdicts."""
@@ -102,7 +102,7 @@ class OwnTimes:
         """(T,)"""
         self.usual_step_s = float(usual(self.step_s))
         self.knows_load = bool(np.isfinite(evidence.counter("queued_s")).any())
-        """Whether the system counts the time that a rank waits for a processor."""
+        """True if the system counts the time that a rank waits for a processor."""
         self.load_s = smoothed(np.median(self.queued_s, axis=1))
         """(T,): the ranks' median wait for a processor. Programs that share processors also share caches and cores, so
         computation takes longer by about as much, on varying ranks."""
@@ -201,8 +201,8 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[Episode]) -> bool:
     """Return whether a rank is still slow, was slow for some time, or is slow repeatedly. Shorter episodes without a
-    counted reason are other load on the machine, which a user cannot change. A rank to which the scheduler gave fewer
-    samples is still slow, although no other rank waits for it any more."""
+    counted reason are other load on the machine, which a user cannot change. A rank that got fewer samples from the
+    scheduler is still slow, although no other rank waits for it any more."""
     is_slow = np.zeros(len(evidence.steps), dtype=np.bool_)
     is_relieved = evidence.shares[:, rank] < RELIEVED
     for episode in of_rank:
@@ -309,7 +309,7 @@ def _peers(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) 
 def _more_work(
     evidence: RunEvidence, times: OwnTimes, rank: int, peers: Sequence[int], episode: Episode
 ) -> float | None:
-    """Return the fraction by which a rank has more work than its peers in the slow steps of an episode, if that
+    """Return how much more work, as a fraction, a rank has than its peers in the slow steps of an episode, if that
     explains its time."""
     if not peers:
         return None

@@ -1,4 +1,4 @@
-"""Find episodes in which a series is too high, and what counters and connections show in them.
+"""Find episodes of a series that is too high, and what counters and connections show in them.
 
 A series is smoothed against single outliers, compared with its noise, and confirmed. The noise is estimated from the
 differences of neighbouring steps, which a change of level does not affect (a median absolute deviation from the series'
@@ -36,7 +36,7 @@ TO_DEVIATION = 1.4826
 
 @dataclass(frozen=True)
 class Episode:
-    """Steps from index `first` to index `last`, inclusive, in which a series is above its limit."""
+    """Steps from index `first` to index `last`, inclusive, with a series above its limit."""
 
     first: int
     last: int

@@ -41,7 +41,7 @@ class LineSeries:
     label: str
     points: Sequence[Point]
     marked: bool = True
-    """Whether every point has a dot."""
+    """True if every point has a dot."""
 
 
 def render_bar(segments: Sequence[Segment], scale: float, limit: float | None = None) -> str:
