@@ -158,7 +158,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
     log = RunLog(list(read_sound(run.supervisor_events)))
     plan = read_plan_outline(run)
     for event in read_log(run.events(0)):
-        log.take(event)
+        log.add(event)
     first = log.history
     meter = SpeedMeter(log.history)
     warnings: list[WarningEvent] = []
@@ -169,10 +169,10 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
     for rank, path in files.items():
         history = first if rank == 0 else History()
         for event in read_log(path) if rank else ():
-            history.take(event)
+            history.add(event)
         # Every rank writes its own warnings; the first rank's file has only that rank's.
         warnings += history.warnings
-        meter.take(rank, history)
+        meter.add(rank, history)
     scheduled = list(read_log(run.directives))
     result = read_result(run)
     loss = StepCurve(*first.column("loss"))
@@ -240,8 +240,8 @@ class RunLog:
         self.links: tuple[LinkRate, ...] = ()
         self.link_changes: list[LinkEvent] = []
 
-    def take(self, event: Event) -> None:
-        self.history.take(event)
+    def add(self, event: Event) -> None:
+        self.history.add(event)
         self.time.take(event)
         self.recoveries.take(event)
         if isinstance(event, LinksEvent):

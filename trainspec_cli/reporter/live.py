@@ -104,14 +104,14 @@ class LiveView:
 
     def watch(self, stop_requested: bool) -> None:
         for event in self._tail.read():
-            self._progress.take(event)
+            self._progress.add(event)
             if isinstance(event, FirstTextEvent):
-                self.say(describe_event(event), Text.assemble(*first_text_parts(event)))
+                self.show_message(describe_event(event), Text.assemble(*first_text_parts(event)))
             elif self._is_due(event) and (text := describe_event(event)):
-                self.say(text)
+                self.show_message(text)
             # Explain the figure only once.
             if self._explains_xz and isinstance(event, EvalEvent) and isinstance(event.xz_bits_per_byte, float):
-                self.say(XZ)
+                self.show_message(XZ)
                 self._explains_xz = False
             self._show(stop_requested)
         self._show(stop_requested)
@@ -127,15 +127,15 @@ class LiveView:
         self._next_advice_step = 2 * event.step
         return True
 
-    def say(self, text: str, styled: Text | None = None) -> None:
+    def show_message(self, text: str, styled: Text | None = None) -> None:
         """Show a message, such as the supervisor's; on a terminal as it is `styled`."""
         for screen in self._screens:
-            screen.say(styled if styled and isinstance(screen, TerminalScreen) else text)
+            screen.show_message(styled if styled and isinstance(screen, TerminalScreen) else text)
 
     def note(self, text: str) -> None:
         """Add a line to the log alone."""
         for screen in self._screens[1:]:
-            screen.say(text)
+            screen.show_message(text)
 
     def yield_terminal(self) -> None:
         """Stop drawing, because another program prints to the terminal."""
@@ -177,7 +177,7 @@ class TerminalScreen:
         self._phase, self._since = "", time.monotonic()
         self._bar.start()
 
-    def say(self, text: str | Text) -> None:
+    def show_message(self, text: str | Text) -> None:
         self._bar.console.print(text, markup=False, highlight=False)
 
     def show(self, phase: str, progress: Progress) -> None:
@@ -207,7 +207,7 @@ class PlainScreen:
         self._is_said = False
         self._step, self._printed_s = 0, time.monotonic()
 
-    def say(self, text: str | Text) -> None:
+    def show_message(self, text: str | Text) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, phase: str, progress: Progress) -> None:
@@ -215,7 +215,7 @@ class PlainScreen:
         if progress.has_stepped and progress.step != self._step and self._is_due(progress):
             self._step = progress.step
             self._printed_s = now_s
-            self.say(f"{_place(progress)}: {describe_progress(progress)}".removesuffix(": "))
+            self.show_message(f"{_place(progress)}: {describe_progress(progress)}".removesuffix(": "))
         if phase != self._phase:
             self._phase = phase
             self._phase_s = now_s
@@ -224,7 +224,7 @@ class PlainScreen:
         is_quick = phase == progress.after_last_step and now_s - self._phase_s < QUICK_S
         if phase and not self._is_said and not is_quick:
             self._is_said = True
-            self.say(phase)
+            self.show_message(phase)
 
     def _is_due(self, progress: Progress) -> bool:
         if self._interval_steps is None:

@@ -61,7 +61,7 @@ class Progress:
             return "evaluating"
         return "writing the checkpoint" if self.saved_step < self.step else "writing the result"
 
-    def take(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         if isinstance(event, StartEvent):
             self.begin = event
             self.has_ended = False

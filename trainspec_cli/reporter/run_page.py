@@ -36,7 +36,7 @@ from trainspec_cli.reporter.text import (
     facts_of,
     heldout_title,
     scheduler_changes,
-    standing_of,
+    status_line,
     title_of,
     wall_time_rows,
     warning_lines,
@@ -152,7 +152,7 @@ FOOTER = (
 def render_run_page(report: Report, composed: str = "", origin: PageOrigin | None = None) -> str:
     """Return the page of a run, finished or live; `composed` is the text of its recipe."""
     goes_on = "; the run is in progress" if report.status in ALIVE else ""
-    text = f"{report.recipe}: {standing_of(report)}{goes_on}".removeprefix(": ")
+    text = f"{report.recipe}: {status_line(report)}{goes_on}".removeprefix(": ")
     above = [heading(title_of(report), text), origin_line(origin), tiles(list(_figures(report)))]
     return render_page(title_of(report), "".join([*above, *_sections(report, composed)]), FOOTER)
 

@@ -76,7 +76,7 @@ class History:
     last_time: float = 0.0
     """Unix seconds of the first and the last event."""
 
-    def take(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         """Add the next event to its start. A resume continues from a checkpoint, so steps of earlier starts beyond it
         are repeated, and forgotten here."""
         self.last_time = event.time
@@ -185,7 +185,7 @@ class SpeedMeter:
             run = range(steps[0], steps[-1] + 1) if steps else range(0)
             self._wanted_steps = run if len(run) == len(steps) and all(map(eq, run, steps)) else set(steps)
 
-    def take(self, rank: int, history: History) -> None:
+    def add(self, rank: int, history: History) -> None:
         """Add the steps that this rank has in common with the first one."""
         start = history.last_working_start
         rows = start.rows_of(self._wanted_steps) if start else []

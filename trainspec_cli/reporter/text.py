@@ -246,7 +246,7 @@ def title_of(report: Report) -> str:
     return f"{report.name or report.path}: {report.status}"
 
 
-def standing_of(report: Report) -> str:
+def status_line(report: Report) -> str:
     """`stopped (exit code 6), 20 of 20 steps in 1 min 30 s`."""
     of = f" of {report.max_steps}" if report.max_steps is not None else ""
     code = f" (exit code {report.exit_code})" if report.exit_code is not None else ""
@@ -256,7 +256,7 @@ def standing_of(report: Report) -> str:
 def facts_of(report: Report) -> Iterator[tuple[str, str]]:
     yield "run", report.path
     yield "recipe", report.recipe
-    yield "status", standing_of(report)
+    yield "status", status_line(report)
     if report.reason:
         yield "reason", report.reason
     if report.hint:

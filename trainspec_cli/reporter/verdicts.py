@@ -20,7 +20,7 @@ from trainspec_cli.reporter.page.parts import (
     text_table,
 )
 from trainspec_cli.reporter.rich_text import Text
-from trainspec_cli.reporter.text import standing_of, title_of
+from trainspec_cli.reporter.text import status_line, title_of
 from trainspec_cli.run.folder.event_types.events import VerdictEvent
 
 NO_VERDICTS = "too few steps were made to say anything"
@@ -89,7 +89,7 @@ FOOTER = "Diagnosed by trainspec. The cost of a cause is the time that it adds t
 
 def render_verdicts_page(report: Report, origin: PageOrigin | None = None) -> str:
     title = f"Diagnosis of {title_of(report)}"
-    body = heading(title, standing_of(report)) + origin_line(origin) + verdicts_section(report.verdicts)
+    body = heading(title, status_line(report)) + origin_line(origin) + verdicts_section(report.verdicts)
     return render_page(title, body, FOOTER)
 
 

@@ -313,7 +313,7 @@ class Search:
             if self._found and (not self._options or self._found[0][0][0] <= self._options[0].bound_s):
                 yield heapq.heappop(self._found)[-1]
             else:
-                self._take_next()
+                self._predict_next()
 
     def safest(self) -> list[Estimated]:
         """Return the layouts that are most likely to fit, of those about as fast as the best, safest first; of those
@@ -324,7 +324,7 @@ class Search:
                 slowest_s = min(slowest_s, -self._safest[0][0][1])
             if self._options[0].bound_s >= slowest_s:  # do not prefer a slower layout for being safe
                 break
-            self._take_next()
+            self._predict_next()
         return [found for _, _, found in sorted(self._safest, key=lambda item: item[:2], reverse=True)]
 
     def as_simple(self, most: tuple[int, bool], limit_s: float) -> Iterator[list[Estimated]]:
@@ -393,7 +393,7 @@ class Search:
         bound_s = option.bound_s + (1 + self._costs.waiting) * exchange_s
         return option._replace(bound_s=bound_s, counts_exchanges=True)
 
-    def _take_next(self) -> None:
+    def _predict_next(self) -> None:
         """Predict the layout with the lowest bound; if its bound lacks exchanges, put it back with one that has
         them. If many were too large and none fits yet, first drop those that are too large with the smallest
         micro-batches."""
@@ -405,7 +405,7 @@ class Search:
         elif not option.counts_exchanges:
             heapq.heapreplace(self._options, self.closer(option))
         else:
-            self._leave(option, surely_fits=self._take(option))
+            self._leave(option, surely_fits=self._predict(option))
 
     def _leave(self, option: Option, *, surely_fits: bool = False) -> None:
         """Remove the option; with a heavier recomputation, an option that surely fits would only be slower."""
@@ -436,7 +436,7 @@ class Search:
         setup = self._costs.setup(*option.shape, name, offload=option.offload)
         return setup, peak_of(setup, self._memory.of(setup, name), beyond_bytes=self._beyond_bytes)
 
-    def _take(self, option: Option) -> bool:
+    def _predict(self, option: Option) -> bool:
         """Predict a layout, and record it if it may fit. Return whether it surely fits."""
         found = self._estimate(option)
         if found.peak_bytes > self._limit:

@@ -137,7 +137,7 @@ class RankHistory:
     changed_steps: set[int] = field(default_factory=set)
     """As `RunEvidence.changed_steps`."""
 
-    def take(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         if isinstance(event, StepEvent):
             queued_s = np.nan if isinstance(event.queued_s, Absent) else event.queued_s
             self.steps.put(event.step, *(event.time_s.get(name, 0.0) for name in PARTS), queued_s)
@@ -234,15 +234,15 @@ class RunReader:
         """Read the new events of all ranks; return their number."""
         count = 0
         for rank, tail in enumerate(self._tails):
-            count += self._take(rank, tail.new_events())
+            count += self._read_rank(rank, tail.new_events())
         return count
 
-    def _take(self, rank: int, events: Iterable[Event]) -> int:
+    def _read_rank(self, rank: int, events: Iterable[Event]) -> int:
         """Read a rank's events; return their number."""
         history = self.histories[rank]
         count = 0
         for count, event in enumerate(events, 1):  # noqa: B007 - the last one is their number
-            history.take(event)
+            history.add(event)
             if isinstance(event, LinkEvent):
                 self._links.append(event)
             elif isinstance(event, LookEvent):

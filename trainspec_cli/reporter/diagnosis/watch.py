@@ -26,7 +26,7 @@ SEEN_TWICE = 2
 
 
 class DiagnosisWatch:
-    """Diagnoses repeatedly: call `look` regularly. The run does not depend on it."""
+    """Diagnoses repeatedly: call `update` regularly. The run does not depend on it."""
 
     def __init__(
         self,
@@ -46,21 +46,21 @@ class DiagnosisWatch:
         self._seen: dict[tuple[object, ...], int] = {}
         self._reported: dict[tuple[object, ...], RunVerdict] = {}
 
-    def look(self, report: Callable[[VerdictEvent], None]) -> None:
+    def update(self, report: Callable[[VerdictEvent], None]) -> None:
         """Read new events, and call `report` for each verdict that was found or ended. After a failure, such as a
         damaged file, the diagnosis stops."""
         if self._is_over or self._clock() < self._due_s:
             return
         began_s = time.thread_time()
         try:
-            self._look(report)
+            self._diagnose(report)
         except Exception:  # a failing diagnosis must not end the training; `trainspec diagnose` reports what is wrong
             self._is_over = True
         # The supervisor shares the node with the workers, so the diagnosis must not slow them.
         cost_s = time.thread_time() - began_s
         self._due_s = self._clock() + min(LONGEST_S, max(LOOK_S, cost_s / COST_SHARE))
 
-    def _look(self, report: Callable[[VerdictEvent], None]) -> None:
+    def _diagnose(self, report: Callable[[VerdictEvent], None]) -> None:
         if self._reader is None:
             self._reader = RunReader(self._run, shape_of(self._run), REMEMBERED_STEPS)
         self._reader.read()
@@ -72,7 +72,7 @@ class DiagnosisWatch:
             if place not in self._reported and (self._seen[place] >= SEEN_TWICE or one.cause == "hang"):
                 self._reported[place] = one
                 self._write(one, report, is_over=False)
-                self._look_deeper(one, self._reader)
+                self._request_look(one, self._reader)
             elif place in self._reported and one.code and not self._reported[place].code:
                 self._reported[place] = one
                 self._write(one, report, is_over=False)
@@ -81,7 +81,7 @@ class DiagnosisWatch:
             ended = found.get(place) or replace(known, until_step=self._reader.step)
             self._write(ended, report, is_over=True)
 
-    def _look_deeper(self, verdict: RunVerdict, reader: RunReader) -> None:
+    def _request_look(self, verdict: RunVerdict, reader: RunReader) -> None:
         """Ask a rank to profile what a new verdict names."""
         if self._ask is None:
             return

@@ -68,7 +68,7 @@ class SweptRun:
     def look(self) -> None:
         """Take in what it has done."""
         for event in self._tail.read():
-            self.progress.take(event)
+            self.progress.add(event)
             if isinstance(event, EvalEvent):
                 self.heldout_loss = event.heldout_loss
 

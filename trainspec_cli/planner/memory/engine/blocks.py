@@ -304,9 +304,8 @@ def swap(tape: Tape, x: Value) -> Value:
 def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> Value:
     """Record ring attention on the last rank, whose queries meet every part of the keys.
 
-    Keys and values travel with their successors; sums are in fp32, keys of groups repeated for their queries. A
-    selective recomputation keeps each turn's result. The whole stands head by head, and is copied to be ordered by
-    token.
+    Keys and values are passed from rank to rank; sums are in fp32, and keys of groups are repeated for their queries. A
+    selective recomputation keeps each turn's result. The result is ordered by head, and copied to be ordered by token.
     """
     width, query, pair = q.width, q.elements, k.elements + v.elements
     travelling = 2 * width * pair
@@ -425,11 +424,11 @@ def permute(tape: Tape, x: Value, order: Value) -> Value:
 
 def sort_by_expert(tape: Tape, x: Value, indices: Value, shape: Shape) -> SortedCopies:
     source, place = tape.new(indices.elements, INDEX), tape.new(indices.elements, INDEX)
-    copies = take(tape, x, indices.elements * shape.hidden, place)
+    copies = select_rows(tape, x, indices.elements * shape.hidden, place)
     return SortedCopies(copies, source, place, shape.outside_tokens)
 
 
-def take(tape: Tape, x: Value, elements: float, copies: Value) -> Value:
+def select_rows(tape: Tape, x: Value, elements: float, copies: Value) -> Value:
     """Rows of `x`; in the backward, their gradients are reordered and then summed."""
     rows = INDEX * copies.elements
     return tape.apply((x,), elements, saved=(copies,), scratch=(rows, elements * x.width))
@@ -437,7 +436,7 @@ def take(tape: Tape, x: Value, elements: float, copies: Value) -> Value:
 
 def combine(tape: Tape, copies: SortedCopies, y: Value, weights: Value) -> Value:
     """A token's copies, weighted and summed in one product; each token is a matrix with one row."""
-    back = take(tape, y, y.elements, copies.source)
+    back = select_rows(tape, y, y.elements, copies.source)
     narrow = tape.cast(weights, tape.width)
     summed = y.elements * copies.tokens / weights.elements
     return tape.part(tape.apply((narrow, back), summed, saved=(narrow, back), costly=True), summed)
@@ -533,7 +532,7 @@ class ScanSizes:
         return -(-self.seq_len // self.block)
 
     @property
-    def stands_apart(self) -> bool:
+    def needs_copies(self) -> bool:
         """Return whether blocks of several samples or groups form a batch, and thus are not contiguous."""
         return self.samples > 1 or self.groups > 1
 
@@ -624,7 +623,7 @@ def decay_between_blocks(tape: Tape, decay: Value, scan: ScanSizes) -> Value:
 
 
 def ordered(tape: Tape, x: Value, scan: ScanSizes) -> Value:
-    return tape.copy_in_forward(x) if scan.stands_apart else x
+    return tape.copy_in_forward(x) if scan.needs_copies else x
 
 
 def product(tape: Tape, left: Value, right: Value, elements: float) -> Value:
@@ -697,7 +696,7 @@ def block(tape: Tape, x: Value, shape: Shape) -> Value:
     for mixer in shape.layer.mixers:
         given.append(MIXERS[mixer](tape, norm(tape, x, shape), shape))
         x = tape.add(x, with_bias(tape, given[-1], mixer, shape))
-    return tape.settle(x)
+    return tape.materialise(x)
 
 
 def with_bias(tape: Tape, mixed: Value, mixer: Mixer, shape: Shape) -> Value:

@@ -271,7 +271,7 @@ class Tape:
     def linear(self, x: Value, weight: Value, elements: float) -> Value:
         """Saves its input, for the weight's gradient, which belongs to FSDP2; with a frozen weight it saves only the
         weight."""
-        x = self.settle(x)
+        x = self.materialise(x)
         scratch = casts_to_fp8(x.elements, weight.elements, elements, self.width) if self.fp8 else (0.0, 0.0)
         out = self.apply((x, weight), elements, saved=(x if weight.node else weight,), costly=True, scratch=scratch)
         if self.put_off is None or out.node is None:
@@ -388,7 +388,7 @@ class Tape:
             out.node.backward = backward
         return out
 
-    def settle(self, x: Value) -> Value:
+    def materialise(self, x: Value) -> Value:
         """Materialise a deferred value, for a reader that is not element-wise."""
         if self.recomputes or not isinstance(x.storage, JoinedStorage):
             return x
