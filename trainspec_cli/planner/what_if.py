@@ -128,6 +128,10 @@ def _half(seconds: float | None) -> float | None:
 # CPUs
 
 
+NOTHING = Curve((1.0,), (0.0,))
+NO_PASSES = Passes(NOTHING, NOTHING)
+
+
 def _on_cpu(plan: Plan, machine: Machine, probe: MachineProbe, *, may_change: bool) -> Outlook:
     before = _curve_parts(plan, probe)
     exchanges = ((WIDER, _with_links(probe, 0.5, 1.0)), (SOONER, _with_links(probe, 1.0, 0.5)))
@@ -140,23 +144,8 @@ def _on_cpu(plan: Plan, machine: Machine, probe: MachineProbe, *, may_change: bo
         changes.append(PlannedChange(_describe_change(plan, other), factors))
     disturbed = ", which other programs disturbed" if probe.is_disturbed else ""
     basis = f"shares of the passes, and what would help, rest on the probe of this machine{disturbed}"
-    return Outlook(basis, _shares(_bounds_on_cpu(plan, probe)), tuple(changes))
-
-
-def _curve_parts(plan: Plan, probe: MachineProbe) -> dict[str, float]:
-    """Return planned seconds by part; exposed communication excludes waiting, which is proportional to the work."""
-    parts = curve_parts_s(plan, probe)
-    known = {part: parts[part] for part in (*COMPUTE_PARTS, "exposed_comm")}
-    return known | {WAITING: parts["forward"] + parts["backward"]}
-
-
-NOTHING = Curve((1.0,), (0.0,))
-NO_PASSES = Passes(NOTHING, NOTHING)
-
-
-def _bounds_on_cpu(plan: Plan, probe: MachineProbe) -> dict[str, float]:
-    """Return the seconds of passes and optimizer in products and attention, in memory-bound operations, and in the
-    calls."""
+    # The bounds of passes and optimizer: what the step loses without products and attention, and without the
+    # operations that move memory; the rest is the calls.
     no_products = replace(
         probe,
         matmul=MatmulCurves(NOTHING, NOTHING, NOTHING),
@@ -175,7 +164,15 @@ def _bounds_on_cpu(plan: Plan, probe: MachineProbe) -> dict[str, float]:
     )
     parts_of = (_curve_parts(plan, one) for one in (probe, no_products, no_traffic))
     whole_s, other_s, still_s = (sum(parts[part] for part in COMPUTE_PARTS) for parts in parts_of)
-    return {COMPUTING: whole_s - other_s, MEMORY: whole_s - still_s, CALLS: other_s + still_s - whole_s}
+    bounds_s = {COMPUTING: whole_s - other_s, MEMORY: whole_s - still_s, CALLS: other_s + still_s - whole_s}
+    return Outlook(basis, _shares(bounds_s), tuple(changes))
+
+
+def _curve_parts(plan: Plan, probe: MachineProbe) -> dict[str, float]:
+    """Return planned seconds by part; exposed communication excludes waiting, which is proportional to the work."""
+    parts = curve_parts_s(plan, probe)
+    known = {part: parts[part] for part in (*COMPUTE_PARTS, "exposed_comm")}
+    return known | {WAITING: parts["forward"] + parts["backward"]}
 
 
 def _with_links(probe: MachineProbe, transfers: float, latency: float) -> MachineProbe:

@@ -103,7 +103,12 @@ def _tables(budget: Budget) -> Iterator[tuple[str, str, Rows]]:
         ],
     )
     yield "Each run", "a share of all by its device-hours; $ a million tokens below", list(_run_rows(budget, ways))
-    yield "What matters", "in all, with one input at its bounds", list(_sensitivity_rows(budget, ways))
+    names = [NAMES[way] for way in ways]
+    rows: list[Sequence[str]] = [("input", "from", *names, "to", *names)]
+    for each in budget.sensitivities:
+        low, high = ([_money(usd[way]) for way in ways if way in usd] for usd in (each.low_usd, each.high_usd))
+        rows.append((each.key, f"{each.low:.4g}", *low, f"{each.high:.4g}", *high))
+    yield "What matters", "in all, with one input at its bounds", rows
 
 
 def _run_rows(budget: Budget, ways: Sequence[Way]) -> Iterator[Sequence[str]]:
@@ -115,13 +120,6 @@ def _run_rows(budget: Budget, ways: Sequence[Way]) -> Iterator[Sequence[str]]:
         yield run.name, times, f"{run.devices:,}", format_duration(run.wall_s), spot, *costs
         tokens = f"{format_count(run.tokens)} tokens"
         yield "", "", "", tokens, "", *(f"${run.usd_per_million_tokens[way]:.4f}" for way in ways)
-
-
-def _sensitivity_rows(budget: Budget, ways: Sequence[Way]) -> Iterator[Sequence[str]]:
-    yield "input", "from", *(NAMES[way] for way in ways), "to", *(NAMES[way] for way in ways)
-    for each in budget.sensitivities:
-        low, high = (tuple(_money(usd[way]) for way in ways if way in usd) for usd in (each.low_usd, each.high_usd))
-        yield each.key, f"{each.low:.4g}", *low, f"{each.high:.4g}", *high
 
 
 def _money(usd: float) -> str:

@@ -73,7 +73,7 @@ def _with_axes(
 
 
 def _finite(points: Iterable[tuple[float, float | None]]) -> Iterator[Point]:
-    """Yield the finite points. A long curve is iterated several times instead of being copied into a list."""
+    """Return the finite points. A long curve is iterated several times instead of being copied into a list."""
     return ((float(x), y) for x, y in points if y is not None and math.isfinite(x) and math.isfinite(y))
 
 
@@ -112,7 +112,7 @@ def _draw_braille(columns: Sequence[float | None], low: float, high: float, widt
 
 
 def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """Yield the dots from `start` to `end`, inclusive."""
+    """Return the dots from `start` to `end`, inclusive."""
     steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
     return [
         (start[0] + round((end[0] - start[0]) * step / steps), start[1] + round((end[1] - start[1]) * step / steps))

@@ -64,13 +64,11 @@ def _untried(table: KernelTable) -> dict[str, str]:
 
 def describe_choice(kernels: KernelSpec, table: KernelTable | None) -> str:
     """`rms_norm compiled (0.32 of the default's time), rope compiled (0.66)`; without a table only the names."""
-    chosen = [_describe_one(op, backend, table) for op, backend in kernels.changed.items()]
+    chosen = []
+    for op, backend in kernels.changed.items():
+        figure = table.figures.get(op, {}).get(backend) if table is not None else None
+        # A kernel that the recipe names was not necessarily measured.
+        ratio = "" if figure is None or figure.ratio is None else f" ({figure.ratio:.2f} of the default's time)"
+        chosen.append(f"{op} {backend}{ratio}")
     measured = "torch's defaults, which nothing beat" if table is not None else "torch's defaults"
     return ", ".join(chosen) or measured
-
-
-def _describe_one(op: str, backend: str, table: KernelTable | None) -> str:
-    figure = table.figures.get(op, {}).get(backend) if table is not None else None
-    if figure is None or figure.ratio is None:
-        return f"{op} {backend}"
-    return f"{op} {backend} ({figure.ratio:.2f} of the default's time)"

@@ -343,23 +343,23 @@ def _of_price(cluster: ClusterSpec) -> list[Assumption]:
     if cluster.cost.owned:
         electricity = _of("cluster.site", cluster.site, ("electricity_usd_per_kwh",))
         return _of("cluster.cost", cluster.cost, OWNED_KEYS) + electricity
-    if cluster.pools:
-        return [assumption for place in range(len(cluster.pools)) for assumption in _of_pool_price(cluster, place)]
-    if cluster.cost.price_usd_per_device_hour is not None:
-        return _of("cluster.cost", cluster.cost, ("price_usd_per_device_hour",))
     within = cluster.cost.known_within.get("price_usd_per_device_hour", 1.0)
-    return _of_accelerators(cluster, "price_usd_per_hour", within)
-
-
-def _of_pool_price(cluster: ClusterSpec, place: int) -> list[Assumption]:
-    pool = cluster.pools[place]
-    path = f"cluster.pools.{place}"
-    if pool.price_usd_per_device_hour is not None:
-        return [Assumption(f"{path}.price_usd_per_device_hour", pool.price_usd_per_device_hour, source="the recipe")]
-    if cluster.cost.price_usd_per_device_hour is not None:
-        return _of("cluster.cost", cluster.cost, ("price_usd_per_device_hour",)) if place == 0 else []
-    within = cluster.cost.known_within.get("price_usd_per_device_hour", 1.0)
-    return _of_accelerator(f"{path}.accelerator", pool.accelerator, "price_usd_per_hour", within)
+    stated = cluster.cost.price_usd_per_device_hour is not None
+    of_cluster = _of("cluster.cost", cluster.cost, ("price_usd_per_device_hour",)) if stated else []
+    if not cluster.pools:
+        return of_cluster or _of_accelerators(cluster, "price_usd_per_hour", within)
+    # A pool's own price comes first, then the cluster's (listed once), then the catalogue's.
+    found = []
+    for place, pool in enumerate(cluster.pools):
+        path = f"cluster.pools.{place}"
+        if pool.price_usd_per_device_hour is not None:
+            key = f"{path}.price_usd_per_device_hour"
+            found.append(Assumption(key, pool.price_usd_per_device_hour, source="the recipe"))
+        elif stated:
+            found += of_cluster if place == 0 else []
+        else:
+            found += _of_accelerator(f"{path}.accelerator", pool.accelerator, "price_usd_per_hour", within)
+    return found
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
 def adapted_matrices(
     model: DecoderModel, is_expert_layer: bool, lora: LoraSpec, tp: int = 1
 ) -> Iterator[tuple[int, int]]:
-    """Return (outputs, inputs) of a rank's part of each matrix of a layer with an adapter; routed experts have none."""
+    """Yield (outputs, inputs) of a rank's part of each matrix of a layer with an adapter; routed experts have none."""
     if not lora.rank:
         return
     widths = _attention(model, tp) | _feed_forward(model, is_expert_layer, tp)

@@ -39,7 +39,7 @@ class Conv:
 
 
 def bottleneck(positions: float, channels_in: int, width: int, stride: int, groups: int, expansion: int) -> list[Conv]:
-    """Yield 1x1, 3x3 (strided), 1x1, and the shortcut's 1x1 if shapes change."""
+    """Return 1x1, 3x3 (strided), 1x1, and the shortcut's 1x1 if shapes change."""
     out = width * expansion
     before = positions * stride**2
     convs = [
@@ -63,7 +63,7 @@ def detector_backbone(model: ConvModel) -> list[Conv]:
 
 
 def resnet(model: ConvModel) -> list[Conv]:
-    """Yield stem and stages; widths are those inside the bottlenecks. ResNeXt's are twice ResNet's for the same
+    """Return stem and stages; widths are those inside the bottlenecks. ResNeXt's are twice ResNet's for the same
     output."""
     area = math.prod(model.input_size)
     convs = [Conv(area / 4, model.in_channels, STEM_CHANNELS, 49, in_positions=area)]

@@ -130,17 +130,6 @@ UNEVEN_SHARE = 0.05
 correlation rules out chance."""
 
 
-def find_waste(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    return [
-        *_of_part(evidence, times, "slow_loader", evidence.parts_s["data_wait"], "waits for its batches"),
-        *_of_part(evidence, times, "garbage_collection", _averaged_counter(evidence, "gc_s"), "collects garbage"),
-        *_recompilation(evidence, times),
-        *_checkpoints(evidence, times),
-        *_stages(evidence, times),
-        *_lengths(evidence, times),
-    ]
-
-
 def _averaged_counter(evidence: RunEvidence, name: str) -> Figures:
     """Return a counter, NaN as 0, averaged over `AVERAGED_STEPS`."""
     series = np.nan_to_num(evidence.counter(name))
@@ -462,7 +451,17 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
     `look_ahead` asks the planner, which may take as long as a search over layouts.
     """
     verdicts = _hang(evidence)
-    warm = without_first(evidence, WARM_STEPS)
+    # The first steps compile, connect and allocate, so they are left out.
+    warm = replace(
+        evidence,
+        steps=evidence.steps[WARM_STEPS:],
+        parts_s={name: series[WARM_STEPS:] for name, series in evidence.parts_s.items()},
+        counters={name: series[WARM_STEPS:] for name, series in evidence.counters.items()},
+        connections=tuple(
+            replace(one, **{name: series[WARM_STEPS:] for name, series in vars(one).items() if name != "ranks"})
+            for one in evidence.connections
+        ),
+    )
     if not evidence.parts_are_known:
         # The steps of a user command are not divided into parts.
         if len(warm.steps) >= LEAST_STEPS:
@@ -471,7 +470,10 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
     if len(warm.steps) >= LEAST_STEPS:
         steps_s = dict(zip(warm.steps.tolist(), warm.part(*warm.parts_s).max(axis=1).tolist(), strict=True))
         times = OwnTimes(warm)
-        verdicts += find_waste(warm, times) + find_slow_ranks(warm, times) + find_slow_links(warm)
+        verdicts += _of_part(warm, times, "slow_loader", warm.parts_s["data_wait"], "waits for its batches")
+        verdicts += _of_part(warm, times, "garbage_collection", _averaged_counter(warm, "gc_s"), "collects garbage")
+        verdicts += _recompilation(warm, times) + _checkpoints(warm, times) + _stages(warm, times)
+        verdicts += _lengths(warm, times) + find_slow_ranks(warm, times) + find_slow_links(warm)
         verdicts += find_retries(warm, steps_s) + find_memory(warm)
         verdicts = _explained(verdicts + find_common_slowness(warm, times))
         if all(one.cause == "noise" for one in verdicts):
@@ -499,20 +501,6 @@ def with_evaluations(
         advice=ADVICE["evaluation"],
     )
     return heaviest_first([*verdicts, found])
-
-
-def without_first(evidence: RunEvidence, steps: int) -> RunEvidence:
-    """Return the evidence without its first steps."""
-    return replace(
-        evidence,
-        steps=evidence.steps[steps:],
-        parts_s={name: series[steps:] for name, series in evidence.parts_s.items()},
-        counters={name: series[steps:] for name, series in evidence.counters.items()},
-        connections=tuple(
-            replace(one, **{name: series[steps:] for name, series in vars(one).items() if name != "ranks"})
-            for one in evidence.connections
-        ),
-    )
 
 
 def _hang(evidence: RunEvidence) -> list[RunVerdict]:

@@ -7,7 +7,6 @@ from html import escape
 
 from trainspec_cli.core.printable import format_bytes, format_count, format_duration
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.blueprint import Blueprint
 from trainspec_cli.recipe.results.forecast import Assumption, Goodput, RunForecast
 from trainspec_cli.recipe.results.plan import Candidate
 from trainspec_cli.reporter.page.parts import (
@@ -101,8 +100,11 @@ def body_of(plan: PlanReport) -> Iterator[str]:
         choices = plain_table(choice_headings(plan.spec.model.unit), choice_rows(plan.pools))
         text = "What each pool does in a step of the best layout, and the best plans on fewer."
         yield section("Pools", f"{text} {sentence(plan.pools.verdict)}", parts + choices)
-    if plan.blueprint:
-        yield _blueprint(plan.blueprint)
+    if blueprint := plan.blueprint:
+        order = "; ".join(" ".join(line.split()) for line in describe_order(blueprint))
+        text = f"Fabric {blueprint.fabric}, and the axes whose exchanges reach each tier. {sentence(order)}"
+        drawn = draw_tiers(blueprint) + text_table(HEADINGS, exchange_rows(blueprint))
+        yield section("Communication", text, drawn + "".join(map(note, setting_lines(blueprint))))
     if plan.planes:
         tables = text_table(figure_headings(plan.planes), figure_rows(plan.planes))
         tables += text_table(EVENT_HEADINGS, event_rows(plan.planes))
@@ -223,15 +225,6 @@ def _losses(mode: Goodput) -> list[Segment]:
         for key, name in labels.LOST_PARTS.items()
         if mode.lost.get(key, 0.0) > 0
     ]
-
-
-def _blueprint(blueprint: Blueprint) -> str:
-    said = "; ".join(" ".join(line.split()) for line in describe_order(blueprint))
-    notes = "".join(map(note, setting_lines(blueprint)))
-    text = f"Fabric {blueprint.fabric}, and the axes whose exchanges reach each tier. {said[0].upper()}{said[1:]}."
-    return section(
-        "Communication", text, draw_tiers(blueprint) + text_table(HEADINGS, exchange_rows(blueprint)) + notes
-    )
 
 
 def _refusals(rejected: Mapping[str, int]) -> str:

@@ -358,19 +358,17 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
     if spec.cluster.pools:
         price = "a pool's price is not known: its price_usd_per_device_hour"
     grid = f"CO2e; grid: {spec.cluster.site.name}"
-    yield _cost_row("energy", run.energy_joules, labels.format_energy, _shares(run.energy_parts_joules), power)
-    yield _cost_row("carbon", run.carbon_kg, labels.format_mass, grid, power)
-    yield _cost_row("money", run.cost_usd, labels.format_money, _shares(run.cost_parts_usd), price)
+    yield _figure_row("energy", run.energy_joules, labels.format_energy, _shares(run.energy_parts_joules), power)
+    yield _figure_row("carbon", run.carbon_kg, labels.format_mass, grid, power)
+    yield _figure_row("money", run.cost_usd, labels.format_money, _shares(run.cost_parts_usd), price)
 
 
-def _cost_row(
-    name: str, cost: Interval | None, say: labels.Formatter, detail: str, needs: str
+def _figure_row(
+    name: str, figure: Interval | None, say: labels.Formatter, detail: str, needs: str = ""
 ) -> tuple[str, str, str, str]:
-    """`needs`: what to type if the cost is unknown."""
-    return _figure_row(name, cost, say, detail) if cost else (name, UNKNOWN, "", needs)
-
-
-def _figure_row(name: str, figure: Interval, say: labels.Formatter, detail: str) -> tuple[str, str, str, str]:
+    """`needs`: what to type if the figure is unknown."""
+    if figure is None:
+        return name, UNKNOWN, "", needs
     return name, say(figure.value), labels.format_range(figure, say), detail
 
 
