@@ -51,14 +51,15 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         device = "cuda" if machine.gpu_names else "cpu"
     devices_per_node = spec.cluster.devices_per_node
     if devices_per_node == AUTO:
-        devices_per_node = len(machine.gpu_names)
+        processes = len(machine.gpu_names)
         if device != "cuda":
             # As few processes as the layout and the replica groups need: on CPUs one process with all cores is faster
             # than several that share them (1.4 times as fast as two in the quickstart on two cores).
             asked = {axis: size_of(spec.layout, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")}
             data_parallel = max(asked["dp_replicate"] * asked["dp_shard"], asked["ep"])
-            processes = data_parallel * asked["cp"] * asked["tp"] * asked["pp"] * fixed_groups(spec)
-            devices_per_node = math.ceil(processes / spec.cluster.num_nodes)
+            in_all = data_parallel * asked["cp"] * asked["tp"] * asked["pp"] * fixed_groups(spec)
+            processes = math.ceil(in_all / spec.cluster.num_nodes)
+        devices_per_node = processes
     layout, groups, micro_batch_size, grad_accum_steps, memory = _choose(spec, machine, device, devices_per_node)
     problems = [*measurable_noise(spec, layout, groups, grad_accum_steps), *exchanged(spec, layout, groups)]
     if problems := [*problems, *joined(spec, layout, device)]:
