@@ -46,9 +46,8 @@ class RunChange:
 
 def describe_recovery(recovery: Recovery) -> RunChange:
     """`step 41: group 1 left: 1.26 s, 1 step lost`: one entry of result.json's `recoveries`."""
-    noun, _, change = recovery.kind.rpartition(
-        "_"
-    )  # For example `site_left`: something other than a replica group recovered.
+    # `site_left`, for example: something other than a replica group recovered.
+    noun, _, change = recovery.kind.rpartition("_")
     who = f"{noun or 'group'} {recovery.group} " if recovery.group is not None else ""
     lost = recovery.lost_steps
     stall_s = recovery.stall_s

@@ -90,6 +90,7 @@ def _padded_range(values: Sequence[float]) -> tuple[float, float]:
     """Return the range of the y axis; a flat curve is drawn in the middle."""
     low = min(values)
     high = max(values)
+    # A range of zero would divide by 0 when heights are scaled.
     if low == high:
         pad = abs(low) * 0.1 or 1.0
         return low - pad, high + pad

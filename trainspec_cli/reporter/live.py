@@ -114,6 +114,7 @@ class LiveView:
                 self.show_message(XZ)
                 self._explains_xz = False
             self._show(stop_requested)
+        # Without new events the phase still changes, for example when a stop is requested.
         self._show(stop_requested)
 
     def _is_due(self, event: Event) -> bool:
@@ -133,7 +134,7 @@ class LiveView:
             screen.show_message(styled if styled and isinstance(screen, TerminalScreen) else text)
 
     def note(self, text: str) -> None:
-        """Add a line to the log alone."""
+        """Add a line only to the log."""
         for screen in self._screens[1:]:
             screen.show_message(text)
 
@@ -170,6 +171,7 @@ class TerminalScreen:
             BarColumn(),
             TextColumn("{task.fields[figures]}", markup=False),
             console=console,
+            # The final summary replaces the bar.
             transient=True,
             refresh_per_second=REFRESH_PER_S,
         )
@@ -204,7 +206,7 @@ class PlainScreen:
         self._interval_steps = interval_steps
         self._phase = ""
         self._phase_s = 0.0
-        self._is_said = False
+        self._is_shown = False
         self._step, self._printed_s = 0, time.monotonic()
 
     def show_message(self, text: str | Text) -> None:
@@ -219,11 +221,11 @@ class PlainScreen:
         if phase != self._phase:
             self._phase = phase
             self._phase_s = now_s
-            self._is_said = False
+            self._is_shown = False
         # Most runs end soon after the last step, so a line about it would be noise.
         is_quick = phase == progress.after_last_step and now_s - self._phase_s < QUICK_S
-        if phase and not self._is_said and not is_quick:
-            self._is_said = True
+        if phase and not self._is_shown and not is_quick:
+            self._is_shown = True
             self.show_message(phase)
 
     def _is_due(self, progress: Progress) -> bool:

@@ -185,6 +185,7 @@ def _recompilation(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
             cause="recompilation",
             rank=ranks[0] if len(ranks) == 1 and evidence.ranks > 1 else None,
             since_step=int(evidence.steps[where[0]]),
+            # Recompilations come every few steps, so recent ones may continue.
             until_step=None if where[-1] > len(evidence.steps) - 1 - AVERAGED_STEPS else int(evidence.steps[where[-1]]),
             cost_s=cost_s,
             confidence=0.9,
@@ -198,6 +199,7 @@ def _checkpoints(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     writes = np.flatnonzero(waited_s > LEAST_SHARE * times.usual_step_s)
     if len(writes) < 2:
         return []
+    # A write's cost is spread over the steps up to the next write, which the last one lacks.
     span = int(writes[-1] - writes[0])
     cost_s = float(waited_s[writes[:-1]].sum()) / max(1, span)
     if cost_s < LEAST_SHARE * times.usual_step_s:
@@ -260,6 +262,7 @@ def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     cost_s = float(late_s.max(axis=1).mean())
     if uneven.max(axis=1).mean() < UNEVEN or cost_s < UNEVEN_SHARE * times.usual_step_s or uneven.std() == 0:
         return []
+    # Other causes also make ranks late; only a correlation with the work shows that lengths are the cause.
     if np.corrcoef(uneven.ravel(), late_s.ravel())[0, 1] < TOGETHER:
         return []
     longest = uneven.argmax(axis=1)[uneven.max(axis=1) > UNEVEN / 2]
@@ -476,6 +479,7 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
         verdicts += _lengths(warm, times) + find_slow_ranks(warm, times) + find_slow_links(warm)
         verdicts += find_retries(warm, steps_s) + find_memory(warm)
         verdicts = _explained(verdicts + find_common_slowness(warm, times))
+        # The planner's view assumes an undisturbed run, and a search for it takes time.
         if all(one.cause == "noise" for one in verdicts):
             verdicts += as_planned(warm, look_ahead())
     advised = [replace(one, advice=one.advice or ADVICE.get(one.cause, "")) for one in verdicts]

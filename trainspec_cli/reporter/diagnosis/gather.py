@@ -141,9 +141,11 @@ class RankHistory:
         if isinstance(event, StepEvent):
             queued_s = np.nan if isinstance(event.queued_s, Absent) else event.queued_s
             self.steps.put(event.step, *(event.time_s.get(name, 0.0) for name in PARTS), queued_s)
+            # A completed step shows that the rank is no longer stalled.
             self.stall = None
             self.is_hung = False
             samples = event.samples if isinstance(event.took, Absent) else event.took[1]
+            # A larger batch changes time and memory of later steps; repeated steps must not count again.
             if not isinstance(samples, Absent) and samples > self.most_samples:
                 self.most_samples = samples
                 self.changed_steps.add(event.step - 1)

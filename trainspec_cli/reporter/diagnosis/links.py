@@ -79,6 +79,7 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
         if one.steadiness >= STEADY and (lasts or _waits_on_its_way(evidence, paths_of(evidence.connections, one))):
             verdict = _explain(evidence, one)
             found += [verdict] if verdict is not None else []
+    # The first kind that applies is reported: outages also show retransmissions, and losses also lengthen latencies.
     return (
         _outages(evidence, step_s)
         or found
@@ -111,6 +112,7 @@ def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
         return []
     paths = paths_of(evidence.connections, span)
     worst = max(paths, key=lambda path: path.timeouts)
+    # Outages may continue if the time since the last one is at most twice their mean distance.
     goes_on = len(step_s) - 1 - last <= 2 * span.steps / (bouts - 1)
     text = (
         f"{sum(path.timeouts for path in paths):.0f} time-outs of connections in {bouts} places, most of them between "
@@ -185,6 +187,7 @@ def _delays(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list
     """Return a verdict on a link with a delay that is below the transfers' noise: the small exchange at a step's end
     shows it, and its cost is the increase of all transfers. Links within a node have no such delay, and ranks throttled
     by a quota answer late."""
+    # Latencies within a node are those of processors, not of links.
     if len(set(evidence.nodes)) == 1:
         return []
     agreed_s = over_all_ranks(evidence.counter("agreed_s"), np.nanmin)
@@ -216,6 +219,8 @@ def _latency_s(evidence: RunEvidence, episode: Episode) -> tuple[float, float]:
 def _answers_later(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> bool:
     """Return whether the latency has grown by more than the queue of a narrow link explains."""
     latency_s, usual_s = _latency_s(evidence, episode)
+    # A delay lengthens the small exchange by at least half of the round trips' growth; the queue of a narrow link has
+    # drained by then.
     one_way_s = max((path.rtt_s - path.usual_rtt_s for path in paths), default=0.0) / 2
     return latency_s > max(LATER_S, LATER * usual_s, one_way_s)
 
@@ -297,6 +302,7 @@ def _node_of(evidence: RunEvidence, paths: Sequence[Path], badness: Callable[[Pa
     """Return the node that all bad paths share, if paths between other nodes are good."""
     nodes = sorted(set(evidence.nodes))
     between = [path for path in paths if _ends(evidence, path)[0] != _ends(evidence, path)[1]]
+    # With two nodes every path between nodes leads to both, so neither can be singled out.
     if len(nodes) < 3 or not between:
         return None
     with_node = {node: [badness(path) for path in between if node in _ends(evidence, path)] for node in nodes}

@@ -132,6 +132,7 @@ class OwnTimes:
             of_kind = np.flatnonzero(kinds == kind)
             times = series[:, of_kind]
             if len(of_kind) > 1:
+                # Of two ranks the faster one is the reference: a median between both would hide the slow one.
                 middle = (len(of_kind) - 1) // 2
                 expected[:, of_kind] = np.partition(times, middle, axis=1)[:, middle : middle + 1]
             else:
@@ -172,11 +173,11 @@ class OwnTimes:
 def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     """Return verdicts on ranks that are slower than others with the same work; on the node if all of its ranks are."""
     slow = []
-    confirming_s = (
-        CONFIRMING_S if times.knows_load else STOLEN_S
-    )  # otherwise it may be other load, which comes and goes
+    # Without a counted load, a slow rank may be other load, which comes and goes; confirm it for longer.
+    confirming_s = CONFIRMING_S if times.knows_load else STOLEN_S
     for rank, episode in _suspects(times, times.own_s - times.expected_s, confirming_s, times.load_s):
         found = explain(evidence, times, rank, episode)
+        # A counted reason, or a slow device on an idle machine, needs no long confirmation.
         at_once = found.is_counted or (found.cause == "slow_device" and not times.is_loaded(episode))
         if at_once or (episode.steadiness >= STEADY and episode.steps >= UNCOUNTED_STEPS):
             slow.append(found)
@@ -209,6 +210,7 @@ def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[E
         if until(evidence, episode) is None:
             return True
         is_slow[episode.where] = episode.steadiness >= STEADILY
+        # A rank with fewer samples no longer looks slow, so its relieved steps extend the episode.
         later = is_relieved[episode.last + 1 :]
         begun = int(np.argmax(later)) if later[: GAP_STEPS + 1].any() else len(later)
         ended = begun + int(np.argmin(np.append(later[begun:], False)))
@@ -217,6 +219,7 @@ def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[E
     least_s = STOLEN_S if is_loaded or not times.knows_load else STOLEN_ALONE_S
     if not is_slow.any():
         return False
+    # Stretches of slow steps begin at even positions of `edges` and end at odd ones.
     edges = np.flatnonzero(np.diff(np.concatenate([[False], is_slow, [False]]).astype(np.int8)))
     longest = edges[::2][np.argmax(edges[1::2] - edges[::2])]
     in_a_row = slice(longest, longest + np.max(edges[1::2] - edges[::2]))
@@ -244,6 +247,7 @@ def _stolen(evidence: RunEvidence, times: OwnTimes) -> Iterator[Slow]:
         of_peers_s = of_all_peers_s[:, rank]
         level_s = float(np.median(of_peers_s[episode.where]))
         lasts = level_s <= OF_STOLEN * episode.excess or times.step_s[episode.where].sum() >= STOLEN_S
+        # If the peers wait longer too, the load is the whole machine's, and no single rank is to blame.
         is_alone = level_s - usual(of_peers_s) < OF_PEERS * episode.excess or times.is_always_last(rank, episode)
         if episode.steadiness >= STEADY and lasts and is_alone:
             found.append((rank, episode))
@@ -259,9 +263,8 @@ def _suspects(
     times: OwnTimes, excess_s: Figures, confirming_s: float, least_s: Figures | float = 0.0
 ) -> Iterator[tuple[int, Episode]]:
     """Yield (rank, episode) where the rank's series (T, R) is above its limit and `least_s`."""
-    confirming_steps = CONFIRMING_STEPS + int(
-        math.log10(excess_s.shape[1]) / 2
-    )  # with more ranks, chance hits one more often
+    # With more ranks, chance hits one of them more often.
+    confirming_steps = CONFIRMING_STEPS + int(math.log10(excess_s.shape[1]) / 2)
     above = (excess_s > LEAST_SHARE * times.usual_step_s).sum(axis=0)
     for rank in np.flatnonzero(above >= confirming_steps).tolist():
         series = excess_s[:, rank]

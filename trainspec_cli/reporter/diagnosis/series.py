@@ -110,6 +110,7 @@ def find_episodes(
 
 def until(evidence: RunEvidence, episode: Episode) -> int | None:
     """Return the last step of an episode; None if it may continue."""
+    # Smoothing repeats the ends, so the newest steps do not show an end yet.
     return None if episode.last >= len(evidence.steps) - 2 else int(evidence.steps[episode.last])
 
 

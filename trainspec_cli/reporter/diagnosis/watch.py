@@ -73,6 +73,7 @@ class DiagnosisWatch:
                 self._reported[place] = one
                 self._write(one, report, is_over=False)
                 self._request_look(one, self._reader)
+            # Report again once a look has found the line of code.
             elif place in self._reported and one.code and not self._reported[place].code:
                 self._reported[place] = one
                 self._write(one, report, is_over=False)

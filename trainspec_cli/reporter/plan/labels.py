@@ -167,6 +167,7 @@ def layout_label(layout: Layout) -> str:
     if layout.pp > 1:
         chunks = f" x{layout.virtual_stages}" if layout.virtual_stages > 1 else ""
         words.append(f"{layout.pipeline_schedule.replace('_', '-')}{chunks}")
+    # A ZeRO stage has no meaning without sharding.
     if layout.dp_shard > 1:
         words.append(f"zero {layout.zero_stage}")
     return " · ".join(words) or "one device"
@@ -277,6 +278,7 @@ def choice_lines(capacity: CapacityPlan) -> list[tuple[str, str]]:
     best = capacity.best
     fastest = capacity.fastest
     usual = capacity.usual
+    # A single layout needs no reason.
     if best is None or fastest is None or len(capacity.candidates) == 1:
         return []
     why = "the fastest; no simpler layout is within 10% of it"

@@ -55,6 +55,7 @@ def render_plan(plan: PlanReport, width: int = WIDE, *, verbose: bool = False) -
     `verbose` adds the rest: memory and step time by part, communication, refused layouts, all figures of the run, and
     every assumption with its source.
     """
+    # The answer comes first, so that it stays visible above a long output and survives `| head -5`.
     parts: list[RenderableType] = [_pairs(answer_rows(plan), bold=True)]
     if plan.capacity.advice:
         advice = plan.capacity.advice if verbose else plan.capacity.advice[:SHOWN_ADVICE]
@@ -71,6 +72,7 @@ def render_plan(plan: PlanReport, width: int = WIDE, *, verbose: bool = False) -
         if plan.blueprint:
             parts.append(render_blueprint(plan.blueprint))
     parts += asked
+    # Why layouts were refused matters to the reader only if none is left.
     if plan.rejected and (verbose or not plan.best):
         parts.append(_refusals(plan.rejected))
     if plan.run and verbose:
@@ -101,12 +103,14 @@ def answer_rows(plan: PlanReport) -> list[tuple[str, str]]:
     step = figures.get("step", format_duration(best.step_time_s))
     average = " on average" if run.batches else ""
     step_within = within.get("step_time_s", 1.0)
+    # MFU is inversely proportional to the step, so the step's factor bounds it too.
     mfu = Interval(best.mfu, best.mfu / step_within, min(1.0, best.mfu * step_within))
     memory_within = within.get("peak_memory_bytes", 1.0)
     peak_bytes = best.peak_memory_bytes
     peak = Interval(peak_bytes, peak_bytes / memory_within, peak_bytes * memory_within)
     # Inputs known least, a faster way to recover, then the largest overhead of a step and the largest part of memory.
     levers = [f"step time within x{step_within:g} (trainspec calibrate)"] if step_within > 1 else []
+    # Costs are proportional to the price, as time is to the step; other inputs change them less.
     prices = {key: factor for key, factor in within.items() if factor > 1 and "price" in key}
     if prices:
         key, factor = max(prices.items(), key=lambda item: item[1])
