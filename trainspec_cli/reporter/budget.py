@@ -102,24 +102,21 @@ def _tables(budget: Budget) -> Iterator[tuple[str, str, Rows]]:
             *((str(year.year), *(_money(year.owned_usd[part]) for part in PARTS)) for year in budget.years),
         ],
     )
-    yield "Each run", "a share of all by its device-hours; $ a million tokens below", list(_run_rows(budget, ways))
     names = [NAMES[way] for way in ways]
+    of_runs: list[Sequence[str]] = [("run", "a year", "devices", "time", "on spot", *names)]
+    for run in budget.runs:
+        times = " ".join(f"{each:g}" for each in dict.fromkeys(run.per_year))
+        spot = "never ends" if run.spot_wall_s is None else format_duration(run.spot_wall_s)
+        costs = (_money(run.usd[way]) for way in ways)
+        of_runs.append((run.name, times, f"{run.devices:,}", format_duration(run.wall_s), spot, *costs))
+        each_million = (f"${run.usd_per_million_tokens[way]:.4f}" for way in ways)
+        of_runs.append(("", "", "", f"{format_count(run.tokens)} tokens", "", *each_million))
+    yield "Each run", "a share of all by its device-hours; $ a million tokens below", of_runs
     rows: list[Sequence[str]] = [("input", "from", *names, "to", *names)]
     for each in budget.sensitivities:
         low, high = ([_money(usd[way]) for way in ways if way in usd] for usd in (each.low_usd, each.high_usd))
         rows.append((each.key, f"{each.low:.4g}", *low, f"{each.high:.4g}", *high))
     yield "What matters", "in all, with one input at its bounds", rows
-
-
-def _run_rows(budget: Budget, ways: Sequence[Way]) -> Iterator[Sequence[str]]:
-    yield "run", "a year", "devices", "time", "on spot", *(NAMES[way] for way in ways)
-    for run in budget.runs:
-        times = " ".join(f"{each:g}" for each in dict.fromkeys(run.per_year))
-        spot = "never ends" if run.spot_wall_s is None else format_duration(run.spot_wall_s)
-        costs = (_money(run.usd[way]) for way in ways)
-        yield run.name, times, f"{run.devices:,}", format_duration(run.wall_s), spot, *costs
-        tokens = f"{format_count(run.tokens)} tokens"
-        yield "", "", "", tokens, "", *(f"${run.usd_per_million_tokens[way]:.4f}" for way in ways)
 
 
 def _money(usd: float) -> str:

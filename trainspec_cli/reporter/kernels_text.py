@@ -15,7 +15,16 @@ def render_table(table: KernelTable) -> RenderableType:
     """Render each backend's time relative to torch's default, its error and its verdict; then the backends not tried
     and why."""
     about = f"{table.device}, {table.compute}, torch {table.torch}; time: forward and backward, over the default's"
-    untried = [Text(f"not tried, as {reason}:\n  {names}", style="dim") for reason, names in _untried(table).items()]
+    # One missing package excludes many kernels, so they are grouped by reason.
+    by_reason: dict[str, dict[str, list[str]]] = {}
+    for op, figures in table.figures.items():
+        for backend, figure in figures.items():
+            if figure.verdict == "not tried":
+                by_reason.setdefault(figure.reason, {}).setdefault(op, []).append(backend)
+    untried = []
+    for reason, ops in by_reason.items():
+        names = "; ".join(f"{op} {', '.join(backends)}" for op, backends in ops.items())
+        untried.append(Text(f"not tried, as {reason}:\n  {names}", style="dim"))
     return Group(Text(about), Text(), _tried(table), *(part for line in untried for part in (Text(), line)))
 
 
@@ -46,20 +55,6 @@ def _describe_verdict(figure: KernelFigure) -> str:
     if figure.verdict == "not faster":
         return "" if figure.reason == TORCH else f"{figure.reason} is faster"
     return ": ".join(filter(None, ("" if figure.verdict == "default" else figure.verdict, figure.reason)))
-
-
-def _untried(table: KernelTable) -> dict[str, str]:
-    """Reason -> `attention cudnn, flex; rope liger`."""
-    # One missing package excludes many kernels, so they are grouped by reason.
-    by_reason: dict[str, dict[str, list[str]]] = {}
-    for op, figures in table.figures.items():
-        for backend, figure in figures.items():
-            if figure.verdict == "not tried":
-                by_reason.setdefault(figure.reason, {}).setdefault(op, []).append(backend)
-    return {
-        reason: "; ".join(f"{op} {', '.join(backends)}" for op, backends in ops.items())
-        for reason, ops in by_reason.items()
-    }
 
 
 def describe_choice(kernels: KernelSpec, table: KernelTable | None) -> str:

@@ -67,8 +67,15 @@ def list_runs(folder: Path, is_running: Ask, is_queued: Ask, others: Iterable[Ru
     that this user may not read are left out."""
     lines = []
     for run in (*find_runs(folder), *others):
-        with suppress(PermissionError):
-            lines.append(_describe_any(run, is_running, is_queued))
+        try:
+            lines.append(_describe(run, is_running, is_queued))
+        except PermissionError:
+            continue
+        except (TrainspecError, OSError) as error:
+            changed_at = 0.0
+            with suppress(OSError):  # the folder may have been deleted meanwhile
+                changed_at = run.root.stat().st_mtime
+            lines.append(RunLine(str(run.root), "-", DAMAGED, 0, None, None, changed_at, damage=str(error)))
     # Runs of different recipes differ in nearly everything, so only runs of one recipe are compared.
     recipes = {line.recipe: [one for one in lines if one.recipe == line.recipe and not one.damage] for line in lines}
     for alike in recipes.values():
@@ -103,18 +110,6 @@ def find_runs(folder: Path) -> Iterator[RunDir]:
             # A run has thousands of checkpoints and logs, and contains no other run.
             subfolders.clear()
             yield RunDir(root)
-
-
-def _describe_any(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:
-    try:
-        return _describe(run, is_running, is_queued)
-    except PermissionError:
-        raise
-    except (TrainspecError, OSError) as error:
-        changed_at = 0.0
-        with suppress(OSError):  # the folder may have been deleted meanwhile
-            changed_at = run.root.stat().st_mtime
-        return RunLine(str(run.root), "-", DAMAGED, 0, None, None, changed_at, damage=str(error))
 
 
 def _describe(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:

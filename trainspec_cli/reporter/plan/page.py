@@ -147,27 +147,22 @@ def _candidates(plan: PlanReport) -> str:
     unit = plan.spec.model.unit
     capacity = plan.capacity
     headings = ("", "layout", "micro-batch", "recompute", "#step", f"#{unit}/s/device", "#MFU", "#HFU", "memory")
-    rows = [_candidate_row(rank, one) for rank, one in enumerate(capacity.candidates[:TABLED_CANDIDATES], 1)]
+    kinds = ("name", "", "", "number", "number", "number", "number")
+    rows = []
+    for rank, candidate in enumerate(capacity.candidates[:TABLED_CANDIDATES], 1):
+        part = candidate.peak_memory_bytes / candidate.memory_limit_bytes
+        used = Segment("c-used" if part <= 1 else "c-full", "peak", min(part, 1.0), percent(part))
+        limit = f"{labels.gib(candidate.peak_memory_bytes)} of {labels.gib(candidate.memory_limit_bytes)} GiB"
+        chance = f", <span>fits at {escape(labels.chance(candidate))}</span>" if candidate.fits else ""
+        cells = [cell(str(rank)), *map(cell, labels.candidate_cells(candidate), kinds)]
+        cells.append(f'<td class="meter">{render_bar([used], 1.0)}<small>{limit}{chance}</small></td>')
+        rows.append(f"<tr{' class=best' if rank == 1 and candidate.fits else ''}>{''.join(cells)}</tr>")
     considered = f"{capacity.considered:,} layouts were considered; " if capacity.considered else ""
     listed = f"the {len(rows)} best are listed." if plan.best else "none fits; these come nearest."
     safest = capacity.safest and plan.best and labels.safest_label(plan.best, capacity.safest)
     said = "".join(f" {heading}: {text}." for heading, text in labels.choice_lines(capacity))
     said += f" Safest within 10%: {safest}." if safest else ""
     return section("Layouts", f"{considered}{listed}{said}", table(headings, rows))
-
-
-def _candidate_row(rank: int, candidate: Candidate) -> str:
-    part = candidate.peak_memory_bytes / candidate.memory_limit_bytes
-    used = Segment("c-used" if part <= 1 else "c-full", "peak", min(part, 1.0), percent(part))
-    peak = labels.gib(candidate.peak_memory_bytes)
-    limit = labels.gib(candidate.memory_limit_bytes)
-    chance = f", <span>fits at {escape(labels.chance(candidate))}</span>" if candidate.fits else ""
-    cells = [
-        cell(str(rank)),
-        *map(cell, labels.candidate_cells(candidate), ("name", "", "", "number", "number", "number", "number")),
-        f'<td class="meter">{render_bar([used], 1.0)}<small>{peak} of {limit} GiB{chance}</small></td>',
-    ]
-    return f"<tr{' class=best' if rank == 1 and candidate.fits else ''}>{''.join(cells)}</tr>"
 
 
 def _memory(best: Candidate) -> str:
@@ -287,7 +282,16 @@ def _scaling(sweep: SweepReport) -> str:
     chart = _scaling_chart(fitting, f"{unit} a second") if len(fitting) > 1 else ""
     figures = ("step", f"{unit}/s", "scaling", "MFU", "goodput", "time", "energy", "money")
     headings = (sweep.key, "#devices", "best layout", *(f"#{name}" for name in figures))
-    rows = [_scaling_row(point, fitting[0][1] if fitting else None) for point in sweep.points]
+    rows = []
+    for point in sweep.points:
+        plan = point.plan
+        start = cell(point.value) + cell(f"{plan.capacity.world_size:,}", "number")
+        if plan.best and plan.run:
+            shown = labels.sweep_figures(plan.best, plan.run, fitting[0][1])
+            start += cell(labels.layout_label(plan.best.layout)) + "".join(cell(text, "number") for text in shown)
+        else:
+            start += f'<td colspan="9">nothing fits: {escape("; ".join(plan.capacity.advice[:1]))}</td>'
+        rows.append(f"<tr>{start}</tr>")
     text = (
         "Throughput of the best layout at each point. Scaling: throughput per device relative to the first that fits."
     )
@@ -323,14 +327,3 @@ def _scaling_chart(fitting: Sequence[tuple[int, Candidate]], rate: str) -> str:
     ticks = [(x, f"{x:,}") for x, _ in points]
     legend = render_legend([Segment(line.kind, line.label, 0, "") for line in reversed(lines)])
     return render_lines(lines, "devices", rate, ticks) + legend
-
-
-def _scaling_row(point: SweepPoint, first: Candidate | None) -> str:
-    plan = point.plan
-    best = point.plan.best
-    run = point.plan.run
-    start = cell(point.value) + cell(f"{plan.capacity.world_size:,}", "number")
-    if not best or not run or not first:
-        return f'<tr>{start}<td colspan="9">nothing fits: {escape("; ".join(plan.capacity.advice[:1]))}</td></tr>'
-    figures = "".join(cell(text, "number") for text in labels.sweep_figures(best, run, first))
-    return f"<tr>{start}{cell(labels.layout_label(best.layout))}{figures}</tr>"
