@@ -1,15 +1,45 @@
 """`trainspec plan` from the command line to what is printed."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from trainspec_cli.__main__ import run
+from trainspec_cli.core.printable import format_duration
+from trainspec_cli.reporter.plan import labels
+from trainspec_cli.reporter.plan.json import plan_as_json
+from trainspec_cli.reporter.plan.text import render_plan
+from trainspec_cli.session.planning.plan import plan_recipe
 
 EIGHT_GPUS = ["recipe=llama3_8b", "cluster.num_nodes=1"]
 TOO_SMALL = ["model=llama3_8b", "cluster=a100_40gb", "cluster.num_nodes=1", "cluster.devices_per_node=1"]
+
+
+PINNED = ["model=llama3_8b", "layout.tp=8", "layout.cp=1", "layout.pp=1", "layout.dp_shard=1", "recompute=none"]
+AT_SITES = ["cluster=h100", "cluster.num_nodes=32", "layout.tp=1", "layout.pp=1", "layout.cp=1"]
+SCREENS = {
+    "tiny": ["recipe=tiny"],
+    "405B": ["recipe=llama3_405b", "cluster=h100", "cluster.num_nodes=2048"],
+    "planes": ["recipe=llama3_8b", *AT_SITES, "fabric=mrc_8x100g"],
+    "experts": [
+        "recipe=mixtral_8x7b",
+        "layout.cp=1",
+        "layout.pp=1",
+        "layout.tp=4",
+        "site=norway",
+        "cost=owned",
+        "framework=megatron",
+    ],
+    "sites": ["recipe=llama3_8b", *AT_SITES, "resilience=sites", "resilience.sites.link_gbit_s=5"],
+    "pools": [*PINNED, "cluster.pools=[h100_sxm*1x8,a100_sxm_80gb*1x8]"],
+    "disturbed": [*EIGHT_GPUS, "layout.tp=1", "layout.pp=1", "disturb=slow_device"],
+    "infeasible": TOO_SMALL,
+}
+"""Recipes with every part that a plan can have, by name."""
 
 
 def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
@@ -71,6 +101,12 @@ def test_a_sweep_plans_each_value_and_draws_a_page(capsys: pytest.CaptureFixture
     assert "Scaling over cluster.num_nodes" in page.read_text()
 
 
+@pytest.mark.parametrize("flag", ["--trace", "--verbose"])
+def test_a_sweep_has_no_details_of_one_plan(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *EIGHT_GPUS, flag, "--sweep", "cluster.num_nodes=1,2"]) == 2
+    assert f"error: {flag} " in capsys.readouterr().err
+
+
 def test_several_sweeps_are_crossed(capsys: pytest.CaptureFixture[str]) -> None:
     both = ("--sweep", "cluster.num_nodes=1,2", "--sweep", "batching.global_batch_size=64,128")
     sweep = plan_json(capsys, *EIGHT_GPUS, *both)
@@ -81,10 +117,51 @@ def test_several_sweeps_are_crossed(capsys: pytest.CaptureFixture[str]) -> None:
     assert [point["plan"]["batching"]["global_batch_size"] for point in sweep["points"]] == [64, 128] * 2
 
 
+@pytest.mark.parametrize("name", SCREENS)
+def test_a_plan_fits_on_one_screen_and_begins_with_the_answer(name: str) -> None:
+    plan = plan_recipe(SCREENS[name])
+    found: Any = plan_as_json(plan)
+    console = Console(file=io.StringIO(), width=100)
+    console.print(render_plan(plan, 100))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) <= 40
+    answer = "\n".join(lines[:5])
+    best, run_ = found["best"], found["run"]
+    if name == "infeasible":
+        peak = labels.gib(found["candidates"][0]["peak_memory_bytes"])
+        assert [figure for figure in (peak, found["advice"][0][:60]) if figure not in answer] == [] and best is None
+        return
+    intervals = run_["intervals"]
+    times = [run_["wall_time_s"], *intervals["wall_time_s"], best["step_time_s"], 1.7 * best["step_time_s"]]
+    shown = [f"{axis} {best['layout'][axis]}" for axis in ("tp", "pp", "cp", "ep") if best["layout"][axis] > 1]
+    shown += [
+        labels.percent(best["mfu"], 1),
+        labels.percent(best["mfu"] / 1.7, 1),
+        labels.gib(best["peak_memory_bytes"]),
+    ]
+    shown += map(format_duration, times)
+    dollars = [run_["cost_usd"], *intervals["cost_usd"]] if run_["cost_usd"] else []
+    shown += map(labels.format_money, dollars)
+    assert [figure for figure in shown if figure not in answer] == []
+
+
+def test_all_of_a_plan_is_printed_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *EIGHT_GPUS]) == 0
+    brief = capsys.readouterr().out
+    assert run(["plan", *EIGHT_GPUS, "--verbose"]) == 0
+    whole = capsys.readouterr().out
+    plan = plan_json(capsys, *EIGHT_GPUS)
+    keys = [assumption["key"] for assumption in plan["run"]["assumptions"]]
+    parts = [*keys, *plan["assumptions"], *plan["rejected"], *("fragmentation", "reduce-scatter")]
+    assert whole.splitlines()[:5] == brief.splitlines()[:5]
+    assert [part for part in parts if part not in " ".join(whole.split())] == []
+    assert not any(key in brief for key in keys)
+
+
 def test_into_a_pipe_no_line_is_filled_with_spaces(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *EIGHT_GPUS]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 20
+    assert len(lines) > 10
     assert [line for line in lines if line != line.rstrip()] == []
 
 

@@ -30,7 +30,7 @@ def test_without_a_disturbance_nothing_of_it_is_there(capsys: pytest.CaptureFixt
 
 def test_the_same_for_people_and_on_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    assert run(["plan", *GPUS, "disturb=slow_device", "--html", str(page)]) == 0
+    assert run(["plan", *GPUS, "disturb=slow_device", "--verbose", "--html", str(page)]) == 0
     text = capsys.readouterr().out
     for words in ("scheduler off", "scheduler on", "is won back", "device 3 computes 2 times", "other shares"):
         assert words in text

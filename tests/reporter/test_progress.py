@@ -14,7 +14,7 @@ def progress_after(run: Any, steps: int) -> Progress:
         run.step(step, seconds=60.0 if step <= 3 else 2.0)
     progress = Progress(max_steps=20)
     for event in read_log(run.dir.events(0)):
-        progress.take(event)
+        progress.add(event)
     return progress
 
 
@@ -35,6 +35,6 @@ def test_a_resumed_run_begins_at_its_step(fake_run: Any) -> None:
     fake_run.start(step=7)
     progress = Progress(max_steps=20)
     for event in read_log(fake_run.dir.events(0)):
-        progress.take(event)
+        progress.add(event)
     assert progress.begin is not None
     assert (progress.step, progress.has_stepped, progress.begin.step) == (7, False, 7)

@@ -81,7 +81,7 @@ def test_an_evaluation(figures: dict[str, Any], shown: str) -> None:
 def test_a_step() -> None:
     progress = Progress(9)
     figures: dict[str, Any] = {"grad_norm": None, "tokens": 1, "step_time_s": 1.0, "time_s": {}}
-    progress.take(StepEvent(step=1, loss=None, skipped=True, **figures))
+    progress.add(StepEvent(step=1, loss=None, skipped=True, **figures))
     assert describe_progress(progress) == "loss not finite"
 
 

@@ -66,7 +66,7 @@ def test_whatever_the_text_is(kind: str, text: str) -> None:
 def test_the_live_view_escapes_what_is_told(screen: Callable[[PrintableConsole], TerminalScreen]) -> None:
     output = io.StringIO()
     view = screen(PrintableConsole(file=output, force_terminal=True, width=400))
-    view.say(HOSTILE)
+    view.show_message(HOSTILE)
     view.close()
     shown = CURSOR.sub("", OWN_STYLES.sub("", output.getvalue()))
     assert is_printable(shown)

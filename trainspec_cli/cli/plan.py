@@ -23,13 +23,24 @@ from trainspec_cli.session.planning.plan import names_disturbance, plan_recipe, 
 Trace = Annotated[
     bool, typer.Option(help="Also run the engine's own step under fake tensors, and compare the plan with it.")
 ]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose", help="Also print memory and step time by part, communication, refusals and all assumptions."
+    ),
+]
 
 PIPED_WIDTH = 150
 """Columns to assume without a terminal."""
 
 
 def plan(
-    arguments: RecipeArguments, as_json: AsJson = False, html: Html = None, sweep: Sweeps = None, trace: Trace = False
+    arguments: RecipeArguments,
+    as_json: AsJson = False,
+    html: Html = None,
+    sweep: Sweeps = None,
+    trace: Trace = False,
+    verbose: Verbose = False,
 ) -> None:
     """Rank the layouts of a recipe on a cluster, and forecast the run: time, goodput, energy, carbon, money.
 
@@ -38,16 +49,18 @@ def plan(
     recipe, model=NAME cluster=NAME is planned with usual values for the rest, which the plan states.
     """
     if not sweep:
-        _plan_one(arguments, as_json, html, trace)
+        _plan_one(arguments, as_json, html, trace, verbose)
     elif trace:
         raise RecipeError(Problem("usage", "--trace takes one plan, and --sweep makes many", hint="leave one out"))
+    elif verbose:
+        raise RecipeError(Problem("usage", "--verbose takes one plan, and --sweep makes many", hint="leave one out"))
     elif names_disturbance(arguments):
         raise RecipeError(Problem("usage", "disturb= takes one plan, and --sweep makes many", hint="leave one out"))
     else:
         _plan_many(arguments, sweep, as_json, html)
 
 
-def _plan_one(arguments: Sequence[str], as_json: bool, html: Path | None, trace: bool) -> None:
+def _plan_one(arguments: Sequence[str], as_json: bool, html: Path | None, trace: bool, verbose: bool) -> None:
     planned = plan_recipe(arguments, trace=trace)
     if html:
         from trainspec_cli.reporter.plan.page import render_plan_page  # loads charts, which text does without
@@ -56,8 +69,8 @@ def _plan_one(arguments: Sequence[str], as_json: bool, html: Path | None, trace:
     if as_json:
         print(json_text(plan_as_json(planned)))
     else:
-        _show(lambda width: render_plan(planned, width))
-    # The text is printed first, because it lists what would fit.
+        _show(lambda width: render_plan(planned, width, verbose=verbose))
+    # The text is printed first: it says what would fit.
     if not planned.best:
         _refuse(planned, as_json)
 

@@ -206,11 +206,11 @@ def format_duration(seconds: float) -> str:
 class Style:
     coloured: bool
     escape: str = "\x1b"
-    """The character that a colour begins with: ESC, or what stands for it on a `PrintableStream`."""
+    """The character that starts a colour: ESC, or its substitute on a `PrintableStream`."""
 
     @classmethod
     def of(cls, stream: TextIO) -> Style:
-        """Honours NO_COLOR (no-color.org) and dumb terminals."""
+        """Return the style for a stream; NO_COLOR (no-color.org) and dumb terminals get plain text."""
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         return cls(not plain and stream.isatty(), getattr(stream, "escape", "\x1b"))
 
@@ -234,7 +234,7 @@ class Style:
 
 
 def aligned(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> list[str]:
-    """Lay out rows of cells in columns, a line each; columns at the places in `numbers` are aligned to the right."""
+    """Lay out rows of cells in columns, one line each; the columns with indices in `numbers` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""Time of an exchange by each algorithm that there is for it (alpha-beta model), and the best of them.
+"""Predict the time of an exchange by each algorithm (alpha-beta model), and choose the best.
 
 S bytes over g ranks inside an element and n elements take 2 (g-1)/g S/B_in + 2 (n-1)/n S/(g B_out) and the steps'
 latencies as a hierarchical all-reduce (Thakur et al. 2005 for each tier). A flat ring takes 2 (N-1)/N S over the rate
@@ -41,19 +41,19 @@ from trainspec_cli.recipe.results.blueprint import (
 )
 
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-"""Times that a ring sends all bytes around."""
+"""How many times a ring sends all bytes around."""
 TREE_RATE = 0.92
-"""A tree's bandwidth over a ring's, as NCCL itself takes it (NVIDIA/nccl src/graph/tuning.cc)."""
+"""A tree's bandwidth over a ring's, as in NCCL (NVIDIA/nccl src/graph/tuning.cc)."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """One tier as an algorithm of several tiers meets it."""
+    """One tier of a multi-tier algorithm."""
 
     joined: int
-    """Elements of the tier below that one element joins; ranks in the first tier."""
+    """Elements of the tier below in one element; in the first tier, ranks."""
     below: int
-    """Ranks of the group inside an element of the tier below, among which the bytes are already shared out."""
+    """Ranks of the group inside an element of the tier below, which already share the bytes."""
     bytes_per_s: float
     """Bandwidth of one device."""
     hop_s: float
@@ -73,7 +73,7 @@ def levels_of(group: Group, eff: Efficiency) -> list[Level]:
 
 
 def times_of(group: Group, operation: Operation, message_bytes: float, eff: Efficiency) -> dict[Algorithm, float]:
-    """Seconds of one exchange by each algorithm that can make it. Several tiers are what a hierarchy needs."""
+    """Return the seconds of one exchange by each applicable algorithm. A hierarchical one needs several tiers."""
     if operation == "all_to_all":
         return {"direct": all_to_all_s(group, message_bytes, 1, eff)}
     if operation == "send":
@@ -92,8 +92,8 @@ def times_of(group: Group, operation: Operation, message_bytes: float, eff: Effi
     else:
         times["direct"] = passes * reduce_scatter_s(group, message_bytes, eff)
     if len(levels) > 1:
-        # A ring in each tier: inside, then among the ranks of one number in each element, on their share of the bytes.
-        # On gloo each tier's ranks send each other their rows, in one step.
+        # A ring in each tier: first inside an element, then among ranks with the same number in each element, on their
+        # share of the bytes. With gloo, the ranks of each tier exchange their rows in one step.
         total_s = 0.0
         for level in levels:
             is_ring = not group.speaks_gloo and operation == "all_reduce" and level is levels[-1]
@@ -115,8 +115,8 @@ def times_of(group: Group, operation: Operation, message_bytes: float, eff: Effi
 
 
 def best_bucket_bytes(group: Group, operation: Operation, total_bytes: float, eff: Efficiency) -> float:
-    """Return b* = sqrt(S a B): larger buckets leave more of the last one uncovered, smaller ones pay the latency a more
-    often. Never more than all bytes."""
+    """Return b* = sqrt(S a B), at most all bytes: larger buckets expose more of the last one, smaller ones pay the
+    latency a more often."""
     latency_s = min(times_of(group, operation, 1.0, eff).values())
     return min(total_bytes, math.sqrt(total_bytes * latency_s * group.ring_bytes_per_s))
 
@@ -124,13 +124,13 @@ def best_bucket_bytes(group: Group, operation: Operation, total_bytes: float, ef
 def exchanges_of(
     setup: Setup, once: MicroBatch, groups: Mapping[str, Group], fabric: Fabric, eff: Efficiency
 ) -> tuple[Exchange, ...]:
-    """Return the exchanges of one training step of the rank that has most parameters: how many bytes each, how often,
-    and its fastest algorithm."""
+    """Return the exchanges in one step of the rank with the most parameters: bytes, number, and fastest algorithm of
+    each."""
     layout = setup.layout
     found: list[Exchange] = []
 
     def add(axis: str, name: str, operation: Operation, size: float, per_step: float, *, buckets: bool = False) -> None:
-        """`name`: a group of `axis_groups`. `buckets`: gradients or parameters, which go in buckets beside the
+        """`name`: a group of `axis_groups`. `buckets`: gradients or parameters, which are exchanged in buckets during
         computation."""
         group = groups[name]
         if group.size <= 1 or size <= 0 or per_step <= 0:
@@ -138,7 +138,7 @@ def exchanges_of(
         bucket_bytes = best_bucket_bytes(group, operation, size, eff) if buckets else None
         message_bytes = bucket_bytes or size
         times = times_of(group, operation, message_bytes, eff)
-        # Of equals the first is taken, which is the flat ring where there is one.
+        # Of equally fast algorithms the first is chosen, which is the flat ring if available.
         algorithm = min(times, key=lambda one: times[one])
         found.append(
             Exchange(
@@ -156,7 +156,7 @@ def exchanges_of(
             )
         )
 
-    # Tensor, context and expert parallelism, of the layers of an average pipeline rank: forward and backward.
+    # Tensor, context and expert parallelism in the layers of an average pipeline rank, forward and backward.
     works = [work for parts in layer_works(setup.model, setup.tokens, setup.seq_len, layout) for work in parts]
     times = setup.grad_accum / layout.pp
     size, number = _mean((work.tp_bytes, work.tp_exchanges) for work in works)
@@ -171,7 +171,7 @@ def exchanges_of(
     size = 2.0 * setup.tokens * setup.model.hidden_size / parts
     add("pp", "pp", "send", size, 2.0 * layout.virtual_stages * setup.grad_accum)
 
-    # Gradients and parameters of the pipeline rank that holds most of them.
+    # Gradients and parameters of the pipeline rank with the most parameters.
     part = max((rank.whole for rank in rank_parts(once, layout)), key=lambda rank: rank.params)
     gradients = setup.trainable * setup.software.reduce_bytes
     weights = 2.0
@@ -196,21 +196,21 @@ def exchanges_of(
 
 
 def _mean(messages: Iterable[tuple[float, int]]) -> tuple[float, int]:
-    """-> (bytes of the mean message, number of them) of (bytes, number); empty ones are none."""
+    """Return (mean bytes of a message, number of messages) from (bytes, number), without empty messages."""
     sent = [(size, number) for size, number in messages if size > 0]
     number = sum(number for _, number in sent)
     return (sum(size * times for size, times in sent) / number if number else 0.0), number
 
 
-# Which axes lie next to one another on the nodes: orders that permuting whole nodes can make, and their groups.
+# Orders of the axes that permuting whole nodes can produce, and their groups.
 #
 # Ranks are numbered with tp innermost, then cp, dp_shard, dp_replicate, and pp outermost; a node has consecutive ones.
-# Where the axes outside of a node change places, only nodes move: rank numbers, and so the run, stay as they are.
+# Reordering the axes outside of a node only moves nodes: rank numbers, and thus the run, do not change.
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A run of ranks along one axis, or along a part of it."""
+    """Consecutive ranks along one axis, or along a part of it."""
 
     axis: str
     size: int
@@ -226,13 +226,13 @@ DENSE = {
 }
 """Group -> the axes that its ranks differ in."""
 EXPERT_AXES = ("tp", "cp", "dp_shard")
-"""Expert parallelism is laid over these together: with experts they keep their order."""
+"""Expert parallelism spans these axes together, so with experts they keep their order."""
 
 
 def usual_order(layout: Layout, per_node: int) -> tuple[Extent, ...] | None:
-    """Return the axes of more than one rank, innermost first; one that a node's edge cuts comes in two parts.
+    """Return the axes with more than one rank, innermost first; an axis that spans a node's border is split in two.
 
-    None where a node holds no whole part of an axis, so that moving nodes would not move axes.
+    None if nodes do not contain whole parts of an axis, so that moving nodes does not move axes.
     """
     order: list[Extent] = []
     left = per_node
@@ -247,7 +247,7 @@ def usual_order(layout: Layout, per_node: int) -> tuple[Extent, ...] | None:
 
 
 def orders(layout: Layout, per_node: int) -> Iterator[tuple[Extent, ...]]:
-    """Yield the orders of the axes that moving nodes can make, innermost first; the usual one comes first."""
+    """Yield the orders of the axes that moving nodes can produce, innermost first, starting with the usual one."""
     usual = usual_order(layout, per_node)
     if usual is None:
         return
@@ -259,7 +259,7 @@ def orders(layout: Layout, per_node: int) -> Iterator[tuple[Extent, ...]]:
 
 
 def groups_in(order: Sequence[Extent], layout: Layout, fabric: Fabric, eff: Efficiency) -> dict[str, Group]:
-    """Return the groups of each axis where the axes lie in this order, which has every rank."""
+    """Return the groups of each axis if the axes have this order, which covers all ranks."""
     groups = axis_groups(layout, fabric, eff)
     for name, members in DENSE.items():
         groups[name] = group_with(fabric, groups[name].size, partial(_inside, order, members), eff)
@@ -274,7 +274,7 @@ def groups_in(order: Sequence[Extent], layout: Layout, fabric: Fabric, eff: Effi
 
 
 def _inside(order: Sequence[Extent], members: Sequence[str], devices: int) -> int:
-    """Ranks of a group inside an element of so many consecutive devices."""
+    """Return the ranks of a group inside an element with this many consecutive devices."""
     ranks = 1
     stride = 1
     for extent in order:
@@ -285,7 +285,7 @@ def _inside(order: Sequence[Extent], members: Sequence[str], devices: int) -> in
 
 
 def node_places(usual: Sequence[Extent], order: Sequence[Extent], per_node: int) -> tuple[int, ...]:
-    """Return for each node by its number its place among nodes sorted by tier; both orders are the same in a node."""
+    """Return each node's position among nodes sorted by tier, by node number; ranks within a node keep their order."""
     outside = _outside(usual, per_node)
     strides = {}
     stride = 1
@@ -312,14 +312,14 @@ def _outside(order: Sequence[Extent], per_node: int) -> Sequence[Extent]:
     return ()
 
 
-# A layout on a fabric -> its communication blueprint. Pure: the same inputs give the same blueprint.
+# The communication blueprint of a layout on a fabric; the same inputs give the same blueprint.
 
 
 WORTH = 1e-3
-"""Nodes are moved for no smaller part of a step than this."""
+"""Nodes are moved only if that saves at least this fraction of a step."""
 NCCL_DOCS = "NVIDIA NCCL user guide, environment variables"
 LARGEST_MESSAGE = 4_294_967_295
-"""The largest size in the example tuner's table, which stands for all sizes."""
+"""The largest size in the example tuner's table, used for "any size"."""
 COLLECTIVES = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
 SMALLEST_TUNED = 2**10
 LARGEST_TUNED = 2**32
@@ -327,19 +327,19 @@ LARGEST_TUNED = 2**32
 
 @dataclass(frozen=True)
 class _Placed:
-    """The step where the axes lie in one order."""
+    """The step with one order of the axes."""
 
     order: tuple[Extent, ...] | None
-    """None: no other than the usual one can be made."""
+    """None: only the usual order is possible."""
     groups: Mapping[str, Group]
     once: MicroBatch
     step_s: float
 
 
 def draw_blueprint(setup: Setup, spec: FabricSpec, eff: Efficiency) -> Blueprint:
-    """Choose the order of the axes on the nodes with the shortest planned step, and each exchange's algorithm.
+    """Choose the order of the axes over the nodes with the shortest planned step, and each exchange's algorithm.
 
-    The usual order stays unless another is faster by a thousandth; no exchange is slower than by a flat ring.
+    Another order must be faster by a thousandth to replace the usual one. No exchange is slower than with a flat ring.
     """
     fabric = setup.fabric
     layout = setup.layout
@@ -368,7 +368,7 @@ def draw_blueprint(setup: Setup, spec: FabricSpec, eff: Efficiency) -> Blueprint
         exchanges=exchanges,
         settings=tuple(_settings(fabric, spec)),
         tuner=tuple(_tuner_rows(fabric, best.groups, exchanges, eff)) if _has_nccl(fabric) else (),
-        # The order of nodes matters where an element of a tier holds several of them, but not all.
+        # The order of nodes matters if an element of a tier has several nodes, but not all.
         sorts_nodes=any(fabric.devices_per_node < size < fabric.num_devices for size in sizes),
     )
 
@@ -382,7 +382,8 @@ def _place(setup: Setup, order: tuple[Extent, ...] | None, eff: Efficiency) -> _
 
 
 def _axes(order: Sequence[Extent]) -> tuple[str, ...]:
-    """Names, outermost first; an axis that a node cuts comes twice, for its part on a node and its part beyond."""
+    """Return the axes' names, outermost first; an axis across a node's border appears twice, for the parts inside and
+    outside."""
     names = [extent.axis for extent in reversed(order)]
     return tuple(name for place, name in enumerate(names) if place == 0 or names[place - 1] != name)
 
@@ -392,7 +393,7 @@ def _has_nccl(fabric: Fabric) -> bool:
 
 
 def _settings(fabric: Fabric, spec: FabricSpec) -> Iterator[Setting]:
-    """Variables that NCCL's documentation ties to something the fabric says; nothing else is set."""
+    """Yield the variables that NCCL's documentation recommends for the described fabric; nothing else is set."""
     if not _has_nccl(fabric):
         return
     if spec.nic_wiring == "rails":
@@ -406,15 +407,15 @@ def _settings(fabric: Fabric, spec: FabricSpec) -> Iterator[Setting]:
 def _tuner_rows(
     fabric: Fabric, groups: Mapping[str, Group], exchanges: Sequence[Exchange], eff: Efficiency
 ) -> Iterator[TunerRow]:
-    """All-reduces across nodes: a tree up to the size from which the ring is faster. Then a row for all else, which the
-    example tuner would set to the same: it forces the ring where no row fits."""
+    """Yield rows for all-reduces across nodes: a tree as long as it is faster than the ring. The last row covers
+    everything else with the example tuner's default, a ring."""
     nodes_per_domain = max(1, fabric.scaleup_devices // fabric.devices_per_node)
     seen: set[tuple[int, int]] = set()
     for exchange in exchanges:
         group = groups.get(exchange.axis)
         if exchange.operation != "all_reduce" or group is None or not group.crosses:
             continue
-        # Several nodes may make one scale-up domain.
+        # A scale-up domain may have several nodes.
         nodes = min(group.size, group.domains * min(nodes_per_domain, group.per_domain))
         limit = tree_until_bytes(group, eff)
         if limit and (nodes, group.size) not in seen:
@@ -427,7 +428,7 @@ def _tuner_rows(
 
 
 def tree_until_bytes(group: Group, eff: Efficiency) -> int:
-    """Return the largest power of two up to which a tree is faster than a ring; 0 where it never is."""
+    """Return the largest power of two with a tree that is faster than a ring; 0 if it never is."""
     limit = 0
     size = SMALLEST_TUNED
     while size < LARGEST_TUNED:

@@ -1,8 +1,8 @@
-"""The posterior of a few parameters from a few step times: Gauss-Newton in logarithms, and Laplace's interval.
+"""Infer the posterior of a few parameters from a few step times: Gauss-Newton in logarithms, with Laplace's interval.
 
-A hierarchical model: every cluster has a pace of its own (`PACE`), parameters of its own about the shipped ones, and
-what the runs of one group (a model, a run folder) have in common; what is left is noise. The prior's deviations say how
-far clusters differ that the shipped values were not fitted to, so that four runs move only what they measure.
+The model is hierarchical: every cluster has its pace (`PACE`), its parameters around the shipped ones, and an error
+that the runs of one group (a model, a run folder) share; the rest is noise. The prior's deviations describe how much
+clusters differ that the shipped values were not fitted to, so that four runs change only what they measure.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 
 PACE = "pace"
-"""The cluster's step times over those of the shipped values, whatever bounds them."""
+"""Factor on all step times of the cluster, whatever bounds them."""
 NINE_IN_TEN = 1.645
-"""Standard deviations to either side that hold nine in ten of a normal distribution."""
+"""Standard deviations to either side that contain 90% of a normal distribution."""
 STEP = 0.02
-"""Change of a parameter's logarithm by which a derivative is taken."""
+"""Step in a parameter's logarithm for numerical derivatives."""
 ITERATIONS = 6
 OUTLYING = 3.0
-"""Deviations beyond which an error counts linearly (Huber)."""
+"""Number of deviations above which an error counts linearly (Huber)."""
 TAUGHT = 0.98
-"""A parameter whose deviation stays above this part of the prior's was not informed."""
+"""A parameter whose deviation stays above this fraction of the prior's was not determined by the data."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One measured time and how the planner computes it."""
+    """A measured time and the function that predicts it."""
 
     seconds_of: Callable[[Mapping[str, float]], float]
-    """Parameters' factors over the shipped values -> seconds."""
+    """Maps the parameters' factors (relative to the shipped values) to seconds."""
     measured_s: float
     group: str
     """Observations of one group share an error."""
@@ -69,7 +69,8 @@ class Posterior:
         return tuple(math.sqrt(row[place]) for place, row in enumerate(self.covariance))
 
     def known_within(self, slopes: Sequence[float], spread: Spread) -> float:
-        """Return the factor within which a step of another group is known, nine in ten; `slopes` are its own."""
+        """Return the factor within which a step of another group is known with 90% probability. `slopes`: the
+        derivatives of that step."""
         pairs = zip(slopes, self.covariance, strict=True)
         doubt = sum(own * sum(a * b for a, b in zip(row, slopes, strict=True)) for own, row in pairs)
         return math.exp(NINE_IN_TEN * math.sqrt(doubt + spread.group**2 + spread.noise**2))
@@ -80,7 +81,7 @@ class Posterior:
 
 
 def infer(observations: Sequence[Observation], names: Sequence[str], spread: Spread) -> Posterior:
-    """Return the factors of `names`, and of the pace, that the observations leave."""
+    """Return the posterior factors of `names` and of the pace, given the observations."""
     import numpy as np
 
     every = (*names, PACE)
@@ -110,8 +111,8 @@ def infer(observations: Sequence[Observation], names: Sequence[str], spread: Spr
 
 
 def choose(slopes: Sequence[Any], spread: Spread, number: int) -> list[int]:
-    """Return the places of `number` trials that together leave least in doubt (greedily D-optimal). `slopes`: the
-    derivatives of each trial's observations by all parameters, the pace the last of them."""
+    """Return the indices of `number` trials that together reduce the uncertainty most (greedily D-optimal). `slopes`:
+    the derivatives of each trial's observations by all parameters, the pace last."""
     import numpy as np
 
     width = slopes[0].shape[1]
@@ -133,7 +134,8 @@ def choose(slopes: Sequence[Any], spread: Spread, number: int) -> list[int]:
 
 
 def slopes_of(observations: Sequence[Observation], names: Sequence[str]) -> Any:
-    """Return the derivatives of the observations' logarithms at the shipped values, the pace's in the last column."""
+    """Return the derivatives of the observations' logarithms at the shipped values, with the pace in the last
+    column."""
     import numpy as np
 
     every = (*names, PACE)
@@ -159,7 +161,7 @@ def _slopes(observations: Sequence[Observation], names: Sequence[str], theta: An
     return np.stack(columns, axis=1)
 
 
-# Measured steps as observations: of GPUs by the planner's efficiencies, of a CPU by the parts of a step.
+# Measured steps as observations: for GPUs by the planner's efficiencies, for a CPU by the parts of a step.
 
 
 EFFICIENCIES = tuple(Efficiency().as_dict())
@@ -173,18 +175,19 @@ TIMES = (
     *("kernel_s", "launch_s", "collective_latency_s", "hop_latency_s", "step_s", "step_graphed_s"),
     *("exponentials", "issue"),
 )
-"""All rates divided, and all times multiplied, by a number multiply a step by it: the rest are shares of these."""
+"""Dividing all rates, and multiplying all times, by a number multiplies a step by it; the other efficiencies are
+relative to these."""
 GPU_SPREAD = Spread(parameter=0.1, pace=0.08, group=0.09, noise=0.05)
-"""Of other sources than were fitted to, 91% lie in the intervals of nine in ten (tests/bench/calibration.py)."""
+"""91% of the sources that were not fitted to are within the 90% intervals (tests/bench/calibration.py)."""
 CPU_SPREAD = Spread(parameter=0.3, pace=0.3, group=0.05, noise=0.05)
-"""Steps of CPUs are taken to err by a third, with neighbours' load; runs of one layout differ by 5%."""
+"""Predicted CPU steps are assumed to err by a third, because of other load; runs of one layout differ by 5%."""
 LEAST_SHARE = 0.02
-"""Parts of a step below this share are noise to a calibration."""
+"""Parts of a step below this share are noise and are not used."""
 LARGEST = 0.98
 
 
 def efficiency_with(factors: Mapping[str, float], start: Efficiency) -> Efficiency:
-    """Return `start` with its parameters changed by their factors, and the step by the pace."""
+    """Return `start` with its parameters multiplied by their factors, and the step by the pace."""
     values = start.as_dict()
     pace = factors.get(PACE, 1.0)
     for name in values:
@@ -203,7 +206,7 @@ def of_setup(setup: Setup, measured_s: float, group: str, start: Efficiency) -> 
 
 
 def of_rows(predictions: Sequence[Prediction], start: Efficiency) -> list[Observation]:
-    """Return the observations of a table's measured rows; those of one model and format are a group."""
+    """Return the observations of a table's measured rows; rows of one model and format form a group."""
     return [
         of_setup(run.setup, run.measured_step_time_s, f"{run.row.get('model')} {run.setup.matmul}", start)
         for run in predictions
@@ -212,7 +215,7 @@ def of_rows(predictions: Sequence[Prediction], start: Efficiency) -> list[Observ
 
 
 def of_parts(predicted: LocalPrediction, measured: Mapping[str, float] | None, group: str) -> list[Observation]:
-    """Return the observations of a step's parts on a CPU; without `measured`, as they are predicted."""
+    """Return the observations of a step's parts on a CPU; without `measured`, the predicted ones."""
     found = []
     whole_s = predicted.step_time_s
     for part in PARTS:
@@ -228,6 +231,6 @@ def _paced(part: str, seconds: float, factors: Mapping[str, float]) -> float:
 
 
 def calibrated(predicted: LocalPrediction, factors: Mapping[str, float]) -> LocalPrediction:
-    """Return the prediction with its parts as this machine was measured to take them."""
+    """Return the prediction with its parts corrected by this machine's measurements."""
     parts = {part: _paced(part, seconds, factors) for part, seconds in predicted.time_s.items()}
     return replace(predicted, time_s=parts)

@@ -1,5 +1,5 @@
-"""RunSpec and cluster -> the ranked layouts, and what was refused and why; other plans of a run, and advice for one
-that does not fit."""
+"""Rank the layouts of a recipe on a cluster, and count the refused ones by reason; plan the other recovery mode, and
+give advice for a run that does not fit."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ from trainspec_cli.recipe.keys.layout import SHARDINGS, Layout, LayoutSpec, Shar
 from trainspec_cli.recipe.keys.resilience import RecoveryMode, ResilienceSpec
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import (
+    ALWAYS_ASSUMED,
     Candidate,
     CapacityPlan,
     MemoryBreakdown,
@@ -62,21 +63,21 @@ from trainspec_cli.recipe.rules.check import BUILT, KERNEL_RULES, apply, check
 SHOWN = 10
 
 COUNTED = 40
-"""Layouts that are counted tensor by tensor, at most."""
+"""Largest number of layouts whose memory is counted tensor by tensor."""
 SLACK = 1.1
-"""How far over the limit a layout may be by the search's rough estimate: which of them fit is seen when it is
-counted."""
+"""How far above the limit a layout may be by the search's rough estimate; the exact count then decides whether it
+fits."""
 TRIED = 4
-"""Layouts of one complexity that are counted tensor by tensor, at most."""
+"""The same for layouts of one complexity."""
 ERR = 1.02
-"""The search's estimate of an expected step and that by every tensor and layer differ by less."""
+"""The search's estimate of an expected step differs from the exact one by less than this."""
 
 
 def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SHOWN) -> CapacityPlan:
-    """Search every axis that `spec` leaves open; what it pins stays pinned.
+    """Search every axis that `spec` leaves open.
 
-    Raises RecipeError where neither the cluster nor the machine says what the accelerator is, and where the engine
-    refuses what the recipe pins of the layout.
+    Raises RecipeError if neither the cluster nor the machine names the accelerator, and if the engine refuses a pinned
+    part of the layout.
     """
     fabric = describe_fabric(spec.cluster, machine)
     eff = efficiency_of(spec.cluster)
@@ -113,7 +114,7 @@ def capacity_of(
     considered: int,
     usual: Candidate | None = None,
 ) -> CapacityPlan:
-    """Return the plan with what the model costs in every layout."""
+    """Return a plan with the model's figures, which are the same in every layout."""
     return CapacityPlan(
         params=workload.count_params(spec.model),
         adapter_params=workload.adapter_params(spec.model, spec.lora),
@@ -131,13 +132,13 @@ def capacity_of(
 
 
 def plan_best(spec: RunSpec, machine: Machine | None = None) -> Candidate | None:
-    """Return the first layout of `plan_capacity` alone, in less time; None where nothing fits. Raises as it does."""
+    """Return only the first layout of `plan_capacity`, in less time; None if nothing fits. Raises the same errors."""
     eff = efficiency_of(spec.cluster)
     return find_best(search_of(spec, describe_fabric(spec.cluster, machine), eff), spec, eff)
 
 
 def find_best(search: Search, spec: RunSpec, eff: Efficiency, most: int = COUNTED) -> Candidate | None:
-    """Return the best layout that fits, of the first `most` counted tensor by tensor; None where none does."""
+    """Return the best layout that fits, of the first `most` counted tensor by tensor, or None."""
     found = choose_candidates(search, spec, eff, 1, most)
     return found[0] if found and found[0].fits else None
 
@@ -145,10 +146,10 @@ def find_best(search: Search, spec: RunSpec, eff: Efficiency, most: int = COUNTE
 def choose_candidates(
     search: Search, spec: RunSpec, eff: Efficiency, shown: int, most: int = COUNTED
 ) -> list[Candidate]:
-    """Return the best that fit when every tensor is counted: the search's own estimate is a rough one. Where none does,
-    the best of those that do not.
+    """Return the best layouts that fit when every tensor is counted, since the search's estimate is rough; if none
+    fits, the best of those that do not.
 
-    Layouts are counted until the next one is worse by its estimate, and by more than estimates err.
+    Layouts are counted until the next one's estimate is worse by more than the estimate's error.
     """
     candidates: list[Candidate] = []
     for item in islice(search.best(), most):
@@ -165,21 +166,21 @@ def choose_candidates(
 
 
 def counted(search: Search, found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
-    """Return a layout counted tensor by tensor, once for each search: the fastest, the simplest, the usual and the
-    safest may be the same one."""
+    """Return a layout counted tensor by tensor. Results are cached, since the fastest, simplest, usual and safest
+    layout may be the same."""
     if found.setup not in search.counted:
         search.counted[found.setup] = candidate_of(found, spec, eff)
     return search.counted[found.setup]
 
 
 def choose_simplest(search: Search, fastest: Candidate, spec: RunSpec, eff: Efficiency) -> Candidate:
-    """Return the simplest layout of those about as fast as the fastest, which predictions do not tell apart from it,
-    and no less sure to fit; of those as simple, one with few pipeline stages."""
+    """Return the simplest layout of those about as fast as the fastest (predictions cannot separate them) and at least
+    as likely to fit; of equally simple ones, one with few pipeline stages."""
     limit_s = ABOUT * fastest.expected_step_s
     sure = min(fastest.fit_probability, SURELY)
 
     def count(found: Estimated) -> Candidate | None:
-        """Return the layout counted tensor by tensor, if it may stand for the fastest."""
+        """Return the layout counted tensor by tensor, if it may replace the fastest."""
         candidate = counted(search, found, spec, eff)
         is_good = candidate.fits and candidate.expected_step_s <= limit_s and candidate.fit_probability >= sure
         return candidate if is_good else None
@@ -196,11 +197,11 @@ def choose_simplest(search: Search, fastest: Candidate, spec: RunSpec, eff: Effi
 
 
 def find_usual(search: Search, candidates: Sequence[Candidate], spec: RunSpec, eff: Efficiency) -> Candidate | None:
-    """Return the layout that an expert would start from, to set the chosen one beside; sequences stay whole.
+    """Return the layout that an expert would start from, for comparison; it has no context parallelism.
 
-    The state is sharded over all devices, where no layer needs to be recomputed for that. Else tensor parallelism fills
-    a node, pipeline stages span nodes, and the rest is data-parallel with ZeRO-1 (arXiv:2104.04473, section 3, and the
-    guides of Megatron-LM and NeMo).
+    The state is sharded over all devices if that needs no recomputation. Otherwise tensor parallelism fills a node,
+    pipeline stages span nodes, and the rest is data-parallel with ZeRO-1 (arXiv:2104.04473, section 3, and the guides
+    of Megatron-LM and NeMo).
     """
     node = search.template.fabric.scaleup_devices
 
@@ -219,13 +220,13 @@ def find_usual(search: Search, candidates: Sequence[Candidate], spec: RunSpec, e
 
 
 def _fitting(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return those that fit, the best first."""
+    """Return the candidates that fit, best first."""
     return sorted((one for one in candidates if one.fits), key=lambda candidate: candidate.expected_step_s)
 
 
 def choose_safest(candidates: Sequence[Candidate], others: Iterable[Candidate]) -> Candidate | None:
-    """Return the layout that fits most probably, of those whose step is a tenth longer than the best one's at most: the
-    best one where it surely fits, else the fastest of those that do. None where nothing fits."""
+    """Return the layout that is most likely to fit, of those whose step is at most a tenth longer than the best one's:
+    the best one if it surely fits, otherwise the fastest that does. None if nothing fits."""
     if not candidates or not candidates[0].fits:
         return None
     if candidates[0].fit_probability >= SURELY:
@@ -251,7 +252,7 @@ def search_of(spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Search:
 
 
 def start_s_a_step(spec: RunSpec) -> float:
-    """Return the seconds of a start in vain over the steps of the run."""
+    """Return the seconds of a failed start divided by the steps of the run."""
     return spec.cluster.reliability.start_s / spec.train.max_steps
 
 
@@ -281,7 +282,7 @@ def template_of(spec: RunSpec, fabric: Fabric) -> Setup:
 
 
 def software_of(spec: RunSpec, sharding: Sharding) -> Software:
-    """Return the recipe's framework as software; the recipe says the formats, what is compiled, and the optimizer."""
+    """Return the recipe's framework as software, with the recipe's formats, compilation and optimizer."""
     sums: SumFormat = "compute" if spec.precision.reduce == "bf16" else "fp32"
     return replace(
         describe_software(spec.framework, sharding, spec.compile, accumulate=sums, reduce=sums),
@@ -292,8 +293,8 @@ def software_of(spec: RunSpec, sharding: Sharding) -> Software:
 
 
 def softwares_of(spec: RunSpec) -> dict[Sharding, Software]:
-    """Return the software of layouts that shard in each way: one object where two ways are alike, since searches keep
-    what they have computed by object."""
+    """Return the software for each way of sharding; equal ones are one object, since searches cache results by
+    object."""
     found: dict[Software, Software] = {}
     softwares = {sharding: software_of(spec, sharding) for sharding in SHARDINGS}
     return {sharding: found.setdefault(software, software) for sharding, software in softwares.items()}
@@ -305,7 +306,8 @@ def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
     peak_bytes = max(stage.total_bytes for stage in stages)
     limit_bytes = memory_limit_bytes(chip)
     sized_steps = []
-    for samples in sizes_to_predict(spec):  # layout and micro-batch stay, and the number of micro-batches follows
+    # Layout and micro-batch stay the same, and the number of micro-batches changes.
+    for samples in sizes_to_predict(spec):
         sized = replace(setup, grad_accum=micro_batches_of(setup.layout, setup.micro_batch_size, samples))
         sized_steps.append(SizedStep(samples, estimate_step(sized, eff)))
     return rate_candidate(
@@ -336,12 +338,12 @@ def rate_candidate(
     sized_steps: tuple[SizedStep, ...],
     pools: tuple[PoolPart, ...] = (),
 ) -> Candidate:
-    """Return a layout with its rates; `peak_flops` a second, of a device on average."""
+    """Return a layout with its rates. `peak_flops`: mean peak FLOP/s of a device."""
     devices = setup.fabric.num_devices
     tokens_per_s = main_size(spec) * sample_tokens(spec) / time.total_s
     model_flops = workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora)
     mfu = tokens_per_s * model_flops / devices / peak_flops
-    # Forward FLOPs done again, over those of forward and backward. Frozen weights' backward is half of others'.
+    # Recomputed forward FLOPs over those of forward and backward. The backward of frozen weights is half as long.
     recomputed = setup.recompute
     attention = workload.mixing_flops_per_token(spec.model, spec.data.seq_len)
     products = model_flops - attention
@@ -371,7 +373,7 @@ def rate_candidate(
 
 
 def setup_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Setup:
-    """Return the setup that a candidate of this spec was estimated for."""
+    """Return the setup that a candidate of this spec was estimated with."""
     template = template_of(spec, describe_fabric(spec.cluster, machine))
     return replace(
         template,
@@ -385,8 +387,8 @@ def setup_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Se
 
 
 def largest_micro_batch(candidate: Candidate, setup: Setup, wanted: AutoInt) -> int:
-    """Return the samples of the largest micro-batch that fits, which the scheduler may give a fast rank: up to `wanted`
-    (`scheduler.max_micro_batch_size`), for auto up to twice the candidate's."""
+    """Return the samples of the largest micro-batch that fits and that the scheduler may give to a fast rank: up to
+    `wanted` (`scheduler.max_micro_batch_size`), for auto up to twice the candidate's."""
     usual = candidate.micro_batch_size
 
     def fits(size: int) -> bool:
@@ -398,8 +400,7 @@ def largest_micro_batch(candidate: Candidate, setup: Setup, wanted: AutoInt) -> 
 
 def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
     chip = fabric.chip
-    yield "MFU counts attention over the causal half of the sequence and no recomputed work"
-    yield "ranked by the step to expect with the chance to fit, by the error of memory predicted for published runs"
+    yield from ALWAYS_ASSUMED
     if chip.vendor == "cpu":
         yield "the CPU's rates are those of a typical server core; nothing was measured here"
     elif not chip.matmul_bf16_tflops:
@@ -418,14 +419,15 @@ def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
 
 
 def sample_tokens(spec: RunSpec) -> int:
-    """Tokens a sample; 1 for images, whose samples are counted whole."""
+    """Return the tokens of a sample; 1 for images, which are counted as samples."""
     return 1 if spec.model.unit == "samples" else spec.data.seq_len
 
 
 def cut_on_chip(setup: Setup, recompute: str, eff: Efficiency) -> tuple[Setup, tuple[MemoryBreakdown, ...]]:
-    """-> (the setup with its layers cut by planned times where the recipe leaves that open, each stage's memory).
+    """Return (the setup with its layers cut by planned times if the recipe leaves that open, each stage's memory).
 
-    The best cut where that fits the device, else the best that does by the estimate of memory, else the even one.
+    Use the best cut if it fits the device, otherwise the best that fits by the estimate of memory, otherwise the even
+    one.
     """
     if not is_open(setup.layout, setup.model):
         return setup, predict_memory(setup, recompute)
@@ -442,12 +444,12 @@ def cut_on_chip(setup: Setup, recompute: str, eff: Efficiency) -> tuple[Setup, t
 
 
 PREDICTED_SIZES = 6
-"""Sizes of a changing batch that are predicted; those between them are interpolated."""
+"""Number of sizes of a changing batch that are predicted; the others are interpolated."""
 
 
 def sizes_to_predict(spec: RunSpec) -> Sequence[int]:
-    """Return the sizes of a batch that changes, smallest first, or of many the first, the last and some between; none
-    of one that does not change."""
+    """Return the sizes of a changing batch, smallest first (if there are many, the first, the last and some between);
+    empty for a constant batch."""
     sizes = sorted({phase.step_samples for phase in run_phases(schedule_batches(spec))})
     if sizes == [spec.batching.global_batch_size]:
         return ()
@@ -459,19 +461,19 @@ def sizes_to_predict(spec: RunSpec) -> Sequence[int]:
 
 
 def main_size(spec: RunSpec) -> int:
-    """Return the size of the steps that train most of the run's samples: layouts are chosen for it."""
+    """Return the batch size that trains most of the run's samples; layouts are chosen for it."""
     phases = run_phases(schedule_batches(spec))
     return max(phases, key=lambda phase: phase.steps * phase.step_samples).step_samples
 
 
 def is_searched(spec: RunSpec, machine: Machine, device: str) -> bool:
-    """Something that the planner chooses is open, and the chip of the GPUs that were found is known."""
+    """Return whether the recipe leaves something to the planner, and the chip of the detected GPUs is known."""
     choices = (*vars(spec.layout).values(), spec.batching.micro_batch_size, spec.recompute, spec.offload)
     return device == "cuda" and AUTO in choices and chip_of(machine)[0] is not None
 
 
 def best_candidate(spec: RunSpec, machine: Machine, num_devices: int) -> Candidate | None:
-    """Return the candidate that `plan` puts first, with the micro-batches of the run's first step; None where nothing
+    """Return the candidate that `plan` ranks first, with the micro-batches of the run's first step; None if nothing
     fits."""
     cluster = replace(spec.cluster, accelerator=None, devices_per_node=num_devices)
     best = plan_best(replace(spec, cluster=cluster), machine)
@@ -479,12 +481,12 @@ def best_candidate(spec: RunSpec, machine: Machine, num_devices: int) -> Candida
 
 
 def first_micro_batches(spec: RunSpec, candidate: Candidate) -> int:
-    """Return the micro-batches of the run's first step: a candidate has those of its main size."""
+    """Return the micro-batches of the run's first step; a candidate has those of the main batch size."""
     return micro_batches_of(candidate.layout, candidate.micro_batch_size, spec.batching.global_batch_size)
 
 
 def as_plan(spec: RunSpec, candidate: Candidate, capacity: CapacityPlan, compute: Literal["bf16", "fp32"]) -> Plan:
-    """A candidate as the engine would be given it."""
+    """Return a candidate as a plan for the engine."""
     nodes = spec.cluster.num_nodes
     layout, groups = one_group(spec, candidate.layout)
     return Plan(
@@ -507,24 +509,25 @@ def as_plan(spec: RunSpec, candidate: Candidate, capacity: CapacityPlan, compute
 
 
 def pin_layout(spec: RunSpec, layout: Layout) -> RunSpec:
-    """Return the recipe as it would be with this layout of all replicas asked for."""
+    """Return the recipe with this layout of all replicas pinned."""
     layout, groups = one_group(spec, layout)
     resilience = replace(spec.resilience, replica_groups=groups) if groups > 1 else spec.resilience
     return replace(spec, layout=asked_for(layout), resilience=resilience)
 
 
 def asked_for(layout: Layout) -> LayoutSpec:
-    """Return a layout as a recipe asks for it."""
+    """Return a layout in the form of a recipe."""
     return LayoutSpec(**{field.name: getattr(layout, field.name) for field in fields(LayoutSpec)})
 
 
 ODD_PARTS = (1, 3, 5, 7, 9, 11, 13, 15)
-"""Device counts that are tried are a power of two times one of these, which pipeline stages or the batch may take."""
+"""Device counts that are tried: a power of two times one of these factors, which pipeline stages or the batch can
+use."""
 
 
 def plan_on_what_divides(spec: RunSpec, machine: Machine | None = None) -> tuple[RunSpec, CapacityPlan]:
-    """-> (`spec` on the nodes that work, its plan). Where the batch divides evenly in no layout of all nodes, the
-    fastest of all nodes and of the largest counts of nodes; those that do not work become spares."""
+    """Return (`spec` on the used nodes, its plan). If the batch does not divide evenly in any layout of all nodes, this
+    is the fastest plan of all nodes or of one of the largest smaller counts; the remaining nodes become spares."""
     fabric = describe_fabric(spec.cluster, machine)
     whole = plan_capacity(spec, machine)
     samples = spec.batching.global_batch_size
@@ -560,11 +563,11 @@ def _tokens_per_s(plan: CapacityPlan) -> float:
 
 
 def plan_other_recovery(spec: RunSpec, machine: Machine | None) -> Candidate | None:
-    """Return the best layout of the same run where it recovers the other way: in replica groups that shrink and heal
-    (`resilience=elastic`), or by a restart of all.
+    """Return the best layout of the same run under the other recovery mode: replica groups that shrink and heal
+    (`resilience=elastic`), or a restart of all processes.
 
-    What the recipe leaves open is searched again: each way has a best layout of its own. None on one node, where the
-    recipe wants no recovery, and where nothing fits.
+    The open parts of the recipe are searched again, since each mode has its best layout. None on one node, if the
+    recipe wants no recovery, and if nothing fits.
     """
     if spec.resilience.mode == "none" or spec.resilience.is_one_of_several or spec.cluster.num_nodes == 1:
         return None
@@ -577,12 +580,12 @@ def other_recovery(wanted: ResilienceSpec) -> ResilienceSpec:
 
 
 ADVISED = 16
-"""Layouts that are counted tensor by tensor, for one that is to fit."""
+"""Layouts that are counted tensor by tensor to find one that fits."""
 MORE_NODES = (2, 4, 8, 16, 32, 64)
 RANK = 16
-"""The rank of the adapters that are suggested."""
+"""Rank of the suggested adapters."""
 Change = tuple[str, Callable[[RunSpec], RunSpec]]
-"""(the override to type, what it makes of a recipe)"""
+"""(the override to type, the function that applies it to a recipe)"""
 OPEN: Change = (
     "layout=auto recompute=auto",
     lambda spec: replace(spec, layout=open_layout(spec), recompute=AUTO),
@@ -613,13 +616,13 @@ SINGLE: tuple[Change, ...] = (
     ADAPTERS,
 )
 TOGETHER = ((OPEN, OFFLOADED), (OPEN, ADAPTERS))
-"""Tried where neither of the two suffices."""
+"""Tried if neither of the two suffices."""
 IN_4_BITS = ((BESIDE_NF4,), (QUANTISED,), (OPEN, BESIDE_NF4), (OPEN, QUANTISED))
-"""Tried where adapters beside a base in full do not fit."""
+"""Tried if adapters with an unquantised base do not fit."""
 
 
 def advise(spec: RunSpec, machine: Machine | None = None) -> Iterator[str]:
-    """Yield the changes with which the run fits, those that change least first, and the smallest number of nodes."""
+    """Yield changes that make the run fit, the smallest first, and the smallest number of nodes."""
     fabric = describe_fabric(spec.cluster, machine)
     eff = efficiency_of(spec.cluster)
     fitting: set[str] = set()
@@ -638,7 +641,7 @@ def advise(spec: RunSpec, machine: Machine | None = None) -> Iterator[str]:
             note = f", {ADAPTERS_NOTE}" if has_adapters else ""
             yield _describe(" ".join(words for words, _ in changes), found) + note
     words, open_all = OPEN
-    for factor in MORE_NODES:  # the fewest more nodes that help: others would help too
+    for factor in MORE_NODES:  # the smallest number that helps; more nodes would help too
         nodes = spec.cluster.num_nodes * factor
         larger = replace(spec, cluster=replace(spec.cluster, num_nodes=nodes))
         fabric_of_all = replace(fabric, num_devices=fabric.num_devices * factor)
@@ -648,8 +651,8 @@ def advise(spec: RunSpec, machine: Machine | None = None) -> Iterator[str]:
 
 
 def _find_fastest(changed: RunSpec, spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Candidate | None:
-    """Return the best layout of a changed recipe that fits; None where none does, where the change is none, and where
-    the recipe is refused with it."""
+    """Return the best layout of a changed recipe that fits; None if none fits, if nothing changed, and if the changed
+    recipe is refused."""
     if changed == spec or len(check(changed)) > len(check(spec)):
         return None
     return find_best(search_of(changed, fabric, eff), changed, eff, ADVISED)

@@ -1,7 +1,7 @@
-"""Pipelines: the cut of a model's layers into stages, and the order of each rank's passes. Pure data and arithmetic.
+"""Pipelines: how a model's layers are cut into stages, and the order of each rank's passes. Only data and arithmetic.
 
-The engine runs these actions, and the planner's replay of its memory follows the same ones. Stages are chunks of
-consecutive layers, numbered along the model; a rank holds one of them, or several (interleaved, zbv).
+The engine executes these actions, and the planner's memory model replays them. Stages are chunks of consecutive layers,
+numbered along the model; a rank has one stage, or several (interleaved, zbv).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import ModelSpec
 
 EQUAL = 1e-9
-"""Relative: heaviest ranks that differ by less are the same, for times are sums of rounded numbers."""
+"""Relative difference below which heaviest ranks count as equal, since times are sums of rounded numbers."""
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """The time of each layer, and of what the first and the last stage hold besides."""
+    """The time of each layer, and of the embedding and head on the first and last stage."""
 
     layers_s: Sequence[float]
     embedding_s: float = 0.0
@@ -32,30 +32,30 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that bounds a cut. A rank of an earlier stage keeps a layer's activations for more micro-batches, so
-    that one layer takes other bytes on other ranks."""
+    """Memory limits of a cut. A rank of an earlier stage keeps a layer's activations for more micro-batches, so a
+    layer's bytes depend on the rank."""
 
     layer_bytes: Sequence[Sequence[float]]
-    """Bytes of every layer of the model on each pipeline rank, were it there."""
+    """Bytes of every layer of the model, if it were on each pipeline rank."""
     capacity_bytes: Sequence[float]
-    """Bytes that all layers of each pipeline rank may take together."""
+    """Bytes that the layers of each pipeline rank may use together."""
 
 
 Borders = tuple[int, ...]
-"""The first layer of each stage, and behind them the number of layers."""
+"""The first layer of each stage, followed by the number of layers."""
 
 
 @dataclass(frozen=True)
 class Rank:
     speed: float
     beside_s: float
-    """Seconds of what is not cut here: the embedding, the head, stages that stand already."""
+    """Seconds of the rest: the embedding, the head, and stages that are already fixed."""
     bytes_before: Sequence[float]
-    """The layers before each take so many bytes on this rank; empty without a bound."""
+    """Cumulative bytes of the layers before each, on this rank; empty without a limit."""
     room_bytes: float
 
     def reach(self, time_before: Sequence[float], heaviest_s: float, start: int) -> int:
-        """Return the last border that a stage from `start` can have with no more than `heaviest_s`."""
+        """Return the last border of a stage that starts at `start` and takes at most `heaviest_s`."""
         budget_s = heaviest_s * self.speed - self.beside_s
         end = bisect_right(time_before, time_before[start] + budget_s) - 1
         if not self.bytes_before:
@@ -63,7 +63,7 @@ class Rank:
         return min(end, bisect_right(self.bytes_before, self.bytes_before[start] + self.room_bytes) - 1)
 
     def holding(self, time_before: Sequence[float], start: int, end: int) -> Rank:
-        """Return the rank with a stage that stands."""
+        """Return the rank with a further fixed stage."""
         taken = self.bytes_before[end] - self.bytes_before[start] if self.bytes_before else 0.0
         beside_s = self.beside_s + time_before[end] - time_before[start]
         return Rank(self.speed, beside_s, self.bytes_before, self.room_bytes - taken)
@@ -72,12 +72,12 @@ class Rank:
 @dataclass(frozen=True)
 class CutProblem:
     time_before: Sequence[float]
-    """The layers before each take so long together."""
+    """Cumulative time of the layers before each."""
     ranks: tuple[Rank, ...]
-    """The pipeline's ranks; the embedding and the head stand beside the layers of theirs."""
+    """The pipeline's ranks; their own part includes the embedding and the head."""
     rank_of_stage: tuple[int, ...]
     alike: bool
-    """All layers take the same time, and on one rank the same memory."""
+    """True if all layers take the same time, and on each rank the same memory."""
     equal: float
 
     @classmethod
@@ -109,11 +109,11 @@ class CutProblem:
         return [load / rank.speed for load, rank in zip(loads, self.ranks, strict=True)]
 
     def heaviest_s(self, borders: Sequence[int]) -> float:
-        """Return the heaviest rank's time; infinite where a rank has no room for its layers."""
+        """Return the heaviest rank's time; infinite if a rank's layers do not fit its memory."""
         return inf if self.missing_bytes(borders) else max(self.loads(borders))
 
     def missing_bytes(self, borders: Sequence[int]) -> float:
-        """Return how many bytes the ranks lack, all together."""
+        """Return how many bytes all ranks lack together."""
         if not self.ranks[0].bytes_before:
             return 0.0
         left = [rank.room_bytes for rank in self.ranks]
@@ -123,12 +123,12 @@ class CutProblem:
         return sum(-size for size in left if size < 0)
 
     def least_s(self) -> float:
-        """Return a time that no cut's heaviest rank is below: that of layers that could be cut themselves."""
+        """Return a lower bound on the heaviest rank's time over all cuts, as if layers were divisible."""
         ranks = sorted(self.ranks, key=lambda rank: rank.beside_s / rank.speed)
         work_s = self.time_before[-1]
         speed = 0.0
         least = 0.0
-        for rank in ranks:  # those whose own part is lighter share the layers
+        for rank in ranks:  # ranks whose own part is lighter share the layers
             if speed and rank.beside_s / rank.speed >= work_s / speed:
                 break
             work_s = work_s + rank.beside_s
@@ -137,22 +137,22 @@ class CutProblem:
         return max(least, ranks[-1].beside_s / ranks[-1].speed)
 
 
-# One stage a rank: the exact cut of some consecutive layers, by bisecting the heaviest rank's time.
+# One stage per rank: the exact cut of consecutive layers, by bisecting the heaviest rank's time.
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Some consecutive layers are to be cut into one stage for each of some ranks."""
+    """Consecutive layers that are cut into one stage for each of several ranks."""
 
     time_before: Sequence[float]
     ranks: Sequence[Rank]
-    """They stand in the order of their stages."""
+    """In the order of their stages."""
     near: Borders
-    """The cut that is kept where it is as good; its ends stand."""
+    """The cut to keep if it is as good; its ends are fixed."""
     equal: float
 
     def cut(self) -> Borders | None:
-        """Bisect the heaviest rank's time: a cut that is found lowers it at once to its own heaviest rank."""
+        """Bisect the heaviest rank's time; each cut that is found lowers the bound to its heaviest rank."""
         low = self.least_s() * (1 - self.equal)
         high = self.heaviest_s(self.near)
         if high == inf:
@@ -170,13 +170,14 @@ class Chain:
         return self.walk(high * (1 + self.equal))
 
     def least_s(self) -> float:
-        """Return a time that no cut's heaviest rank is below: as if layers, and what stands beside, could be cut."""
+        """Return a lower bound on the heaviest rank's time over all cuts, as if layers and the ranks' own parts were
+        divisible."""
         layers_s = self.time_before[self.near[-1]] - self.time_before[self.near[0]]
         alike = (layers_s + sum(rank.beside_s for rank in self.ranks)) / sum(rank.speed for rank in self.ranks)
         return max(alike, *(rank.beside_s / rank.speed for rank in self.ranks))
 
     def heaviest_s(self, borders: Borders) -> float:
-        """Return the heaviest rank's time; infinite where a rank has no room for its layers."""
+        """Return the heaviest rank's time; infinite if a rank's layers do not fit its memory."""
         heaviest = 0.0
         for rank, (start, end) in zip(self.ranks, pairwise(borders), strict=True):
             if rank.bytes_before and rank.bytes_before[end] - rank.bytes_before[start] > rank.room_bytes:
@@ -185,14 +186,14 @@ class Chain:
         return heaviest
 
     def walk(self, heaviest_s: float) -> Borders | None:
-        """Return the cut nearest to `near` whose ranks take at most `heaviest_s`; None where there is none.
+        """Return the cut nearest to `near` whose ranks take at most `heaviest_s`, or None.
 
-        Stage by stage: the borders that it can end at, each with the nearest cut up to there.
+        Goes stage by stage, with the possible borders of each and the nearest cut up to there.
         """
         before = self.time_before
         end = self.near[-1]
         reached: dict[int, tuple[int, Borders]] = {self.near[0]: (0, (self.near[0],))}
-        # For each stage, the first border behind which no more layers stand than the stages there can take.
+        # For each stage, the first border after which the remaining stages can take the remaining layers.
         behind = 0.0
         least_borders = [end]
         for rank in reversed(self.ranks[1:]):
@@ -210,13 +211,13 @@ class Chain:
         return reached[end][1] if reached else None
 
 
-# Several stages a rank (interleaved, zbv): layers move one by one, and a bounded search looks for a better cut.
+# Several stages per rank (interleaved, zbv): layers move one by one, then a bounded search looks for a better cut.
 
 
 GAIN = 0.01
-"""Cuts that are not lighter by this part are not searched for."""
+"""The search ignores improvements below this fraction."""
 MAX_NODES = 4000
-"""The search tries so many borders at most: all that small models have, and some 10 ms."""
+"""The search tries at most this many borders, in about 10 ms; small models have fewer."""
 
 
 def cut_rounds(problem: CutProblem, even: Borders) -> Borders | None:
@@ -231,7 +232,7 @@ def cut_rounds(problem: CutProblem, even: Borders) -> Borders | None:
 
 
 def _proportional(problem: CutProblem) -> Borders:
-    """Give each stage an equal part of what its rank could do in the least time, up to the nearest layer's border."""
+    """Give each stage an equal share of its rank's capacity in the lower bound's time, rounded to whole layers."""
     before = problem.time_before
     rounds = len(problem.rank_of_stage) // len(problem.ranks)
     layers = len(before) - 1
@@ -248,9 +249,10 @@ def _proportional(problem: CutProblem) -> Borders:
 
 
 def _move_layers(problem: CutProblem, borders: Borders) -> Borders:
-    """Move a layer from one stage to another, those between passing one on, as long as that helps: the best such move.
+    """Repeatedly apply the best move of a layer from one stage to another (the stages between pass one on), while that
+    helps.
 
-    A move helps where less is missing in memory, or the heaviest ranks, in order, become lighter.
+    A move helps if it reduces the missing memory, or makes the heaviest ranks lighter, compared in order.
     """
     unit_s = problem.least_s() * problem.equal or 1.0
     missing = problem.missing_bytes(borders)
@@ -270,9 +272,9 @@ def _move_layers(problem: CutProblem, borders: Borders) -> Borders:
 
 
 def _moves(problem: CutProblem, borders: Borders, most_s: float) -> Iterator[tuple[list[float], Borders]]:
-    """Yield cuts, with their loads, that have consecutive borders one layer on or back and no rank over `most_s`.
+    """Yield cuts, with their loads, that move consecutive borders by one layer and keep every rank within `most_s`.
 
-    Without a shortage of memory (`most_s` is finite), they make the heaviest rank lighter."""
+    If memory suffices (`most_s` is finite), they make the heaviest rank lighter."""
     before = problem.time_before
     rank_of = problem.rank_of_stage
     ranks = problem.ranks
@@ -299,8 +301,8 @@ def _moves(problem: CutProblem, borders: Borders, most_s: float) -> Iterator[tup
 
 
 class _Search:
-    """Searches by branch and bound, stage by stage, to within `GAIN` of the best where that ends before `MAX_NODES`, as
-    it does for small models."""
+    """Searches by branch and bound, stage by stage, up to `MAX_NODES`; if it finishes before that, as for small models,
+    the result is within `GAIN` of the best."""
 
     def __init__(self, problem: CutProblem, known: Borders):
         self.problem = problem
@@ -310,7 +312,7 @@ class _Search:
         self.towards = _proportional(problem)
         ranks = problem.rank_of_stage
         self.later = [tuple(set(ranks[stage:])) for stage in range(1, len(ranks) + 1)]
-        """The ranks that have a stage behind each."""
+        """For each stage, the ranks with a later stage."""
 
     def run(self) -> Borders:
         if self.problem.least_s() <= self.bound_s:
@@ -318,7 +320,8 @@ class _Search:
         return self.best
 
     def _branch(self, borders: Borders, ranks: list[Rank]) -> None:
-        """Try the borders of the next stage, the nearest to those in proportion first. `ranks` hold those before."""
+        """Try the borders of the next stage, nearest to the proportional one first. `ranks` include the stages
+        before."""
         before = self.problem.time_before
         stage = len(borders) - 1
         start = borders[-1]
@@ -336,11 +339,11 @@ class _Search:
             if not left:
                 found = (*borders, place)
                 heaviest_s = self.problem.heaviest_s(found)
-                if heaviest_s <= self.bound_s:  # which others may have lowered since this one's first borders
+                if heaviest_s <= self.bound_s:  # earlier branches may have lowered it
                     self.best = found
                     self.bound_s = heaviest_s / (1 + GAIN)
             else:
-                # A branch is dead where the ranks of the stages behind cannot take all the work that is left.
+                # Prune a branch if the ranks of the later stages cannot take the remaining work.
                 room_s = sum(self.bound_s * ranks[later].speed - ranks[later].beside_s for later in self.later[stage])
                 if before[-1] - before[place] <= room_s:
                     self._branch((*borders, place), ranks)
@@ -349,10 +352,11 @@ class _Search:
 
 # Cut a model into pipeline stages so that the rank with the most work has as little as possible.
 #
-# A step takes micro-batches times the heaviest pipeline rank, and one of all others to fill and drain the pipeline;
-# so the heaviest rank decides (chains on chains partitioning: Pinar and Aykanat, JPDC 64, 2004). Layers may differ in
-# time (experts, state-space layers, windows), the embedding stands before the first and the head behind the last, and
-# ranks may differ in speed. Times are of one micro-batch, forward and backward, in seconds or any other unit.
+# A step takes the heaviest pipeline rank's time for each micro-batch, and each other rank's time once to fill and drain
+# the pipeline; so the heaviest rank decides (chains on chains partitioning: Pinar and Aykanat, JPDC 64, 2004). Layers
+# may differ in time (experts, state-space layers, windows), the embedding is before the first and the head after the
+# last layer, and ranks may differ in speed. Times are per micro-batch, forward and backward, in seconds or any other
+# unit.
 
 
 Counts = tuple[int, ...]
@@ -360,7 +364,7 @@ Counts = tuple[int, ...]
 
 
 def cut_evenly(num_layers: int, stages: int) -> Counts:
-    """Return as many layers for each stage, spare ones in the first stages."""
+    """Return equal numbers of layers for all stages; the first stages get the remaining ones."""
     even, spare = divmod(num_layers, stages)
     return tuple(even + (stage < spare) for stage in range(stages))
 
@@ -368,15 +372,14 @@ def cut_evenly(num_layers: int, stages: int) -> Counts:
 def cut_by_times(
     times: LayerTimes, layout: Layout, speeds: Sequence[float] = (), room: Room | None = None, equal: float = EQUAL
 ) -> Counts | None:
-    """Return the layers of each stage under which the heaviest rank is lightest; None where no cut keeps to `room`.
+    """Return the layers of each stage that minimise the heaviest rank's time; None if no cut fits into `room`.
 
-    `speeds`: relative, of each pipeline rank (all alike by default); a rank at half speed takes twice as long.
-    `equal`: heaviest ranks that differ by less than this part count as the same. Among those, the cut is taken that
-    moves the fewest layers over borders of the even cut, so that models of one kind of layers keep that where it is as
-    good.
+    `speeds`: relative speeds of the pipeline ranks (equal by default); a rank at half speed takes twice as long.
+    `equal`: heaviest ranks that differ by less than this fraction count as equal. Of equal cuts, the one closest to the
+    even cut is chosen, so models with one kind of layers keep the even cut if it is as good.
 
-    Exact (to `equal`) with one stage a rank; with several (interleaved, zbv) within 5% of the best, mostly exact.
-    Raises ValueError where there are fewer layers than stages, or not one speed above 0 for each rank.
+    Exact (to `equal`) with one stage per rank; with several (interleaved, zbv) within 5% of the best, mostly exact.
+    Raises ValueError if there are fewer layers than stages, or not one speed above 0 per rank.
     """
     problem = CutProblem.of(times, layout, speeds, room, equal)
     even = tuple(accumulate(cut_evenly(len(times.layers_s), layout.num_stages), initial=0))
@@ -395,14 +398,14 @@ def rank_times_s(times: LayerTimes, counts: Sequence[int], layout: Layout, speed
     return problem.loads(tuple(accumulate(counts, initial=0)))
 
 
-# Layers that are alike
+# Equal layers
 
 
 def _cut_alike(problem: CutProblem, even: Borders) -> Counts | None:
-    """Return the exact cut, with any number of stages a rank: only the numbers of layers count.
+    """Return the exact cut for equal layers, with any number of stages per rank: only the numbers of layers matter.
 
-    From the heaviest rank a layer goes to the one that is lightest with it, as long as that is lighter than the first:
-    while a lighter cut exists, one of its ranks has more layers than now and can take one.
+    Moves a layer from the heaviest rank to the rank that is lightest with it, while that one stays lighter than the
+    heaviest: if a lighter cut exists, one of its ranks has more layers than now and can take one.
     """
     stages = [end - start for start, end in pairwise(even)]
     rank_of = problem.rank_of_stage
@@ -419,7 +422,7 @@ def _cut_alike(problem: CutProblem, even: Borders) -> Counts | None:
 
 
 def _load_s(rank: Rank, number: int, layer_s: float) -> float:
-    """Return the time of a rank with so many layers; infinite where it has no room for them."""
+    """Return the time of a rank with this many layers; infinite if they do not fit."""
     if rank.bytes_before and rank.bytes_before[number] > rank.room_bytes:
         return inf
     return (rank.beside_s + number * layer_s) / rank.speed
@@ -462,17 +465,18 @@ def _hand_on(problem: CutProblem, stages: list[int], numbers: list[int], layer_s
 
 
 AS_GOOD = 1e-3
-"""A cut that makes the heaviest rank lighter by no more than this part is not taken instead of the even one."""
+"""A cut replaces the even one only if it makes the heaviest rank lighter by more than this fraction."""
 
 
 def is_open(layout: Layout, model: ModelSpec) -> bool:
-    """There is something to cut, and the recipe does not say how. (Rules refuse more stages than layers.)"""
+    """Return whether there is something to cut and the recipe leaves it open. (Rules refuse more stages than
+    layers.)"""
     return layout.pp > 1 and layout.stage_layers is None and layout.num_stages <= model.num_layers
 
 
 def cut(times: LayerTimes, layout: Layout, room: Room | None = None, speeds: Sequence[float] = ()) -> Layout:
-    """Return the layout with the best cut that keeps to `room`; as it is where that is the even one, or none does.
-    `speeds`: of the pipeline ranks, where they differ."""
+    """Return the layout with the best cut that fits into `room`; unchanged if that is the even cut, or if none fits.
+    `speeds`: those of the pipeline ranks, if they differ."""
     counts = cut_by_times(times, layout, speeds, room=room, equal=AS_GOOD)
     if counts is None or counts == cut_evenly(len(times.layers_s), layout.num_stages):
         return layout
@@ -489,7 +493,7 @@ class Action(NamedTuple):
 
 
 def cut_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
-    """Return the layers of each stage: by `stage_layers`, else evenly with spare layers in the first stages."""
+    """Return the layers of each stage: `stage_layers`, or evenly with the remaining layers in the first stages."""
     counts = layout.stage_layers or cut_evenly(num_layers, layout.num_stages)
     return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
 
@@ -503,11 +507,11 @@ def layers_per_rank(num_layers: int, layout: Layout) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def actions(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return each rank's actions in order: after some forwards (the warm-up), forwards and backwards in turns.
+    """Return each rank's actions in order: some forwards (the warm-up), then alternating forwards and backwards.
 
     gpipe: all forwards, then all backwards (arXiv:1811.06965). 1f1b: a stage starts as many forwards as there are
     stages behind it (arXiv:2006.09503). interleaved: 1F1B over chunks, `pp` micro-batches of one chunk at a time
-    (arXiv:2104.04473, section 2.2). A single rank takes one micro-batch after another.
+    (arXiv:2104.04473, section 2.2). A single rank processes one micro-batch after another.
     """
     pp = layout.pp
     if pp > 1 and layout.splits_backward:
@@ -540,9 +544,9 @@ def actions(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...
 def _fill_bubbles(stages: tuple[tuple[int, ...], ...], micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     """Build a zero-bubble schedule (arXiv:2401.10241) greedily, in ticks of one forward, input or weight pass.
 
-    `stages`: of each rank. At each tick a rank takes the gradient that others wait for, else a forward, else a weight
-    pass. At most as many micro-batches as there are ranks are in flight on its first chunk, so it holds no more than
-    1F1B's fullest stage.
+    `stages`: the stages of each rank. In each tick a rank computes an input gradient that others wait for, otherwise a
+    forward, otherwise a weight pass. At most as many micro-batches as there are ranks are in flight on its first chunk,
+    so it needs no more memory than 1F1B's fullest stage.
     """
     num_stages = sum(map(len, stages))
     forwards = [0] * num_stages  # micro-batches of each stage that have finished the pass
@@ -551,7 +555,7 @@ def _fill_bubbles(stages: tuple[tuple[int, ...], ...], micro_batches: int) -> tu
     done: dict[Kind, list[int]] = {"forward": forwards, "backward_input": inputs, "backward_weight": weights}
 
     def choose(own: Sequence[int]) -> tuple[Kind, int] | None:
-        """Return the next possible pass of a rank, later stages first: their gradients are awaited longest."""
+        """Return the next possible pass of a rank, later stages first, since more ranks wait for their gradients."""
         for stage in reversed(own):
             index = inputs[stage]
             if forwards[stage] > index and (stage == num_stages - 1 or inputs[stage + 1] > index):

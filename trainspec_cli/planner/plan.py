@@ -1,4 +1,4 @@
-"""RunSpec -> Plan: resolve every `auto` for the machine at hand."""
+"""Resolve every `auto` of a RunSpec for this machine, which gives a Plan."""
 
 from __future__ import annotations
 
@@ -39,38 +39,34 @@ from trainspec_cli.recipe.rules.layout import (
 from trainspec_cli.recipe.rules.run import measurable_noise
 
 MAX_MICRO_BATCH_TOKENS = 8192
-"""`micro_batch_size: auto` takes as many samples as have no more tokens than this."""
+"""`micro_batch_size: auto` chooses as many samples as have at most this many tokens."""
 FILLING = 4
-"""Micro-batches a pipeline stage that `auto` gives where the batch allows: the stages then wait a fifth of the time."""
-
-
-def _fewest_processes(spec: RunSpec) -> int:
-    """Return the processes of a node that the layout and the replica groups ask for.
-
-    On CPUs one process with every core makes more tokens than several that share the cores: 1.4 times those of two in
-    the quickstart on two cores.
-    """
-    asked = {axis: size_of(spec.layout, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")}
-    data_parallel = max(asked["dp_replicate"] * asked["dp_shard"], asked["ep"])
-    processes = data_parallel * asked["cp"] * asked["tp"] * asked["pp"] * fixed_groups(spec)
-    return math.ceil(processes / spec.cluster.num_nodes)
+"""Micro-batches per pipeline stage that `auto` chooses if the batch allows; stages then wait a fifth of the time."""
 
 
 def plan(spec: RunSpec, machine: Machine) -> Plan:
-    """Resolve `spec` on `machine`. Raises RecipeError where the sizes do not divide, or no rank is left to measure."""
+    """Resolve `spec` on `machine`. Raises RecipeError if sizes do not divide, or no rank is left to measure."""
     device = spec.cluster.device
     if device == AUTO:
         device = "cuda" if machine.gpu_names else "cpu"
     devices_per_node = spec.cluster.devices_per_node
     if devices_per_node == AUTO:
-        devices_per_node = len(machine.gpu_names) if device == "cuda" else _fewest_processes(spec)
+        processes = len(machine.gpu_names)
+        if device != "cuda":
+            # As few processes as the layout and the replica groups need: on CPUs one process with all cores is faster
+            # than several that share them (1.4 times as fast as two in the quickstart on two cores).
+            asked = {axis: size_of(spec.layout, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")}
+            data_parallel = max(asked["dp_replicate"] * asked["dp_shard"], asked["ep"])
+            in_all = data_parallel * asked["cp"] * asked["tp"] * asked["pp"] * fixed_groups(spec)
+            processes = math.ceil(in_all / spec.cluster.num_nodes)
+        devices_per_node = processes
     layout, groups, micro_batch_size, grad_accum_steps, memory = _choose(spec, machine, device, devices_per_node)
     problems = [*measurable_noise(spec, layout, groups, grad_accum_steps), *exchanged(spec, layout, groups)]
     if problems := [*problems, *joined(spec, layout, device)]:
         raise RecipeError(problems)
     compute = resolve_compute(spec, machine)
-    # The data sheet's dense bf16 rate of the GPU at hand, or of the one that the recipe names. A derived chip has none:
-    # its rate is a lower bound, by which every run would look efficient.
+    # The data sheet's dense bf16 rate of the detected GPU, or of the one that the recipe names. A derived chip has
+    # none: its rate is a lower bound, with which every run would look efficient.
     chip = None
     if device == "cuda" and compute == "bf16" and not is_derived(machine):
         chip = chip_of(machine)[0] if machine.gpu_names else spec.cluster.accelerator
@@ -97,8 +93,7 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
     )
     drafted = replace(drafted, layout=_cut_layers(drafted, machine))
     drafted = replace(drafted, comm=choose_formats(drafted, machine))
-    # The blueprint says where the nodes of the whole run are placed and what their environment holds; its groups are
-    # replicas.
+    # The blueprint has the placement and the environment of all nodes of the run; replica groups are replicas in it.
     fabric = spec.cluster.fabric
     blueprint = None
     if drafted.num_nodes > 1 and fabric.tiers:
@@ -123,7 +118,7 @@ def _plan_changes(plan: Plan, machine: Machine) -> Iterator[PlannedLayout]:
 
 
 def _cut_layers(plan: Plan, machine: Machine) -> Layout:
-    """Layers of the pipeline's stages: by planned times on known GPUs, elsewhere by the layers' FLOPs."""
+    """Cut the layers into pipeline stages: by planned times on known GPUs, otherwise by the layers' FLOPs."""
     spec = plan.spec
     layout = plan.layout
     if not is_open(layout, spec.model):
@@ -142,8 +137,8 @@ def micro_batch_tokens(plan: Plan) -> float:
 def _choose(
     spec: RunSpec, machine: Machine, device: str, devices_per_node: int
 ) -> tuple[Layout, int, int, int, tuple[Recompute, Offload]]:
-    """-> (layout of a group, groups, micro-batch, gradient accumulation, (recompute, offload)): searched on known GPUs,
-    where something fits."""
+    """Return (layout of a group, groups, micro-batch, gradient accumulation, (recompute, offload)), by a search on
+    known GPUs if something fits."""
     best = None
     if is_searched(spec, machine, device):
         best = best_candidate(in_engine_format(spec, machine), machine, devices_per_node)
@@ -174,16 +169,16 @@ def resolve_compute(spec: RunSpec, machine: Machine) -> Literal["bf16", "fp32"]:
 
 
 def in_engine_format(spec: RunSpec, machine: Machine) -> RunSpec:
-    """Return the spec with the format that the engine would compute in where it leaves that open: on a GPU without bf16
-    that is fp32, where the capacity planner would take fp16."""
+    """Return the spec with the engine's compute format if it is open: on a GPU without bf16 that is fp32, while the
+    capacity planner would use fp16."""
     if spec.precision.compute != AUTO:
         return spec
     return replace(spec, precision=replace(spec.precision, compute=resolve_compute(spec, machine)))
 
 
 def resolve_layout(wanted: LayoutSpec, world_size: int, name: str = "the layout") -> Layout:
-    """Axes left open beside data parallelism are 1; what they leave goes to dp_shard, or without sharding asked for to
-    dp_replicate (DDP). `name` is what errors call the layout."""
+    """Resolve the open axes: model parallelism is 1, and the remaining ranks go to dp_shard, or without sharding to
+    dp_replicate (DDP). `name`: the layout's name in errors."""
     cp, tp, pp, ep, etp = (size_of(wanted, axis) for axis in ("cp", "tp", "pp", "ep", "etp"))
     data_parallel = _divide(world_size, cp * tp * pp, "layout", "cp x tp x pp")
     replicate = wanted.dp_replicate
@@ -221,7 +216,7 @@ def resolve_layout(wanted: LayoutSpec, world_size: int, name: str = "the layout"
 
 
 def resolve_batch(spec: RunSpec, layout: Layout) -> tuple[int, int]:
-    """-> (samples of the largest micro-batch, micro-batches) of the rank that has most samples."""
+    """Return (samples of the largest micro-batch, micro-batches) of the rank with the most samples."""
     per_rank = math.ceil(spec.batching.global_batch_size / layout.data_parallel_size)
     micro = spec.batching.micro_batch_size
     if micro == AUTO:
@@ -231,7 +226,7 @@ def resolve_batch(spec: RunSpec, layout: Layout) -> tuple[int, int]:
 
 
 def choose_micro_batch(per_rank: int, seq_len: int, layout: Layout) -> int:
-    """The largest that is small enough; a pipeline wants micro-batches enough to fill its stages."""
+    """Return the largest micro-batch that is small enough; a pipeline needs enough micro-batches to fill its stages."""
     filling = 1 if layout.pp == 1 else min(per_rank, FILLING * layout.pp)
     small_enough = range(1, min(per_rank, MAX_MICRO_BATCH_TOKENS // seq_len) + 1)
     numbers = (math.ceil(per_rank / size) for size in small_enough)
@@ -252,7 +247,7 @@ def _divide(total: int, part: int, path: str, what: str) -> int:
 
 
 def relative_times(model: ModelSpec, tokens: float, seq_len: int, layout: Layout) -> LayerTimes:
-    """FLOPs of the forward in place of seconds: the backward has as much the more everywhere."""
+    """Return forward FLOPs in place of seconds; the backward is proportional everywhere."""
     layers = layer_works(model, tokens, seq_len, layout)
     kinds = {id(works): sum(work.flops for work in works) for works in layers}
     head = head_work(model, tokens, layout)
@@ -260,8 +255,8 @@ def relative_times(model: ModelSpec, tokens: float, seq_len: int, layout: Layout
 
 
 CANDIDATES: tuple[WireFormat, ...] = ("full", "bf16", "int8")
-"""The formats to choose from; where two take equally long, the first is chosen. int4
-has cost a tiny llama up to 0.44% of its loss (docs/benchmarks.md): it is for a recipe to ask for."""
+"""The formats to choose from; of two equally fast ones the first is chosen. int4 raised a tiny llama's loss by up to
+0.44% (docs/benchmarks.md), so it must be set in the recipe."""
 
 
 def choose_formats(plan: Plan, machine: Machine) -> WireFormats:
@@ -269,7 +264,7 @@ def choose_formats(plan: Plan, machine: Machine) -> WireFormats:
     comm = plan.spec.comm
     if AUTO not in (comm.gradients, comm.across_nodes):
         return comm.fixed
-    # Why the planner cannot tell the formats' times apart.
+    # Reasons why the planner cannot compare the formats' times.
     hindrance = ""
     cluster = plan.spec.cluster
     if plan.device == "cuda" and not is_known(plan, machine):
@@ -284,7 +279,7 @@ def choose_formats(plan: Plan, machine: Machine) -> WireFormats:
     def step_s(formats: WireFormats) -> float:
         return estimate_step(replace(setup, software=replace(setup.software, wire=formats)), eff).total_s
 
-    # What the recipe leaves open; in full, what can be, is the first.
+    # The open formats; the first one is uncompressed if possible.
     formats = []
     for inside in CANDIDATES if comm.gradients == AUTO else (comm.gradients,):
         across = CANDIDATES if comm.across_nodes == AUTO else (comm.across_nodes or inside,)

@@ -1,4 +1,4 @@
-"""How large a fabric of several planes is, what it is built of, and what the loss of a part costs (arXiv:2605.04333).
+"""Size and parts of a multi-plane fabric, and the cost of losing a part (arXiv:2605.04333).
 
 A switch of C bits a second has k = C p / R ports at the speed R/p of a NIC's port on one of p planes. Two tiers join
 k^2/2 NICs with 3 k/2 switches a plane (k of them T0, k/2 T1), three tiers k^3/4 with 5 k^2/4.
@@ -19,7 +19,7 @@ from trainspec_cli.recipe.results.blueprint import Part, PlanesFigures, PlanesPl
 
 
 def radix_of(spec: PlanesSpec) -> int:
-    """Ports of a switch at a plane's speed. The rules of a recipe see to it that it is a whole, even number."""
+    """Return the ports of a switch at a plane's speed. The recipe's rules ensure that it is a whole, even number."""
     return round(spec.switch_tbit_per_s * 1e3 * spec.planes / spec.nic_gbit_per_s)
 
 
@@ -48,15 +48,16 @@ def size_planes(spec: PlanesSpec) -> PlanesFigures:
 
 
 def single_plane(spec: PlanesSpec) -> PlanesSpec:
-    """Return the ordinary fabric of the same switches and NICs: on two tiers if these join as many, else on three."""
+    """Return the single-plane fabric of the same switches and NICs: with two tiers if they join as many NICs, otherwise
+    with three."""
     most = size_planes(spec).most_nics
     alone = replace(spec, planes=1, switch_tiers=2)
     return alone if size_planes(alone).most_nics >= most else replace(alone, switch_tiers=3)
 
 
 def t1_switches(spec: PlanesSpec, nics: int) -> int:
-    """The switches of a plane's second tier, for a job of so many NICs: half as many as T0, whose ports half go up; one
-    where a single T0 switch joins all."""
+    """Return the switches of a plane's second tier for a job with `nics` NICs: half as many as T0 switches, which use
+    half of their ports upwards; one if a single T0 switch joins all."""
     t0_switches = max(1, math.ceil(nics / (radix_of(spec) // 2)))
     return max(1, math.ceil(t0_switches / 2))
 
@@ -69,12 +70,12 @@ def t1_switches(spec: PlanesSpec, nics: int) -> int:
 
 
 DETECT_S = 0.001
-"""Time from a path's failure until its losses are taken for one, and other paths of its plane are used. An estimate,
-since the papers give none; what is lost meanwhile is 0.2 ms of the 7.6 s that a port's flap of a minute costs."""
+"""Time from a path's failure until its losses are recognised, and other paths of its plane are used. An estimate, since
+the papers give none; the loss until then is 0.2 ms of the 7.6 s that a port flap of one minute costs."""
 PROBE_S = 1.0
-"""Time between two probes of a path that is assumed bad. Also an estimate: a link that flaps is down for a minute."""
+"""Time between two probes of a path that is assumed bad. Also an estimate: a flapping link is down for a minute."""
 ENDS = 2
-"""A NIC is one end of two queue pairs: the one that it sends on, and its sender's."""
+"""Each NIC is an end of two queue pairs: the one that it sends on, and its sender's."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,13 @@ class Failure:
     for_s: float
     plane: int = 0
     nic: int = 0
-    """The NIC of a port or a transceiver; its T0 switch is the one that it hangs on."""
+    """The NIC of a port or a transceiver; its T0 switch follows from it."""
     t0: int = 0
-    """The T0 switch, or that of a link."""
+    """The T0 switch, or the T0 switch of a link."""
 
 
 class SprayedFabric:
-    """The parts of a fabric that are down, and the speed that is left."""
+    """The failed parts of a fabric, and the remaining speed."""
 
     def __init__(self, spec: PlanesSpec, nics: int):
         self.spec = spec
@@ -101,10 +102,10 @@ class SprayedFabric:
         self.uplinks = radix_of(spec) // 2
         self.t1s = t1_switches(spec, nics)
         self._down: Counter[tuple[Part, int, int]] = Counter()
-        """(part, plane, which of them), of what is down."""
+        """(part, plane, number) of each failed part."""
 
     def change(self, failure: Failure, by: int) -> None:
-        # Two failures of one part are one: a part is known by its plane and by the NIC or T0 switch that it belongs to.
+        # Two failures of one part count once: a part is identified by its plane and its NIC or T0 switch.
         which = failure.nic if failure.part in ("port", "transceiver") else 0
         if failure.part in ("link", "t0_switch"):
             which = failure.t0
@@ -115,8 +116,8 @@ class SprayedFabric:
 
     @property
     def speed(self) -> float:
-        """Return the speed of the slowest NIC. A plane without a way is left to the others, which share the load alike,
-        so that the one with the fewest links up sets the pace."""
+        """Return the speed of the slowest NIC. The other planes share the load of a plane without a path equally, so
+        the plane with the fewest working links limits the speed."""
         whole = {plane for part, plane, _ in self._down if part == "plane"}
         missing: dict[int, set[int]] = {}
         for part, plane, which in self._down:
@@ -135,7 +136,7 @@ class SprayedFabric:
         usable = [plane for plane in range(self.spec.planes) if plane not in missing]
         narrowest = 1.0 if usable else 0.0
         for plane in usable:
-            # Uplinks to T1 switches that are down lead nowhere.
+            # Uplinks to failed T1 switches cannot be used.
             down = sum(times for (part, of, _), times in self._down.items() if part == "t1_switch" and of == plane)
             lost = self.uplinks / self.t1s * down
             if t0 is not None:
@@ -143,15 +144,16 @@ class SprayedFabric:
             narrowest = min(narrowest, max(0.0, 1 - lost / self.uplinks))
         return len(usable) / self.spec.planes * narrowest
 
-    # What a failure touches
+    # Queue pairs and paths that a failure affects
 
     @property
     def paths_per_plane(self) -> float:
-        """Entropy values of a queue pair in each plane."""
+        """Return the entropy values of a queue pair in each plane."""
         return self.spec.entropy_values / self.spec.planes
 
     def paths_through(self, part: Part) -> int:
-        """Entropy values of all queue pairs, as many as are expected to lead through one such part."""
+        """Return the expected number of entropy values, over all queue pairs, whose path leads through one such
+        part."""
         ends = {"port": ENDS, "transceiver": ENDS * self.spec.planes, "t0_switch": ENDS * self.nics_per_t0}
         if part in ends:
             return round(ends[part] * self.paths_per_plane)
@@ -159,7 +161,7 @@ class SprayedFabric:
         return round(shared.get(part, float(self.nics)) * self.paths_per_plane)
 
     def touched(self, part: Part) -> float:
-        """Part of the queue pairs with a path through one such part."""
+        """Return the fraction of queue pairs with a path through one such part."""
         some = 1 - math.pow(1 - 1 / self.t1s, self.paths_per_plane)
         own = min(1.0, ENDS / self.nics)
         below = min(1.0, ENDS * self.nics_per_t0 / self.nics)
@@ -168,10 +170,10 @@ class SprayedFabric:
 
 
 def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str = "") -> SprayedEvent:
-    """Let the failures come over a job of so many NICs; a transceiver's ends it.
+    """Simulate the failures for a job with `nics` NICs; a failed transceiver ends it.
 
-    A path's losses are taken for a failure after `DETECT_S`; what was lost meanwhile is sent again. The paths of a part
-    that is back are used after the next probe.
+    A path's losses are recognised as a failure after `DETECT_S`; data lost until then is retransmitted. The paths of a
+    repaired part are used after the next probe.
     """
     fabric = SprayedFabric(spec, nics)
     # Paths of all queue pairs together that lost a packet, or whose port the NIC knows to be down, are not used until a
@@ -201,7 +203,7 @@ def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str
         resent = 0.0
         if change == "fails":
             fabric.change(failure, 1)
-            # A queue pair's packets that are lost before anybody knows: its paths through the part.
+            # Packets that a queue pair loses before the failure is detected: those on its paths through the part.
             part = 1.0 if failure.part in ("port", "t0_switch", "plane") else 2 / radix_of(spec)
             resent = 1 / spec.planes * part
         elif change == "noticed":
@@ -225,7 +227,7 @@ def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str
 
 
 def flaps_by_chance(spec: PlanesSpec, nics: int, per_hour: float, hours: float, seed: int) -> list[Failure]:
-    """Draw ports that flap, so many an hour over the whole job, each at any NIC and plane."""
+    """Draw flapping ports at a given rate per hour over the whole job, each at a random NIC and plane."""
     chance = random.Random(seed)
     now_s = 0.0
     flaps = []
@@ -236,26 +238,26 @@ def flaps_by_chance(spec: PlanesSpec, nics: int, per_hour: float, hours: float, 
     return flaps
 
 
-# A multi-plane fabric for a job: its figures, what each failure costs, and what failures of the network cost a run.
+# A multi-plane fabric for a job: its figures, the cost of each failure, and the cost of network failures for a run.
 
 
 REBOOT_S = 300.0
-"""A switch that reboots is down so long: an example."""
+"""Downtime of a rebooting switch: an example."""
 DAY_S = 86_400.0
 MONTH_HOURS = 720.0
 MOST_FLAPS = 300.0
-"""Expected of a simulation by chance, which ends there."""
+"""Expected number of flaps after which the random simulation ends."""
 
 
 def plan_planes(cluster: ClusterSpec, nics: int) -> PlanesPlan | None:
-    """Return the figures of the cluster's fabric for a job of so many NICs; None where it has one plane."""
+    """Return the figures of the cluster's fabric for a job with `nics` NICs; None if it has one plane."""
     spec = cluster.fabric.planes
     if spec is None:
         return None
     reliability = cluster.reliability
     events = [*_events(spec, nics)]
     dips_s = dips_per_s(spec, reliability, nics)
-    if dips_s:  # a month of them; less where they come more often than is of use
+    if dips_s:  # one month, or less if that is enough for `MOST_FLAPS` flaps
         hours = min(MONTH_HOURS, MOST_FLAPS / (dips_s * 3600))
         flaps = flaps_by_chance(spec, nics, dips_s * 3600, hours, seed=0)
         name = f"{hours / 24:.3g} days, in which {len(flaps):,} ports flap by chance"
@@ -272,7 +274,7 @@ def plan_planes(cluster: ClusterSpec, nics: int) -> PlanesPlan | None:
 
 
 def _events(spec: PlanesSpec, nics: int) -> Iterator[SprayedEvent]:
-    """One failure of each part, and four ports that flap at once, two of them of one NIC."""
+    """Yield one failure of each part, and four ports that flap together, two of them on one NIC."""
     down_s = spec.flap_s
     other = min(nics - 1, nics // 2)
     planes = range(spec.planes)
@@ -293,22 +295,23 @@ def _events(spec: PlanesSpec, nics: int) -> Iterator[SprayedEvent]:
 
 
 def dips_per_s(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> float:
-    """Failures of the network that planes survive, of the whole job."""
+    """Return the rate of network failures of the whole job that planes survive."""
     fraction = spec.network_fraction * (1 - spec.fatal_fraction) * (spec.planes > 1)
     return fraction * nics / (reliability.mtbf_device_hours * 3600)
 
 
 def dip_share(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> float:
-    """Part of a run's time that these cost: each takes a plane from the slowest NIC until the link is back and probed.
+    """Return the fraction of a run's time that these failures cost: each takes a plane from the slowest NIC until the
+    link is repaired and probed.
 
-    Dips that overlap are counted one by one, which is more than they cost.
+    Overlapping dips are counted separately, which overestimates their cost.
     """
     one_s = simulate(spec, nics, [Failure("port", 0.0, spec.flap_s)]).lost_s
     return min(1.0, dips_per_s(spec, reliability, nics) * one_s)
 
 
 def ending_failures(spec: PlanesSpec, reliability: ReliabilitySpec) -> ReliabilitySpec:
-    """Return the failures that still end a job where those of the network cost a dip."""
+    """Return the failures that still end a job if network failures only cost a dip."""
     if spec.planes == 1:
         return reliability
     left = 1 - spec.network_fraction * (1 - spec.fatal_fraction)

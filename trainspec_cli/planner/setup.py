@@ -1,4 +1,4 @@
-"""One run as the estimators see it: nothing open, nothing prose."""
+"""A run as the estimators' input: every value is resolved."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ RecordT = TypeVar("RecordT", Layout, "Setup")
 
 
 def changed(record: RecordT, **values: object) -> RecordT:
-    """Return the record with other values, as `dataclasses.replace` does in four times the time: a search makes tens of
-    thousands. Neither kind of record checks or keeps anything besides its fields."""
+    """Return the record with changed values, four times as fast as `dataclasses.replace`, since a search makes tens of
+    thousands. Both kinds of record have only fields, without checks."""
     made = object.__new__(type(record))
     vars(made).update(vars(record), **values)
     return made
@@ -27,13 +27,13 @@ def changed(record: RecordT, **values: object) -> RecordT:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Parts of the forward that the backward does again, and which layers do so."""
+    """Parts of the forward that the backward recomputes, and the layers that do so."""
 
     matmul: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
     layers: float = 1.0
-    """Part of the layers it applies to."""
+    """Fraction of the layers that recompute."""
 
     @property
     def full(self) -> bool:
@@ -51,8 +51,8 @@ RECOMPUTE = {
 
 @dataclass(frozen=True)
 class Software:
-    """The training framework's properties that change time and memory. Those without a word here are the facts of their
-    names in `FrameworkSpec` and `StateFacts`, as a run compiles its blocks or not."""
+    """The training framework's properties that affect time and memory. Fields without a docstring are the facts of the
+    same name in `FrameworkSpec` and `StateFacts`, for compiled or eager blocks."""
 
     counted: bool = True
     fused_attention: bool = True
@@ -60,7 +60,7 @@ class Software:
     fused_kernels: bool = True
     fused_loss: bool = False
     plain_loss: bool = False
-    """The loss stays in plain operations where the blocks are compiled."""
+    """The loss is not compiled, even if the blocks are."""
     cut_logit_bytes: float | None = None
     fused_accumulation: bool = True
     overlap_dp: bool = True
@@ -72,19 +72,19 @@ class Software:
     grad_bytes: float = 4.0
     """Bytes of a gradient while it is accumulated."""
     shards_states: bool = True
-    """What `zero_stage` says is sharded, over ranks of dp_shard and cp; False: each replica has all (DDP)."""
+    """State is sharded by `zero_stage` over the ranks of dp_shard and cp; False: each replica has everything (DDP)."""
     unshards_pipelines: bool = False
     reduce_bytes: float = 4.0
-    """Bytes of a gradient on the wire, in full."""
+    """Bytes of an uncompressed gradient that is sent."""
     wire: WireFormats = field(default_factory=WireFormats)
-    """The formats in which gradients and parameters travel."""
+    """Formats of sent gradients and parameters."""
     master_bytes: float = 4.0
     optimizer: KeptState = "adamw"
     moment_bytes: float = 8.0
-    """Bytes of the optimizer's moments, a parameter."""
+    """Bytes of the optimizer's moments per parameter."""
     bucket_bytes: float = 0.3 * GIB
     step_bytes: float = 0.0
-    """A parameter, flat copies that the optimizer steps from: too large to lie where activations were."""
+    """Bytes per parameter of flat copies that the optimizer uses: too large to reuse memory of activations."""
     step_temporary_bytes: float = 0.0
     model_groups: bool = False
     shifted_logits: bool = False
@@ -93,7 +93,7 @@ class Software:
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, how it is spread, and on what."""
+    """A model, its layout, and the hardware."""
 
     model: ModelSpec
     layout: Layout
@@ -101,29 +101,30 @@ class Setup:
     seq_len: int
     micro_batch_size: float
     grad_accum: int
-    """Micro-batches a step."""
+    """Micro-batches per step."""
     compute: str = "bf16"
     matmul: str = "bf16"
     """Format of the linear layers: bf16, fp8, mxfp8, nvfp4, ..."""
     recompute: Recompute = field(default_factory=Recompute)
     software: Software = field(default_factory=Software)
     trainable: float = 1.0
-    """Part of the parameters that have gradients: below 1 for adapters (LoRA), whose base needs no weight gradients."""
+    """Fraction of the parameters with gradients: below 1 for adapters (LoRA), whose base needs no weight gradients."""
     sharded: float = 1.0
-    """Part of the parameters that sharding spreads and gathers: below 1 where adapters' base is quantised."""
+    """Fraction of the parameters that are sharded and gathered: below 1 if the adapters' base is quantised."""
     lora: LoraSpec = field(default_factory=LoraSpec)
     offload_optimizer: bool = False
     replica_groups: int = 1
-    """Replica groups among the replicas of `layout`, which exchange gradients once a step; 0: each replica is one."""
+    """Replica groups among the replicas of `layout`, which exchange gradients once per step; 0: each replica is a
+    group."""
     outer_bytes: float = 0.0
     """Bytes that an outer optimizer keeps for each trained parameter."""
     tabled: bool = False
-    """A row of a table of measured runs, timed as when the efficiencies were fitted to them: where layers of each kind
-    stand is unknown, so that each counts as their average, and full recomputation counts the head among its layers."""
+    """A row of a table of measured runs, timed as when the efficiencies were fitted: the positions of the kinds of
+    layers are unknown, so each layer counts as the average, and full recomputation includes the head."""
 
     @property
     def group_layout(self) -> Layout:
-        """The layout inside each replica group; `layout` where there is one."""
+        """Return the layout inside each replica group; `layout` if there is only one."""
         if self.replica_groups == 1:
             return self.layout
         inside = self.layout.dp_replicate // self.replica_groups if self.replica_groups else 1
@@ -131,11 +132,11 @@ class Setup:
 
     @property
     def tokens(self) -> float:
-        """Tokens of a rank's micro-batch, after context parallelism."""
+        """Return the tokens of a rank's micro-batch, after context parallelism."""
         return self.micro_batch_size * self.seq_len / self.layout.cp
 
 
-# A framework's facts and what a run chooses -> the software properties that time and memory depend on.
+# From a framework's facts and a run's choices to the software properties that determine time and memory.
 
 
 SUM_BYTES: dict[SumFormat, float] = {"compute": 2.0, "fp32": 4.0}
@@ -144,7 +145,7 @@ SUM_BYTES: dict[SumFormat, float] = {"compute": 2.0, "fp32": 4.0}
 def describe_software(
     facts: FrameworkSpec, sharding: Sharding, compiled: bool, accumulate: SumFormat, reduce: SumFormat
 ) -> Software:
-    """Return the framework's properties in a run that shards so, and sums and exchanges gradients in these formats."""
+    """Return the framework's properties for a run with this sharding and these formats of gradients."""
     state: StateFacts = getattr(facts.states, sharding)
     sums_apart = facts.gradient_copy and accumulate == "fp32"
     copies = 0.0 if facts.steps_from_sums and sums_apart else state.step_copy_bytes
@@ -177,25 +178,25 @@ def describe_software(
     )
 
 
-# What an optimizer keeps and does for each parameter, on average over a model: its state, traffic and arithmetic.
+# State, memory traffic and arithmetic of an optimizer per parameter, averaged over a model.
 
 
 ALONE = Layout()
 ADAMW_BYTES = 8.0
 QUANTISED_BYTES = 2 + 8 / BLOCK
-"""Codes of two moments, and two scales a block."""
+"""Codes of two moments, and two scales per block."""
 UPDATE_BYTES: dict[OptimizerName, float] = {"adamw8bit": 260.0, "muon": 104.0}
-"""Memory traffic of the operations of an update, a value: read and written by each operation of
-`engine/optim/adamw8bit.py`, and of a matrix by `engine/optim/muon.py`, without Newton-Schulz. Counted as the operations
-have it (tests/engine/optim); the other optimizers' one kernel reads and writes gradients, weights and moments once."""
+"""Memory traffic of an update per value: reads and writes of all operations in `engine/optim/adamw8bit.py`, and for
+matrices in `engine/optim/muon.py` without Newton-Schulz. Counted from the operations (tests/engine/optim); the other
+optimizers' single kernel reads and writes gradients, weights and moments once."""
 STEPS = 5
 WIRE_BYTES = 2.0
-"""A value of a matrix that travels to the rank which orthogonalises it, and once more on the way back."""
+"""Bytes per value of a matrix that is sent to the rank which orthogonalises it, and back."""
 
 
 @lru_cache(maxsize=256)
 def moment_bytes(model: ModelSpec, optimizer: KeptState, lora: LoraSpec) -> float:
-    """Return the bytes of the optimizer's state, a trained parameter, on average."""
+    """Return the mean bytes of optimizer state per trained parameter."""
     if isinstance(optimizer, float):
         return optimizer
     if optimizer in ("adamw", "sgd"):
@@ -211,7 +212,7 @@ def moment_bytes(model: ModelSpec, optimizer: KeptState, lora: LoraSpec) -> floa
 
 @lru_cache(maxsize=256)
 def matrix_share(model: TextModel) -> float:
-    """Return the part of a model's parameters that muon orthogonalises."""
+    """Return the fraction of a model's parameters that muon orthogonalises."""
     blocks = [block_unit(model, layer, ALONE, LoraSpec()) for layer in model.layer_list]
     hidden = sum(rows * row for unit in blocks for rows, row in unit.matrices if is_hidden((rows, row)))
     return hidden / (sum(unit.full for unit in blocks) + outside_unit(model, ALONE, first=True, last=True).full)
@@ -219,10 +220,10 @@ def matrix_share(model: TextModel) -> float:
 
 @lru_cache(maxsize=256)
 def newton_schulz_flops(model: TextModel) -> tuple[float, float]:
-    """Return the FLOPs of orthogonalising each matrix once: (all layers' own ones, all experts).
+    """Return the FLOPs of orthogonalising each matrix once: (matrices of all layers without experts, all experts).
 
-    A step makes of A rows of B values, A the smaller, X X^T and its product with X (2 A^2 B each), and the square of
-    the former (2 A^3): muon (arXiv:2502.16982, section 2.1).
+    For A rows of B values, A the smaller, an iteration computes X X^T and its product with X (2 A^2 B each), and the
+    square of the former (2 A^3): muon (arXiv:2502.16982, section 2.1).
     """
     dense = experts = 0.0
     for layer in model.layer_list:

@@ -1,4 +1,5 @@
-"""Predict a run on this machine: on its GPUs by the capacity planner, on its CPU by a probe; find what would fit."""
+"""Predict a run on this machine, on GPUs with the capacity planner and on CPUs from a probe, and find changes that
+would fit."""
 
 from __future__ import annotations
 
@@ -26,12 +27,13 @@ DEPARTURES = (
     *("gated_mlp", "activation", "gate_limit", "learned_positions", "sliding_window", "mla", "experts"),
     *("prediction_layers", "attention_bias", "qk_norm", "attention_sinks"),
 )
-"""Fields of a decoder by which its arithmetic is another than the llama's."""
+"""Fields of a decoder that change its arithmetic relative to a llama's."""
 
 
 def is_predictable(plan: Plan) -> bool:
-    """A probe speaks of llamas on the CPU, trained whole, whose blocks are eager, kept whole, and spread by data
-    parallelism alone. A llama departs from the plain decoder in nothing but its sizes and positions."""
+    """Return whether a probe can predict the plan: a llama on the CPU, fully trained, with eager blocks, without
+    recomputation, and with data parallelism only. A llama differs from the plain decoder only in sizes and
+    positions."""
     layout = plan.layout
     model = plan.spec.model
     whole = (layout.cp, layout.tp, layout.pp, layout.ep) == (1, 1, 1, 1)
@@ -43,8 +45,8 @@ def is_predictable(plan: Plan) -> bool:
 
 
 def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
-    """Predict a plan that `is_predictable`: its step, and the resident bytes of one process at its peak, which is in a
-    step's backward, or in the loss before it."""
+    """Predict a plan that `is_predictable`: its step, and the peak resident bytes of one process, which occur in a
+    step's backward or in the loss before it."""
     memory = {
         "worker": probe.bare_bytes,
         **tensor_bytes(plan),
@@ -54,21 +56,21 @@ def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
 
 
 def least_memory(plan: Plan) -> LocalPrediction:
-    """Predict the tensors alone of a plan that `is_predictable`, on a machine without a probe; it has no times."""
+    """Predict only the tensors of a plan that `is_predictable`, on a machine without a probe; there are no times."""
     return LocalPrediction(time_s={}, memory=tensor_bytes(plan))
 
 
 PASSING = ("gradients", "activations", "loss", "logits", "collectives", "fragmentation")
-"""Causes of memory that a process has none of between two steps."""
+"""Causes of memory that is not used between two steps."""
 STATE = ("parameters", "optimizer", "error feedback")
 MOVING_BYTES = 2.0 * 2**26
-"""A bucket of the state that is being moved (`engine/checkpoint/reshard.py`), and its messages."""
+"""A bucket of the state that is moved (`engine/checkpoint/reshard.py`), and its messages."""
 
 
 def moving_bytes(before: LocalPrediction, after: LocalPrediction) -> float:
-    """Return what a process needs at most while its state goes from one layout to another.
+    """Return the most memory that a process needs while its state moves from one layout to another.
 
-    At most both lie there whole: a rank may get all that is new to it before it gives anything away.
+    In the worst case it holds both states: a rank may receive everything new before it sends anything.
     """
     kept = sum(size for cause, size in before.memory.items() if cause not in PASSING)
     return kept + sum(after.memory.get(cause, 0.0) for cause in STATE) + MOVING_BYTES + sum(before.beside.values())
@@ -78,12 +80,12 @@ def moving_bytes(before: LocalPrediction, after: LocalPrediction) -> float:
 
 
 def is_known(plan: Plan, machine: Machine) -> bool:
-    """The plan runs on GPUs of this machine whose chip is known (`chip_of`)."""
+    """Return whether the plan runs on GPUs of this machine with a known chip (`chip_of`)."""
     return plan.device == "cuda" and chip_of(machine)[0] is not None
 
 
 def predict_device(plan: Plan, machine: Machine) -> LocalPrediction:
-    """Predict a plan whose GPUs are known (`is_known`)."""
+    """Predict a plan on known GPUs (`is_known`)."""
     setup = setup_of(plan, machine)
     eff = efficiency_of(plan.spec.cluster)
     memory = max(predict_memory(setup, plan.recompute), key=lambda stage: stage.total_bytes)
@@ -103,13 +105,13 @@ def predict_device(plan: Plan, machine: Machine) -> LocalPrediction:
 
 
 def device_limit_bytes(plan: Plan, machine: Machine) -> float:
-    """Bytes that a plan may take of the smallest GPU."""
+    """Return the bytes that a plan may use on the smallest GPU."""
     return memory_limit_bytes(setup_of(plan, machine).fabric.chip)
 
 
 def setup_of(plan: Plan, machine: Machine) -> Setup:
-    """Return the plan's setup on the GPUs that were found, whatever accelerator the recipe describes; its replica
-    groups are replicas of one layout."""
+    """Return the plan's setup on the detected GPUs, whatever accelerator the recipe describes; replica groups are
+    treated as replicas of one layout."""
     cluster = replace(plan.spec.cluster, accelerator=None, devices_per_node=plan.devices_per_node)
     template = template_of(plan.spec, describe_fabric(cluster, machine))
     layout = plan.as_one_group.layout
@@ -128,11 +130,13 @@ def setup_of(plan: Plan, machine: Machine) -> Setup:
 
 
 def gpu_parts_s(setup: Setup, eff: Efficiency) -> dict[str, float]:
-    """Seconds by part of a step, as the engine marks them on a GPU: gradients travel inside the backward."""
+    """Return the seconds of a step by part, as the engine measures them on a GPU, where gradients are exchanged during
+    the backward."""
     groups = axis_groups(setup.layout, setup.fabric, eff)
     once = micro_batch(setup, groups, eff)
     time = assemble_step(setup, once, groups, eff)
-    # The step's model has no times of passes: its work is split in the proportion of a mean layer and the head.
+    # The step model has no separate times of passes, so the work is split in the proportion of a mean layer and the
+    # head.
     forward = sum(part.forward for part in (once.layer, once.head))
     backward = sum(part.backward for part in (once.layer, once.head))
     work_s = time.matmul_s + time.attention_s + time.memory_bound_s
@@ -147,9 +151,9 @@ Predict = Callable[[Plan], LocalPrediction]
 
 
 def suggest(plan: Plan, predict: Predict, limit_bytes: float) -> str:
-    """The first change, of those that keep the result the same, with which the plan fits; "" where none does.
+    """Return the first change that makes the plan fit without changing the result; "" if none does.
 
-    `limit_bytes` is what one process may take.
+    `limit_bytes`: memory that one process may use.
     """
     ranks = plan.layout.data_parallel_size
     per_rank = math.ceil(plan.spec.batching.global_batch_size / (ranks * plan.replica_groups))
@@ -166,16 +170,16 @@ def suggest(plan: Plan, predict: Predict, limit_bytes: float) -> str:
 
 # The CPU: a step's parts and a process's memory, of an eager decoder, from a probe.
 #
-# A step is what a model next to nothing takes (its blocks, hooks and small collectives), and what sizes add to that:
-# each operation's time over size beyond its call's own cost, as the probe has measured it; all of it held against
-# reference models that the probe has trained.
+# A step takes the time of a nearly empty model (its blocks, hooks and small collectives), plus the time that grows with
+# sizes: each operation's measured time over size without its call's own cost. All of it is scaled to reference models
+# that the probe has trained.
 
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 ADAMW_TRAFFIC_BYTES = 28.0
-"""Bytes that one kernel of AdamW moves, a value: it reads a gradient, and reads and writes a weight and two moments."""
+"""Bytes that AdamW's kernel moves per value: it reads a gradient, and reads and writes a weight and two moments."""
 CAST_BYTES = 6.0
-"""Bytes that a cast from fp32 to bf16 moves through memory, a value."""
+"""Bytes that a cast from fp32 to bf16 moves per value."""
 LOSS_BYTES_A_LOGIT = 12
 """fp32 logits and their softmax (2 x 4), and logits and their gradient in bf16 (2 x 2); in fp32 a third one (4)."""
 
@@ -186,7 +190,7 @@ def _decoder(plan: Plan) -> DecoderModel:
 
 
 def block_matrices(model: DecoderModel) -> tuple[int, ...]:
-    """Elements of each matrix of a block."""
+    """Return the elements of each matrix of a block."""
     query = model.num_heads * model.head_dim
     key = model.num_kv_heads * model.head_dim
     hidden = model.hidden_size
@@ -195,7 +199,7 @@ def block_matrices(model: DecoderModel) -> tuple[int, ...]:
 
 
 def unit_params(plan: Plan) -> tuple[int, int]:
-    """Parameters of a block, and of all that lies outside the blocks: the two kinds of sharded units."""
+    """Return the parameters of a block, and those outside the blocks: the two kinds of sharded units."""
     model = _decoder(plan)
     block = sum(block_matrices(model)) + 2 * model.hidden_size
     return block, plan.params - model.num_layers * block
@@ -206,22 +210,22 @@ def micro_tokens(plan: Plan) -> int:
 
 
 def _step_parts_s(plan: Plan, probe: MachineProbe) -> dict[str, float]:
-    """Seconds by part of a step, named as in the step events.
+    """Return the seconds of a step by part, named as in the step events.
 
-    The curves give how parts differ between models; the reference models, which were really trained, how long they
-    take here and now. Cold caches and other programs' load lengthen both alike; peers are waited for in proportion to
-    the work that they do meanwhile.
+    The curves give the differences between models; the reference models, which the probe trained, give the absolute
+    times. Cold caches and load by other programs lengthen both equally. Waiting for peers is proportional to their
+    work.
     """
     parts = curve_parts_s(plan, probe)
     references = [(curve_parts_s(one.plan, probe), one.parts_s) for one in probe.references]
     held = {}
     for part, seconds in parts.items():
-        # The references' measured time over the curves': straight in the logarithm between two of them.
+        # The ratio of the references' measured time to the curves', interpolated linearly in the logarithm.
         ratios = {own[part]: took[part] / own[part] for own, took in references if own[part] > 0 and took[part] > 0}
         sizes = tuple(sorted(ratios))
         ratio = Curve(sizes, tuple(ratios[size] for size in sizes)).at(min(seconds, sizes[-1])) if ratios else 1.0
         held[part] = seconds * ratio
-    # Beyond what their messages take, processes wait for one another for a share of the passes' time.
+    # In addition to the messages' time, processes wait for each other for a share of the passes' time.
     took = probe.large.parts_s
     beyond_s = took["exposed_comm"] - curve_parts_s(probe.large.plan, probe)["exposed_comm"]
     waiting_s = max(0.0, beyond_s) / (took["forward"] + took["backward"]) * (held["forward"] + held["backward"])
@@ -229,13 +233,13 @@ def _step_parts_s(plan: Plan, probe: MachineProbe) -> dict[str, float]:
 
 
 def curve_parts_s(plan: Plan, probe: MachineProbe) -> dict[str, float]:
-    """Seconds of each part of a step, by the curves alone."""
+    """Return the seconds of a step by part, from the curves only."""
     layers = _decoder(plan).num_layers
     parts = {part: own + layers * probe.empty_block_s[part] for part, own in probe.empty_step_s.items()}
     passes_s = zip(_block_passes_s(plan, probe), _outside_passes_s(plan, probe), strict=True)
     for part, (block_s, outside_s) in zip(("forward", "backward"), passes_s, strict=True):
         parts[part] = plan.grad_accum_steps * (parts[part] + layers * block_s + outside_s)
-    # FSDP2 exchanges one unit at a time: each block, and all that lies outside the blocks.
+    # FSDP2 exchanges one unit at a time: each block, and everything outside the blocks.
     block, outside = unit_params(plan)
     blocks_s = layers * _unit_collectives_s(plan, block, probe, is_block=True)
     parts["exposed_comm"] += blocks_s + _unit_collectives_s(plan, outside, probe, is_block=False)
@@ -244,8 +248,8 @@ def curve_parts_s(plan: Plan, probe: MachineProbe) -> dict[str, float]:
 
 
 def _update_s(plan: Plan, probe: MachineProbe) -> float:
-    """Return the seconds of an update, beyond its calls' own cost: AdamW's as measured; of other optimizers by what
-    their operations move beside AdamW's, and Newton-Schulz as the products of matrices that it consists of."""
+    """Return the seconds of an update without the cost of its calls: measured for AdamW; for other optimizers scaled by
+    their memory traffic relative to AdamW's, with Newton-Schulz as matrix products."""
     optimizer = plan.spec.optim.kept_state
     model = _decoder(plan)
     usual_s = probe.optimizer.beyond_call(plan.params / plan.layout.dp_shard)
@@ -259,7 +263,7 @@ def _update_s(plan: Plan, probe: MachineProbe) -> float:
 
 
 def _block_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
-    """-> (forward, backward) of one block on one micro-batch, beyond its calls' own cost."""
+    """Return the seconds (forward, backward) of one block on one micro-batch, without the cost of its calls."""
     model = _decoder(plan)
     tokens = micro_tokens(plan)
     hidden = model.hidden_size
@@ -282,15 +286,16 @@ def _block_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
         backward += operation.backward.beyond_call(elements)
     forward += _attention_s(probe.attention_narrow.forward, probe.attention.forward, plan)
     backward += _attention_s(probe.attention_narrow.backward, probe.attention.backward, plan)
-    # Residuals: two sums forward; backward their gradients meet, and those of q, k, v and of gate, up.
+    # Residuals: two sums in the forward; in the backward the sums of their gradients, and those of q, k, v and of gate,
+    # up.
     forward += 2 * probe.add.beyond_call(tokens * hidden) + probe.cast.beyond_call(params)
     backward += 5 * probe.add.beyond_call(tokens * hidden) + 2 * probe.cast.beyond_call(params)
     return forward, backward
 
 
 def _outside_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
-    """-> (forward, backward) of embedding, last norm, head and loss. The loss makes its gradients in the forward; the
-    backward scales them."""
+    """Return the seconds (forward, backward) of embedding, last norm, head and loss. The loss computes its gradients in
+    the forward; the backward scales them."""
     model = _decoder(plan)
     tokens = micro_tokens(plan)
     hidden = model.hidden_size
@@ -309,7 +314,7 @@ def _outside_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
 
 
 def _attention_s(narrow: Curve, wide: Curve, plan: Plan) -> float:
-    """Straight over the head size, through both that were probed."""
+    """Interpolate linearly in the head size, between the two that were probed."""
     seq_len = plan.spec.data.seq_len
     small, large = PROBED_HEAD_SIZES
     model = _decoder(plan)
@@ -323,8 +328,8 @@ def _products_s(curve: Curve, elements: int, tokens: int) -> float:
 
 
 def _planned_links(plan: Plan, probe: MachineProbe) -> tuple[PlannedLink, ...]:
-    """Return the links of the data-parallel axes that have several ranks; in a ring that brings all to all, each rank
-    sends all but its own part."""
+    """Return the links of the data-parallel axes with several ranks. In a ring all-gather, each rank sends everything
+    but its own part."""
     params = max(unit_params(plan))
     layout = plan.layout
     links = []
@@ -340,12 +345,13 @@ def _planned_links(plan: Plan, probe: MachineProbe) -> tuple[PlannedLink, ...]:
 
 
 def _unit_collectives_s(plan: Plan, params: int, probe: MachineProbe, *, is_block: bool) -> float:
-    """Parameters are gathered in the compute format, gradients reduced in that of `precision.reduce`."""
+    """Return the seconds of a unit's collectives: parameters are gathered in the compute format, gradients reduced in
+    that of `precision.reduce`."""
     layout = plan.layout
     seconds = 0.0
     reduced_bytes = params * COMPUTE_BYTES[plan.spec.precision.reduce]
     if layout.dp_shard > 1:
-        # A block is freed after its forward, and gathered again in the backward.
+        # A block's parameters are freed after its forward, and gathered again in the backward.
         gatherings = 1 if layout.keeps_parameters else plan.grad_accum_steps * (2 if is_block else 1)
         seconds += gatherings * probe.all_gather.at(params * COMPUTE_BYTES[plan.compute])
         exchanges = plan.grad_accum_steps if layout.exchanges_every_backward else 1
@@ -358,7 +364,8 @@ def _unit_collectives_s(plan: Plan, params: int, probe: MachineProbe, *, is_bloc
 
 
 def _reduce_s(chosen: WireFormat, values: float, full_bytes: float, probe: MachineProbe) -> float:
-    """Seconds of a reduce-scatter. An all-to-all moves as much as a gathering; encoding moves memory as casts do."""
+    """Return the seconds of a reduce-scatter. An all-to-all moves as much as an all-gather; encoding moves memory like
+    casts."""
     if chosen == "full":
         return probe.reduce_scatter.at(full_bytes)
     encoding_s = ENCODING_BYTES[chosen] / CAST_BYTES * probe.cast.beyond_call(values)
@@ -366,7 +373,7 @@ def _reduce_s(chosen: WireFormat, values: float, full_bytes: float, probe: Machi
 
 
 def tensor_bytes(plan: Plan) -> dict[str, float]:
-    """Bytes by cause that are the same on every machine, and so known before a probe."""
+    """Return the bytes by cause that are the same on every machine, and thus known before a probe."""
     found = {"parameters": parameter_bytes(plan), **step_bytes(plan), "checkpoint copy": copy_bytes(plan)}
     if kept := feedback_bytes(_decoder(plan), plan.as_one_group.layout, plan.comm):
         found["error feedback"] = kept
@@ -376,8 +383,8 @@ def tensor_bytes(plan: Plan) -> dict[str, float]:
 
 
 def copy_bytes(plan: Plan) -> float:
-    """The state copied aside to be written: the ranks share out what is theirs together. In host memory it is held
-    twice."""
+    """Return the bytes of the state's copy that is being written; the ranks share their common part. In host memory it
+    is held twice."""
     checkpoint = plan.spec.checkpoint
     moments = moment_bytes(plan.spec.model, plan.spec.optim.kept_state, plan.spec.lora)
     held = (4 + moments) * plan.params / plan.world_size
@@ -387,9 +394,9 @@ def copy_bytes(plan: Plan) -> float:
 
 
 def fragmentation(probe: MachineProbe) -> float:
-    """Return the share that the heap's holes add to what steps allocate, as the larger reference model has shown.
+    """Return the heap fragmentation relative to a step's allocations, as measured on the larger reference model.
 
-    The first step's temporaries leave holes that the optimizer's moments are laid into, so both count.
+    The first step's temporaries leave holes that the optimizer's moments fill, so both count.
     """
     plan = probe.large.plan
     grown_bytes = probe.large.grown_bytes - parameter_bytes(plan)
@@ -397,7 +404,7 @@ def fragmentation(probe: MachineProbe) -> float:
 
 
 def parameter_bytes(plan: Plan) -> float:
-    """Own ones in fp32, and in the compute format those that are gathered."""
+    """Return the bytes of parameters: the rank's part in fp32, and gathered ones in the compute format."""
     block, outside = unit_params(plan)
     freed = plan.layout.shards_parameters
     gathered = (2 * block if freed else _decoder(plan).num_layers * block) + outside
@@ -405,12 +412,13 @@ def parameter_bytes(plan: Plan) -> float:
 
 
 def step_bytes(plan: Plan) -> dict[str, float]:
-    """Bytes that the first step allocates: the optimizer's moments last, all else is freed and allocated again."""
+    """Return the bytes that the first step allocates: the optimizer's moments persist, everything else is freed and
+    allocated again."""
     model = _decoder(plan)
     moments = moment_bytes(model, plan.spec.optim.kept_state, plan.spec.lora)
     formats = COMPUTE_BYTES[plan.compute] + COMPUTE_BYTES[plan.spec.precision.reduce]
     own = plan.params / plan.layout.dp_shard
-    # A chunk of logits with all that is made of them, and the head's gradient in fp32.
+    # A chunk of logits with all values derived from them, and the head's gradient in fp32.
     chunk = min(micro_tokens(plan), loss_chunk_tokens(model.vocab_size))
     return {
         "optimizer": moments * own,
@@ -422,8 +430,8 @@ def step_bytes(plan: Plan) -> dict[str, float]:
 
 
 def activation_bytes_per_token(model: DecoderModel, compute: str) -> int:
-    """Bytes that a block saves for its backward, a token: inputs of norms (twice, in fp32) and of matrices, the
-    attention's q, k, v, output and log-sums, and the feed-forward's gate, its activation, up and their product."""
+    """Return the bytes per token that a block saves for its backward: inputs of norms (twice, in fp32) and of matrices,
+    the attention's q, k, v, output and log-sums, and the feed-forward's gate, its activation, up and their product."""
     unit = COMPUTE_BYTES[compute]
     norms = 2 * (8 + unit) * model.hidden_size + 8
     attention = unit * model.head_dim * 2 * (model.num_heads + model.num_kv_heads) + 4 * model.num_heads

@@ -1,6 +1,6 @@
-"""The bound of a plan's step, and the step with one thing changed: faster links, another layout.
+"""Find what bounds a plan's step, and predict the step after one change, such as faster links or another layout.
 
-On GPUs by the catalogue, on a CPU by a probe. What is returned are shares and factors, for a step that was measured.
+GPUs are predicted from the catalogue, a CPU from a probe. Results are shares and factors, to apply to a measured step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Parts = Mapping[str, float]
 
 
 def look_ahead(plan: Plan, machine: Machine, probe: MachineProbe | None) -> Outlook:
-    """Return what the planner knows of a run's step on its machine, of which there is a probe where it has no GPUs."""
+    """Return the planner's view of a run's step on its machine. `probe`: measurements of a machine without GPUs."""
     whole = plan.as_one_group
     may_change = plan.replica_groups == 1 and not plan.spec.resilience.keeps_layout
     if is_known(whole, machine):
@@ -94,13 +94,13 @@ def _on_gpus(plan: Plan, machine: Machine, *, may_change: bool) -> Outlook:
     links = {name: 2 * getattr(fabric, name) for name in ("link_gb_per_s", "nic_gbit_per_s")}
     wide = replace(fabric, described=wide_tiers, **links)
     others: list[tuple[str, Setup, Efficiency]] = [
-        # A chip of twice the rates runs each kernel's fixed time in half of it too.
+        # A chip with twice the rates is assumed to halve each kernel's fixed time too.
         (FASTER, replace(setup, fabric=replace(fabric, chip=fast_chip)), replace(eff, kernel_s=eff.kernel_s / 2)),
         (WIDER, replace(setup, fabric=wide), eff),
         (SOONER, replace(setup, fabric=near), sooner),
     ]
     if may_change:
-        # The layout that the planner's search puts first; nothing where nothing fits, or it is this one.
+        # The layout that the planner ranks first, unless nothing fits or it is the current one.
         open_spec = replace(plan.spec, layout=open_layout(plan.spec), offload=plan.offload)
         best = best_candidate(open_spec, machine, plan.devices_per_node)
         if best and (other := _other(plan, best.layout, best.micro_batch_size, best.grad_accum_steps, best.recompute)):
@@ -118,7 +118,7 @@ def _on_gpus(plan: Plan, machine: Machine, *, may_change: bool) -> Outlook:
 
 
 RATES = ("_tflops", "_tb_per_s", "_exponentials_per_s", "tdp_w")
-"""Ends of the names of an accelerator's own rates; and its power, so that its clock does not fall."""
+"""Suffixes of an accelerator's rates, and of its power, so that its clock does not fall."""
 
 
 def _half(seconds: float | None) -> float | None:
@@ -126,6 +126,10 @@ def _half(seconds: float | None) -> float | None:
 
 
 # CPUs
+
+
+NOTHING = Curve((1.0,), (0.0,))
+NO_PASSES = Passes(NOTHING, NOTHING)
 
 
 def _on_cpu(plan: Plan, machine: Machine, probe: MachineProbe, *, may_change: bool) -> Outlook:
@@ -140,23 +144,8 @@ def _on_cpu(plan: Plan, machine: Machine, probe: MachineProbe, *, may_change: bo
         changes.append(PlannedChange(_describe_change(plan, other), factors))
     disturbed = ", which other programs disturbed" if probe.is_disturbed else ""
     basis = f"shares of the passes, and what would help, rest on the probe of this machine{disturbed}"
-    return Outlook(basis, _shares(_bounds_on_cpu(plan, probe)), tuple(changes))
-
-
-def _curve_parts(plan: Plan, probe: MachineProbe) -> dict[str, float]:
-    """Return planned seconds by part, exposed communication without waiting; ranks wait in proportion to the work."""
-    parts = curve_parts_s(plan, probe)
-    known = {part: parts[part] for part in (*COMPUTE_PARTS, "exposed_comm")}
-    return known | {WAITING: parts["forward"] + parts["backward"]}
-
-
-NOTHING = Curve((1.0,), (0.0,))
-NO_PASSES = Passes(NOTHING, NOTHING)
-
-
-def _bounds_on_cpu(plan: Plan, probe: MachineProbe) -> dict[str, float]:
-    """Return the seconds of passes and optimizer that products and attention take, those of operations that move
-    memory, and those of the calls."""
+    # The bounds of passes and optimizer: what the step loses without products and attention, and without the
+    # operations that move memory; the rest is the calls.
     no_products = replace(
         probe,
         matmul=MatmulCurves(NOTHING, NOTHING, NOTHING),
@@ -175,13 +164,21 @@ def _bounds_on_cpu(plan: Plan, probe: MachineProbe) -> dict[str, float]:
     )
     parts_of = (_curve_parts(plan, one) for one in (probe, no_products, no_traffic))
     whole_s, other_s, still_s = (sum(parts[part] for part in COMPUTE_PARTS) for parts in parts_of)
-    return {COMPUTING: whole_s - other_s, MEMORY: whole_s - still_s, CALLS: other_s + still_s - whole_s}
+    bounds_s = {COMPUTING: whole_s - other_s, MEMORY: whole_s - still_s, CALLS: other_s + still_s - whole_s}
+    return Outlook(basis, _shares(bounds_s), tuple(changes))
+
+
+def _curve_parts(plan: Plan, probe: MachineProbe) -> dict[str, float]:
+    """Return planned seconds by part; exposed communication excludes waiting, which is proportional to the work."""
+    parts = curve_parts_s(plan, probe)
+    known = {part: parts[part] for part in (*COMPUTE_PARTS, "exposed_comm")}
+    return known | {WAITING: parts["forward"] + parts["backward"]}
 
 
 def _with_links(probe: MachineProbe, transfers: float, latency: float) -> MachineProbe:
-    """Return the probe as if exchanges' bytes, and their latency, took so many times as long.
+    """Return the probe with the time of exchanged bytes, and the latency, multiplied by factors.
 
-    On a busy machine some exchange may have been measured as faster than the empty one: its bytes took no time, then.
+    On a busy machine an exchange may have been measured faster than an empty one; its bytes then count as free.
     """
 
     def changed(curve: Curve) -> Curve:
@@ -203,8 +200,8 @@ def _with_links(probe: MachineProbe, transfers: float, latency: float) -> Machin
 
 
 def _fastest_probed(plan: Plan, machine: Machine, probe: MachineProbe) -> Plan | None:
-    """Return the plan in the layout whose step is the shortest by the probe, of those that the engine builds and that
-    fit; None where it is this one."""
+    """Return the plan in the fastest layout by the probe, of those that the engine builds and that fit; None if it is
+    the current one."""
     wanted = replace(open_layout(plan.spec), cp=1, tp=1, pp=1, ep=1, stage_layers=None)
     space = Space(replace(plan.spec, layout=wanted), plan.world_size, plan.devices_per_node)
     limit_bytes = machine.memory_bytes / plan.devices_per_node
@@ -226,7 +223,7 @@ def _fastest_probed(plan: Plan, machine: Machine, probe: MachineProbe) -> Plan |
 
 
 def _other(plan: Plan, layout: Layout, micro_batch_size: int, micro_batches: int, recompute: str) -> Plan | None:
-    """Return the plan in another layout; None where nothing that a recipe names is another."""
+    """Return the plan in another layout; None if all keys of the recipe are equal."""
     other = replace(
         plan,
         layout=layout,
@@ -238,7 +235,7 @@ def _other(plan: Plan, layout: Layout, micro_batch_size: int, micro_batches: int
 
 
 def _keys(plan: Plan) -> dict[str, object]:
-    """Return what decides a layout, by its key in a recipe."""
+    """Return the values that determine a layout, by recipe key."""
     layout = plan.layout
     names = [*MESH_AXES, "ep", *(["zero_stage"] if layout.dp_shard > 1 else [])]
     names += ["pipeline_schedule", "virtual_stages"] if layout.pp > 1 else []
@@ -247,7 +244,7 @@ def _keys(plan: Plan) -> dict[str, object]:
 
 
 def _describe_change(plan: Plan, other: Plan) -> str:
-    """`another layout: layout.dp_shard=4 layout.tp=2`, as a recipe says it."""
+    """`another layout: layout.dp_shard=4 layout.tp=2`, in the form of overrides."""
     now = _keys(plan)
     return (
         f"another layout: {' '.join(f'{key}={value}' for key, value in _keys(other).items() if now.get(key) != value)}"

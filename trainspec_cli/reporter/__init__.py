@@ -1,1 +1,1 @@
-"""Reading a run folder back: what happened, where the time went, and how to show it. Torch-free."""
+"""Reads a run folder: what happened, where the time went, and how to show it. Imports no torch."""

@@ -1,4 +1,4 @@
-"""A backtest for people, from its JSON: tables for the terminal, and predicted against measured as one SVG."""
+"""Render a backtest: tables for the terminal, and an SVG of predicted against measured step times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainspec_cli.recipe.results.tables import BacktestReport, ErrorSummary
 
 
 def render_backtest(report: BacktestReport) -> str:
-    """Errors over all rows, by source, model and chip; sweeps; refusals and what was assumed."""
+    """Render the errors over all rows and by source, model and chip; the sweeps; refused rows and assumptions."""
     summary = report.summary
     lines = [f"{summary.rows} rows, {summary.predicted} predicted, {summary.refused} refused"]
     if summary.step_time_mape is not None:
@@ -72,7 +72,7 @@ Point = tuple[float, float, str]
 
 
 def render_scatter(points: Sequence[Point]) -> str:
-    """(measured seconds, predicted seconds, group) -> SVG, with the line of no error and its 15% band."""
+    """Draw (measured seconds, predicted seconds, group) as an SVG with the zero-error line and its 15% band."""
     low = math.floor(math.log10(min(min(p[0], p[1]) for p in points)))
     high = math.ceil(math.log10(max(max(p[0], p[1]) for p in points)))
     scale = _Scale(low, max(high, low + 1))

@@ -1,4 +1,4 @@
-"""A budget for people: tables for the terminal, and one page with charts that a finance department can follow."""
+"""Render a budget: tables for the terminal, and one page with charts for a finance department."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def title_of(budget: Budget) -> str:
 
 
 def sentences(budget: Budget) -> Iterator[str]:
-    """Say what comes of it: the cheapest way, and when buying pays."""
+    """Yield the conclusions: the cheapest way, and when buying pays."""
     cheapest = next(way for way in WAYS if way == budget.cheapest)
     yield f"cheapest     {NAMES[cheapest]}, {format_money(budget.usd[cheapest])} in all"
     months = budget.break_even_months
@@ -101,26 +101,21 @@ def _tables(budget: Budget) -> Iterator[tuple[str, str, Rows]]:
             *((str(year.year), *(_money(year.owned_usd[part]) for part in PARTS)) for year in budget.years),
         ],
     )
-    yield "Each run", "a share of all by its device-hours; $ a million tokens below", list(_run_rows(budget, ways))
-    yield "What matters", "in all, with one input at its bounds", list(_sensitivity_rows(budget, ways))
-
-
-def _run_rows(budget: Budget, ways: Sequence[Way]) -> Iterator[Sequence[str]]:
-    yield "run", "a year", "devices", "time", "on spot", *(NAMES[way] for way in ways)
+    names = [NAMES[way] for way in ways]
+    of_runs: list[Sequence[str]] = [("run", "a year", "devices", "time", "on spot", *names)]
     for run in budget.runs:
         times = " ".join(f"{each:g}" for each in dict.fromkeys(run.per_year))
         spot = "never ends" if run.spot_wall_s is None else format_duration(run.spot_wall_s)
         costs = (_money(run.usd[way]) for way in ways)
-        yield run.name, times, f"{run.devices:,}", format_duration(run.wall_s), spot, *costs
-        tokens = f"{format_count(run.tokens)} tokens"
-        yield "", "", "", tokens, "", *(f"${run.usd_per_million_tokens[way]:.4f}" for way in ways)
-
-
-def _sensitivity_rows(budget: Budget, ways: Sequence[Way]) -> Iterator[Sequence[str]]:
-    yield "input", "from", *(NAMES[way] for way in ways), "to", *(NAMES[way] for way in ways)
+        of_runs.append((run.name, times, f"{run.devices:,}", format_duration(run.wall_s), spot, *costs))
+        each_million = (f"${run.usd_per_million_tokens[way]:.4f}" for way in ways)
+        of_runs.append(("", "", "", f"{format_count(run.tokens)} tokens", "", *each_million))
+    yield "Each run", "a share of all by its device-hours; $ a million tokens below", of_runs
+    rows: list[Sequence[str]] = [("input", "from", *names, "to", *names)]
     for each in budget.sensitivities:
-        low, high = (tuple(_money(usd[way]) for way in ways if way in usd) for usd in (each.low_usd, each.high_usd))
-        yield each.key, f"{each.low:.4g}", *low, f"{each.high:.4g}", *high
+        low, high = ([_money(usd[way]) for way in ways if way in usd] for usd in (each.low_usd, each.high_usd))
+        rows.append((each.key, f"{each.low:.4g}", *low, f"{each.high:.4g}", *high))
+    yield "What matters", "in all, with one input at its bounds", rows
 
 
 def _money(usd: float) -> str:
@@ -145,7 +140,7 @@ def _tiles(budget: Budget) -> str:
 
 
 def _break_even(budget: Budget) -> Iterator[tuple[str, str, str]]:
-    """Yield when buying pays: the label, the value and what it is of."""
+    """Yield when buying pays, as (label, value, unit)."""
     months = budget.break_even_months
     use = budget.break_even_utilisation
     if months is None:
@@ -166,14 +161,12 @@ def _chart(budget: Budget) -> str:
         if way in budget.cumulated_usd
     ]
     legend = render_legend([Segment(line.kind, line.label, 0, "") for line in lines])
-    text = (
-        "Cash that is paid up to each month. Machines are bought in the first month of a year in which they are needed."
-    )
+    text = "Cash paid up to each month. Machines are bought in the first month of the year that needs them."
     return section("Cash over time", text, render_curves(lines, "months", "dollars") + legend)
 
 
 def _swings(budget: Budget) -> str:
-    """Draw how far each input moves what buying costs less than renting by the hour."""
+    """Draw how much each input changes what buying saves compared with renting by the hour."""
 
     def saved(usd: Mapping[str, float]) -> float:
         return usd["on_demand"] - usd["owned"]
@@ -181,7 +174,7 @@ def _swings(budget: Budget) -> str:
     def swing(each: Sensitivity) -> float:
         return abs(saved(each.high_usd) - saved(each.low_usd))
 
-    # Inputs that change nothing have bars of no length, not a division by 0.
+    # If no input changes anything, all bars have length 0; this avoids a division by 0.
     most = max((swing(each) for each in budget.sensitivities), default=0.0) or 1.0
     rows = [
         (

@@ -1,4 +1,4 @@
-"""Changes of a run between two steps, by the scheduler or by a failure: the step, what changed, and why."""
+"""Describe changes to a run made by the scheduler or after a failure: the step, what changed, and why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainspec_cli.run.folder.event_types.events import (
 )
 
 MANY = 8
-"""Shares of more ranks than this are not listed one by one."""
+"""Above this number of ranks, shares are summarised instead of listed."""
 
 RECOVERY_KINDS = {
     "left": "left",
@@ -36,7 +36,7 @@ class RunChange:
     step: int
     what: str
     why: str
-    """The reason, and what it cost or gained; may be empty."""
+    """The reason, and the time it cost or saved; may be empty."""
 
     @property
     def line(self) -> str:
@@ -46,7 +46,8 @@ class RunChange:
 
 def describe_recovery(recovery: Recovery) -> RunChange:
     """`step 41: group 1 left: 1.26 s, 1 step lost`: one entry of result.json's `recoveries`."""
-    noun, _, change = recovery.kind.rpartition("_")  # `site_left`: the recovery of another kind than a replica group
+    # `site_left`, for example: something other than a replica group recovered.
+    noun, _, change = recovery.kind.rpartition("_")
     who = f"{noun or 'group'} {recovery.group} " if recovery.group is not None else ""
     lost = recovery.lost_steps
     stall_s = recovery.stall_s
@@ -57,17 +58,20 @@ def describe_recovery(recovery: Recovery) -> RunChange:
 
 
 def advises_shares(event: DirectiveEvent) -> bool:
-    """Return whether the event says what `scheduler=auto` would do to the shares; it comes and goes with the load."""
+    """Return whether the event only advises shares, without changing them; such advice changes with the machine's
+    load."""
     return not event.applied and event.kind in ("shares", "group_shares")
 
 
 def keeps_shares(event: DirectiveEvent) -> bool:
-    """Return whether advice on shares takes back the one before it: a run that is only advised has even shares."""
+    """Return whether advice on shares withdraws the previous advice: a run that only receives advice has even
+    shares."""
     return advises_shares(event) and max(event.counts) - min(event.counts) <= 1
 
 
 def without_old_advice(directives: Iterable[DirectiveEvent]) -> list[DirectiveEvent]:
-    """Return the directives with the newest advice alone on the shares of each group, unless it is to keep them."""
+    """Return the directives; of the advice on each group's shares, keep only the newest, and none if that is to keep
+    them."""
     listed = list(directives)
     newest = {event.group: place for place, event in enumerate(listed) if advises_shares(event)}
     current = [event for at, event in enumerate(listed) if not advises_shares(event) or newest[event.group] == at]
@@ -109,7 +113,7 @@ def _group(group: int | Absent | None) -> str:
 
 
 def _describe_gain(event: DirectiveEvent, achieved: AchievedEvent | None) -> str:
-    """`38% less computing is expected, 35% achieved`; of another layout the step itself is compared."""
+    """`38% less computing is expected, 35% achieved`; for a new layout, whole step times are compared."""
     what = "shorter steps are" if event.kind == "layout" else "less computing is"
     saved = f"{_saving(event.before_s, event.expected_s)} {what} expected"
     return saved if achieved is None else f"{saved}, {_saving(achieved.before_s, achieved.achieved_s)} achieved"
@@ -152,8 +156,8 @@ def describe_memory(event: MemoryEvent) -> RunChange:
 
 
 def describe_left_out(event: NodesEvent, achieved: NodesAchievedEvent | None = None) -> RunChange:
-    """`step 120: node 3 is left out: its ranks compute 4.1 times as long; a step took 2.1 s and is expected to take
-    1.3 s`, and what it came to."""
+    """`step 120: node 3 is left out: its ranks compute 4.1 times as long; a step took 2.1 s and is expected to take 1.3
+    s`, followed by the result."""
     spare = f", node {event.spare} takes its place" if isinstance(event.spare, int) else ""
     if event.applied:
         what = f"node {event.node} is left out{spare}"
@@ -170,7 +174,7 @@ def describe_left_out(event: NodesEvent, achieved: NodesAchievedEvent | None = N
 
 
 def summarise_counts(counts: Sequence[int]) -> str:
-    """`9, 9, 5, 9 of 32`; of many ranks the range, `5 to 9 of 1,024`; `8 each` where all are equal."""
+    """`9, 9, 5, 9 of 32`; for many ranks the range, `5 to 9 of 1,024`; `8 each` if all are equal."""
     if len(set(counts)) == 1:
         return f"{counts[0]:,} each"
     shown = ", ".join(map(str, counts)) if len(counts) <= MANY else f"{min(counts):,} to {max(counts):,}"

@@ -18,14 +18,14 @@ def render_chart(
 ) -> str:
     """Draw `points` (x, y) in `width` x `height` cells plus axes.
 
-    Several points on one dot's width are drawn as their mean; those that are not finite are passed over, and when
-    none is left the text is empty.
+    Points that share a dot's column are averaged; points that are not finite are skipped. Without points the text is
+    empty.
     """
     first = min((x for x, _ in _finite(points)), default=None)
     last = max((x for x, _ in _finite(points)), default=None)
     if first is None or last is None:
         return ""
-    # Means, not samples: a single noisy step should not decide where a long curve is drawn.
+    # Use means rather than samples, so that a single noisy step does not shape a long curve.
     columns = _column_means(_finite(points), width * 2, first, last)
     low, high = _padded_range([y for y in columns if y is not None])
     rows = [row.rstrip(chr(_BLANK)) for row in _draw_braille(columns, low, high, width, height)]
@@ -33,8 +33,8 @@ def render_chart(
 
 
 def render_overlay(curves: Mapping[str, Sequence[Point]], *, width: int = 64, height: int = 14, title: str = "") -> str:
-    """Draw several curves on the same axes, each by the character that names it; `*` where two meet. Points are drawn
-    as by `render_chart`."""
+    """Draw several curves on the same axes, each with its own character, and `*` where two meet. Points are averaged as
+    in `render_chart`."""
     finite = {
         mark: sorted((x, y) for x, y in points if math.isfinite(x) and math.isfinite(y))
         for mark, points in curves.items()
@@ -73,12 +73,12 @@ def _with_axes(
 
 
 def _finite(points: Iterable[tuple[float, float | None]]) -> Iterator[Point]:
-    """Yield the points that can be drawn. A long curve is read several times rather than held as a list of them."""
+    """Return the finite points. A long curve is iterated several times instead of being copied into a list."""
     return ((float(x), y) for x, y in points if y is not None and math.isfinite(x) and math.isfinite(y))
 
 
 def _column_means(points: Iterable[Point], columns: int, first: float, last: float) -> list[float | None]:
-    """The mean of the points that fall on each column of `first` to `last`, None where none does."""
+    """Return the mean of the points in each column from `first` to `last`; None for a column without points."""
     span = (last - first) or 1.0
     buckets = [array("d") for _ in range(columns)]
     for x, y in points:
@@ -87,9 +87,10 @@ def _column_means(points: Iterable[Point], columns: int, first: float, last: flo
 
 
 def _padded_range(values: Sequence[float]) -> tuple[float, float]:
-    """A flat curve is drawn in the middle."""
+    """Return the range of the y axis; a flat curve is drawn in the middle."""
     low = min(values)
     high = max(values)
+    # A range of zero would divide by 0 when heights are scaled.
     if low == high:
         pad = abs(low) * 0.1 or 1.0
         return low - pad, high + pad
@@ -97,7 +98,7 @@ def _padded_range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _draw_braille(columns: Sequence[float | None], low: float, high: float, width: int, height: int) -> list[str]:
-    """Rows of braille, top first; neighbouring points are joined by a line."""
+    """Return rows of braille, top first; neighbouring points are joined by a line."""
     cells = [[_BLANK] * width for _ in range(height)]
     dots_high = height * 4
     before: tuple[int, int] | None = None
@@ -112,7 +113,7 @@ def _draw_braille(columns: Sequence[float | None], low: float, high: float, widt
 
 
 def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """Dots from `start` to `end`, both included."""
+    """Return the dots from `start` to `end`, inclusive."""
     steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
     return [
         (start[0] + round((end[0] - start[0]) * step / steps), start[1] + round((end[1] - start[1]) * step / steps))

@@ -1,4 +1,4 @@
-"""A run folder -> a Report: plain data, for people (`render`) and for programs (`--json`)."""
+"""Collect a run folder into a Report: plain data that `render` shows and `--json` prints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_outline, read_result, read_run_record
 
 HELDOUT = ("heldout_loss", "heldout_bits_per_byte", "heldout_accuracy", "heldout_dice")
-"""Figures of an evaluation; which of them it has depends on the data."""
+"""Figures of an evaluation; the data decides which of them exist."""
 Curve = Sequence[tuple[int, float | None]]
 """(step, value); None where the value was not finite."""
 
@@ -56,64 +56,64 @@ class Report:
     elapsed_s: float
     """Time from the first event to the last; pauses between a stop and a resume count."""
     start_steps: tuple[int, ...]
-    """Steps at which workers started: 0, and the step from which each resume went on."""
+    """Steps at which workers started: 0, and the first step of each resume."""
     world_size: int | None
     device_name: str
     params: int | None
-    """The model's own; a fine-tune with LoRA trains `adapter_params` beside them."""
+    """Parameters of the base model; a LoRA fine-tune trains the `adapter_params`, which are not included."""
     adapter_params: int
     final_loss: float | None
     peak_memory_bytes: int | None
     weights_sha256: str | None
     speed: RunSpeed | None
-    """None before a step was made."""
+    """None before the first step."""
     predicted: LocalPrediction | None
-    """The plan's prediction; None where it has none."""
+    """The plan's prediction, or None."""
     loss: Curve
     grad_norm: Curve
     skipped_steps: tuple[int, ...]
-    """Updates left out because they were not finite."""
+    """Updates that were skipped because they were not finite."""
     evaluations: tuple[EvalEvent, ...]
     checkpoints: tuple[CheckpointEvent, ...]
-    """All that were written; older ones may have been removed since."""
+    """All checkpoints that were written; older ones may have been deleted."""
     sample: SampleEvent | None
     warnings: tuple[WarningEvent, ...]
     missing_ranks: tuple[int, ...]
-    """Ranks that left no events."""
+    """Ranks without events."""
     directives: tuple[DirectiveEvent, ...] = ()
-    """Changes that the scheduler made or advised."""
+    """Changes made or advised by the scheduler."""
     achieved: tuple[AchievedEvent, ...] = ()
-    """Results of these changes: each names the number, and the replica group, of its directive."""
+    """Results of these changes, each with the number and the replica group of its directive."""
     buckets: tuple[BucketsEvent, ...] = ()
-    """Sizes of buckets that the run has found."""
+    """Bucket sizes that the run chose."""
     memory: tuple[MemoryEvent, ...] = ()
-    """Changes that were made because memory ran out."""
+    """Changes made because memory ran out."""
     left_out: tuple[NodesEvent, ...] = ()
-    """Nodes that were left out, or would be."""
+    """Nodes that were left out, or advised to be."""
     left_out_achieved: tuple[NodesAchievedEvent, ...] = ()
-    """Results of leaving them out, by number."""
+    """Results of leaving nodes out, by number."""
     links: tuple[LinkRate, ...] = ()
-    """The slowest link of each axis, as it was last written down."""
+    """The slowest link of each axis, as last recorded."""
     link_changes: tuple[LinkEvent, ...] = ()
     """Links that have become faster or slower."""
     time_s: WallTime = field(default_factory=WallTime)
-    """The parts of the wall time of all attempts."""
+    """The wall time of all attempts, by part."""
     goodput: float | None = None
-    """The productive part of it."""
+    """The productive fraction of the wall time."""
     verdicts: tuple[RunVerdict, ...] = ()
-    """Verdicts on what slows the run, heaviest first."""
+    """Verdicts on what slows the run, most expensive first."""
     kernels: KernelSpec = field(default_factory=KernelSpec)
     """The backend that computed each operation."""
     kernel_table: KernelTable | None = None
     """Measurements of `kernels=auto`; None where nothing was measured."""
     name: str = ""
-    """As `run.name` says."""
+    """The recipe's `run.name`."""
     recoveries: tuple[Recovery, ...] = ()
-    """What each failure has cost."""
+    """The cost of each failure."""
     reason: str = ""
-    """Why the run failed; empty where it did not."""
+    """Why the run failed; empty if it did not."""
     hint: str = ""
-    """What to do about that, where it is known."""
+    """What to do about it, if known."""
     lr: Curve = ()
     """The learning rate of each step; empty where no step states one."""
 
@@ -136,8 +136,8 @@ class Report:
         return {"step": list(steps), **table}
 
     def raise_for_status(self) -> None:
-        """Raise the error that the command line ends with for a run that failed, was stopped or was killed; nothing
-        for one that is done or still to end."""
+        """Raise the command line's error for a run that failed, was stopped or was killed; return for one that is done
+        or running."""
         if self.status not in ("failed", "stopped", "killed"):
             return
         kinds: dict[int, type[TrainspecError]] = {
@@ -153,12 +153,12 @@ class Report:
 
 
 def collect(root: Path | str, *, running: bool = False, queued: bool = False) -> Report:
-    """Read what is there; a run that is still going, or was cut short, gives what it has so far."""
+    """Read the run folder; a run that is in progress or was interrupted returns what it has written so far."""
     run = RunDir(root)
     log = RunLog(list(read_sound(run.supervisor_events)))
     plan = read_plan_outline(run)
     for event in read_log(run.events(0)):
-        log.take(event)
+        log.add(event)
     first = log.history
     meter = SpeedMeter(log.history)
     warnings: list[WarningEvent] = []
@@ -169,10 +169,10 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
     for rank, path in files.items():
         history = first if rank == 0 else History()
         for event in read_log(path) if rank else ():
-            history.take(event)
-        # Every rank warns for itself; the log of the first holds only its own.
+            history.add(event)
+        # Every rank writes its own warnings; the first rank's file has only that rank's.
         warnings += history.warnings
-        meter.take(rank, history)
+        meter.add(rank, history)
     scheduled = list(read_log(run.directives))
     result = read_result(run)
     loss = StepCurve(*first.column("loss"))
@@ -184,7 +184,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         recipe=read_run_record(run).recipe if run.run_json.exists() else "",
         status=status_of(run, running=running, queued=queued),
         exit_code=result.exit_code if result else None,
-        # A run that was resumed and made no step yet still has those of its checkpoint.
+        # A resumed run without new steps still has the steps of its checkpoint.
         steps=loss[-1][0] if loss else begin.step if begin else 0,
         max_steps=plan.total_steps,
         elapsed_s=first.last_time - first.first_time,
@@ -232,16 +232,16 @@ def _text(value: str | Absent) -> str:
 
 
 class RunLog:
-    """The first rank's file, which is the run's log: taken in event by event, of which figures alone are kept."""
+    """Reads the first rank's file, which is the run's log, event by event, and keeps only figures."""
 
     def __init__(self, marks: Sequence[Event]):
-        """`marks`: those of the supervisor."""
+        """`marks`: the supervisor's marks."""
         self.history, self.time, self.recoveries = History(), RunAccount(marks), RecoveryLog()
         self.links: tuple[LinkRate, ...] = ()
         self.link_changes: list[LinkEvent] = []
 
-    def take(self, event: Event) -> None:
-        self.history.take(event)
+    def add(self, event: Event) -> None:
+        self.history.add(event)
         self.time.take(event)
         self.recoveries.take(event)
         if isinstance(event, LinksEvent):
@@ -251,12 +251,12 @@ class RunLog:
 
 
 def _events_of_ranks(run: RunDir, groups: int, world_size: int) -> dict[int, Path]:
-    """Return the files of the ranks that left events. Ranks of replica groups are counted through, as the diagnosis
-    does; each group has a folder, and the first group's rank 0 writes the run's own file, too."""
+    """Return the event files by rank. Ranks are numbered across replica groups, as in the diagnosis. Each group has a
+    folder, and the first group's rank 0 also writes the run's main file."""
     if groups < 2:
         names = ((re.fullmatch(r"rank(\d+)\.jsonl", path.name), path) for path in run.events_folder.glob("rank*.jsonl"))
         return dict(sorted((int(match[1]), path) for match, path in names if match))
     each = max(1, world_size // groups)
-    # Replica groups number their ranks from 0 each.
+    # Each replica group numbers its ranks from 0.
     paths = {rank: run.group_events(*divmod(rank, each)) if rank else run.events(0) for rank in range(world_size)}
     return {rank: path for rank, path in paths.items() if path.is_file()}

@@ -1,4 +1,4 @@
-"""Runs side by side: the values that differ, how they ended, and their losses in one picture."""
+"""Compare runs: the recipe values that differ, how the runs ended, and their losses in one chart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_RUNS = len(ascii_uppercase)
 
 
 def comparison_as_json(reports: Sequence[Report]) -> list[JsonObject]:
-    """Figures are null where a run has none; `values` are those of the recipe that differ between the runs."""
+    """Return the comparison as JSON: `values` are the recipe values that differ; a figure that a run lacks is null."""
     found: list[JsonObject] = []
     for report, values in zip(reports, _differing_values(reports), strict=True):
         heldout = _heldout(report)
@@ -44,10 +44,10 @@ def comparison_as_json(reports: Sequence[Report]) -> list[JsonObject]:
 
 
 def render_comparison(reports: Sequence[Report], width: int) -> str:
-    """Draw the comparison; each run has a letter, which stands for it in the table and in the pictures."""
+    """Draw the comparison; a letter stands for each run in the table and the charts."""
     letters = ascii_uppercase[: len(reports)]
     values = _differing_values(reports)
-    # Paths are long and alike: a letter stands for each run in the table and in the pictures.
+    # Run paths are long and similar, so the table and the charts use letters.
     rows = [["", *letters]]
     for key in dict.fromkeys(key for of_run in values for key in of_run):
         rows.append([key, *(show_value(of_run[key]) if key in of_run else "-" for of_run in values)])

@@ -1,4 +1,4 @@
-"""Kernels for people: the table that was measured, and what was chosen by it."""
+"""Render kernel choices: the measured table, and the kernels that were chosen."""
 
 from __future__ import annotations
 
@@ -12,9 +12,19 @@ STYLES = {"chosen": "green", "wrong": "red", "failed": "red"}
 
 
 def render_table(table: KernelTable) -> RenderableType:
-    """Each backend's time over torch's default, its error, and what became of it; below, what was not tried and why."""
+    """Render each backend's time relative to torch's default, its error and its verdict; then the backends not tried
+    and why."""
     about = f"{table.device}, {table.compute}, torch {table.torch}; time: forward and backward, over the default's"
-    untried = [Text(f"not tried, as {reason}:\n  {names}", style="dim") for reason, names in _untried(table).items()]
+    # One missing package excludes many kernels, so they are grouped by reason.
+    by_reason: dict[str, dict[str, list[str]]] = {}
+    for op, figures in table.figures.items():
+        for backend, figure in figures.items():
+            if figure.verdict == "not tried":
+                by_reason.setdefault(figure.reason, {}).setdefault(op, []).append(backend)
+    untried = []
+    for reason, ops in by_reason.items():
+        names = "; ".join(f"{op} {', '.join(backends)}" for op, backends in ops.items())
+        untried.append(Text(f"not tried, as {reason}:\n  {names}", style="dim"))
     return Group(Text(about), Text(), _tried(table), *(part for line in untried for part in (Text(), line)))
 
 
@@ -47,29 +57,13 @@ def _describe_verdict(figure: KernelFigure) -> str:
     return ": ".join(filter(None, ("" if figure.verdict == "default" else figure.verdict, figure.reason)))
 
 
-def _untried(table: KernelTable) -> dict[str, str]:
-    """Reason -> `attention cudnn, flex; rope liger`."""
-    # One missing package keeps many kernels away: by reason they take one line each.
-    by_reason: dict[str, dict[str, list[str]]] = {}
-    for op, figures in table.figures.items():
-        for backend, figure in figures.items():
-            if figure.verdict == "not tried":
-                by_reason.setdefault(figure.reason, {}).setdefault(op, []).append(backend)
-    return {
-        reason: "; ".join(f"{op} {', '.join(backends)}" for op, backends in ops.items())
-        for reason, ops in by_reason.items()
-    }
-
-
 def describe_choice(kernels: KernelSpec, table: KernelTable | None) -> str:
-    """`rms_norm compiled (0.32 of the default's time), rope compiled (0.66)`; without a table the names alone."""
-    chosen = [_describe_one(op, backend, table) for op, backend in kernels.changed.items()]
+    """`rms_norm compiled (0.32 of the default's time), rope compiled (0.66)`; without a table only the names."""
+    chosen = []
+    for op, backend in kernels.changed.items():
+        figure = table.figures.get(op, {}).get(backend) if table is not None else None
+        # A kernel that the recipe names was not necessarily measured.
+        ratio = "" if figure is None or figure.ratio is None else f" ({figure.ratio:.2f} of the default's time)"
+        chosen.append(f"{op} {backend}{ratio}")
     measured = "torch's defaults, which nothing beat" if table is not None else "torch's defaults"
     return ", ".join(chosen) or measured
-
-
-def _describe_one(op: str, backend: str, table: KernelTable | None) -> str:
-    figure = table.figures.get(op, {}).get(backend) if table is not None else None
-    if figure is None or figure.ratio is None:
-        return f"{op} {backend}"
-    return f"{op} {backend} ({figure.ratio:.2f} of the default's time)"

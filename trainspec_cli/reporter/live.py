@@ -1,4 +1,4 @@
-"""The view of a running run: a progress bar on a terminal, plain lines elsewhere."""
+"""Show a run in progress: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from trainspec_cli.run.folder.events import EventTail
 from trainspec_cli.run.folder.paths import RunDir
 
 REFRESH_PER_S = 4
-"""Drawing takes time from the workers on a small machine."""
+"""Limits drawing, which takes time from the workers on a small machine."""
 LINE_S = 10.0
 QUICK_S = 1.0
-"""What follows the last step has a line of its own where it takes longer."""
+"""Work after the last step gets its own line if it takes longer than this."""
 XZ = "xz: what `xz -9e` compresses the same held-out text to; a model that has learned its language needs fewer bits"
-"""Explains the figure beside the first evaluation of a text."""
+"""Printed once, with the first evaluation of a text."""
 
 
 class ShowProgress(Protocol):
     def __call__(self, phase: str, done: float, rows: int = 0) -> None:
-        """Show a phase, the part of the whole that is done, 0 to 1, and the phase's rows so far."""
+        """Show a phase, the fraction of the whole that is done (0 to 1), and the phase's rows so far."""
 
 
 @contextmanager
 def showing_progress(console: Console) -> Iterator[ShowProgress]:
-    """Show work that reports its phase, and how far it is. Off a terminal each phase is a line, and one of rows and
-    their rate follows every `LINE_S`."""
+    """Show work that reports its phase and progress. Without a terminal, print a line for each phase, and one with rows
+    and their rate every `LINE_S`."""
     phase_now = ""
     began_s = 0.0
     shown_s = 0.0
@@ -58,7 +58,7 @@ def showing_progress(console: Console) -> Iterator[ShowProgress]:
             nonlocal shown_s
             is_new = phase not in reported
             text = describe_rows(phase, rows)
-            # A log keeps all lines: one for each report would fill it.
+            # A log keeps all lines, so printing every report would fill it.
             if is_new or (text and time.monotonic() - shown_s >= LINE_S):
                 reported.add(phase)
                 shown_s = time.monotonic()
@@ -75,14 +75,13 @@ def showing_progress(console: Console) -> Iterator[ShowProgress]:
 
 
 class LiveView:
-    """Reads rank 0's events and shows them; `watch` is to be called again and again while the run goes on. `log` gets
-    the lines that a console without a terminal gets."""
+    """Reads rank 0's events and shows them; call `watch` repeatedly during the run. `log` receives the lines of a
+    console without a terminal."""
 
     def __init__(
         self, run: RunDir, plan: Plan | None, console: Console, log: Console | None = None, *, last_bytes: int = 0
     ):
-        """`plan`: None for a command of the user's own. `last_bytes`: of the events that are there already, so many are
-        shown too."""
+        """`plan`: None for a user command. `last_bytes`: how many bytes of existing events to show first."""
         interval_steps = plan.spec.train.log_interval_steps if plan else None
         self._tail = EventTail(run.events(0), last_bytes)
         self._progress = Progress(plan.total_steps if plan else None)
@@ -105,40 +104,42 @@ class LiveView:
 
     def watch(self, stop_requested: bool) -> None:
         for event in self._tail.read():
-            self._progress.take(event)
+            self._progress.add(event)
             if isinstance(event, FirstTextEvent):
-                self.say(describe_event(event), Text.assemble(*first_text_parts(event)))
+                self.show_message(describe_event(event), Text.assemble(*first_text_parts(event)))
             elif self._is_due(event) and (text := describe_event(event)):
-                self.say(text)
-            # Once is enough: the figure is new to most readers only the first time.
+                self.show_message(text)
+            # Explain the figure only once.
             if self._explains_xz and isinstance(event, EvalEvent) and isinstance(event.xz_bits_per_byte, float):
-                self.say(XZ)
+                self.show_message(XZ)
                 self._explains_xz = False
             self._show(stop_requested)
+        # Without new events the phase still changes, for example when a stop is requested.
         self._show(stop_requested)
 
     def _is_due(self, event: Event) -> bool:
-        """Return whether an event is told now: of advice on shares the first, and then one in twice as many steps."""
+        """Return whether to show an event now. Advice on shares is shown at first, and then after twice as many steps
+        each time."""
         if not (isinstance(event, DirectiveEvent) and advises_shares(event)):
             return True
-        # Advice on shares comes and goes with the machine's load.
+        # Advice on shares changes with the machine's load.
         if event.step < self._next_advice_step:
             return False
         self._next_advice_step = 2 * event.step
         return True
 
-    def say(self, text: str, styled: Text | None = None) -> None:
+    def show_message(self, text: str, styled: Text | None = None) -> None:
         """Show a message, such as the supervisor's; on a terminal as it is `styled`."""
         for screen in self._screens:
-            screen.say(styled if styled and isinstance(screen, TerminalScreen) else text)
+            screen.show_message(styled if styled and isinstance(screen, TerminalScreen) else text)
 
     def note(self, text: str) -> None:
-        """Add a line to the log alone."""
+        """Add a line only to the log."""
         for screen in self._screens[1:]:
-            screen.say(text)
+            screen.show_message(text)
 
     def yield_terminal(self) -> None:
-        """Draw no more: another program prints to the terminal."""
+        """Stop drawing, because another program prints to the terminal."""
         self._screens[0].close()
 
     def _show(self, stop_requested: bool) -> None:
@@ -146,7 +147,7 @@ class LiveView:
             screen.show(self._phase(stop_requested), self._progress)
 
     def _phase(self, stop_requested: bool) -> str:
-        """Name the phase; empty while steps go by."""
+        """Return the phase's name; empty while the run is training."""
         if stop_requested and not self._has_plan:
             return "stopping (Ctrl-C again: at once)"
         if stop_requested:
@@ -170,6 +171,7 @@ class TerminalScreen:
             BarColumn(),
             TextColumn("{task.fields[figures]}", markup=False),
             console=console,
+            # The final summary replaces the bar.
             transient=True,
             refresh_per_second=REFRESH_PER_S,
         )
@@ -177,7 +179,7 @@ class TerminalScreen:
         self._phase, self._since = "", time.monotonic()
         self._bar.start()
 
-    def say(self, text: str | Text) -> None:
+    def show_message(self, text: str | Text) -> None:
         self._bar.console.print(text, markup=False, highlight=False)
 
     def show(self, phase: str, progress: Progress) -> None:
@@ -197,17 +199,17 @@ class TerminalScreen:
 
 
 class PlainScreen:
-    """Prints a line every `interval_steps`, or every `LINE_S` where that is None, and one when another phase begins."""
+    """Prints a line every `interval_steps` (if None, every `LINE_S`), and one when a phase begins."""
 
     def __init__(self, console: Console, interval_steps: int | None):
         self._console = console
         self._interval_steps = interval_steps
         self._phase = ""
         self._phase_s = 0.0
-        self._is_said = False
+        self._is_shown = False
         self._step, self._printed_s = 0, time.monotonic()
 
-    def say(self, text: str | Text) -> None:
+    def show_message(self, text: str | Text) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, phase: str, progress: Progress) -> None:
@@ -215,16 +217,16 @@ class PlainScreen:
         if progress.has_stepped and progress.step != self._step and self._is_due(progress):
             self._step = progress.step
             self._printed_s = now_s
-            self.say(f"{_place(progress)}: {describe_progress(progress)}".removesuffix(": "))
+            self.show_message(f"{_place(progress)}: {describe_progress(progress)}".removesuffix(": "))
         if phase != self._phase:
             self._phase = phase
             self._phase_s = now_s
-            self._is_said = False
-        # Most runs end in a moment after the last step; a line for it would only be noise.
+            self._is_shown = False
+        # Most runs end soon after the last step, so a line about it would be noise.
         is_quick = phase == progress.after_last_step and now_s - self._phase_s < QUICK_S
-        if phase and not self._is_said and not is_quick:
-            self._is_said = True
-            self.say(phase)
+        if phase and not self._is_shown and not is_quick:
+            self._is_shown = True
+            self.show_message(phase)
 
     def _is_due(self, progress: Progress) -> bool:
         if self._interval_steps is None:
@@ -232,4 +234,4 @@ class PlainScreen:
         return progress.step % self._interval_steps == 0 or progress.step == progress.max_steps
 
     def close(self) -> None:
-        """Nothing to clear away: lines stay."""
+        """Do nothing: printed lines stay."""

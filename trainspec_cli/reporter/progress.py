@@ -1,4 +1,4 @@
-"""The progress of a running run, from the events of rank 0 as they come in."""
+"""The progress of a run, from rank 0's events as they arrive."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from trainspec_cli.run.folder.event_types.events import (
 )
 
 RECENT_STEPS = 20
-"""The steps that a shown speed is taken over."""
+"""Number of steps that the shown speed is averaged over."""
 
 
 @dataclass
 class Progress:
-    """The state of a run that is watched. Figures are None until they mean something."""
+    """The state of a watched run. Figures are None until they are known."""
 
     max_steps: int | None
-    """None where nobody knows."""
+    """None if unknown."""
     begin: StartEvent | None = None
     """The start event of rank 0; None until the workers are ready."""
     step: int = 0
@@ -34,7 +34,7 @@ class Progress:
     mfu: float | None = None
     time_left_s: float | None = None
     usage: UsageEvent | None = None
-    """The newest, of a command of the user's own."""
+    """The newest counter event of a user command."""
     evaluated_step: int = -1
     saved_step: int = -1
     """The step of the newest evaluation, and of the newest checkpoint."""
@@ -43,7 +43,7 @@ class Progress:
 
     @property
     def unit(self) -> str:
-        """Return what speed counts: tokens, or samples."""
+        """Return the unit of the speed: tokens or samples."""
         return self.begin.unit if self.begin else "tokens"
 
     @property
@@ -52,7 +52,7 @@ class Progress:
 
     @property
     def after_last_step(self) -> str:
-        """Say what the workers do after the last step; empty before it."""
+        """Return what the workers do after the last step; empty before it."""
         if not self.has_stepped or self.max_steps is None or self.step < self.max_steps:
             return ""
         if self.has_ended:
@@ -61,7 +61,7 @@ class Progress:
             return "evaluating"
         return "writing the checkpoint" if self.saved_step < self.step else "writing the result"
 
-    def take(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         if isinstance(event, StartEvent):
             self.begin = event
             self.has_ended = False
@@ -78,7 +78,7 @@ class Progress:
             self.step = event.step
             self.loss = event.loss
             self._recent.append(event)
-            # The first steps compile and allocate; a speed that counted them would be too low for long.
+            # The first steps compile and allocate; including them would make the speed too low for a long time.
             if self.begin and len(self._recent) > WARMUP_STEPS:
                 self._measure(self.begin)
 

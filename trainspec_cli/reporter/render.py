@@ -1,4 +1,4 @@
-"""A Report for people: the summary at the end of a run, and the whole report."""
+"""Render a Report: the summary at the end of a run, and the whole report."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from trainspec_cli.reporter.verdicts import describe_verdict
 
 BAR_CELLS = 24
 SHOWN_LINES = 8
-"""Number of evaluations, checkpoints and warnings that are shown, the newest."""
+"""How many of the newest evaluations, checkpoints and warnings are shown."""
 
 Section = RenderableType | None
-"""None: there is nothing to show."""
+"""None: nothing to show."""
 
 
 def render_summary(report: Report) -> RenderableType:
@@ -141,7 +141,7 @@ def _speed(speed: RunSpeed, world_size: int, predicted: LocalPrediction | None) 
 
 
 def _wall_time(report: Report) -> Section:
-    """Show where the time of all attempts went, as bars."""
+    """Show the wall time of all attempts by part, as bars."""
     if not report.time_s.total_s or report.goodput is None:
         return None
     table = Table.grid(padding=(0, 2))

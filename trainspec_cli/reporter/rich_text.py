@@ -1,4 +1,4 @@
-"""Text and tables for rich: values from elsewhere are escaped before they are measured, so that a table leaves room."""
+"""Text and tables for rich: untrusted values are escaped before they are measured, so that columns are wide enough."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Text(text.Text):
 
 
 def text_table(headings: Sequence[str], rows: Iterable[Sequence[RenderableType]] = ()) -> Table:
-    """A table in which a heading that begins with # stands over numbers, as on a page (`page.parts.text_table`)."""
+    """Return a table; a heading that begins with # marks a column of numbers, as on a page
+    (`page.parts.text_table`)."""
     table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
     for heading in headings:
         table.add_column(heading.lstrip("#"), justify="right" if heading.startswith("#") else "left")

@@ -1,4 +1,4 @@
-"""The page of a run: its curves, where its time went, what slowed it, and what was predicted of it."""
+"""Render the page of a run: its curves, where its time went, what slowed it, and what was predicted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from trainspec_cli.reporter.text import (
     facts_of,
     heldout_title,
     scheduler_changes,
-    standing_of,
+    status_line,
     title_of,
     wall_time_rows,
     warning_lines,
@@ -44,15 +44,15 @@ from trainspec_cli.reporter.text import (
 from trainspec_cli.reporter.verdicts import verdicts_section
 from trainspec_cli.run.folder.event_types.events import PARTS, SampleEvent
 
-# Charts of a run: its losses, the parts of its steps and of its wall time, and what was predicted of them.
+# Charts of a run: its losses, its steps and wall time by part, and the predictions.
 
 
 LOSS_STRETCHES, HELDOUT_STRETCHES = 400, 40
-"""A longer curve is thinned to the lowest and the highest of so many stretches."""
+"""A longer curve is thinned to the lowest and highest value of this many stretches."""
 MARKED_POINTS = 40
-"""Points of a longer curve have no dots."""
+"""Above this number of points, a curve has no dots."""
 PART_KINDS = {name: f"c-{name}" for name in PARTS} | {"checkpoint": "c-saving"}
-"""CSS classes; that of checkpoints has another colour in a plan's time lost."""
+"""CSS classes; checkpoints have another colour in a plan's "time lost"."""
 
 
 def curves_section(report: Report) -> str:
@@ -69,7 +69,7 @@ def curves_section(report: Report) -> str:
 
 
 def other_curves_section(report: Report) -> str:
-    """Draw the gradient norm and the learning rate, each on axes of its own; nothing where a run has neither."""
+    """Draw the gradient norm and the learning rate in separate charts; empty if a run has neither."""
     drawn = ""
     for name, curve in (("gradient norm", report.grad_norm), ("learning rate", report.lr)):
         if points := thin(_points(curve), LOSS_STRETCHES):
@@ -82,7 +82,7 @@ def _points(curve: Sequence[tuple[int, float | None]]) -> list[Point]:
 
 
 def _beside(report: Report) -> str:
-    """Say what the curve does not show."""
+    """Describe what the curve does not show."""
     said = []
     if missing := sum(value is None for _, value in report.loss):
         said.append(f"Steps whose loss was not finite: {missing:,}.")
@@ -94,7 +94,7 @@ def _beside(report: Report) -> str:
 
 
 def step_time_section(speed: RunSpeed, world_size: int, predicted: LocalPrediction | None) -> str:
-    """Draw the parts of the mean step, which sum to it, and those that were predicted."""
+    """Draw the mean step by part, measured and predicted."""
     measured = _segments({part.name: part.mean_s for part in speed.parts})
     bars = [("measured", measured, speed.step_time_s)]
     if predicted:
@@ -127,7 +127,7 @@ def _compared(
 
 
 def wall_time_section(report: Report) -> str:
-    """Draw where the time of all attempts went; buckets without any are left out."""
+    """Draw the wall time of all attempts by part; empty parts are left out."""
     wall_s = report.time_s.total_s
     if wall_s <= 0 or report.goodput is None:
         return ""
@@ -140,9 +140,9 @@ def wall_time_section(report: Report) -> str:
 
 
 MOST_LINES = 100
-"""Changes, evaluations, checkpoints and warnings that are shown, the newest."""
+"""How many of the newest changes, evaluations, checkpoints and warnings are shown."""
 MOST_CHARACTERS = 600
-"""A line that is longer is cut off: only a stranger writes such lines."""
+"""Longer lines are cut off; trainspec itself does not write such lines."""
 FOOTER = (
     "Reported by trainspec. MFU counts model FLOPs, attention over its causal half, over the peak that is named. "
     "Goodput is the part of the wall time, from the first launch on, in which steps were made that count."
@@ -151,8 +151,8 @@ FOOTER = (
 
 def render_run_page(report: Report, composed: str = "", origin: PageOrigin | None = None) -> str:
     """Return the page of a run, finished or live; `composed` is the text of its recipe."""
-    goes_on = "; the run goes on, and this is how it stood" if report.status in ALIVE else ""
-    text = f"{report.recipe}: {standing_of(report)}{goes_on}".removeprefix(": ")
+    goes_on = "; the run is in progress" if report.status in ALIVE else ""
+    text = f"{report.recipe}: {status_line(report)}{goes_on}".removeprefix(": ")
     above = [heading(title_of(report), text), origin_line(origin), tiles(list(_figures(report)))]
     return render_page(title_of(report), "".join([*above, *_sections(report, composed)]), FOOTER)
 
@@ -170,7 +170,7 @@ def _sections(report: Report, composed: str) -> Iterator[str]:
                 "peak memory of one device", report.predicted.peak_memory_bytes, report.peak_memory_bytes, format_bytes
             ),
         ]
-        text = "What the plan foresaw, beside what was measured."
+        text = "Predicted by the plan, and measured."
         yield section("Predicted and measured", text, text_table(("", "#predicted", "#measured", "#difference"), rows))
     yield wall_time_section(report)
     yield verdicts_section(report.verdicts)
@@ -191,7 +191,7 @@ def _sections(report: Report, composed: str) -> Iterator[str]:
 
 
 def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
-    """Yield the tiles: name, value, and what else there is to say."""
+    """Yield the tiles as (name, value, detail)."""
     yield "steps", f"{report.steps:,}", f"of {report.max_steps:,}" if report.max_steps is not None else ""
     if report.loss:
         yield "loss, last", _loss(report.final_loss), _lowest(report.loss)
@@ -244,7 +244,7 @@ def _newest(lines: Sequence[str]) -> str:
 
 
 def _folded(title: str, lines: Sequence[str]) -> str:
-    """A list that is closed at first; nothing where it is empty."""
+    """Return a collapsed list; empty if there are no lines."""
     summary = f"{title[0].upper()}{title[1:]} ({len(lines):,})"
     return details(summary, note(_earlier(len(lines))) + _newest(lines)) if lines else ""
 

@@ -1,11 +1,10 @@
-"""Where the time of a run's steps went: a rank's events -> its starts and steps -> means over steps and ranks -> lines.
+"""Where the time of a run's steps went: events of a rank -> starts and steps -> means over steps and ranks -> lines.
 
-Of each step an event names the seconds of every part (`PARTS` in run/folder/event_types/events.py), as the rank's clock
-measured them (engine/observe/clock.py). Here they become means, and the rows that terminal and page show; what a plan
-expects of the same step comes from planner/time/step.py, and plan/text.py shows that.
+A step event has the seconds of every part (`PARTS` in run/folder/event_types/events.py), measured by the rank's clock
+(engine/observe/clock.py). This module averages them, and makes the rows that terminal and page show. The plan's
+prediction of the same step comes from planner/time/step.py and is shown by plan/text.py.
 
-Steps are kept as columns of numbers, so that a long run takes some hundred bytes a step; the events themselves are
-dropped as they are read.
+Steps are kept as columns of numbers, a few hundred bytes per step; the events themselves are dropped after reading.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from trainspec_cli.run.folder.files import StepColumns
 BesideSteps = EvalEvent | CheckpointEvent | SampleEvent
 Kind = TypeVar("Kind", EvalEvent, CheckpointEvent, SampleEvent)
 FIGURES = ("loss", "grad_norm", "lr", "skipped", "step_time_s", "units", "exchange_s", "exposed_s", *PARTS)
-"""The columns of a step. A loss that is not known, and an exchange that there was none of, are NaN."""
+"""The columns of a step. An unknown loss and a missing exchange are NaN."""
 
 
 def _row(event: StepEvent) -> tuple[float, ...]:
@@ -56,7 +55,7 @@ class Start:
     """The events of a rank from one start to the next."""
 
     begin: StartEvent | None
-    """None where it was lost."""
+    """None if it was lost."""
     steps: StepColumns = field(default_factory=lambda: StepColumns(*FIGURES))
     others: list[BesideSteps] = field(default_factory=list)
 
@@ -77,14 +76,14 @@ class History:
     last_time: float = 0.0
     """Unix seconds of the first and the last event."""
 
-    def take(self, event: Event) -> None:
-        """Sort an event, which follows those before it, into its start. A resume goes on from a checkpoint: what an
-        earlier start made beyond it is made again, and forgotten here."""
+    def add(self, event: Event) -> None:
+        """Add the next event to its start. A resume continues from a checkpoint, so steps of earlier starts beyond it
+        are repeated, and forgotten here."""
         self.last_time = event.time
         self.first_time = self.first_time or event.time
         if isinstance(event, StartEvent):
             for earlier in self.starts:
-                # The resumed run makes these steps again, and they would count twice.
+                # The resumed run repeats these steps, and they would count twice.
                 earlier.forget_beyond(event.step)
             self.starts.append(Start(event))
         elif isinstance(event, WarningEvent):
@@ -101,7 +100,7 @@ class History:
             self.starts[-1].others.append(event)
 
     def column(self, name: str) -> tuple[array[int], array[float]]:
-        """Return a figure of all steps: (steps, values)."""
+        """Return one figure of all steps, as (steps, values)."""
         steps = array("q")
         values = array("d")
         for start in self.starts:
@@ -111,7 +110,7 @@ class History:
 
     @property
     def last_working_start(self) -> Start | None:
-        """The newest start that made a step."""
+        """Return the newest start that completed a step."""
         return next((start for start in reversed(self.starts) if len(start.steps)), None)
 
     @property
@@ -126,27 +125,27 @@ class History:
 class PartTime:
     name: str
     mean_s: float
-    """Over steps and ranks."""
+    """Mean over steps and ranks."""
     share: float
     """Fraction of the whole step."""
     min_s: float
     max_s: float
-    """The ranks' own means: the least and the greatest."""
+    """Smallest and largest of the ranks' means."""
 
 
 @dataclass(frozen=True)
 class ExchangeShare:
-    """Exchanges between ranks, where some went on beside the computation: means over steps and ranks."""
+    """Exchanges between ranks that overlap with computation: means over steps and ranks."""
 
     seconds: float
-    """A step in which an exchange went on."""
+    """Seconds of a step during which an exchange ran."""
     exposed_s: float
-    """The part of these in which nothing was computed."""
+    """The part of these seconds without computation."""
 
 
 @dataclass(frozen=True)
 class RunSpeed:
-    """Taken over the steps of the last start, without the first, which compile and allocate."""
+    """Measured over the steps of the last start, without the first ones, which compile and allocate."""
 
     tokens_per_s: float
     """Rate in `unit`: samples a second for images and volumes."""
@@ -161,17 +160,17 @@ class RunSpeed:
     step_time_s: float
     """Mean over steps and ranks; the parts sum to it."""
     usual_s: tuple[float, float]
-    """Bounds of eight in ten of the first rank's steps, those that wrote a checkpoint left out."""
+    """The range of the middle 80% of the first rank's steps, without steps that wrote a checkpoint."""
     parts: tuple[PartTime, ...]
     ranks: tuple[int, ...]
-    """Ranks whose events the parts are taken from."""
+    """Number of ranks that the parts are averaged over."""
     unit: str = "tokens"
     exchange: ExchangeShare | None = None
-    """None where no exchange went on beside the computation."""
+    """None if no exchange overlapped with computation."""
 
 
 class SpeedMeter:
-    """Takes in the ranks one after another, the first rank first, and keeps their means alone."""
+    """Reads one rank after another, starting with the first, and keeps only their means."""
 
     def __init__(self, first: History):
         self._start, self._throughput = first.last_working_start, Throughput(0.0, 0.0, 0, 0)
@@ -181,18 +180,18 @@ class SpeedMeter:
         self._exchanging_steps = 0
         if self._start is not None and (begin := self._start.begin) is not None:
             self._throughput = _throughput(self._start, begin)
-            # A range holds the steps of a long run in little memory; only a run with gaps needs a set.
+            # A range stores the steps of a long run in little memory; only a run with gaps needs a set.
             steps = self._start.steps.steps[self._throughput.left_out :]
             run = range(steps[0], steps[-1] + 1) if steps else range(0)
             self._wanted_steps = run if len(run) == len(steps) and all(map(eq, run, steps)) else set(steps)
 
-    def take(self, rank: int, history: History) -> None:
-        """Take in the steps that this rank has made together with the first one."""
+    def add(self, rank: int, history: History) -> None:
+        """Add the steps that this rank has in common with the first one."""
         start = history.last_working_start
         rows = start.rows_of(self._wanted_steps) if start else []
         if start is None or not rows:
             return
-        # fsum: a million small parts would lose digits in a plain sum.
+        # A plain sum of a million small parts would lose digits.
         self._means_s[rank] = {name: _sum(start.steps[name], rows) / len(rows) for name in PARTS}
         exchange_s = start.steps["exchange_s"]
         exposed_s = start.steps["exposed_s"]
@@ -202,7 +201,7 @@ class SpeedMeter:
 
     @property
     def speed(self) -> RunSpeed | None:
-        """The speed; None before a step was made."""
+        """Return the speed; None before the first step."""
         start = self._start
         if start is None or start.begin is None:
             return None
@@ -264,27 +263,27 @@ def _usual_s(start: Start, rows: Sequence[int]) -> tuple[float, float]:
     return times[len(times) // 10], times[len(times) * 9 // 10]
 
 
-# The speed and the parts of a step, as lines and rows that the terminal and the page show.
+# The speed and the parts of a step, as lines and rows for the terminal and the page.
 
 
 STEPS = "steps"
-"""The unit of a command of the user's own, of which nothing else is known."""
+"""The unit of a user command, whose tokens and samples are unknown."""
 UNSTEADY = 1.5
-"""Steps of one run, which all do the same, differ by less on a machine of its own."""
+"""On a machine without other load, equal steps differ by less than this."""
 LONG_WAIT = 0.05
-"""Part of a step; what is read ahead in time takes less."""
+"""Fraction of a step; data that is read ahead in time takes less."""
 
 
 def describe_speed(units_per_s: float, mfu: float, unit: str = "tokens") -> str:
-    """`2,810 tokens/s · 41.0% MFU`, or `2.81 samples/s`: of images and volumes there may be few. Of steps alone nobody
-    knows the operations."""
+    """`2,810 tokens/s · 41.0% MFU`, or `2.81 samples/s` with decimals, since images and volumes may be slow. The speed
+    in plain steps has no MFU."""
     if unit == STEPS:
         return f"{format_rate(units_per_s)} {unit}/s"
     return f"{format_rate(units_per_s)} {unit}/s · {mfu:.1%} MFU"
 
 
 def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
-    """Return the speed, how MFU is reckoned, the steps that it is taken over, and what is unusual about them."""
+    """Return the speed, how MFU is computed, the steps that were averaged, and what is unusual about them."""
     steps = speed.left_out_steps
     left_out = f"; steps {steps[0]}-{steps[-1]}, which compile and allocate, are left out" if steps else ""
     over = f"over steps {speed.first_step}-{speed.last_step}{left_out}"
@@ -298,11 +297,11 @@ def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
         over,
     ]
     quick_s, slow_s = speed.usual_s
-    # A prediction knows the load that there was when this machine was probed, not what came later.
+    # A prediction includes the machine's load during the probe, not later load.
     if slow_s > UNSTEADY * quick_s:
         usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (eight in ten)"
         lines.append(f"steps took {usual}: something else was at work on this machine, which no prediction foresees")
-    # Reading ahead hides all that takes less than a step.
+    # Reading ahead hides any reading that takes less than a step.
     waited = next(part.share for part in speed.parts if part.name == "data_wait")
     if waited > LONG_WAIT:
         disk = "a faster or local disk" if speed.unit == "tokens" else "a faster disk, or more CPU cores to read with"
@@ -316,8 +315,8 @@ def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
 
 
 def part_rows(speed: RunSpeed, predicted: LocalPrediction | None) -> Iterator[list[str]]:
-    """Yield (part, time, share) of the parts of the mean step, and of the whole; over several ranks also the least and
-    the greatest, and the predicted time where there is one."""
+    """Yield (part, time, share) for each part of the mean step and for the whole; with several ranks also the range,
+    and the predicted time if known."""
     by_rank = len(speed.ranks) > 1
     for part in speed.parts:
         row = [part.name.replace("_", " "), format_duration(part.mean_s), f"{part.share:.1%}"]

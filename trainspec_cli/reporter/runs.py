@@ -1,4 +1,4 @@
-"""The status of a run, and the runs below a folder in a line each, read from the end of their events alone."""
+"""The status of a run, and a one-line summary of each run below a folder; only the end of their events is read."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_outline, read_run_record
 
 QUEUED, RUNNING, MADE, KILLED, DAMAGED = "queued", "running", "made", "killed", "damaged"
-"""Slurm will start it, once more or for the first time; it is alive; it is written down, for Slurm or for a sweep that
-will come to it, and was never started; it ended without a result; its files cannot be read."""
+"""Slurm will start it, for the first time or again; it is alive; it was created, for Slurm or a sweep, and never
+started; it ended without a result; its files cannot be read."""
 
 ALIVE = (QUEUED, RUNNING)
 MOST_DIFFERENCES = 3
-"""Values that a line shows; the others are counted."""
+"""How many values a line shows; the rest are counted."""
 
 Ask = Callable[[RunDir], bool]
 
 
 def status_of(run: RunDir, *, running: bool, queued: bool) -> str:
-    """Return the status that the result has (done, stopped or failed), or the one that follows from having none."""
+    """Return the result's status (done, stopped or failed), or without a result one of the others."""
     if queued:
         return QUEUED
     if running:
@@ -52,24 +52,31 @@ class RunLine:
     max_steps: int | None
     loss: float | None
     created_at: float
-    """Unix seconds; of a damaged run when its folder was last changed."""
+    """Unix seconds; for a damaged run, the time of its folder's last change."""
     damage: str = ""
-    """Why the run cannot be read; empty where it can."""
+    """Why the run cannot be read; empty if it can."""
     name: str = ""
     """As `run.name` says."""
     tags: tuple[str, ...] = ()
     differs: JsonObject = field(default_factory=dict)
-    """The values that differ between the runs of this recipe that are listed, by key."""
+    """The values that differ between the listed runs of this recipe, by key."""
 
 
 def list_runs(folder: Path, is_running: Ask, is_queued: Ask, others: Iterable[RunDir] = ()) -> list[RunLine]:
-    """Return the runs below a folder, and others, newest first. A run that cannot be read is listed as damaged, and
-    hides no other; runs of others that are closed to this user are left out."""
+    """Return the runs below a folder, and others, newest first. A run that cannot be read is listed as damaged. Runs
+    that this user may not read are left out."""
     lines = []
     for run in (*find_runs(folder), *others):
-        with suppress(PermissionError):
-            lines.append(_describe_any(run, is_running, is_queued))
-    # Runs of different recipes differ in nearly everything: only those of one recipe are compared.
+        try:
+            lines.append(_describe(run, is_running, is_queued))
+        except PermissionError:
+            continue
+        except (TrainspecError, OSError) as error:
+            changed_at = 0.0
+            with suppress(OSError):  # the folder may have been deleted meanwhile
+                changed_at = run.root.stat().st_mtime
+            lines.append(RunLine(str(run.root), "-", DAMAGED, 0, None, None, changed_at, damage=str(error)))
+    # Runs of different recipes differ in nearly everything, so only runs of one recipe are compared.
     recipes = {line.recipe: [one for one in lines if one.recipe == line.recipe and not one.damage] for line in lines}
     for alike in recipes.values():
         for line, values in zip(alike, differing([line.differs for line in alike]), strict=True):
@@ -78,15 +85,15 @@ def list_runs(folder: Path, is_running: Ask, is_queued: Ask, others: Iterable[Ru
 
 
 def differing(specs: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return of each flat recipe the values that not all of them share. Keys that some lack, as another version wrote
-    them, and those of `run` are left out."""
+    """Return, for each flat recipe, the values that not all of them share. Keys of `run`, and keys that some recipes
+    lack because another version wrote them, are left out."""
     shared = [key for key in (specs[0] if specs else {}) if all(key in spec for spec in specs)]
     keys = [key for key in shared if any(spec[key] != specs[0][key] for spec in specs) and not key.startswith("run.")]
     return [{key: spec[key] for key in keys} for spec in specs]
 
 
 def show_value(value: JsonValue) -> str:
-    """Return a value as it is typed on a command line."""
+    """Format a value as typed on a command line."""
     return value if isinstance(value, str) else json_text(value, indent=None)
 
 
@@ -97,24 +104,12 @@ def show_differences(line: RunLine) -> str:
 
 
 def find_runs(folder: Path) -> Iterator[RunDir]:
-    """Folders that hold a run.json; what lies inside a run is not looked through."""
+    """Yield the folders with a run.json; the folders inside a run are not searched."""
     for root, subfolders, files in os.walk(folder):
         if "run.json" in files:
-            # A run holds checkpoints and logs by the thousand, and no other run.
+            # A run has thousands of checkpoints and logs, and contains no other run.
             subfolders.clear()
             yield RunDir(root)
-
-
-def _describe_any(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:
-    try:
-        return _describe(run, is_running, is_queued)
-    except PermissionError:
-        raise
-    except (TrainspecError, OSError) as error:
-        changed_at = 0.0
-        with suppress(OSError):  # the folder may be gone by now
-            changed_at = run.root.stat().st_mtime
-        return RunLine(str(run.root), "-", DAMAGED, 0, None, None, changed_at, damage=str(error))
 
 
 def _describe(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:
@@ -138,13 +133,13 @@ def _describe(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:
 
 
 def name_of(spec: JsonObject) -> str:
-    """Return `run.name` of a recipe of any version; empty where it says none."""
+    """Return `run.name` of a recipe of any version; empty if unset."""
     about = spec.get("run")
     return str(about.get("name") or "") if isinstance(about, dict) else ""
 
 
 def last_step(run: RunDir) -> StepEvent | None:
-    """Return the newest step event of rank 0; None before there is one."""
-    # The end of the file is enough, so that a list of many long runs comes at once.
+    """Return the newest step event of rank 0, or None."""
+    # Read only the end of the file, so that listing many long runs is fast.
     steps = [event for event in read_log(run.events(0), TAIL_BYTES) if isinstance(event, StepEvent)]
     return steps[-1] if steps else None

@@ -1,4 +1,4 @@
-"""Events and figures as short texts, the same in the live view and in the report."""
+"""Format events and figures as short texts, shared by the live view and the report."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ from trainspec_cli.run.folder.event_types.events import (
 )
 
 LINE_CHARS, TEXT_CHARS = 72, 240
-"""Of the first text: on one line where all of it is trained on, else on about three."""
+"""Characters shown of the first text: one line if all of it is trained on, else about three."""
 MANY = 8
-"""More ranks than this are not listed one by one."""
+"""Above this number, ranks are summarised instead of listed."""
 
 
 def describe_progress(progress: Progress) -> str:
@@ -70,7 +70,7 @@ def describe_progress(progress: Progress) -> str:
 
 
 def describe_event(event: Event) -> str:
-    """Describe in a line or two what happens beside the steps; empty for events that need none."""
+    """Describe an event other than a step in a line or two; empty for events that need none."""
     match event:
         case StartEvent():
             processes = f"{event.world_size} process{'es' if event.world_size > 1 else ''}"
@@ -86,7 +86,7 @@ def describe_event(event: Event) -> str:
         case EvalEvent():
             return f"step {event.step}: held out {describe_evaluation(event)}"
         case CheckpointEvent():
-            # One that is written while the run trains on holds training up for a part of the time alone.
+            # A checkpoint that is written in the background blocks training only for part of its time.
             written_s = (
                 event.seconds if event.written_s is None or isinstance(event.written_s, Absent) else event.written_s
             )
@@ -122,8 +122,8 @@ def describe_event(event: Event) -> str:
 
 
 def first_text_parts(event: FirstTextEvent) -> Iterator[tuple[str, str]]:
-    """Yield (text, rich's style) of a line or two: what is trained on is bold and in brackets, the rest is dim. A text
-    of which every token is trained on needs neither."""
+    """Yield (text, rich style) for one or two lines: trained tokens are bold and in brackets, the rest is dim. A text
+    whose tokens are all trained on needs neither."""
     how_many = f"{event.trained:,} of {event.tokens:,}" if event.trained < event.tokens else f"all {event.tokens:,}"
     yield f"first text of the first batch: {how_many} tokens are trained on", ""
     if event.trained == event.tokens:
@@ -146,7 +146,7 @@ def format_bandwidth(bytes_per_s: float) -> str:
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """`ranks 0, 4, 8`, `ranks 2 to 5` where they follow one another, or `rank 3`."""
+    """`ranks 0, 4, 8`, `ranks 2 to 5` for consecutive ranks, or `rank 3`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 2 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1)):
@@ -156,7 +156,7 @@ def describe_ranks(ranks: Sequence[int]) -> str:
 
 
 def _describe_cadence(event: CadenceEvent) -> str:
-    """Describe what `checkpoint.interval_steps: auto` has chosen, and why."""
+    """Describe the interval that `checkpoint.interval_steps: auto` chose, and why."""
     failures = "no failures are expected"
     if event.mtbf_s is not None:
         failures = f"a failure is expected every {format_duration(event.mtbf_s)}"
@@ -168,10 +168,10 @@ def _describe_cadence(event: CadenceEvent) -> str:
 
 
 def describe_plan(plan: Plan) -> str:
-    """Describe what a plan has resolved, a fact a line."""
+    """Describe what a plan resolved, one fact per line."""
     spec = plan.spec
     unit = plan.spec.data.unit
-    # `8 samples of 64 tokens`; a sample of images or volumes is one of them. A batch that changes has its schedule.
+    # `8 samples of 64 tokens`; images and volumes are counted without a length. A changing batch names its schedule.
     length = f" of {spec.data.seq_len} tokens" if unit == "tokens" else ""
     kind = spec.batching.schedule.kind
     changes = "" if kind == "constant" else f" at first ({kind})"
@@ -196,7 +196,7 @@ def describe_prediction(prediction: LocalPrediction, tokens_per_step: int) -> st
     """`predicted: 240 ms a step, 8,533 tokens/s · 65.50 GiB a process, 56.75 GiB of them tensors`."""
     seconds = prediction.step_time_s
     tensors = ""
-    if prediction.beside:  # a run measures its tensors alone
+    if prediction.beside:  # a run measures only its tensors
         tensors = f", {format_bytes(prediction.peak_memory_bytes)} of them tensors"
     return (
         f"predicted: {format_duration(seconds)} a step, {tokens_per_step / seconds:,.0f} tokens/s · "
@@ -205,21 +205,22 @@ def describe_prediction(prediction: LocalPrediction, tokens_per_step: int) -> st
 
 
 def describe_evaluation(event: EvalEvent) -> str:
-    """`2.310 bits per byte (xz 2.651), loss 3.123`; of images `accuracy 0.910, loss 0.3121`, of volumes `Dice ...`."""
+    """`2.310 bits per byte (xz 2.651), loss 3.123`; for images `accuracy 0.910, loss 0.3121`, for volumes `Dice
+    ...`."""
     for name, value in (("accuracy", event.heldout_accuracy), ("Dice", event.heldout_dice)):
         if not isinstance(value, Absent):
             return f"{name} {_figure(value, 3)}, {_loss(event.heldout_loss)}"
     assert not isinstance(event.heldout_bits_per_byte, Absent), "an evaluation has one of the three"
     xz = event.xz_bits_per_byte
     beside = "" if xz is None or isinstance(xz, Absent) else f" (xz {xz:.3f})"
-    # Validation sets follow the recipe's own held-out text.
+    # Validation sets come after the recipe's held-out text.
     sets = {} if isinstance(event.sets, Absent) else event.sets
     of_sets = "".join(f"; {name} {_text_loss(one.loss, one.bits_per_byte)}" for name, one in sets.items())
     return _text_loss(event.heldout_loss, event.heldout_bits_per_byte, beside) + of_sets
 
 
 def _text_loss(loss: float | None, bits_per_byte: float | None, beside: str = "") -> str:
-    """Begin with bits per byte where the number of bytes is known."""
+    """Start with bits per byte if the number of bytes is known."""
     bits = f"{_figure(bits_per_byte, 3)} bits per byte{beside}, " if bits_per_byte is not None else ""
     return f"{bits}{_loss(loss)}"
 
@@ -229,23 +230,23 @@ def _loss(loss: float | None) -> str:
 
 
 def _figure(value: float | None, digits: int) -> str:
-    """An event has null for what is not finite."""
+    """Format a figure; an event has null for a value that is not finite."""
     return "not finite" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
-# Lines and facts of a Report, the same in a terminal and on a page.
+# Lines and facts of a Report, shared by the terminal and the page.
 
 
 SHOWN_RANKS = 8
-"""Ranks that are listed one by one."""
+"""Number of ranks that are listed."""
 
 
 def title_of(report: Report) -> str:
-    """`baseline: done`; of a run without a name its folder."""
+    """`baseline: done`; a run without a name shows its folder."""
     return f"{report.name or report.path}: {report.status}"
 
 
-def standing_of(report: Report) -> str:
+def status_line(report: Report) -> str:
     """`stopped (exit code 6), 20 of 20 steps in 1 min 30 s`."""
     of = f" of {report.max_steps}" if report.max_steps is not None else ""
     code = f" (exit code {report.exit_code})" if report.exit_code is not None else ""
@@ -255,7 +256,7 @@ def standing_of(report: Report) -> str:
 def facts_of(report: Report) -> Iterator[tuple[str, str]]:
     yield "run", report.path
     yield "recipe", report.recipe
-    yield "status", standing_of(report)
+    yield "status", status_line(report)
     if report.reason:
         yield "reason", report.reason
     if report.hint:
@@ -281,7 +282,7 @@ def heldout_title(report: Report) -> str:
 
 
 def scheduler_changes(report: Report) -> list[RunChange]:
-    """Return what the scheduler changed, or advises now, with what came of it, by step."""
+    """Return the changes that the scheduler made or now advises, with their results, by step."""
     achieved = {(event.group, event.number): event for event in report.achieved}
     of_nodes = {event.number: event for event in report.left_out_achieved}
     directives = without_old_advice(report.directives)
@@ -293,8 +294,8 @@ def scheduler_changes(report: Report) -> list[RunChange]:
 
 
 def warning_lines(report: Report) -> list[str]:
-    """Return the warnings; one that several ranks report takes one line."""
-    # Every rank warns for itself: a thousand equal lines would hide the others.
+    """Return the warnings; equal warnings of several ranks take one line."""
+    # Every rank writes its own warnings; a thousand equal lines would hide the others.
     by_text: dict[str, list[int]] = {}
     for event in report.warnings:
         by_text.setdefault(f"step {event.step}: {event.message}", []).append(event.rank)
@@ -309,8 +310,7 @@ def _join(numbers: Sequence[int]) -> str:
 
 
 def wall_time_rows(report: Report) -> list[tuple[str, float, str, float]]:
-    """Return (bucket, seconds, these as text, share) of the wall time of all attempts; buckets without any are left
-    out."""
+    """Return (part, seconds, text, share) of the wall time of all attempts, without empty parts."""
     spent = [(bucket.name.replace("_", " "), getattr(report.time_s, bucket.name)) for bucket in fields(report.time_s)]
     wall_s = report.time_s.total_s
     return [(name, seconds, format_duration(seconds), seconds / wall_s) for name, seconds in spent if seconds > 0]

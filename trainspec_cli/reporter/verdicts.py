@@ -1,4 +1,4 @@
-"""Verdicts on a run as text: a line for the live view, and what `diagnose` and `report` show."""
+"""Format verdicts on a run: one line for the live view, and the text of `diagnose` and `report`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainspec_cli.reporter.page.parts import (
     text_table,
 )
 from trainspec_cli.reporter.rich_text import Text
-from trainspec_cli.reporter.text import standing_of, title_of
+from trainspec_cli.reporter.text import status_line, title_of
 from trainspec_cli.run.folder.event_types.events import VerdictEvent
 
 NO_VERDICTS = "too few steps were made to say anything"
@@ -32,7 +32,7 @@ NO_VERDICTS_WITHOUT_PLAN = (
 def describe_verdict(verdict: RunVerdict) -> str:
     """`slow device, rank 2, since step 120: 35 ms a step (93% sure)`."""
     place = _place(verdict)
-    # No cause was found, which does not say that the steps take as long as the plan has them.
+    # No cause was found; the steps may still take longer than planned.
     cause = "no cause stands out" if verdict.cause == "as_planned" else verdict.cause.replace("_", " ")
     words = [cause, *([place] if place else []), f"since step {verdict.since_step}"]
     if verdict.until_step is not None:
@@ -43,7 +43,7 @@ def describe_verdict(verdict: RunVerdict) -> str:
 
 
 def describe_event(event: VerdictEvent) -> str:
-    """Describe a verdict that was found while a run went on, or is over."""
+    """Describe a verdict that was found or ended during a run."""
     verdict = event.verdict
     place = f", at {verdict.code}" if verdict.code else ""
     return f"{'over: ' if event.is_over else ''}{describe_verdict(verdict)}{place}"
@@ -61,7 +61,7 @@ def _place(verdict: RunVerdict) -> str:
 
 
 def render_verdicts(verdicts: Sequence[RunVerdict]) -> Text:
-    """Show verdicts with their evidence and what to do, heaviest first."""
+    """Show verdicts with their evidence and advice, most expensive first."""
     text = Text()
     if not verdicts:
         return text.append(f"{NO_VERDICTS}\n")
@@ -83,18 +83,18 @@ def render_verdicts(verdicts: Sequence[RunVerdict]) -> Text:
 
 MOST_VERDICTS = 40
 MOST_CHARACTERS = 4000
-"""The stack of a rank that hangs is shorter."""
-FOOTER = "Diagnosed by trainspec. What a cause costs is what a step takes longer while it lasts."
+"""Characters of a text that are shown; the stack of a hanging rank is shorter."""
+FOOTER = "Diagnosed by trainspec. The cost of a cause is the time that it adds to a step."
 
 
 def render_verdicts_page(report: Report, origin: PageOrigin | None = None) -> str:
     title = f"Diagnosis of {title_of(report)}"
-    body = heading(title, standing_of(report)) + origin_line(origin) + verdicts_section(report.verdicts)
+    body = heading(title, status_line(report)) + origin_line(origin) + verdicts_section(report.verdicts)
     return render_page(title, body, FOOTER)
 
 
 def verdicts_section(verdicts: Sequence[RunVerdict]) -> str:
-    """Draw each verdict with its evidence and what to do, heaviest first."""
+    """Draw each verdict with its evidence and advice, most expensive first."""
     left = len(verdicts) - MOST_VERDICTS
     text = "Heaviest first." if verdicts else f"{NO_VERDICTS[0].upper()}{NO_VERDICTS[1:]}."
     more = f" {left:,} lighter ones are left out." if left > 0 else ""

@@ -23,7 +23,7 @@ def watching(folder):
 
     def look():
         now[0] += LONGEST_S
-        watch.look(lambda event: told.append((event.verdict.cause, event.verdict.rank, event.is_over)))
+        watch.update(lambda event: told.append((event.verdict.cause, event.verdict.rank, event.is_over)))
         return told
 
     return run, look
@@ -64,7 +64,7 @@ def test_a_watch_that_begins_late_reads_no_more_than_the_steps_it_remembers(watc
     monkeypatch.setattr("trainspec_cli.reporter.diagnosis.watch.REMEMBERED_STEPS", 20)
     parsed = []
     monkeypatch.setattr(
-        "trainspec_cli.reporter.diagnosis.gather.RankHistory.take", lambda _, event: parsed.append(event)
+        "trainspec_cli.reporter.diagnosis.gather.RankHistory.add", lambda _, event: parsed.append(event)
     )
     run.steps(1, 200)
     look()
@@ -102,7 +102,7 @@ def test_a_run_that_is_not_to_look_deeper_asks_for_nothing(folder):
     watch = DiagnosisWatch(run.run, clock=lambda: now[0])
     for _ in range(3):
         now[0] += LONGEST_S
-        watch.look(told.append)
+        watch.update(told.append)
     assert len(told) == 1
 
 

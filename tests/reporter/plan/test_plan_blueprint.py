@@ -85,6 +85,6 @@ def test_both_reports_of_a_plan_show_it(plan: PlanReport, blueprint: Blueprint) 
     assert "<h2>Communication</h2>" in page and "rails &lt;of their own&gt;" in page
     assert "<h2>Communication</h2>" not in render_plan_page(plan)
     console = Console(file=io.StringIO(), width=150)
-    console.print(render_plan(replace(plan, blueprint=blueprint)))
+    console.print(render_plan(replace(plan, blueprint=blueprint), verbose=True))
     assert "Communication of the best layout  fabric rails" in console.file.getvalue()  # type: ignore[attr-defined]
     assert text_of(blueprint).count("\n") == 4 + 3 + 2

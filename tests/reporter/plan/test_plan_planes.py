@@ -40,7 +40,7 @@ def test_each_failure_is_a_row(planes: PlanesPlan) -> None:
 
 def test_both_reports_say_that_no_packet_is_simulated(plan: PlanReport, planes: PlanesPlan) -> None:
     console = Console(file=io.StringIO(), width=150)
-    console.print(render_plan(replace(plan, planes=planes)))
+    console.print(render_plan(replace(plan, planes=planes), verbose=True))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     page = render_plan_page(replace(plan, planes=planes))
     for shown in (text, page):

@@ -97,7 +97,7 @@ def test_few_of_many_events_and_decisions_are_shown(simulation: Simulation) -> N
 
 
 def test_all_of_it_is_shown_with_the_plan(simulation: Simulation, plan: PlanReport) -> None:
-    shown = as_text(render_plan(replace(plan, simulation=simulation), 100))
+    shown = as_text(render_plan(replace(plan, simulation=simulation), 100, verbose=True))
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     for line in (
         "Disturbance slow, simulated 3 steps of 100 samples over 8 data-parallel ranks",

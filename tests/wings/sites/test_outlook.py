@@ -93,7 +93,7 @@ def test_a_plan_has_the_exchange_as_a_section_where_the_link_is_known() -> None:
     assert plan_as_json(plan)["sites"] == section.figures
     assert (section.figures["sites"], section.figures["link_gbit_per_s"]) == (2, 1.0)
     terminal = Console(file=StringIO(), width=200)
-    terminal.print(render_plan(plan))
+    terminal.print(render_plan(plan, verbose=True))
     page, text = render_plan_page(plan), terminal.file.getvalue()  # type: ignore[attr-defined]
     for shown in (section.title, section.about, section.text, *section.headings[1:], section.rows[0][-1]):
         assert shown in page and shown in text

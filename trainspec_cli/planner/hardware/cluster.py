@@ -1,4 +1,4 @@
-"""A recipe's cluster as the planner knows it: its links and the collectives over them, and its accelerator."""
+"""The planner's view of a recipe's cluster: its links, the collectives over them, and its accelerator."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
 
 NIC_KIND_RATIO = {"infiniband": 1.0, "roce": 0.92, "efa": 0.8, "omnipath": 0.8, "ethernet": 0.6, "measured": 1.0}
-"""Bandwidth that a collective reaches over each kind of network, relative to InfiniBand; a rate that was measured is
-taken whole."""
+"""Bandwidth that a collective reaches over each kind of network, relative to InfiniBand; measured rates are not
+scaled."""
 
 
 def network_bytes_per_s(gbit_per_s: float, kind: str, eff: Efficiency) -> float:
-    """Return what collectives achieve of a device's share of a network; never 0, to divide by."""
+    """Return the rate that collectives reach on a device's share of a network; above 0."""
     return max(eff.nic * NIC_KIND_RATIO.get(kind, 0.8) * gbit_per_s / 8 * 1e9, 1.0)
 
 
@@ -33,7 +33,7 @@ class NetworkTier:
     devices: int
     """Devices below one element of the tier."""
     gbit_per_s: float
-    """A device's share of it, one direction, oversubscription taken off."""
+    """A device's share of it, one direction, after oversubscription."""
     kind: str = "infiniband"
     latency_s: float | None = None
     """Latency of a message that crosses the tier; None: the planner's own hop."""
@@ -64,12 +64,12 @@ class Fabric:
 
     @cached_property
     def groups(self) -> dict[tuple[int, int], tuple[Efficiency, Group]]:
-        """Groups of ranks by their size and stride, and the efficiencies that they were described for."""
+        """Cache of groups by size and stride, and the efficiencies that they were computed with."""
         return {}
 
     @property
     def speaks_gloo(self) -> bool:
-        """Return whether collectives are gloo's, as between CPUs."""
+        """Return whether collectives use gloo, as between CPUs."""
         return self.chip.vendor == "cpu"
 
     @property
@@ -80,7 +80,7 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tier beyond the first network tier, as a group of ranks uses it that lies on both sides."""
+    """A tier beyond the first network tier, for a group of ranks that crosses it."""
 
     ranks: int
     """Ranks of the group inside one element of the tier below."""
@@ -91,7 +91,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that take part in one collective, as the network sees them."""
+    """The ranks of one collective, by their position in the network."""
 
     size: int
     per_domain: int
@@ -104,8 +104,8 @@ class Group:
     link_latency_s: float | None = None
     nic_latency_s: float | None = None
     speaks_gloo: bool = False
-    """gloo has no tree, each step of its rings waits for the slowest hop, and its reduce-scatter is an all-reduce of
-    which a rank keeps its part."""
+    """True if collectives use gloo: it has no tree, each step of its rings waits for the slowest hop, and its
+    reduce-scatter is an all-reduce after which each rank keeps its part."""
 
     @property
     def domains(self) -> int:
@@ -117,7 +117,8 @@ class Group:
 
     @cached_property
     def ring_bytes_per_s(self) -> float:
-        """Rate of rings through all ranks, ordered by tiers: each element's ranks carry a ring each to the next one."""
+        """Return the rate of rings through all ranks, ordered by tiers: each rank of an element has a ring to the next
+        element."""
         if not self.crosses:
             return self.link_bytes_per_s
         network = self.nic_bytes_per_s * self.per_domain
@@ -126,8 +127,8 @@ class Group:
 
     @cached_property
     def spans(self) -> tuple[tuple[int, float | None], ...]:
-        """Return for each network tier that the group crosses the elements of the tier below that one joins, and the
-        latency of a message through it (None: the planner's own hop)."""
+        """Return, for each network tier that the group crosses, the number of elements of the tier below that it joins,
+        and the latency of a message through it (None: the planner's default hop)."""
         insides = (self.per_domain, *(tier.ranks for tier in self.outer))
         latencies = (self.nic_latency_s, *(tier.latency_s for tier in self.outer))
         joined = (-(-outside // inside) for inside, outside in pairwise((*insides, self.size)))
@@ -135,8 +136,8 @@ class Group:
 
     @cached_property
     def hops(self) -> tuple[float, float]:
-        """Return the hops of one ring or tree pass over links whose latency is the planner's own, and the seconds of
-        those over links that state theirs."""
+        """Return the hops of one ring or tree pass over links with the planner's default latency, and the seconds of
+        hops over links with a stated latency."""
         hops = 0.0
         stated_s = 0.0
         inside = ((min(self.per_domain, 8) - 1, self.link_latency_s),)
@@ -150,8 +151,8 @@ class Group:
 
 
 def group_of(fabric: Fabric, size: int, stride: int, eff: Efficiency) -> Group:
-    """`size` ranks, `stride` apart in the rank order. The fabric keeps the group: a search asks for a few hundred of
-    them tens of thousands of times."""
+    """Return the group of `size` ranks, `stride` apart in rank order. The fabric caches groups: a search requests a few
+    hundred of them tens of thousands of times."""
     kept = fabric.groups.get((size, stride))
     if kept is None or kept[0] is not eff:
         group = group_with(fabric, size, lambda devices: min(size, max(1, devices // stride)), eff)
@@ -160,7 +161,8 @@ def group_of(fabric: Fabric, size: int, stride: int, eff: Efficiency) -> Group:
 
 
 def group_with(fabric: Fabric, size: int, inside: Callable[[int], int], eff: Efficiency) -> Group:
-    """`size` ranks; `inside` says how many of them an element of so many devices holds."""
+    """Return the group of `size` ranks; `inside` returns how many of them are in an element with a given number of
+    devices."""
     per_domain = inside(fabric.scaleup_devices)
     gloo = fabric.speaks_gloo
     link = link_bytes_per_s(fabric.chip, fabric.link_gb_per_s, per_domain, eff)
@@ -180,12 +182,13 @@ def group_with(fabric: Fabric, size: int, inside: Callable[[int], int], eff: Eff
 
 
 def _hop_s(fabric: Fabric, latency_s: float | None) -> float | None:
-    """Return the latency of one step over a link: gloo sends once the receiver has said that it is ready."""
+    """Return the latency of one step over a link: gloo sends after the receiver has signalled that it is ready."""
     return 2 * latency_s if latency_s is not None and fabric.speaks_gloo else latency_s
 
 
 def axis_groups(layout: Layout, fabric: Fabric, eff: Efficiency) -> dict[str, Group]:
-    """The groups of each axis, ranks laid out tp innermost, then cp, dp_shard, dp_replicate, and pp outermost."""
+    """Return the groups of each axis; ranks are ordered with tp innermost, then cp, dp_shard, dp_replicate, and pp
+    outermost."""
     tp = layout.tp
     cp = layout.cp
     inner = tp * cp
@@ -212,7 +215,8 @@ def axis_groups(layout: Layout, fabric: Fabric, eff: Efficiency) -> dict[str, Gr
 
 
 def latency_s(group: Group, eff: Efficiency) -> float:
-    """Latency of one ring or tree pass, in seconds: hops inside a domain, and a tree across each tier beyond."""
+    """Return the latency of one ring or tree pass in seconds: hops inside a domain, and a tree across each tier
+    beyond."""
     if group.size <= 1:
         return 0.0
     hops, described_s = group.hops
@@ -220,13 +224,13 @@ def latency_s(group: Group, eff: Efficiency) -> float:
 
 
 def all_gather_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
-    """Every rank ends with `total_bytes`."""
+    """Return the seconds of an all-gather, after which every rank has `total_bytes`."""
     if group.size <= 1 or total_bytes <= 0:
         return 0.0
     if group.speaks_gloo:
-        # Each step of gloo's ring waits for the slowest hop. A rank's part goes in two segments. A segment is sent once
-        # its receiver has said that it is ready, which it says while the other one is under way; of two ranks this word
-        # waits behind the data, in the same connection.
+        # Each step of gloo's ring waits for the slowest hop. A rank's part is sent in two segments, each after the
+        # receiver's ready signal, which overlaps with the other segment; with two ranks the signal waits behind the
+        # data in the same connection.
         hop_s = _slowest_hop_s(group, eff)
         steps = group.size - 1
         sent_s = total_bytes / group.size / group.ring_bytes_per_s
@@ -244,11 +248,11 @@ def _slowest_hop_s(group: Group, eff: Efficiency) -> float:
 
 
 def reduce_scatter_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
-    """Every rank ends with its part of the sum of `total_bytes`. On gloo each sends every other one its part, and adds
-    up what it gets (`engine/comm/exchange.py`).
+    """Return the seconds of a reduce-scatter, after which every rank has its part of the sum of `total_bytes`. With
+    gloo each rank sends every other one its part, and sums what it receives (`engine/comm/exchange.py`).
 
-    There the connections of a rank to its own domain are the quicker ones and have its link to themselves at first, so
-    what crosses takes its time after them (measured: `tests/bench/fabrics.py --all`).
+    There a rank's connections within its domain are faster and use its link first, so the time of crossing data is
+    added (measured: `tests/bench/fabrics.py --all`).
     """
     if not group.speaks_gloo or group.size <= 1 or total_bytes <= 0:
         return all_gather_s(group, total_bytes, eff)
@@ -257,14 +261,14 @@ def reduce_scatter_s(group: Group, total_bytes: float, eff: Efficiency) -> float
 
 
 def all_reduce_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
-    """A reduce-scatter, and as much again to bring the parts together."""
+    """Return the seconds of an all-reduce: a reduce-scatter, and the same again to gather the parts."""
     return 2.0 * reduce_scatter_s(group, total_bytes, eff)
 
 
 def all_to_all_s(group: Group, sent_bytes: float, copies: int, eff: Efficiency) -> float:
-    """Each rank spreads `sent_bytes`, `copies` of each token, evenly over the group.
+    """Return the seconds of an all-to-all: each rank sends `sent_bytes`, `copies` of each token, evenly to the group.
 
-    With copies above 1 a token crosses to a domain once, however many of its experts are there, and is copied
+    With copies above 1 a token crosses to a domain once, regardless of the number of its experts there, and is copied
     inside (DeepEP, arXiv:2412.19437): of d domains it reaches (d-1) (1 - (1 - 1/d)^copies) others on average.
     """
     if group.size <= 1 or sent_bytes <= 0:
@@ -273,7 +277,8 @@ def all_to_all_s(group: Group, sent_bytes: float, copies: int, eff: Efficiency) 
 
 
 def _tier_times_s(group: Group, sent_bytes: float, copies: int, link_efficiency: float = 1.0) -> tuple[float, ...]:
-    """Seconds of the bytes alone: inside the domain, over the network cards, and over each tier beyond."""
+    """Return the seconds of the bytes without latency: inside the domain, over the network cards, and over each tier
+    beyond."""
     inside = sent_bytes * (group.per_domain - 1) / group.size / (group.link_bytes_per_s * link_efficiency)
     outside = _crossing_bytes(group, sent_bytes, copies, group.per_domain) / group.nic_bytes_per_s
     beyond = (_crossing_bytes(group, sent_bytes, copies, tier.ranks) / tier.bytes_per_s for tier in group.outer)
@@ -281,7 +286,7 @@ def _tier_times_s(group: Group, sent_bytes: float, copies: int, link_efficiency:
 
 
 def _crossing_bytes(group: Group, sent_bytes: float, copies: int, ranks: int) -> float:
-    """Bytes that a rank sends to beyond its own element of a tier, in which `ranks` of the group are."""
+    """Return the bytes that a rank sends beyond its element of a tier, which has `ranks` ranks of the group."""
     crossings = (group.size - ranks) / group.size * copies
     domains = group.domains
     own = max(1, ranks // group.per_domain)
@@ -291,8 +296,8 @@ def _crossing_bytes(group: Group, sent_bytes: float, copies: int, ranks: int) ->
 
 
 def send_s(group: Group, message_bytes: float, eff: Efficiency) -> float:
-    """Seconds of sending `message_bytes` to a neighbour on the axis; over the narrowest tier beyond the first network
-    tier, where some neighbours are on both sides of it and all others wait for them."""
+    """Return the seconds of sending `message_bytes` to a neighbour on the axis, over the narrowest tier that separates
+    some neighbours, since all others wait for them."""
     if group.size <= 1:
         return 0.0
     near = group.link_bytes_per_s
@@ -305,10 +310,10 @@ def send_s(group: Group, message_bytes: float, eff: Efficiency) -> float:
     return eff.collective_latency_s + slowest_s + message_bytes / bandwidth
 
 
-# The chip that a machine computes with: the catalogue's, or one that is derived from what the driver reports.
+# The chip of a machine: from the catalogue, or derived from what the driver reports.
 #
-# A derived chip is conservative: where a generation has parts of several rates, it has the lowest. Its memory is
-# exact, so what fits is known; its predicted times are upper bounds rather than estimates.
+# A derived chip is conservative: it has the lowest rates of its generation. Its memory is exact, so it is known what
+# fits; its predicted times are upper bounds rather than estimates.
 
 
 NVIDIA_FLOPS = {
@@ -325,35 +330,35 @@ NVIDIA_FLOPS = {
     (12, 0): 512,
     (12, 1): 512,
 }
-"""Compute capability -> floating-point operations of dense half-precision products, summed in fp32, per multiprocessor
-and clock (architecture papers). GeForce parts of Turing, Ampere, Ada and Blackwell have half the rate of their
-workstation siblings; the table has the lower one."""
+"""Compute capability -> FLOPs of dense half-precision products with fp32 accumulation, per multiprocessor and clock
+(architecture papers). GeForce parts of Turing, Ampere, Ada and Blackwell have half the rate of their workstation
+siblings; the table has the lower one."""
 AMD_FLOPS = {(9, 0x08): 512, (9, 0x0A): 1024, (9, 0x42): 2048, (9, 0x50): 4096, (11, 0): 512, (12, 0): 1024}
 """gfx target -> the same per compute unit (data sheets of MI100, MI250X, MI300X, MI355X, RX 7900 XTX, RX 9070 XT)."""
 FP32_FLOPS = 128
 """The same of fp32 without matrix units: 64 lanes, two operations each, the fewest of any supported generation."""
 SUSTAINED = 0.75
-"""Part of the highest clock that is counted: a GeForce's is 1.2 to 1.3 of the boost clock of its data sheet."""
+"""Fraction of the highest clock that is assumed: a GeForce's is 1.2 to 1.3 of the boost clock of its data sheet."""
 
-# Stand for what an old driver, or a GPU without its own memory, does not report: the least of the cards with 8 GB or
-# more that torch supports; and PCIe 3 x16.
+# Used if an old driver, or a GPU without dedicated memory, does not report a value: the lowest of the cards with 8 GB
+# or more that torch supports, and PCIe 3 x16.
 LEAST_PROCESSORS = 16
 LEAST_CLOCK_MHZ = 1000.0
 LEAST_MEMORY_GB_PER_S = 200.0
 PCIE_GB_PER_S = 12.0
 ALIKE = 0.85
-"""An NVIDIA GPU with less than this part of the load and store rate that the catalogue has for its name is another
-chip: the laptop's part of that name, or a slice (MIG). An AMD GPU with less than this part of the memory is one die of
-a board (MI250X), or a partition."""
+"""An NVIDIA GPU with less than this fraction of the catalogue's load and store rate is another chip: a laptop part of
+the same name, or a slice (MIG). An AMD GPU with less than this fraction of the memory is one die of a board (MI250X),
+or a partition."""
 RATES = ("_tflops", "_tb_per_s", "cache_mb", "tdp_w")
-"""Ends of the names of an accelerator's values that a part of it has a part of."""
+"""Suffixes of an accelerator's values that scale with a part of the chip."""
 
 
 @lru_cache(maxsize=32)
 def chip_of(machine: Machine) -> tuple[AcceleratorSpec | None, tuple[str, ...]]:
-    """Return the chip of a machine's GPUs, and notes on how it is known; None where nothing is known but a name.
+    """Return the chip of a machine's GPUs, and notes on its source; None if only a name is known.
 
-    Of GPUs that differ, the slowest speaks for all, with the smallest memory: a synchronous step waits for both.
+    If the GPUs differ, the slowest represents all, with the smallest memory, since a synchronous step waits for it.
     """
     if not machine.gpu_names:
         return None, machine.gpu_notes
@@ -381,13 +386,13 @@ def chip_of(machine: Machine) -> tuple[AcceleratorSpec | None, tuple[str, ...]]:
 
 
 def is_derived(machine: Machine) -> bool:
-    """Return whether a GPU of the machine is not in the catalogue, so that its rates are derived."""
+    """Return whether some GPU of the machine is not in the catalogue, so that its rates are derived."""
     return any(_chip_of_gpu(gpu)[1] for gpu in dict.fromkeys(machine.gpus))
 
 
 @lru_cache(maxsize=32)
 def _chip_of_gpu(gpu: Gpu) -> tuple[AcceleratorSpec, str]:
-    """Return the catalogue's chip of a GPU, or a derived one with a note that says so."""
+    """Return the catalogue's chip of a GPU, or a derived one with a note."""
     derived = derive(gpu)
     chip = find_accelerator(gpu.name)
     if chip is not None and "".join(words(chip.name)) == "".join(words(gpu.name)) and gpu.vendor != "amd":
@@ -408,14 +413,14 @@ def _chip_of_gpu(gpu: Gpu) -> tuple[AcceleratorSpec, str]:
 
 
 def _part_of(chip: AcceleratorSpec, part: float, gpu: Gpu) -> tuple[AcceleratorSpec, str]:
-    """Return one die of a board, or a partition of a chip, which ROCm shows as a GPU of its own."""
+    """Return one die of a board, or a partition of a chip, which ROCm reports as a separate GPU."""
     rates = {field.name: part * getattr(chip, field.name) for field in fields(chip) if field.name.endswith(RATES)}
     note = f"{gpu.name} has {part:.0%} of the memory of a whole {chip.name}, and is planned with that part of its rates"
     return replace(chip, **rates), note
 
 
 def derive(gpu: Gpu) -> AcceleratorSpec:
-    """Return a chip of at most the GPU's rates, with its memory."""
+    """Return a chip with at most the GPU's rates, and its memory."""
     clocks_per_s = (gpu.processors or LEAST_PROCESSORS) * (gpu.clock_mhz or LEAST_CLOCK_MHZ) * 1e6
     table = NVIDIA_FLOPS if gpu.vendor == "nvidia" else AMD_FLOPS
     exact = table.get(gpu.compute_capability) or table.get((gpu.compute_capability[0], 0))
@@ -441,12 +446,12 @@ def derive(gpu: Gpu) -> AcceleratorSpec:
 
 
 def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
-    """The cluster as described; what it leaves open is taken from this machine."""
+    """Return the fabric of the described cluster; open values are those of this machine."""
     chip = cluster.accelerator or accelerator_of(machine)
     per_node = cluster.devices_per_node
     if per_node == AUTO:
         per_node = 8 if machine is None else max(1, len(machine.gpu_names))
-    # Times are divided by these rates, and capacities are shares of this memory: without them there is no plan.
+    # Times are divided by these rates, and capacities are fractions of this memory, so they are required.
     wanted = {"memory_gb": chip.memory_gb, "memory_tb_per_s": chip.memory_tb_per_s}
     wanted["bf16_tflops"] = chip.bf16_tflops or chip.fp16_tflops
     problems = []
@@ -469,7 +474,7 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
         name=cluster.fabric.name,
     )
     tiers = cluster.fabric.tiers
-    if cluster.oversubscription is not None and tiers:  # of the last tier, as the cluster says it
+    if cluster.oversubscription is not None and tiers:  # of the last tier, as in the cluster
         tiers = (*tiers[:-1], replace(tiers[-1], oversubscription=cluster.oversubscription))
     fabric = with_tiers(fabric, tiers)
     if cluster.oversubscription is not None and not fabric.described:
@@ -484,7 +489,7 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
 
 
 def usual_gbit(chip: AcceleratorSpec) -> float:
-    """Gbit/s per device of the network that servers of a chip's class are sold with."""
+    """Return the usual network rate, in Gbit/s per device, of servers with a chip of this class."""
     peak = chip.bf16_tflops or chip.fp16_tflops
     if chip.link_kind == "pcie":
         return 50.0
@@ -492,7 +497,7 @@ def usual_gbit(chip: AcceleratorSpec) -> float:
 
 
 def with_tiers(fabric: Fabric, tiers: Sequence[TierSpec]) -> Fabric:
-    """Return the fabric with the tiers that a recipe describes; what they leave open is the cluster's own."""
+    """Return the fabric with the tiers of a recipe; open values are the cluster's."""
     if not tiers:
         return fabric
     domain, *network = tiers
@@ -531,7 +536,8 @@ def accelerator_of(machine: Machine | None) -> AcceleratorSpec:
 
 
 def cpu_of(machine: Machine) -> AcceleratorSpec:
-    """Half of the cores for each of two processes: 0.47 Tflop/s a core with AMX, 0.11 without; 6 GB/s of memory."""
+    """Return a CPU with half of the cores for each of two processes: 0.47 TFLOP/s per core with AMX, 0.11 without; 6
+    GB/s of memory bandwidth."""
     cores = max(1.0, machine.cpu_cores / 2)
     return AcceleratorSpec(
         name="CPU",
@@ -546,7 +552,7 @@ def cpu_of(machine: Machine) -> AcceleratorSpec:
 
 
 def efficiency_of(cluster: ClusterSpec) -> Efficiency:
-    """The planner's own, with the cluster's corrections. Raises RecipeError for those it does not know."""
+    """Return the planner's efficiencies with the cluster's corrections. Raises RecipeError for unknown names."""
     known = Efficiency().as_dict()
     given = cluster.efficiency or {}
     problems = []
@@ -560,7 +566,7 @@ def efficiency_of(cluster: ClusterSpec) -> Efficiency:
 
 
 def pool_names(pools: Sequence[PoolSpec]) -> list[str]:
-    """Return the name of each pool; pools that would have the same one are numbered."""
+    """Return the name of each pool; equal names are numbered."""
     names = [pool.name or pool.accelerator.name for pool in pools]
     return [
         f"{name} ({names[: place + 1].count(name)})" if names.count(name) > 1 else name
@@ -569,7 +575,7 @@ def pool_names(pools: Sequence[PoolSpec]) -> list[str]:
 
 
 def cluster_of(cluster: ClusterSpec, pool: PoolSpec) -> ClusterSpec:
-    """Return a pool as a cluster of its own; what it leaves open is the whole cluster's."""
+    """Return a pool as a cluster; open values are those of the whole cluster."""
     price = pool.price_usd_per_device_hour
     cost = cluster.cost if price is None else replace(cluster.cost, price_usd_per_device_hour=price)
     return replace(
@@ -589,7 +595,8 @@ def cluster_of(cluster: ClusterSpec, pool: PoolSpec) -> ClusterSpec:
 
 
 def on_pools(spec: RunSpec, pools: Sequence[PoolSpec]) -> RunSpec:
-    """Return the recipe on these pools alone; on one it is that of an ordinary cluster, and on none as it is."""
+    """Return the recipe restricted to these pools; one pool becomes an ordinary cluster, and without pools nothing
+    changes."""
     if not pools:
         return spec
     if len(pools) == 1:

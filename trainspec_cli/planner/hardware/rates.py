@@ -1,4 +1,4 @@
-"""The rates that a chip and its links achieve: the maker's figures times a few measured efficiencies."""
+"""Achieved rates of a chip and its links: the maker's figures times a few measured efficiencies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from trainspec_cli.recipe.records import from_plain
 from trainspec_cli.recipe.structure import choose_section
 
 REFERENCE_W_PER_TFLOP = 0.7
-"""Board power over bf16 peak of the chips whose best matmul was measured (H100 SXM); with less, the clock falls."""
+"""Board power over bf16 peak of the chips whose best matmul was measured (H100 SXM); with less power, the clock
+falls."""
 FRACTIONS = frozenset(
     {
         *("matmul", "attention_forward", "attention_backward", "memory", "cache_reuse"),
@@ -27,7 +28,7 @@ FRACTIONS = frozenset(
         *("tp_overlap", "cp_overlap", "ep_overlap", "ep_overlap_network", "dp_overlap", "pp_overlap"),
     }
 )
-"""Efficiencies that cannot pass 1."""
+"""Efficiencies that cannot exceed 1."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Efficiency:
     matmul_fp8: float = 0.913
     matmul_fp4: float = 0.674
     gemm_memory: float = 0.472
-    """Part of a matrix product's memory traffic that its arithmetic does not hide."""
+    """Fraction of a matrix product's memory traffic that its arithmetic does not hide."""
     kernel_s: float = 6.38e-06
     """Ramp-up and tail of one kernel on the device."""
     tail_waves: float = 0.466
@@ -55,19 +56,19 @@ class Efficiency:
     attention_older: float = 0.626
     """Rate of attention kernels written for the generation before the chip's (no Hopper or later instructions)."""
     exponentials: float = 0.497
-    """Part of attention's exponentials that its products do not hide."""
+    """Fraction of attention's exponentials that its products do not hide."""
     memory: float = 0.877
     """Fraction of the memory bandwidth that element-wise kernels reach."""
     cache_reuse: float = 0.372
-    """Part of the memory traffic that a cache much larger than the tensors saves."""
+    """Fraction of the memory traffic that a cache much larger than the tensors saves."""
     elementwise: float = 1.11
-    """Passes over memory actually made, over those counted for lightly fused kernels."""
+    """Actual passes over memory relative to those counted for lightly fused kernels."""
     elementwise_eager: float = 1.48
-    """The same when each operation of a framework is a kernel of its own."""
+    """The same if each operation is a separate kernel."""
     issue: float = 1.06
-    """Passes of element-wise kernels through the load and store units that the memory's traffic does not hide."""
+    """Passes of element-wise kernels through the load and store units that memory traffic does not hide."""
     cast_fp8: float = 0.746
-    """Passes over a matmul's inputs that fp8 scaling and casting take."""
+    """Passes over a matmul's inputs for fp8 scaling and casting."""
     launch_s: float = 8.46e-06
     """Host time to launch one kernel without graphs or compilation."""
     link_nvswitch: float = 0.684
@@ -75,50 +76,51 @@ class Efficiency:
     link_pcie: float = 0.473
     nic: float = 0.673
     all_to_all: float = 0.643
-    """Rate of an all-to-all inside a scale-up domain over a ring's: many small messages, permutations."""
+    """Rate of an all-to-all inside a scale-up domain relative to a ring: many small messages, permutations."""
     collective_latency_s: float = 1.52e-05
     hop_latency_s: float = 1.51e-06
     """Added by each further rank of a ring."""
     tp_overlap: float = 0.713
-    """Part of tensor-parallel traffic hidden behind matmuls, of all chunks of a ring but the first."""
+    """Fraction of tensor-parallel traffic hidden behind matmuls, except for a ring's first chunk."""
     cp_overlap: float = 0.721
     ep_overlap: float = 0.328
     ep_overlap_network: float = 0.503
-    """The same where experts are spread over nodes, and the schedule is built to hide it."""
+    """The same for experts spread over nodes, with a schedule that hides their traffic."""
     dp_overlap: float = 0.8
-    """Part of the backward (or forward) that data-parallel traffic can hide behind."""
+    """Fraction of the backward (or forward) that data-parallel traffic can hide behind."""
     pp_overlap: float = 0.471
     contention: float = 0.226
-    """Hidden traffic takes this part of its time from the compute beside it."""
+    """Hidden traffic slows concurrent compute by this fraction of its time."""
     expert_imbalance: float = 0.201
-    """The fullest expert's share over the mean, less one."""
+    """The fullest expert's share over the mean, minus one."""
     experts_ungrouped: float = 1.39
-    """Time of an expert layer over a grouped kernel's, where 16 experts of a rank run one after the other."""
+    """Time of an expert layer with 16 experts per rank that run one after the other, relative to a grouped kernel."""
     jitter: float = 0.0103
-    """Step time added by waiting for the slowest, for each doubling of the devices."""
+    """Step time added by waiting for the slowest device, per doubling of the devices."""
     optimizer_passes: float = 1.22
-    """Memory traffic of the optimizer over its ideal."""
+    """Memory traffic of the optimizer relative to the ideal."""
     step_s: float = 0.02
     """Host work between steps: clipping, logging, the data loader's hand-over."""
     step_graphed_s: float = 0.00441
-    """The same where launches are replayed."""
+    """The same if launches are replayed."""
     bubble: float = 0.898
-    """The pipeline bubble over its ideal."""
+    """The pipeline bubble relative to the ideal."""
     conv: float = 0.886
-    """Convolutions' rate over that of a matrix product of the same size."""
+    """Convolutions' rate relative to a matrix product of the same size."""
     conv_memory: float = 1.02
-    """Passes over activations of a convolutional network, over those counted."""
+    """Actual passes over activations of a convolutional network relative to those counted."""
 
     def as_dict(self) -> dict[str, float]:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
 def matmul_flops_per_s(chip: AcceleratorSpec, fmt: str, eff: Efficiency) -> float:
-    """Rate of a large matrix product in `fmt`: bf16, fp16, tf32, fp32, fp8, mxfp8 or nvfp4.
+    """Return the rate of a large matrix product in `fmt`: bf16, fp16, tf32, fp32, fp8, mxfp8 or nvfp4.
 
-    A chip without a format multiplies in the next wider one that it has.
+    A chip without a format uses the next wider one that it has.
     """
-    # The best large product over the bf16 peak: as measured, else 0.8, less where board power is short for the peak.
+    # The best large product over the bf16 peak: as measured, otherwise 0.8, or less if board power is too low for the
+    # peak.
     fraction = 0.75
     if chip.matmul_bf16_tflops and chip.bf16_tflops:
         fraction = chip.matmul_bf16_tflops / chip.bf16_tflops
@@ -141,7 +143,7 @@ def matmul_flops_per_s(chip: AcceleratorSpec, fmt: str, eff: Efficiency) -> floa
 
 
 def peak_flops_per_s(chip: AcceleratorSpec, fmt: str) -> float:
-    """The sheet's dense peak in `fmt`: the denominator of MFU."""
+    """Return the data sheet's dense peak in `fmt`, the denominator of MFU."""
     tflops = {
         "fp8": chip.fp8_tflops,
         "mxfp8": chip.fp8_tflops,
@@ -158,10 +160,10 @@ def memory_bytes_per_s(chip: AcceleratorSpec, eff: Efficiency) -> float:
 
 
 def link_bytes_per_s(chip: AcceleratorSpec, link_gb_per_s: float, peers: int, eff: Efficiency) -> float:
-    """Achieved by a collective of `peers` devices inside the scale-up domain, one direction.
+    """Return the rate of a collective of `peers` devices inside the scale-up domain, in one direction.
 
-    A mesh gives each pair of devices one seventh of the links (8 devices): fewer peers reach less of the whole.
-    A bridge joins pairs; beyond a pair its devices speak over PCIe.
+    A mesh gives each pair of devices one seventh of the links (8 devices): fewer peers reach less of the whole. A
+    bridge joins pairs; other devices communicate over PCIe.
     """
     raw = link_gb_per_s * 1e9
     if chip.link_kind == "nvswitch":
@@ -182,16 +184,16 @@ T = TypeVar("T")
 
 
 class LeftOutWarning(UserWarning):
-    """A file of the user's ./conf is broken, and no option of its name is known to the tables of this process."""
+    """Warns that a file in the user's ./conf is broken, and that the option with its name is left out."""
 
 
 def load_group(group: str, build: Callable[[JsonObject], T]) -> dict[str, T]:
-    """Return what `build` makes of every option of a group, by file name; the first folder that has one wins: the
-    user's own ./conf, then the installed one, or the checkout's.
+    """Return `build` applied to every option of a group, by file name. The first folder with a file wins: the user's
+    ./conf, then the installed one or the checkout's.
 
-    An option has what its `defaults` take from others of the group. A broken file of the user's own is left out with a
-    LeftOutWarning, so that a command which does not need it goes on; the shipped option of its name is left out too,
-    since nobody asked for that one. Raises UnreadableFileError or RecipeError where a shipped file is broken.
+    Options include what their `defaults` name. A broken user file is left out with a LeftOutWarning, so that commands
+    which do not need it still work; a shipped option with the same name is left out too, since the user replaced it.
+    Raises UnreadableFileError or RecipeError if a shipped file is broken.
     """
     from trainspec_cli.core.reading.yaml_file import read_yaml  # deferred: `plan` never needs it
 
@@ -226,7 +228,7 @@ def load_group(group: str, build: Callable[[JsonObject], T]) -> dict[str, T]:
 
 
 def _why_left_out(path: Path, error: TrainspecError) -> str:
-    """Return the file, the line and what is wrong. Raises the error itself where the file is not the user's own."""
+    """Return the file, the line and the error as text. Re-raises the error if the file is not a user file."""
     own = Path.cwd() / "conf"
     if not path.is_relative_to(own):
         raise error
@@ -238,7 +240,7 @@ def _why_left_out(path: Path, error: TrainspecError) -> str:
 
 
 def _line_of(path: Path, key: str) -> int | None:
-    """Return the line of a key at the top of a file; None where the file has no such key."""
+    """Return the line of a top-level key in a file, or None."""
     from yaml import YAMLError
 
     from trainspec_cli.core.reading.yaml_file import MAX_BYTES, compose_yaml
@@ -255,7 +257,7 @@ def _line_of(path: Path, key: str) -> int | None:
 def _with_defaults(
     name: str, options: Mapping[str, JsonObject], files: Mapping[str, Path], within: tuple[str, ...]
 ) -> JsonObject:
-    """Return an option on top of those of its group that its `defaults` name; `within`: those that lead to it."""
+    """Return an option merged over the options that its `defaults` name. `within`: the options that led to it."""
     own = options[name]
     entries = own.get("defaults")
     named = [entry for entry in entries if isinstance(entry, str)] if isinstance(entries, list) else []
@@ -273,7 +275,7 @@ def _with_defaults(
 
 
 def _laid_over(below: JsonObject, above: JsonObject) -> JsonObject:
-    """Return `above` over `below`, section by section."""
+    """Merge `above` over `below`, section by section."""
     whole = {**below}
     for key, value in above.items():
         under = whole.get(key)
@@ -283,13 +285,13 @@ def _laid_over(below: JsonObject, above: JsonObject) -> JsonObject:
 
 
 def words(label: str) -> tuple[str, ...]:
-    """`H100-SXM-80GB` -> (h100, sxm, 80gb): the parts of a label that labels are compared by."""
+    """`H100-SXM-80GB` -> (h100, sxm, 80gb): the parts that are compared."""
     return tuple(re.findall(r"[a-z0-9.]+", label.lower().replace("nvidia", "").replace("tesla", "")))
 
 
 @lru_cache(maxsize=1)
 def accelerators() -> tuple[AcceleratorSpec, ...]:
-    """Return the accelerators without their sources, so that they can be keys."""
+    """Return the accelerators without their sources, so that they are hashable."""
     return tuple(load_group("accelerator", build_accelerator).values())
 
 
@@ -298,17 +300,18 @@ def build_accelerator(values: JsonObject) -> AcceleratorSpec:
 
 
 def without_defaults(values: JsonObject) -> JsonObject:
-    """Return the values without keys that say something of the file."""
+    """Return the values without keys about the file itself."""
     return {key: value for key, value in values.items() if key not in ("defaults", VERSION_KEY)}
 
 
 VARIANTS = frozenset({"pcie", "nvl", "500w", "hbm2e"})
-"""Words that a label has when it means them: `NVIDIA H100 80GB HBM3` is the SXM part."""
+"""Distinguishing words of labels: `NVIDIA H100 80GB HBM3` is the SXM part."""
 
 
 @lru_cache(maxsize=256)
 def find_accelerator(label: str) -> AcceleratorSpec | None:
-    """The chip a label names: the same first word, and most of the others; among equals the shorter name."""
+    """Return the chip that a label names: the same first word, and most of the others; among equals the shorter
+    name."""
     wanted = words(label)
     if not wanted:
         return None
@@ -328,7 +331,7 @@ def find_accelerator(label: str) -> AcceleratorSpec | None:
 
 @lru_cache(maxsize=1)
 def models() -> dict[str, ModelSpec]:
-    """Return the models that conf/ describes, but for `auto`, which is a checkpoint's."""
+    """Return the models that conf/ describes, without `auto`, which reads a checkpoint."""
     return {name: model for name, model in load_group("model", _model).items() if model is not None}
 
 
@@ -341,7 +344,7 @@ def _model(values: JsonObject) -> ModelSpec | None:
 
 
 def find_model(label: str) -> ModelSpec | None:
-    """A described model whose name is the label's, or begins it (`resnet50-v1.5` is resnet50)."""
+    """Return the described model whose name equals or starts the label (`resnet50-v1.5` is resnet50)."""
     plain = "".join(words(label.replace("_", "-")))
     known = {name.replace("_", ""): model for name, model in models().items()}
     fitting = [name for name in known if plain == name or plain.startswith(name)]

@@ -1,4 +1,4 @@
-"""Peak memory. There are four models, each for a question of its own:
+"""Peak memory. There are four models, each for a different question:
 
 - `engine/`: trainspec's own engine, tensor by tensor. An eager run's peak from arithmetic alone, within 3% of a trace.
 - `predict.estimate_memory`: any framework, from published formulas and constants. Compiled runs, what the engine does

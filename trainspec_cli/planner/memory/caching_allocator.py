@@ -1,22 +1,22 @@
-"""PyTorch's caching allocator for CUDA devices, simulated: bytes that it reserves for a sequence of allocations.
+"""Simulate PyTorch's caching allocator for CUDA devices: the bytes that it reserves for a sequence of allocations.
 
-Its rules, as c10/cuda/CUDACachingAllocator.cpp has them. In both settings:
+The rules follow c10/cuda/CUDACachingAllocator.cpp. In both settings:
 
 - a request is rounded up to 512 bytes; up to 1 MiB it is served by the small pool, else by the large one;
 - the smallest free block that is large enough is taken, and what is left of it stays free as a block of its own;
 - a freed block joins its free neighbours.
 
-By default a pool is made of segments, one cudaMalloc each: of 2 MiB in the small pool, of 20 MiB for requests of less
-than 10 MiB, and else of the request rounded up to 2 MiB. Blocks of two segments never join, and a large block is only
-split where more than 1 MiB is left. Segments are kept until the device is full; those without any live block are then
-handed back.
+By default a pool consists of segments, one cudaMalloc each: of 2 MiB in the small pool, of 20 MiB for requests below 10
+MiB, otherwise of the request rounded up to 2 MiB. Blocks of different segments never merge, and a large block is split
+only if more than 1 MiB is left. Segments are kept until the device is full; then those without live blocks are
+released.
 
 With `expandable_segments:True` a pool is one range of addresses that grows by pages of 2 MiB (small) or 20 MiB (large),
-so that every hole can join what lies next to it. Blocks are split to 512 bytes. Of free blocks the one at the end of
-the range counts as large as the range can grow, and so is taken last. On a full device the pages inside free blocks
-are unmapped; the addresses stay, and are the first to be mapped again.
+so that holes can merge with their neighbours. Blocks are split to 512 bytes. The free block at the end of the range
+counts as large as the range can grow, so it is used last. On a full device the pages inside free blocks are unmapped;
+their addresses are kept, and are mapped again first.
 
-One stream is simulated: each further stream has pools of its own, whose free blocks do not serve this one.
+One stream is simulated: other streams have separate pools, whose free blocks this one cannot use.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ LARGE_ROUNDING = 2 * MIB
 
 
 GROWS_SEGMENTS = frozenset({"nvidia"})
-"""Vendors on whose devices runs set `expandable_segments:True`, in the launcher and the planner.
+"""Vendors of devices that launcher and planner use with `expandable_segments:True`.
 
 Builds for ROCm before torch 2.12 ignore it with a warning, and later ones were reported to crash with it (pytorch issue
-187343) and to lose the contents of live blocks (ROCm issue 6603), so that it is set on NVIDIA's alone.
+187343) and to lose the contents of live blocks (ROCm issue 6603), so it is set only for NVIDIA.
 """
 
 
 class MemoryBlock:
-    """A part of a segment. `before` and `after` are its neighbours there."""
+    """A part of a segment, with its neighbours `before` and `after`."""
 
     __slots__ = ("address", "after", "before", "is_free", "is_mapped", "pool", "size")
 
@@ -59,20 +59,20 @@ class MemoryBlock:
 
     @property
     def reach(self) -> float:
-        """Bytes that a free block can grow to."""
+        """The largest size of a free block after growth."""
         grows = self.after is not None and not self.after.is_mapped
         return self.size + (self.after.size if self.after is not None and grows else 0)
 
 
 class _Pool:
-    """The small or the large blocks: those that are free, the smallest first, and unmapped ranges by address."""
+    """The small or the large pool: its free blocks, smallest first, and unmapped ranges by address."""
 
     def __init__(self, page: int, least_left: int, *, is_expandable: bool):
         self.page = page
         self.least_left = least_left
-        """Bytes that must be left of a block for it to be split."""
+        """A block is split only if at least this many bytes are left."""
         self.end = 0
-        """The next address for a segment of its own."""
+        """The next address for a new segment."""
         self.free: list[tuple[float, int]] = []
         self.unmapped: list[int] = []
         self.blocks: dict[int, MemoryBlock] = {}
@@ -97,7 +97,7 @@ class _Pool:
         del self.blocks[block.address]
 
     def best_fit(self, size: int) -> MemoryBlock | None:
-        """Return the smallest free block that is large enough, one that can grow counting as large as it can."""
+        """Return the smallest free block that is large enough; a block that can grow counts with its largest size."""
         place = bisect_left(self.free, (size, 0))
         if place == len(self.free):
             return None
@@ -110,7 +110,7 @@ class _Pool:
         return found
 
     def growing_block(self, size: int) -> MemoryBlock:
-        """Return the free or unmapped block of the lowest address from which `size` bytes can be mapped."""
+        """Return the free or unmapped block with the lowest address from which `size` bytes can be mapped."""
         for address in self.unmapped:
             start = self.blocks[address]
             if start.before is not None and start.before.is_free:
@@ -126,7 +126,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Counts bytes: those of live blocks, those that are reserved, and the most there were of each."""
+    """Counts the bytes of live blocks and reserved bytes, and the peaks of both."""
 
     def __init__(self, *, expandable: bool = False, capacity_bytes: float = math.inf) -> None:
         self.allocated_bytes = self.peak_allocated_bytes = 0
@@ -137,8 +137,8 @@ class CachingAllocator:
         self._large = _Pool(MEDIUM_SEGMENT, ROUNDING if expandable else SMALL_REQUEST + 1, is_expandable=expandable)
 
     def allocate(self, size: int) -> MemoryBlock:
-        """`size` is more than 0. Raises MemoryError where it does not fit even when all that is unused is given
-        back."""
+        """Allocate `size` bytes, above 0. Raises MemoryError if they do not fit even after all unused memory is
+        released."""
         size = -(-size // ROUNDING) * ROUNDING
         pool = self._small if size <= SMALL_REQUEST else self._large
         block = pool.best_fit(size) or self._reserve(pool, size)
@@ -159,12 +159,12 @@ class CachingAllocator:
         block.pool.add(_joined(block))
 
     def begin(self) -> None:
-        """Count peaks anew from here; what is reserved stays so."""
+        """Reset the peaks; reserved memory stays reserved."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
     def release_unused(self) -> None:
-        """Hand back the segments without a live block, or the pages inside free blocks."""
+        """Release the segments without live blocks, or the pages inside free blocks."""
         for pool in (self._small, self._large):
             for block in [pool.blocks[address] for _, address in pool.free]:
                 if self.expandable:
@@ -174,8 +174,7 @@ class CachingAllocator:
                     self.reserved_bytes -= int(block.size)
 
     def _reserve(self, pool: _Pool, size: int) -> MemoryBlock | None:
-        """Return a free block of at least `size` bytes of newly reserved memory; None where the device has too
-        little."""
+        """Return a free block of at least `size` bytes of newly reserved memory; None if the device has too little."""
         if self.expandable:
             return self._expand(pool, size)
         segment = -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
@@ -214,7 +213,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _unmap(self, block: MemoryBlock) -> None:
-        """Unmap the pages that lie in a free block as a whole; what is left at its ends stays free."""
+        """Unmap the pages that are entirely inside a free block; the rest at its ends stays free."""
         pool = block.pool
         first = -(-block.address // pool.page) * pool.page
         last = (block.address + int(block.size)) // pool.page * pool.page
@@ -233,7 +232,7 @@ class CachingAllocator:
 
 
 def _cut(block: MemoryBlock, size: int) -> MemoryBlock:
-    """Cut a block that is in no list down to `size` bytes. Return the rest, a neighbour of it."""
+    """Split a block that is in no list at `size` bytes. Return the rest."""
     rest = MemoryBlock(block.address + size, block.size - size, block.pool, is_mapped=block.is_mapped)
     rest.before = block
     rest.after = block.after
@@ -245,7 +244,7 @@ def _cut(block: MemoryBlock, size: int) -> MemoryBlock:
 
 
 def _joined(block: MemoryBlock) -> MemoryBlock:
-    """Return a block that is in no list, joined with the free neighbours that are mapped as it is."""
+    """Merge a block that is in no list with its free neighbours that are also mapped (or unmapped), and return it."""
     before = block.before
     after = block.after
     if before is not None and before.is_free and before.is_mapped == block.is_mapped:

@@ -1,7 +1,7 @@
-"""The memory of a run on devices: `predict_memory` is the one answer that plans, launches and refusals give.
+"""The memory of a run on devices. Plans, launches and refusals all use `predict_memory`.
 
-`layer_memory` is for searches alone, which look at thousands of layouts: with it `peak_of` gives a rough
-estimate, at most `SLACK` times the answer, so that a search drops nothing that fits. People never see that estimate.
+`layer_memory` is only for searches over thousands of layouts: with it `peak_of` gives a rough estimate, at most `SLACK`
+times the prediction, so that a search drops nothing that fits. Users never see that estimate.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from trainspec_cli.recipe.keys.run import Recompute
 from trainspec_cli.recipe.keys.training import NF4_BLOCK, NF4_SCALE_BLOCK, WireFormats
 from trainspec_cli.recipe.results.plan import MemoryBreakdown
 
-# The estimate of any framework, by cause, for each pipeline stage.
+# The estimate for any framework, by cause, for each pipeline stage.
 #
 # Activations after Korthikanti et al. 2022 (arXiv:2205.05198), recounted for fused attention and gated feed-forwards;
-# states after ZeRO (arXiv:1910.02054). Known error: 5% on published peaks, mostly over, for the reserve is meant to
-# leave none more than 3% under; up to 20% over where a framework documents its copies poorly (InternEvo's ZeRO-3).
+# states after ZeRO (arXiv:1910.02054). Known error: 5% on published peaks, mostly too high, since the reserve should
+# leave none more than 3% too low; up to 20% too high for frameworks with poorly documented copies (InternEvo's ZeRO-3).
 
 
 CONTEXT_BYTES = 1.2 * GIB
@@ -47,45 +47,44 @@ CONTEXT_BYTES = 1.2 * GIB
 GROUP_BYTES = 0.3 * GIB
 """Buffers of one communicator (NCCL's channels)."""
 FRAGMENTATION = 0.08
-"""Memory lost to fragmentation, as a fraction of the allocator's activations and temporaries, where a backward finds
-all that it needs: what the allocator's rules make of traces of the engine's steps (5% of all that is allocated;
-`planner/memory/caching_allocator.py`)."""
+"""Fragmentation as a fraction of activations and temporaries, without recomputation: the allocator's rules applied to
+traces of the engine's steps (5% of all allocated memory; `planner/memory/caching_allocator.py`)."""
 RECOMPUTE_FRAGMENTATION = 0.17
-"""The same that comes to it where forwards run again between backwards, whose blocks fit those of the first forwards
-badly: 22% of all in such traces, and 25% of activations in the tables of runs with full recomputation."""
+"""Additional fragmentation with recomputation, whose blocks do not fit those of the first forwards well: 22% of all
+memory in such traces, and 25% of activations in the tables of runs with full recomputation."""
 STATES_FRAGMENTATION = 0.04
-"""The same of parameters, gradients and optimizer states: allocated once, rounded up to whole blocks."""
+"""The same for parameters, gradients and optimizer states, which are allocated once and rounded up to whole blocks."""
 GROWN_FRAGMENTATION = 0.02
-"""With expandable segments, where holes join what lies next to them and no segment is rounded up, the fraction of all
-tensors that is lost: the mean over traces of the engine's steps of more than 1 GiB, by the same rules."""
+"""Fragmentation as a fraction of all tensors with expandable segments, where neighbouring holes merge and no segment is
+rounded up: the mean over traces of the engine's steps above 1 GiB, by the same rules."""
 GROWN_RECOMPUTE_FRAGMENTATION = 0.05
-"""The same that comes to it under full recomputation: 7% of all in such traces."""
+"""Additional fragmentation with expandable segments and full recomputation: 7% of all memory in such traces."""
 LOGIT_BYTES = 10.0
-"""A logit: 2 in the compute format, 4 in the loss, 4 its gradient before it is cast back."""
+"""Bytes per logit: 2 in the compute format, 4 in the loss, 4 for its gradient before it is cast back."""
 LOGIT_BYTES_EAGER = 12.0
 """And that cast."""
 REUSE = 0.5
-"""Fraction of the memory freed by the backward that is used again, as far as the optimizer's temporaries fit into its
-blocks."""
+"""Fraction of the memory freed by the backward that the optimizer's temporaries can reuse."""
 RESERVE = 0.06
-"""Fraction of the whole that is added: runs of one configuration differ by that much (published pairs: 2 to 15%), and a
-plan that is under ends out of memory where one that is over wastes a little."""
+"""Reserve as a fraction of the total: runs of one configuration differ by about that much (published pairs: 2 to 15%),
+and too low a prediction ends out of memory, while too high a one only wastes a little."""
 NF4_BYTES = (4 + 8 / NF4_BLOCK + 32 / (NF4_BLOCK * NF4_SCALE_BLOCK)) / 8
-"""Bytes of a weight in 4-bit NormalFloat, with its part of the scales."""
+"""Bytes of a weight in 4-bit NormalFloat, including its part of the scales."""
 FEEDBACK_BYTES = 2 * 2
-"""Bytes of a value: in bf16, as of the last update and as of the step that is being made."""
+"""Bytes of a value of error feedback: in bf16, after the last update and during the current step."""
 USABLE = 0.97
 """Fraction of a device's memory that can be used before allocation fails or thrashes."""
 
 
 def memory_limit_bytes(chip: AcceleratorSpec) -> float:
-    """Bytes that a plan may take. A device sold as 80 GB has 79.6 GiB: what makers name is nearer to GiB than to GB."""
+    """Return the bytes that a plan may use. A device sold as 80 GB has 79.6 GiB: makers' figures are closer to GiB than
+    to GB."""
     return USABLE * chip.memory_gb * GIB
 
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """One layer's average: parameters of a rank, and activations of one micro-batch."""
+    """The average layer: parameters of a rank, and activations of one micro-batch."""
 
     params: float
     expert_params: float
@@ -94,20 +93,21 @@ class LayerMemory:
     working_bytes: float
     """Live while the layer itself runs."""
     output_bytes: float
-    """Bytes of its output, which it hands to the next."""
+    """Bytes of its output, the next layer's input."""
     logits_bytes: float
-    """Of the last stage: logits and what the loss makes of them, for as many tokens as it takes at a time."""
+    """On the last stage: logits and the loss's temporaries, for the tokens that are processed at a time."""
 
 
 def saved_of(work: Work, setup: Setup) -> float:
-    """Activations that one part of a layer keeps without recomputation."""
+    """Return the bytes of activations that one part of a layer keeps without recomputation."""
     saved = work.saved_bytes
     if setup.trainable < 1 and setup.software.weight_bytes >= 2.0 and not work.attention_flops:
-        # Adapters stand in the attention: other matmuls, frozen, need no inputs (those of a quantised base keep them).
+        # Adapters are in the attention: other matmuls are frozen and need no inputs (those of a quantised base keep
+        # them).
         saved -= work.saved_gemm_bytes
     elif setup.matmul in EIGHT_BIT:
         saved -= 0.5 * work.saved_gemm_bytes
-    if not setup.software.fused_attention:  # frameworks of that time keep dropout's masks, a byte an element
+    if not setup.software.fused_attention:  # older frameworks keep dropout masks, one byte per element
         saved += 0.5 * work.input_bytes
         saved += 2.5 * work.score_bytes if work.attention_flops else 0.0
     if not setup.software.fused_kernels and setup.software.fused_attention:
@@ -116,7 +116,7 @@ def saved_of(work: Work, setup: Setup) -> float:
 
 
 def kept_of(works: tuple[Work, ...], setup: Setup) -> float:
-    """Bytes that a layer keeps for its backward: full recomputation keeps its input alone."""
+    """Return the bytes that a layer keeps for its backward; full recomputation keeps only its input."""
     saved = sum(saved_of(work, setup) for work in works)
     again = setup.recompute
     if again.full:
@@ -125,7 +125,7 @@ def kept_of(works: tuple[Work, ...], setup: Setup) -> float:
         scores = sum(2.5 * work.score_bytes for work in works if work.attention_flops)
         core = scores if not setup.software.fused_attention else 0.0
         kept = saved - again.attention * core
-        # What element-wise kernels and the repeated matmuls keep is roughly all but the matmuls' inputs.
+        # Element-wise kernels and repeated matmuls keep roughly everything except the matmuls' inputs.
         rest = kept - sum(work.saved_gemm_bytes for work in works) - works[0].input_bytes
         kept -= max(again.matmul, again.elementwise) * max(0.0, rest)
     return again.layers * kept + (1 - again.layers) * saved
@@ -156,35 +156,35 @@ def logits_bytes(setup: Setup) -> float:
 
 
 def in_flight(setup: Setup, stage: int) -> float:
-    """Micro-batches whose activations a stage holds at its fullest."""
+    """Return the largest number of micro-batches whose activations a stage holds."""
     layout = setup.layout
     total = setup.grad_accum
     if layout.pp == 1:
         return 1.0
     if layout.pipeline_schedule == "gpipe":
-        # All forwards come before the first backward.
+        # All forwards run before the first backward.
         return float(total)
     if layout.virtual_stages > 1:
         # The warm-up of the interleaved schedule (arXiv:2104.04473); a chunk is one of a rank's virtual stages.
         chunks = 2 * (layout.pp - stage - 1) + (layout.virtual_stages - 1) * layout.pp + 1
         return min(chunks, total * layout.virtual_stages) / layout.virtual_stages
-    # 1F1B: a stage is ahead by as many micro-batches as there are stages from it to the last one.
+    # 1F1B: a stage is ahead by the number of stages from it to the last one.
     return float(min(layout.pp - stage, total))
 
 
 def sharding_stage(setup: Setup) -> int:
-    """Return the ZeRO stage, 0 where nothing is sharded. Ranks of context parallelism share the shards too."""
+    """Return the ZeRO stage; 0 if nothing is sharded. Ranks of context parallelism also share the shards."""
     is_sharded = setup.layout.shards > 1 and setup.software.shards_states
     return setup.layout.zero_stage if is_sharded else 0
 
 
 def keeps_unsharded(setup: Setup) -> bool:
-    """Return whether a pipeline's stage keeps gathered parameters and whole gradients until its last micro-batch."""
+    """Return whether a pipeline stage keeps gathered parameters and unsharded gradients until its last micro-batch."""
     return setup.layout.pp > 1 and setup.software.unshards_pipelines
 
 
 def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) -> tuple[float, float, float]:
-    """-> (parameters, gradients, optimizer) between steps, of parameters shared by `shards` ranks.
+    """Return the bytes of (parameters, gradients, optimizer) between steps, for parameters shared by `shards` ranks.
 
     `ends`: the embedding and the head, which are not quantised.
     """
@@ -193,7 +193,7 @@ def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) ->
     trained = params * setup.trainable
     each = software.weight_bytes
     if setup.trainable < 1 and setup.matmul in EIGHT_BIT:
-        each = 1.0  # a frozen base is kept as it is multiplied
+        each = 1.0  # a frozen base is kept in the compute format
     if ends:
         each = max(each, 2.0)
     weights = each * params / (shards if stage == 3 else 1)
@@ -201,23 +201,25 @@ def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) ->
         weights = NF4_BYTES * params + each * trained / (shards if stage == 3 else 1)
     gradients = software.grad_bytes * trained / (shards if stage >= 2 else 1)
     if stage == 3 and software.weight_bytes == 4.0:
-        # FSDP's sharded gradients have the format of its fp32 parameters, whatever format they are reduced in.
+        # FSDP's sharded gradients have the format of its fp32 parameters, independent of the reduction's format.
         gradients = 4.0 * trained / shards
     replicated = software.counted and setup.group_layout.dp_replicate > 1 and setup.grad_accum > 1
     if stage >= 2 and (keeps_unsharded(setup) or replicated):
-        # With replicas the engine exchanges once a step (`Layout.exchanges_every_backward`): sums stay whole till then.
+        # With replicas the engine exchanges once per step (`Layout.exchanges_every_backward`), and sums stay unsharded
+        # until then.
         gradients += software.reduce_bytes * trained
     moments = trained * software.moment_bytes / (shards if stage else 1)
     master = trained * software.master_bytes / (shards if stage else 1)
     outer = trained * setup.outer_bytes / (shards if stage else 1)
-    # Offloaded moments and master weights lie in the host's memory; the outer optimizer's state stays.
+    # Offloaded moments and master weights are in host memory; the outer optimizer's state stays on the device.
     return weights, gradients, outer if setup.offload_optimizer else moments + master + outer
 
 
 def gathered_bytes(layer: LayerMemory, layers: int, outside: float, setup: Setup) -> float:
-    """ZeRO-3: two layers' parameters and a layer's gradients unsharded, and the embedding and head."""
+    """Return the bytes of ZeRO-3's unsharded tensors: two layers' parameters, one layer's gradients, and the embedding
+    and head."""
     params = layer.params + layer.expert_params
-    if setup.lora.is_quantised:  # about the largest matrix in 2 bytes, and in 6 on the way
+    if setup.lora.is_quantised:  # about the largest matrix in 2 bytes, with 6 for temporaries
         return 2.0 * params + (2.0 * outside if sharding_stage(setup) == 3 else 0.0)
     if sharding_stage(setup) < 3:
         return 0.0
@@ -241,15 +243,16 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory) -> M
     experts = state_bytes(layers * layer.expert_params, layout.expert_shards, setup)
     gathered = gathered_bytes(layer, layers, outside, setup)
 
-    # Kept for the micro-batches in flight, and what one layer needs while it runs (after the logits are gone). Megatron
-    # frees what a stage has sent; others keep it until its gradient is back, each tensor-parallel rank a part.
+    # Activations kept for the micro-batches in flight, and one layer's temporaries (after the logits are freed).
+    # Megatron frees activations after sending them; others keep them until their gradient arrives, each tensor-parallel
+    # rank a part.
     logits = layer.logits_bytes if last else 0.0
     held = in_flight(setup, stage)
     sent = layer.output_bytes / layout.tp if layout.pp > 1 and not software.fused_kernels else 0.0
     kept = (layers * layer.kept_bytes + sent) * held
     activations = kept + max(0.0, layer.working_bytes - layer.kept_bytes - logits)
 
-    # What the optimizer's step takes besides what the backward has left free.
+    # Memory of the optimizer's step beyond what the backward has freed.
     stepping = (layers * layer.params + outside) / shards + layers * layer.expert_params / layout.expert_shards
     stepping *= setup.trainable
     freed = REUSE * (activations + logits + gathered)
@@ -257,7 +260,8 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory) -> M
 
     gradients = dense[1] + at_ends[1] + experts[1]
     if software.counted and setup.grad_accum <= held:
-        # The engine has no buffers for gradients: the first ones are made as a micro-batch's activations are freed.
+        # The engine has no gradient buffers: the first gradients are allocated while a micro-batch's activations are
+        # freed.
         gradients = max(0.0, gradients - activations / held)
     return with_overhead(
         setup,
@@ -281,9 +285,9 @@ def with_overhead(
     buffers: float,
     counted: bool = False,
 ) -> MemoryBreakdown:
-    """Return the memory of a stage whose tensors take these bytes: with the error feedback of compressed gradients, the
-    communicators, the allocator's holes, the device's context, and the reserve. `counted`: gradients and buffers come
-    and go within a step, as in the engine, instead of lasting."""
+    """Return the memory of a stage with these bytes of tensors, adding the error feedback of compressed gradients,
+    communicators, fragmentation, the device's context, and the reserve. `counted`: gradients and buffers are allocated
+    within a step, as in the engine, instead of persisting."""
     feedback = feedback_bytes(setup.model, setup.layout, setup.software.wire)
     again = setup.recompute.matmul * setup.recompute.layers
     states = parameters + optimizer
@@ -315,8 +319,8 @@ def with_overhead(
 
 
 def feedback_bytes(model: ModelSpec, layout: Layout, wire: WireFormats) -> float:
-    """Return the bytes of one rank's error feedback, what compressed gradients have lost so far: of whole gradients
-    where shards are summed, of its own shard where replicas are."""
+    """Return the bytes of a rank's error feedback, the accumulated loss of compressed gradients: of unsharded gradients
+    if shards are summed, of its shard if replicas are."""
     if not {wire.gradients, wire.across_nodes} & {"int8", "int4"}:
         return 0.0
     whole = count_params(model) / (layout.tp * layout.pp)
@@ -324,7 +328,8 @@ def feedback_bytes(model: ModelSpec, layout: Layout, wire: WireFormats) -> float
 
 
 def communicators(setup: Setup) -> int:
-    """One for each axis; some frameworks have one more for all ranks of several axes, and one for a pipeline's ends."""
+    """Count the communicators: one for each axis; some frameworks have another for all ranks of several axes, and one
+    for a pipeline's ends."""
     layout = setup.layout
     sizes = (layout.tp, layout.cp, layout.ep, layout.pp, layout.dp_shard, layout.dp_replicate)
     axes = sum(size > 1 for size in sizes)
@@ -332,8 +337,8 @@ def communicators(setup: Setup) -> int:
 
 
 def peak_of(setup: Setup, layer: LayerMemory, beyond_bytes: float = math.inf) -> float:
-    """Bytes of the fullest stage: the first, the last, or the first of those with the most layers. Where one takes more
-    than `beyond_bytes`, its bytes: how much more others take is not asked."""
+    """Return the bytes of the fullest stage: the first, the last, or the first of those with the most layers. Returns
+    early if one takes more than `beyond_bytes`."""
     counts = layers_per_rank(setup.model.num_layers, setup.layout)
     peak = 0.0
     for stage in {0, counts.index(max(counts)), len(counts) - 1}:
@@ -350,18 +355,17 @@ def estimate_memory(setup: Setup) -> tuple[MemoryBreakdown, ...]:
     return tuple(stage_memory(setup, stage, count, layer) for stage, count in enumerate(counts))
 
 
-# The one answer: counted where the engine builds the run, else estimated.
+# The prediction: counted if the engine builds the run, otherwise estimated.
 
 
 def predict_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
-    """Return the memory of each pipeline stage: counted for a run of trainspec's own engine, eager or with compiled
-    blocks that are counted, and estimated as of frameworks in general for any other."""
+    """Return the memory of each pipeline stage: counted for a run of trainspec's engine, eager or with compiled blocks
+    that are counted; otherwise estimated as for any framework."""
     return tuple(_predict_stages(setup, recompute))
 
 
 def memory_within(setup: Setup, recompute: str, limit_bytes: float) -> tuple[MemoryBreakdown, ...] | None:
-    """Return what `predict_memory` does; None where a stage takes more than the limit, and no other stage is counted
-    after that one."""
+    """Return `predict_memory`, or None as soon as a stage exceeds the limit."""
     stages: list[MemoryBreakdown] = []
     for stage in _predict_stages(setup, recompute):
         if stage.total_bytes > limit_bytes:
@@ -389,7 +393,7 @@ def _predict_stages(setup: Setup, recompute: str) -> Iterator[MemoryBreakdown]:
 
 
 def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
-    """Return the mean layer's activations and the logits as the engine has them, for a search over many layouts."""
+    """Return the engine's activations of the mean layer, and its logits, for a search over many layouts."""
     general = mean_layer_memory(setup)
     run = _run_of(setup, recompute)
     model = setup.model
@@ -407,7 +411,7 @@ def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
 
 
 def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
-    """Return the run that the engine's count is of; None where the engine does not build it, or it is not counted."""
+    """Return the run for the engine's count; None if the engine does not build it, or it is not counted."""
     software = setup.software
     layout = setup.layout
     offload = "optimizer" if setup.offload_optimizer else "none"
@@ -417,14 +421,15 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
         return None
     if recompute not in ("none", "selective", "full") or not is_counted(setup.model, offload):
         return None
-    # The engine spreads experts within a replica, and no model along an axis that its family refuses.
+    # The engine spreads experts only within a replica, and refuses axes that a family does not support.
     if any(getattr(layout, axis) > 1 for axis in MESH_AXES if axis in setup.model.record.refuses):
         return None
     if layout.etp > 1 or layout.expert_ranks % layout.ep:
         return None
     micro_batches = setup.grad_accum
     if layout.pp > 1 and layout.pipeline_schedule != "gpipe":
-        # A full pipeline repeats itself: twice as many micro-batches as stages hold as much as more, within 0.03%.
+        # A full pipeline repeats itself: twice as many micro-batches as stages need as much memory as more, within
+        # 0.03%.
         micro_batches = min(micro_batches, 2 * layout.num_stages)
     return EngineRun(
         model=setup.model,
@@ -443,48 +448,47 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
     )
 
 
-# The probability that a layout fits, by the error of the memory model, and the step time to expect with that in it.
+# The probability that a layout fits, from the error of the memory model, and the expected step time that includes it.
 #
 # On published runs the measured peak over the predicted one is about log-normal (`trainspec backtest`, 135 measured
-# peaks of 3 sources; tests/planner/validation/test_backtest.py counts it again). A run of yet another source
-# errs by its source's mean and by its own deviation from that: ln(measured / predicted) has the mean of the sources'
-# means, m, and the variance of a run within its source plus that between sources, s^2. So a predicted peak M fits a
-# limit L with
+# peaks of 3 sources; checked by tests/planner/validation/test_backtest.py). The error of a run from another source is
+# its source's mean plus its own deviation: ln(measured / predicted) has the mean of the sources' means, m, and the
+# variance of a run within its source plus that between sources, s^2. So a predicted peak M fits a limit L with
 #
 #     P = Phi((ln(L / M) - m) / s)
 #
-# A layout that does not fit costs a start in vain, and goes on with less memory: with recomputation, which is a
-# forward more, or another layout that is about as much slower. The expected step is
+# A layout that does not fit costs a failed start, and then continues with less memory: with recomputation, which is one
+# more forward, or in another layout that is about as much slower. The expected step is
 #
 #     E = t + (1 - P) (t / 3 + start / steps)
 
 
 LOG_BIAS = -0.038
-"""m: predictions are 4% too high in the mean, since the model keeps a reserve."""
+"""m: predictions are 4% too high on average, because of the model's reserve."""
 LOG_DEVIATION = 0.043
 """s: 0.037 within a source, 0.021 between them."""
 RELIEF = 1 / 3
-"""The part of a step by which less memory makes it slower: a forward among two of a backward."""
+"""Slowdown of a step by recomputation: one forward, compared with a forward and a backward of two."""
 SURELY = 0.999
-"""A probability that needs no other layout beside it."""
+"""A layout with at least this probability counts as surely fitting."""
 
 
 def fit_probability(peak_bytes: float, limit_bytes: float) -> float:
-    """Return the probability that what is predicted to take `peak_bytes` takes no more than `limit_bytes`."""
+    """Return the probability that a predicted peak of `peak_bytes` is at most `limit_bytes`."""
     deviations = (math.log(limit_bytes / peak_bytes) - LOG_BIAS) / LOG_DEVIATION
     return 0.5 * math.erfc(-deviations / math.sqrt(2))
 
 
 def expected_step_s(step_s: float, probability: float, start_s: float) -> float:
-    """Return the step to expect of a layout that fits with `probability`; `start_s` is a start's time over the steps of
-    the run."""
+    """Return the expected step of a layout that fits with `probability`. `start_s`: a start's time divided by the steps
+    of the run."""
     return step_s + (1 - probability) * (step_s * RELIEF + start_s)
 
 
 def room_within(setup: Setup, memory: Sequence[MemoryBreakdown], limits_bytes: Sequence[float] = ()) -> Room:
-    """Return the bytes that each rank's layers may take by the estimate of memory, scaled to the predicted `memory`,
-    and those of one layer there: the difference that one more in each stage makes. `limits_bytes`: of each rank, where
-    they differ."""
+    """Return the bytes that each rank's layers may use by the estimate, scaled to the predicted `memory`, and the bytes
+    of one layer there (the difference of one more layer per stage). `limits_bytes`: the limit of each rank, if they
+    differ."""
     layout = setup.layout
     estimated, predicted = (max(stage.total_bytes for stage in one) for one in (estimate_memory(setup), memory))
     scale = estimated / predicted

@@ -1,1 +1,1 @@
-"""A cluster of several pools of nodes, each with its own accelerator: layouts over all of them, and over each alone."""
+"""Plans on a cluster of several pools of nodes, each with its own accelerator."""

@@ -1,4 +1,4 @@
-"""The plan of a run on a cluster of several pools, and beside it the plans on fewer of them."""
+"""Plan a run on a cluster of several pools, and compare it with plans on fewer pools."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ from trainspec_cli.recipe.results.blueprint import PoolChoice, PoolsPlan
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan, MemoryBreakdown, PoolPart, SizedStep
 
 KEPT = 2
-"""Layouts of each way to use the pools that are kept for each that is shown: which fit is seen when every tensor is
-counted."""
+"""Layouts kept per shown layout, for each way to use the pools, since counting every tensor decides later which fit."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,10 @@ class Placed:
     recompute: str
     step: PoolStep
     memory: tuple[tuple[MemoryBreakdown, ...], ...] = ()
-    """The stages of each pool, once every tensor is counted."""
+    """The memory of each pool's stages, once every tensor is counted."""
 
     def fullest_pool(self, pools: Sequence[Pool]) -> int:
-        """Return the pool whose devices are nearest to their limit."""
+        """Return the pool whose devices are closest to their limit."""
         return max(range(len(pools)), key=lambda pool: self.peak_bytes(pool) / pools[pool].limit_bytes)
 
     def peak_bytes(self, pool: int) -> float:
@@ -84,7 +83,7 @@ class Placed:
 
 
 class _Unit(NamedTuple):
-    """Candidates that are tried with each recomputation."""
+    """Candidates, each tried with every recomputation."""
 
     layout: Layout
     micro_batch_size: int
@@ -95,7 +94,7 @@ class _Unit(NamedTuple):
 
 @dataclass
 class PoolSearch:
-    """Ranks layouts over all `pools` by the step to expect."""
+    """Ranks layouts over all `pools` by the expected step."""
 
     spec: RunSpec
     pools: Sequence[Pool]
@@ -113,13 +112,13 @@ class PoolSearch:
         self._templates = tuple(replace(one, compute=compute, matmul=matmul) for one in templates)
         self._memory = LayerMemories(layer_memory)
         self._best: dict[bool, list[tuple[float, int, Placed]]] = {False: [], True: []}
-        """Heaps of the layouts with whole replicas on every pool, and of those whose pipelines go through the pools."""
+        """Heaps of layouts: whole replicas on every pool, and pipelines that span the pools."""
         self._start_s = start_s_a_step(self.spec)
         self._least_over = float("inf")
         self._smallest: tuple[Setups, Placement, str] | None = None
 
     def run(self, shown: int) -> list[Placed]:
-        """Return the best that fit when every tensor is counted, best first; where none does, the nearest."""
+        """Return the best layouts that fit when every tensor is counted, best first; if none fits, the closest one."""
         self._try_all(KEPT * shown)
         counted = [placed for heap in self._best.values() for placed in self._count_some(heap, shown)]
         fitting = [placed for placed in counted if self._part(placed) <= 1]
@@ -131,7 +130,7 @@ class PoolSearch:
         return [self.count(Placed(setups, placement, name, self.watch.step(setups, placement, self.samples)))]
 
     def _count_some(self, heap: list[tuple[float, int, Placed]], shown: int) -> Iterator[Placed]:
-        """Yield layouts of a heap, best first, until so many fit when every tensor is counted."""
+        """Yield layouts of a heap, best first, until `most` fit when every tensor is counted."""
         ordered = [placed for *_, placed in sorted(heap, key=lambda item: item[:2], reverse=True)]
         fitting = 0
         for place, placed in enumerate(ordered):
@@ -151,13 +150,13 @@ class PoolSearch:
         return fit_probability(self._part(placed), 1.0)
 
     def _part(self, placed: Placed) -> float:
-        """Return the peak over the limit, of the pool that is nearest to its own."""
+        """Return the largest ratio of peak to limit over the pools."""
         pool = placed.fullest_pool(self.pools)
         return placed.peak_bytes(pool) / self.pools[pool].limit_bytes
 
     def _try_all(self, keep: int) -> None:
-        """Try every layout, placed in every way, with each recomputation that the recipe leaves open."""
-        # Fast links must reach as far in every pool, since all have the same layout.
+        """Try every layout in every placement, with each recomputation that the recipe leaves open."""
+        # Use the smallest scale-up domain of all pools, since all have the same layout.
         scaleup_devices = min(pool.fabric.scaleup_devices for pool in self.pools)
         space = Space(self.spec, self.pools[0].fabric.num_devices, scaleup_devices)
         names = recompute_names(self.spec.recompute)
@@ -171,10 +170,10 @@ class PoolSearch:
                 lightest = self._setups(unit, names[0])
                 bound_s = self.watch.bound_s(lightest, placement, self.samples)
                 units.append((bound_s, len(units), unit))
-        for *_, unit in sorted(units):  # the most promising first, so that the others leave early
+        for *_, unit in sorted(units):  # most promising first, so that others can be dropped early
             for name in names:
                 if self._try(self._setups(unit, name), unit.placement, name, keep):
-                    break  # heavier recomputation of a layout that surely fits is only slower
+                    break  # if a layout surely fits, a heavier recomputation is only slower
         self.refused.update(space.refused)
 
     def _setups(self, unit: _Unit, name: str) -> Setups:
@@ -192,17 +191,17 @@ class PoolSearch:
         )
 
     def _try(self, setups: Setups, placement: Placement, name: str, keep: int) -> bool:
-        """-> whether heavier recomputation is no use: this surely fits, or is already too slow."""
+        """Return whether a heavier recomputation is useless: this one surely fits, or is already too slow."""
         self.considered += 1
         best = self._best[bool(placement.order)]
         worst_s = -best[0][0] if len(best) == keep else float("inf")
         if self.watch.bound_s(setups, placement, self.samples) >= worst_s:
             self.refused[SLOWER] += 1
             return True
-        # The least that the layout takes by the estimate, over what there is.
+        # The layout's least estimated memory over the available memory.
         if placement.order:
-            # The layers of the model over those that the stages of all pools have room for, each as the last of its
-            # pool, which keeps the fewest micro-batches.
+            # The model's layers over those that fit on the stages of all pools, each treated as the last of its pool,
+            # which keeps the fewest micro-batches.
             room = 0.0
             for pool, (setup, described) in enumerate(zip(setups, self.pools, strict=True)):
                 layer = self._memory.of(setup, name)
@@ -212,8 +211,8 @@ class PoolSearch:
                 room += placement.ranks[pool] * max(0.0, 1 + more)
             over = SLACK * setups[0].model.num_layers / max(room, 1e-9)
         else:
-            # Of the pool with the most memory, with whole micro-batches: those of the fastest pool are about as large,
-            # and another size of them is tried too.
+            # Use the pool with the most memory, with whole micro-batches: the fastest pool's are about as large, and
+            # other sizes are tried too.
             most = max(range(len(self.pools)), key=lambda pool: self.pools[pool].limit_bytes)
             over = peak_of(setups[most], self._memory.of(setups[most], name)) / self.pools[most].limit_bytes
         if over > SLACK:
@@ -254,12 +253,12 @@ class PoolSearch:
         )
 
     def count(self, placed: Placed) -> Placed:
-        """Return a layout with its layers cut by each one's own time, and every tensor counted: the best cut where that
-        fits, else the best that does by the estimate of memory, else the even one."""
+        """Return a layout with its layers cut by their times, and every tensor counted: the best cut if it fits,
+        otherwise the best that fits by the estimate of memory, otherwise the even one."""
         even = self._counted(placed, placed.setups[0].layout)
         if not is_open(placed.setups[0].layout, self.spec.model):
             return even
-        # The bytes that each pipeline rank may take: its pool's, or the smallest of those that share it.
+        # The limit of each pipeline rank: its pool's, or the smallest of the pools that share it.
         limits = [self.pools[pool].limit_bytes for pool in placed.placement.pool_of_stage_rank]
         limits = limits or [min(pool.limit_bytes for pool in self.pools)] * placed.setups[0].layout.pp
         for bounded in (False, True):
@@ -286,14 +285,14 @@ class PoolSearch:
 
 
 def stages_on(pool: int, placement: Placement, layout: Layout) -> list[int]:
-    """Return the pipeline ranks that a pool holds."""
+    """Return the pipeline ranks on a pool."""
     if not placement.order:
         return list(range(layout.pp))
     return [rank for rank, at in enumerate(placement.pool_of_stage_rank) if at == pool]
 
 
 SAME = 5e-3
-"""Choices that differ by less than this part are as fast, or as cheap."""
+"""Choices that differ by less than this fraction are equally fast or cheap."""
 
 
 def plan_pools(spec: RunSpec, shown: int = SHOWN) -> CapacityPlan:
@@ -319,7 +318,7 @@ def _candidate(placed: Placed, search: PoolSearch) -> Candidate:
     setup = replace(placed.setups[0], layout=step.layout, grad_accum=step.micro_batches)
     fullest = placed.fullest_pool(pools)
     peaks = [pool.devices * peak_flops_per_s(pool.fabric.chip, setup.matmul) for pool in pools]
-    # The memory of each pipeline stage is that of the fullest pool where all have every stage.
+    # If all pools have every stage, use each stage's memory on the fullest pool.
     memory = placed.memory[fullest]
     if placed.placement.order:
         of_pool = [iter(stages) for stages in placed.memory]
@@ -362,7 +361,7 @@ def _part(placed: Placed, pools: Sequence[Pool], pool: int) -> PoolPart:
 
 
 def _assumptions(spec: RunSpec, pools: Sequence[Pool]) -> Iterator[str]:
-    """Yield what the layouts rest on, that of each pool once."""
+    """Yield the assumptions on the layouts, without repetitions over pools."""
     names = pool_names(spec.cluster.pools)
     alone = ((on_pools(spec, [spec.cluster.pools[names.index(pool.name)]]), pool.fabric) for pool in pools)
     yield from dict.fromkeys(line for on_one, fabric in alone for line in assumptions_of(on_one, fabric))
@@ -372,18 +371,19 @@ def _assumptions(spec: RunSpec, pools: Sequence[Pool]) -> Iterator[str]:
     yield "a cluster of several pools is planned, not launched: the engine places no layout by kind of node"
 
 
-# Beside the plans on fewer pools
+# Comparison with plans on fewer pools
 
 
 def compare_pools(spec: RunSpec, capacity: CapacityPlan) -> PoolsPlan:
-    """Set the plan on all pools beside the best ones on each alone, and of three or more on all but one."""
+    """Compare the plan on all pools with the best plans on each pool alone, and with three or more pools also on all
+    but one."""
     pools = spec.cluster.pools
     names = pool_names(pools)
     every = range(len(pools))
     fewer = [[place] for place in every]
     if len(pools) > 2:
         fewer = [*([place for place in every if place != left] for left in every), *fewer]
-    # The best plan of each way to divide the work over all pools, the better one first.
+    # The best plan for each way to divide the work over all pools, better one first.
     best: dict[str, Candidate | None] = {}
     for candidate in capacity.candidates:
         if candidate.fits:
@@ -402,7 +402,7 @@ def compare_pools(spec: RunSpec, capacity: CapacityPlan) -> PoolsPlan:
 
 
 def advise_pools(spec: RunSpec, compared: PoolsPlan) -> Iterator[str]:
-    """Yield what fits where no layout over all pools does: fewer pools, or a change of the recipe."""
+    """Yield advice if no layout over all pools fits: fewer pools, or a change of the recipe."""
     for choice in compared.choices:
         if choice.layout is not None and choice.step_time_s is not None:
             step = format_duration(choice.step_time_s)
@@ -437,7 +437,7 @@ def _choice(
 
 
 def _verdict(choices: Sequence[PoolChoice], pools: int) -> str:
-    """Say whether fewer pools are faster, or cheaper for each token; by how much, and which ones."""
+    """Describe whether, and by how much, fewer pools are faster or cheaper per token."""
     whole = next(choice for choice in choices if len(choice.pools) == pools)
     fewer = [choice for choice in choices if len(choice.pools) < pools and choice.tokens_per_s]
     if not whole.tokens_per_s:
@@ -451,8 +451,7 @@ def _verdict(choices: Sequence[PoolChoice], pools: int) -> str:
 
 
 def _gains(fewer: Sequence[PoolChoice], whole: PoolChoice, figure: str) -> tuple[PoolChoice, float] | None:
-    """Return the best of the fewer pools by a figure, and how many times as good it is as all pools; None where that is
-    not known."""
+    """Return the best choice of fewer pools by a figure, and its ratio to all pools; None if unknown."""
     of_all = getattr(whole, figure)
     known = [(choice, getattr(choice, figure)) for choice in fewer]
     ratios = [(choice, own / of_all if figure == "tokens_per_s" else of_all / own) for choice, own in known if own]
@@ -468,7 +467,7 @@ def _compare(better: str, worse: str, best: tuple[PoolChoice, float] | None) -> 
         return f"{name} is neither {better} nor {worse} than all pools"
     who, other = (name, "all pools") if ratio > 1 else ("all pools", name)
     more = ratio if ratio > 1 else 1 / ratio
-    part = more - 1 if better == "faster" else 1 - 1 / more  # how much more a rate is, or how much less a price
+    part = more - 1 if better == "faster" else 1 - 1 / more  # increase of a rate, or reduction of a price
     return f"{who} {'is' if ratio > 1 else 'are'} {part:.1%} {better} than {other}"
 
 

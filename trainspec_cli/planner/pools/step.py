@@ -1,8 +1,8 @@
-"""Time of a step over several pools: each pool's own, by its accelerator and links, and the wait for the slowest.
+"""Time of a step over several pools: each pool's time on its accelerator and links, and the wait for the slowest.
 
-Whole replicas on every pool share the samples as the live scheduler divides them (`balance/decisions/balance.py`), by
-each pool's seconds for a micro-batch. Stages on pools of their own share the layers by speed
-(`planner/pipeline.py`), and the pipeline goes at the pace of its slowest stage.
+If every pool has whole replicas, they divide the samples like the live scheduler (`balance/decisions/balance.py`), by
+each pool's time for a micro-batch. If each pool has separate stages, they divide the layers by speed
+(`planner/pipeline.py`), and the slowest stage sets the pipeline's pace.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from trainspec_cli.recipe.results.plan import StepTime
 
 @dataclass(frozen=True)
 class Pool:
-    """Some nodes of one kind."""
+    """Nodes of one kind."""
 
     name: str
     devices: int
     fabric: Fabric
-    """Its devices and links, as if all devices of the cluster were of its kind."""
+    """Devices and links of a cluster with the same number of devices, all of this kind."""
     link_gbit_per_s: float | None
-    """A device's share of what joins the pools; None: the pools' own NICs."""
+    """A device's share of the link between pools; None: the pools' NICs."""
 
     @property
     def limit_bytes(self) -> float:
@@ -69,7 +69,7 @@ class Pool:
 
 
 def describe_pools(cluster: ClusterSpec) -> tuple[Pool, ...]:
-    """Raises RecipeError for accelerators and links that nothing can be computed with."""
+    """Return the pools of a cluster. Raises RecipeError if values of accelerators or links are missing or invalid."""
     total = sum(pool.num_nodes * pool.devices_per_node for pool in cluster.pools)
     link = cluster.pool_link_gbit_per_s
     if link is not None and cluster.oversubscription is not None:
@@ -78,7 +78,7 @@ def describe_pools(cluster: ClusterSpec) -> tuple[Pool, ...]:
     for place, (name, pool) in enumerate(zip(pool_names(cluster.pools), cluster.pools, strict=True)):
         try:
             fabric = describe_fabric(cluster_of(cluster, pool), None)
-        except RecipeError as error:  # what is wrong is stated of the pool's own keys
+        except RecipeError as error:  # errors name the keys of the pool
             own = f"cluster.pools.{place}.accelerator"
             problems = []
             for problem in error.problems:
@@ -94,7 +94,7 @@ def describe_pools(cluster: ClusterSpec) -> tuple[Pool, ...]:
 DATA_AXES = ("dp", "dp_shard", "dp_replicate", "expert_dp")
 NOT_WHOLE = "a pool's devices do not hold whole groups of the layout"
 MESSAGE_BYTES = 1e6
-"""A send between stages, by which the slowest of several links is found."""
+"""Bytes of a send between stages, used to find the slowest of several links."""
 
 
 @dataclass(frozen=True)
@@ -102,20 +102,20 @@ class Placement:
     ranks: tuple[int, ...]
     """Data-parallel ranks of each pool, or pipeline ranks (`order`)."""
     order: tuple[int, ...] = ()
-    """The pools in the order in which each pipeline goes through them; empty: every pool has whole replicas."""
+    """The order of the pools along each pipeline; empty: every pool has whole replicas."""
 
     @property
     def pool_of_stage_rank(self) -> list[int]:
-        """Return the pool of each pipeline rank, where pipelines go through several."""
+        """Return the pool of each pipeline rank, if pipelines span several."""
         return [pool for pool in self.order for _ in range(self.ranks[pool])]
 
 
 def placements(layout: Layout, pools: Sequence[Pool]) -> Iterator[Placement]:
-    """Yield the ways to place a layout of all devices of `pools`."""
+    """Yield the placements of a layout over all devices of `pools`."""
     replica = layout.tp * layout.cp * layout.pp
     ranks = tuple(pool.devices // replica for pool in pools)
     shards_within = 1 < layout.dp_shard < layout.data_parallel_size
-    # Whole replicas on every pool: of a pipeline, each stage has whole nodes of every pool.
+    # Whole replicas on every pool: each pipeline stage has whole nodes of every pool.
     if all(
         pool.devices % replica == 0
         and (layout.pp == 1 or pool.devices // layout.pp % pool.fabric.devices_per_node == 0)
@@ -137,8 +137,8 @@ def placements(layout: Layout, pools: Sequence[Pool]) -> Iterator[Placement]:
 def groups_of(
     layout: Layout, placement: Placement, pools: Sequence[Pool], eff: Efficiency
 ) -> tuple[dict[str, Group], ...]:
-    """Return the groups of each axis as the ranks of each pool see them; those that span pools are as fast as the
-    slowest of their links."""
+    """Return the groups of each axis for the ranks of each pool; groups that span pools are as fast as their slowest
+    link."""
     own = [axis_groups(layout, pool.fabric, eff) for pool in pools]
     if placement.order:
         slowest = max((groups["pp"] for groups in own), key=lambda group: send_s(group, MESSAGE_BYTES, eff))
@@ -151,7 +151,7 @@ def groups_of(
 
 
 def _joined(group: Group, placement: Placement, pools: Sequence[Pool], eff: Efficiency) -> Group:
-    """Return a group that spans the pools, over what joins them where that is described apart."""
+    """Return a group that spans the pools, with the link between them if the recipe describes it."""
     link = pools[0].link_gbit_per_s
     if link is None or group.size == 1:
         return group
@@ -165,8 +165,8 @@ def _joined(group: Group, placement: Placement, pools: Sequence[Pool], eff: Effi
 Setups = tuple[Setup, ...]
 """The same layout and micro-batch on the devices of each pool."""
 BETWEEN = 0.99
-"""A sample in a micro-batch of any size takes this part at least of what it takes in the best of its halved sizes: the
-tests compare them all."""
+"""A sample in a micro-batch of any size takes at least this fraction of its time in the best halved size, as tests
+check for all sizes."""
 
 
 @dataclass(frozen=True)
@@ -174,23 +174,23 @@ class PoolStep:
     """One step over several pools."""
 
     layout: Layout
-    """With its layers cut into stages."""
+    """The layout, with its layers cut into stages."""
     time: StepTime
     """The time of the pool that all others wait for."""
     of_pools: tuple[StepTime, ...]
-    """The step of each pool, its waiting for others included."""
+    """The step of each pool, including its wait for others."""
     waiting_s: tuple[float, ...]
     """The time that each pool waits for others."""
     micro_batches: int
     largest: tuple[int, ...]
     """The samples of each pool's largest micro-batch."""
     samples: tuple[int, ...]
-    """Of the step, through each pool."""
+    """Samples of the step in each pool."""
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Seconds of a micro-batch through the whole model on one device."""
+    """Seconds of a micro-batch of the whole model on one device."""
 
     kinds_s: tuple[float, ...]
     """All layers of each kind."""
@@ -218,7 +218,7 @@ def _of_pools(counts: Sequence[int], placement: Placement) -> list[Sequence[int]
 
 
 class Stopwatch:
-    """Times steps over pools. Keeps the micro-batches that it has timed, which many layouts share."""
+    """Times steps over pools. Caches timed micro-batches, which many layouts share."""
 
     def __init__(self, pools: Sequence[Pool], eff: Efficiency):
         self.pools = pools
@@ -227,25 +227,25 @@ class Stopwatch:
         self._least_s: dict[tuple[object, ...], float] = {}
 
     def step(self, setups: Setups, placement: Placement, samples: int) -> PoolStep:
-        """Return the step of `samples`; layers are cut where the layout leaves that open, as if all were alike."""
+        """Return the step of `samples`; open layers are cut as if all were equal."""
         layout = self.cut(setups, placement)
         return self.step_as_cut(tuple(replace(setup, layout=layout) for setup in setups), placement, samples)
 
     def step_as_cut(self, setups: Setups, placement: Placement, samples: int) -> PoolStep:
-        """Return the step of `samples`, where layers without a cut are cut evenly."""
+        """Return the step of `samples`; layers without a cut are cut evenly."""
         groups = groups_of(setups[0].layout, placement, self.pools, self._eff)
         timed = self._through_pools if placement.order else self._over_pools
         return timed(setups, placement, groups, samples)
 
     def bound_s(self, setups: Setups, placement: Placement, samples: int) -> float:
-        """Return a time that no step takes less than, however its layers are cut: no rank waits but for the filling
-        and draining of pipelines, and nothing is exchanged but what a micro-batch itself exchanges."""
+        """Return a lower bound on the step over all cuts of layers: ranks only wait for filling and draining pipelines,
+        and only exchanges within a micro-batch count."""
         least = self._least_through_pools if placement.order else self._least_over_pools
         return least(setups, placement, samples) * (1 + waiting_share(setups[0], self._eff))
 
     def _least_over_pools(self, setups: Setups, placement: Placement, samples: int) -> float:
-        """Every sample takes at least as long as in the size of micro-batches in which it takes least, and is spread
-        evenly over the pipeline's ranks."""
+        """Bounds every sample by its time in the best size of micro-batches, spread evenly over the pipeline's
+        ranks."""
         layout = setups[0].layout
         ranks = placement.ranks
         sample_s = [self._least_sample_s(pool, setup, samples) / layout.pp for pool, setup in enumerate(setups)]
@@ -258,9 +258,9 @@ class Stopwatch:
         return max(own * each * (1 + others) for own, each in zip(most, sample_s, strict=True))
 
     def _least_sample_s(self, pool: int, setup: Setup, samples: int) -> float:
-        """Return the least time of a sample in micro-batches up to the layout's size, of which each half of another is
-        looked at. Gradients are added up where there are several micro-batches, and weights cast to 8 bits once a
-        step: a sample takes least in one micro-batch, or with 8 bits in many."""
+        """Return the least time of a sample in micro-batches up to the layout's size, trying each halved size. Several
+        micro-batches add their gradients, and weights are cast to 8 bits once per step, so a sample is fastest in one
+        micro-batch, or with 8 bits in many."""
         key = (pool, *self._steps[pool].key_of(setup), setup.recompute)
         if key in self._least_s:
             return self._least_s[key]
@@ -274,8 +274,8 @@ class Stopwatch:
         return self._least_s[key]
 
     def _least_through_pools(self, setups: Setups, placement: Placement, samples: int) -> float:
-        """The slowest rank takes at least the mean of all ranks, weighed by their speeds: each layer adds the least of
-        its weighed times. All ranks together take at least the sum of each layer's least time."""
+        """The slowest rank takes at least the mean of all ranks, weighted by their speeds; each layer adds its least
+        weighted time. All ranks together take at least the sum of each layer's least time."""
         layout = setups[0].layout
         pools = range(len(setups))
         micro_batches = micro_batches_of(layout, setups[0].micro_batch_size, samples)
@@ -293,14 +293,14 @@ class Stopwatch:
         return (micro_batches - fills) * pace_s + fills * whole_s
 
     def _fills(self, layout: Layout) -> float:
-        """Return the micro-batches of the other ranks that the slowest one waits for in a step."""
+        """Return the number of micro-batches of other ranks that the slowest one waits for in a step."""
         return self._eff.bubble * layout.bubble_part
 
     def cut(self, setups: Setups, placement: Placement, room: Room | None = None, *, alike: bool = True) -> Layout:
-        """Return the layout with its layers cut by the planned times; `alike`: as if each took as long as the mean one.
+        """Return the layout with its layers cut by the planned times. `alike`: treat all layers as average.
 
-        Stages on pools of their own have layers by speed. Where every pool has whole replicas, stages are the same in
-        all of them, for they sum their gradients: they are cut by the times of the largest pool.
+        If each pool has separate stages, they get layers by speed. If every pool has whole replicas, the stages are
+        equal in all pools, since they sum their gradients, and are cut by the times of the largest pool.
         """
         layout = setups[0].layout
         if not is_open(layout, setups[0].model):
@@ -342,8 +342,8 @@ class Stopwatch:
         )
 
     def divide(self, setups: Setups, placement: Placement, samples: int) -> Division:
-        """Return the division of a step's samples over data-parallel ranks that the live scheduler would come to at the
-        planned speeds, in micro-batches no larger than those of the layout."""
+        """Return the division of a step's samples over data-parallel ranks by the live scheduler's rules at the planned
+        speeds, in micro-batches no larger than the layout's."""
         size = int(setups[0].micro_batch_size)
         keeps = setups[0].model.unit == "samples"
         even = even_division(setups[0].layout, size, keeps_micro_batches=keeps)
@@ -352,7 +352,7 @@ class Stopwatch:
         return best_division(even, samples, of_ranks, size, 0.0, keeps_micro_batches=keeps).division
 
     def _speed(self, pool: int, setup: Setup) -> Speed:
-        """Return the line through the times of the layout's micro-batch and of one half as large."""
+        """Return the line through the times of the layout's micro-batch and of half its size."""
         size = int(setup.micro_batch_size)
         small, large = (size // 2, size) if size > 1 else (1, 2)
         small_s = self._seconds(pool, setup, small)
@@ -361,7 +361,7 @@ class Stopwatch:
         return Speed(large_s - large * sample_s, sample_s)
 
     def _seconds(self, pool: int, setup: Setup, size: int) -> float:
-        """Return the seconds of a micro-batch of `size` samples on the slowest of a pool's pipeline ranks."""
+        """Return the seconds of a micro-batch of `size` samples on a pool's slowest pipeline rank."""
         sized = replace(setup, micro_batch_size=float(size))
         once = self._steps[pool].micro_batch(sized)
         return max(rank.time_s(sized) for rank in rank_parts(once, sized.layout))
@@ -369,8 +369,8 @@ class Stopwatch:
     def _own_step(
         self, pool: int, setup: Setup, groups: dict[str, Group], samples: int, micro_batches: int
     ) -> StepTime:
-        """Return the step of a pool whose ranks have `samples` in so many micro-batches, of which some are one sample
-        larger; empty ones take no time."""
+        """Return the step of a pool whose ranks have `samples` in the given number of micro-batches, some of them one
+        sample larger; empty ones take no time."""
         each, larger = divmod(samples, micro_batches)
         if not each:
             return self._sized(pool, setup, groups, 1, max(1, larger))
@@ -385,7 +385,7 @@ class Stopwatch:
         return assemble_step(sized, self._steps[pool].micro_batch(sized), groups, self._eff)
 
     def _in_turns_s(self, setups: Setups, samples: Sequence[int], micro_batches: int) -> list[float]:
-        """Return how long each pool waits within a step in which ranks meet in every micro-batch, larger ones first."""
+        """Return how long each pool waits in a step if ranks synchronise in every micro-batch, larger ones first."""
         shapes = [divmod(count, micro_batches) for count in samples]
         own_s = [0.0] * len(setups)
         slowest_s = 0.0
@@ -398,7 +398,7 @@ class Stopwatch:
             own_s = [passed + (end - first) * seconds for passed, seconds in zip(own_s, turn_s, strict=True)]
         return [slowest_s - seconds for seconds in own_s]
 
-    # Stages on pools of their own
+    # Separate stages on each pool
 
     def _through_pools(
         self, setups: Setups, placement: Placement, groups: Sequence[dict[str, Group]], samples: int

@@ -1,7 +1,7 @@
-"""A portfolio of runs over some years, as cash: machines that are bought, or rented in three ways.
+"""Budget a portfolio of runs over several years, as cash flow: bought machines, and three ways to rent.
 
-Runs are taken to follow one another without gaps other than those that `utilisation` allows. Prices do not change, and
-money has no interest.
+Runs follow each other without gaps, except those that `utilisation` allows. Prices are constant, and there is no
+interest.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SENSITIVE = (
     "reserved_ratio",
     "spot_ratio",
 )
-"""Keys of `cluster.cost` that are moved to their bounds."""
+"""Keys of `cluster.cost` that are varied between their bounds."""
 
 
 @dataclass(frozen=True)
 class PortfolioRun:
-    """A run as it is planned, and how often it is made in each year (the last number stands for the years after)."""
+    """A planned run, and its number per year (the last number applies to all later years)."""
 
     name: str
     per_year: tuple[float, ...]
@@ -55,9 +55,9 @@ class PortfolioRun:
 
 
 def spot_reliability(cluster: ClusterSpec) -> ReliabilitySpec:
-    """Return the cluster's failures with the times that a cloud takes a node back among them.
+    """Return the cluster's failures including preemptions of spot nodes.
 
-    Both come by chance: rates add up, and the mean wait for a node is weighed by them. Only failures end every group.
+    Both are random: rates add up, and the mean wait for a node is weighted by them. Only failures can end all groups.
     """
     failing = cluster.reliability
     cost = cluster.cost
@@ -72,12 +72,13 @@ def spot_reliability(cluster: ClusterSpec) -> ReliabilitySpec:
 
 
 def make_budget(cluster: ClusterSpec, node_devices: int, runs: Sequence[PortfolioRun], years: int) -> Budget:
-    """Return what the portfolio costs in each way. The cluster has a price to buy and one to rent a device."""
+    """Return the portfolio's cost for each way to buy or rent. The cluster must have a purchase price and a rental
+    price."""
     table = cash_of_years(cluster, node_devices, runs, years)
     worth_usd = _worth(cluster, table)
     usd = _totals(cluster, table)
     hours = sum(row.device_hours for row in table)
-    # Machines are paid at the beginning of their year, and sales come at its end.
+    # Machines are paid at the beginning of a year and sold at its end.
     ways = [way for way in WAYS if all(way in row.usd for row in table)]
     months: dict[str, tuple[float, ...]] = {way: tuple(accumulate(_monthly(table, way), initial=0.0)) for way in ways}
     own_hours = sum(run.device_hours * sum(run.per_year) for run in runs)
@@ -114,7 +115,7 @@ def make_budget(cluster: ClusterSpec, node_devices: int, runs: Sequence[Portfoli
 def cash_of_years(
     cluster: ClusterSpec, node_devices: int, runs: Sequence[PortfolioRun], years: int
 ) -> list[BudgetYear]:
-    """Return the years of a portfolio: devices are bought when they are needed, and sold at the end of their life."""
+    """Return the cash flow of each year: devices are bought when they are needed, and sold at the end of their life."""
     life = max(1, round(cluster.cost.useful_years))
     bought: list[int] = []
     rows = []
@@ -138,7 +139,7 @@ def cash_of_years(
             "electricity": joules / JOULES_PER_KWH * cluster.site.electricity_usd_per_kwh,
             "resale": 0.0 - sold * price * cost.resale_ratio,
         }
-        # A run that never ends on spot devices costs infinitely much, and nothing in a year without it.
+        # A run that never ends on spot devices has infinite cost in the years that have it.
         walls_s = ((run, math.inf if run.spot_wall_s is None else run.spot_wall_s) for run in runs if run.times(year))
         spot_hours = sum(run.times(year) * (run.devices * wall_s / SECONDS_PER_HOUR) for run, wall_s in walls_s)
         cash: dict[str, float] = {
@@ -154,7 +155,8 @@ def cash_of_years(
 
 
 def fleet_devices(runs: Sequence[PortfolioRun], year: int, hours: float, utilisation: float, node_devices: int) -> int:
-    """Return the devices that a year's runs take, in whole nodes: as many as the largest, and enough hours for all."""
+    """Return the devices that a year's runs need, in whole nodes: enough for the largest run, and for the hours of
+    all."""
     largest = max((run.devices for run in runs if run.times(year)), default=0)
     needed = max(largest, hours / (HOURS_PER_YEAR * utilisation))
     return math.ceil(needed / node_devices - 1e-9) * node_devices
@@ -167,13 +169,13 @@ def _price(cluster: ClusterSpec) -> float:
 
 
 def _idle_joules(cluster: ClusterSpec) -> float:
-    """Energy of a device without work in an hour, with its host and the building."""
+    """Return the energy of an idle device per hour, including its host and the building."""
     tdp_w = cluster.accelerator.tdp_w if cluster.accelerator else 0.0
     return tdp_w * (cluster.power.idle + cluster.power.host) * cluster.site.pue * SECONDS_PER_HOUR
 
 
 def _worth(cluster: ClusterSpec, table: Sequence[BudgetYear]) -> float:
-    """Value of the devices that are there at the end: each year takes the same part of what it loses in its life."""
+    """Return the value of the devices at the end, with linear depreciation."""
     life = max(1, round(cluster.cost.useful_years))
     loss = 1 - cluster.cost.resale_ratio
     ages = ((len(table) - row.year + 1, row.bought_devices) for row in table)
@@ -181,7 +183,8 @@ def _worth(cluster: ClusterSpec, table: Sequence[BudgetYear]) -> float:
 
 
 def _totals(cluster: ClusterSpec, table: Sequence[BudgetYear]) -> dict[str, float]:
-    """Cash of all years by way, owned machines less their worth; ways that some year lacks are left out."""
+    """Return the total cash by way, for owned machines less their remaining value; ways that some year lacks are left
+    out."""
     ways = [way for way in WAYS if all(way in row.usd for row in table)]
     usd = {str(way): sum(row.usd[way] for row in table) for way in ways}
     usd["owned"] -= _worth(cluster, table)
@@ -201,9 +204,8 @@ def _monthly(table: Sequence[BudgetYear], way: Way) -> list[float]:
 
 
 def break_even_months(owned: Sequence[float], rented: Sequence[float]) -> float | None:
-    """Return the month in which cumulated rent passes what buying has cost for good, between two months linearly; 0
-    where it does in the first, None where it never does. What is bought later may open the gap again: the last crossing
-    counts."""
+    """Return the month after which cumulated rent stays above the cost of buying, interpolated linearly; 0 if from the
+    start, None if never. Later purchases may reverse the order, so the last crossing counts."""
     gaps = [paid - rent for paid, rent in zip(owned, rented, strict=True)]
     last = max((month for month, gap in enumerate(gaps) if gap > 0), default=None)
     if last is None:
@@ -212,9 +214,10 @@ def break_even_months(owned: Sequence[float], rented: Sequence[float]) -> float 
 
 
 def break_even_utilisation(cluster: ClusterSpec, joules_per_hour: float) -> float | None:
-    """Return the use of a device's life above which owning it costs less than rent by the hour; None where no use does.
+    """Return the utilisation over a device's life above which owning costs less than hourly rent; None if it never
+    does.
 
-    What is owned costs the same whether used or not, but for the electricity.
+    Owned devices cost the same whether used or not, except for electricity.
     """
     cost = cluster.cost
     price = _price(cluster)
@@ -231,7 +234,7 @@ def break_even_utilisation(cluster: ClusterSpec, joules_per_hour: float) -> floa
 def _sensitivities(
     cluster: ClusterSpec, node_devices: int, runs: Sequence[PortfolioRun], years: int
 ) -> list[Sensitivity]:
-    """Move each price, and how often the runs are made, to its bounds."""
+    """Vary each price, and the number of runs, between its bounds."""
     cost = replace(cluster.cost, price_usd_per_device_hour=rental_price(cluster))
     found = []
     for key in SENSITIVE:

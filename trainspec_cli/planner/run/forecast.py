@@ -1,4 +1,4 @@
-"""The whole run of one layout: time, goodput, energy, carbon and money, each with its interval and what it rests on."""
+"""Forecast the whole run of a layout: time, goodput, energy, carbon and money, with intervals and assumptions."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from trainspec_cli.run.recovery import reliability as cadence
 
 
 def within(value: float, factor: float) -> Interval:
-    """`value`, nine times in ten no further off than `factor` either way."""
+    """Return the 90% interval from `value` / `factor` to `value` x `factor`."""
     return Interval(value, value / factor, value * factor)
 
 
 def propagate(result: Callable[[Mapping[str, float]], float], inputs: Mapping[str, Interval]) -> Interval:
-    """The interval of a positive `result` whose inputs err independently.
+    """Return the interval of a positive `result` whose inputs have independent errors.
 
-    Each input goes to its bounds while the others stay; the logarithms of the changes add in quadrature. Exact for
+    Each input is moved to its bounds while the others stay; the logarithms of the changes add in quadrature. Exact for
     products of log-normal factors, first order for the rest.
     """
     middle = {name: interval.value for name, interval in inputs.items()}
@@ -65,32 +65,33 @@ def propagate(result: Callable[[Mapping[str, float]], float], inputs: Mapping[st
 
 SEEDS = 24
 STEP_TIME_KNOWN_WITHIN = 1.7
-"""Nine in ten measured step times lie between the predicted one divided by this and multiplied by it, for sources that
-the efficiencies were not fitted to: 92% of the 178 published runs of vTrain, SimuMax and nanotron do, where x1.6 holds
-88%, x1.5 81% and x1.27 53% (throughput_unseen.csv). Much of the error is a factor that all runs of a source share
-(SimuMax is 29% too fast, vTrain 16%): nine in ten lie within x1.39 of their source's median error. Models with experts
-have the same interval: all 12 in that table lie within x1.33, and 97% of the 131 that the efficiencies were fitted to
-within x1.7."""
+"""90% of measured step times are between the predicted one divided by this and multiplied by it, for sources that the
+efficiencies were not fitted to. Of the 178 published runs of vTrain, SimuMax and nanotron, x1.7 covers 92%, x1.6 88%,
+x1.5 81% and x1.27 53% (throughput_unseen.csv). Much of the error is a factor that all runs of a source share (SimuMax
+is 29% too fast, vTrain 16%): 90% are within x1.39 of their source's median error. Models with experts have the same
+interval: all 12 in that table are within x1.33, and of the 131 that the efficiencies were fitted to, 97% are within
+x1.7."""
 VALUE_BYTES = 4.0
-"""A parameter in a checkpoint, in fp32. With AdamW's two moments it is 12; published checkpoints weigh 12.8 to 13.2."""
+"""Bytes of a parameter in a checkpoint, in fp32. With AdamW's two moments it is 12; published checkpoints have 12.8 to
+13.2."""
 RESTART_KEYS = ("mtbf_device_hours", "detect_s", "swap_s", "start_s")
 ELASTIC_KEYS = ("job_wide_fraction", "shrink_stall_s", "rejoin_stall_s", "heal_gb_per_s")
 OWNED_KEYS = ("device_price_usd", "useful_years", "utilisation", "operation_ratio")
 MEMORY_KNOWN_WITHIN = 1.1
-"""Factor of a peak that is counted tensor by tensor. Traces of the engine's own steps lie within 2%; 6% are added for
-the spread between like runs."""
+"""Factor within which a peak is known that is counted tensor by tensor. Traces of the engine's steps are within 2%; 6%
+are added for the spread between equal runs."""
 MEMORY_ELSEWHERE_WITHIN = 1.3
-"""The same of other frameworks: nine in ten of 26 peaks of nanotron, to which nothing was fitted, lie within x1.31."""
+"""The same for other frameworks: 90% of 26 peaks of nanotron, which were not fitted to, are within x1.31."""
 STORAGE_SOURCE = "a node, to checkpoint storage; BLOOM wrote 2.3 TB in 40 s from 48 nodes (stas00/ml-engineering)"
 
 
 def forecast_run(
     spec: RunSpec, plan: CapacityPlan, candidate: Candidate, other: Candidate | None = None
 ) -> RunForecast:
-    """Expect what `candidate` makes of the recipe, from its first step to its last.
+    """Forecast the recipe's run with `candidate`, from the first step to the last.
 
-    `other`: the best layout of the other way of recovering, to set beside it; None: `candidate` itself, where it can
-    recover so. Raises RecipeError for a run that failures never let end.
+    `other`: the best layout of the other recovery mode, for comparison; None: `candidate`, if it supports that mode.
+    Raises RecipeError for a run that never ends because of failures.
     """
     wanted, *alternatives = recovery_modes(spec.resilience, candidate.layout.dp_replicate)
     chosen = expect_goodput(spec, plan, candidate, wanted)
@@ -110,7 +111,7 @@ def forecast_run(
     work = expect_work(spec, candidate)
     inputs = {"step_time_s": within(work.step_time_s, STEP_TIME_KNOWN_WITHIN), "goodput": chosen.goodput}
     wall_time_s = propagate(lambda of: work.steps * of["step_time_s"] / of["goodput"], inputs)
-    # Costs add up over the cluster's pools, each with its own power, waiting and price.
+    # Costs are summed over the cluster's pools, each with its own power, waiting time and price.
     shares = [(spec.cluster, plan.world_size, work.time)]
     if candidate.pools:
         clusters = [cluster_of(spec.cluster, pool) for pool in spec.cluster.pools]
@@ -140,8 +141,8 @@ def forecast_run(
 
 
 def recovery_modes(wanted: ResilienceSpec, replica_groups: int) -> tuple[ResilienceSpec, ...]:
-    """Return what the run does about failures, and what it could do instead. One replica group can only restart,
-    and so does one of several runs."""
+    """Return the run's recovery mode, and the alternatives. A single replica group can only restart, and so can one of
+    several runs."""
     if replica_groups == 1 or wanted.is_one_of_several:
         return (replace(wanted, mode="restart"),)
     return wanted, other_recovery(wanted)
@@ -150,9 +151,9 @@ def recovery_modes(wanted: ResilienceSpec, replica_groups: int) -> tuple[Resilie
 def expect_goodput(
     spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resilience: ResilienceSpec
 ) -> Goodput | None:
-    """Simulate the run SEEDS times under one way of recovering; the median, and the middle nine in ten.
+    """Simulate the run SEEDS times under one recovery mode; return the median and the middle 90%.
 
-    None where failures leave nothing of the work in more than one in twenty of them.
+    None if more than one in twenty simulations keep no work.
     """
     planes = spec.cluster.fabric.planes
     every = spec.cluster.reliability
@@ -193,7 +194,7 @@ def expect_goodput(
 def describe_job(
     spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resilience: ResilienceSpec
 ) -> goodput.SimulatedJob:
-    """The run as the simulation sees it, with the recipe's checkpoint interval or else the best."""
+    """Return the run in the form that the simulation needs, with the recipe's checkpoint interval, or the best one."""
     groups = candidate.layout.dp_replicate
     work = expect_work(spec, candidate)
     blocked_s, written_s = checkpoint_times(spec, plan)
@@ -218,7 +219,7 @@ def describe_job(
 
 
 def checkpoint_bytes(spec: RunSpec, params: int) -> float:
-    """Size of one checkpoint: parameters and optimizer state, which frozen ones (LoRA) have none of."""
+    """Return the size of a checkpoint: parameters, and optimizer state of those that are not frozen (LoRA)."""
     if not spec.lora.rank:
         return (VALUE_BYTES + moment_bytes(spec.model, spec.optim.kept_state, spec.lora)) * params
     quantised = quantised_params(spec.model, spec.lora)
@@ -226,9 +227,9 @@ def checkpoint_bytes(spec: RunSpec, params: int) -> float:
 
 
 def checkpoint_times(spec: RunSpec, plan: CapacityPlan) -> tuple[float, float]:
-    """-> (the seconds that training waits for a checkpoint: until it is written, or with `checkpoint.mode=async` copied
-    to host memory; those until it is whole on disk, and reading it back takes as long). All nodes share the writing,
-    and all devices the copying."""
+    """Return (seconds that training waits for a checkpoint, seconds until it is complete on disk). Training waits until
+    the checkpoint is written, or with `checkpoint.mode=async` copied to host memory; reading takes as long as writing.
+    All nodes share the writing, and all devices the copying."""
     size = checkpoint_bytes(spec, plan.params)
     cluster = spec.cluster
     written_s = size / (cluster.num_nodes * cluster.storage_gb_per_s * 1e9)
@@ -253,7 +254,7 @@ def _notes(spec: RunSpec, candidate: Candidate, useful: Goodput) -> list[str]:
 
 
 def _quantile(ordered: list[float], part: float) -> float:
-    """Linear between the ordered values."""
+    """Return a quantile, interpolated linearly between the ordered values."""
     place = part * (len(ordered) - 1)
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
@@ -285,7 +286,7 @@ def gather_assumptions(spec: RunSpec, candidate: Candidate) -> tuple[Assumption,
 
 
 def _memory_knowledge(spec: RunSpec) -> tuple[float, str]:
-    """-> (the factor within which a peak is known, what it counts besides the tensors)."""
+    """Return (the factor within which a peak is known, what it includes besides the tensors)."""
     chip = spec.cluster.accelerator
     grows = spec.framework.expandable_segments and (chip is None or chip.vendor in GROWS_SEGMENTS)
     idle = FRAGMENTATION
@@ -317,7 +318,7 @@ def _of(path: str, spec: Any, keys: Iterable[str]) -> list[Assumption]:
 
 
 def _of_accelerators(cluster: ClusterSpec, key: str, known_within: float = 1.0) -> list[Assumption]:
-    """Of the cluster's accelerator, or of that of each pool."""
+    """Return the assumption on the cluster's accelerator, or on that of each pool."""
     found: list[tuple[str, AcceleratorSpec | None]] = [("cluster", cluster.accelerator)]
     if cluster.pools:
         found = [(f"cluster.pools.{place}", pool.accelerator) for place, pool in enumerate(cluster.pools)]
@@ -342,35 +343,35 @@ def _of_price(cluster: ClusterSpec) -> list[Assumption]:
     if cluster.cost.owned:
         electricity = _of("cluster.site", cluster.site, ("electricity_usd_per_kwh",))
         return _of("cluster.cost", cluster.cost, OWNED_KEYS) + electricity
-    if cluster.pools:
-        return [assumption for place in range(len(cluster.pools)) for assumption in _of_pool_price(cluster, place)]
-    if cluster.cost.price_usd_per_device_hour is not None:
-        return _of("cluster.cost", cluster.cost, ("price_usd_per_device_hour",))
     within = cluster.cost.known_within.get("price_usd_per_device_hour", 1.0)
-    return _of_accelerators(cluster, "price_usd_per_hour", within)
-
-
-def _of_pool_price(cluster: ClusterSpec, place: int) -> list[Assumption]:
-    pool = cluster.pools[place]
-    path = f"cluster.pools.{place}"
-    if pool.price_usd_per_device_hour is not None:
-        return [Assumption(f"{path}.price_usd_per_device_hour", pool.price_usd_per_device_hour, source="the recipe")]
-    if cluster.cost.price_usd_per_device_hour is not None:
-        return _of("cluster.cost", cluster.cost, ("price_usd_per_device_hour",)) if place == 0 else []
-    within = cluster.cost.known_within.get("price_usd_per_device_hour", 1.0)
-    return _of_accelerator(f"{path}.accelerator", pool.accelerator, "price_usd_per_hour", within)
+    stated = cluster.cost.price_usd_per_device_hour is not None
+    of_cluster = _of("cluster.cost", cluster.cost, ("price_usd_per_device_hour",)) if stated else []
+    if not cluster.pools:
+        return of_cluster or _of_accelerators(cluster, "price_usd_per_hour", within)
+    # A pool's own price comes first, then the cluster's (listed once), then the catalogue's.
+    found = []
+    for place, pool in enumerate(cluster.pools):
+        path = f"cluster.pools.{place}"
+        if pool.price_usd_per_device_hour is not None:
+            key = f"{path}.price_usd_per_device_hour"
+            found.append(Assumption(key, pool.price_usd_per_device_hour, source="the recipe"))
+        elif stated:
+            found += of_cluster if place == 0 else []
+        else:
+            found += _of_accelerator(f"{path}.accelerator", pool.accelerator, "price_usd_per_hour", within)
+    return found
 
 
 @dataclass(frozen=True)
 class RunWork:
-    """The undisturbed work of a run."""
+    """The work of a run without failures."""
 
     steps: int
     time: StepTime
     """The mean step."""
     step_time_s: float
     batches: tuple[BatchForecast, ...] = ()
-    """The steps of each size; empty where the batch is constant, or nobody knows yet how it will change."""
+    """The steps of each size; empty if the batch is constant, or its changes are not known yet."""
 
     @property
     def work_s(self) -> float:
@@ -378,13 +379,13 @@ class RunWork:
 
 
 def expect_work(spec: RunSpec, candidate: Candidate) -> RunWork:
-    """Add up the steps of `candidate` over the sizes of the run."""
+    """Sum the steps of `candidate` over the batch sizes of the run."""
     if not candidate.sized_steps:
         return RunWork(spec.train.max_steps, candidate.time, candidate.step_time_s)
     phases = run_phases(schedule_batches(spec))
     times = []
     for phase in phases:
-        # Linear between the sizes that were predicted: a step is a fixed part and so much for each micro-batch.
+        # Interpolate linearly between the predicted sizes: a step is a fixed time plus a time per micro-batch.
         time = candidate.sized_steps[-1].time
         for below, above in pairwise(candidate.sized_steps):
             if phase.step_samples <= above.samples:
@@ -408,18 +409,18 @@ HOURS_PER_YEAR = 8766.0
 
 @dataclass(frozen=True)
 class Occupation:
-    """Parts of a device's wall time, summing to 1."""
+    """Fractions of a device's wall time, which sum to 1."""
 
     busy: float
-    """It computes."""
+    """Fraction of the time that it computes."""
     waiting: float
     """Fraction of the time that is spent waiting for a collective, a pipeline stage, data or a checkpoint."""
     idle: float
-    """The job is down."""
+    """Fraction of the time that the job is down."""
 
 
 def operation_usd_per_year(device_price_usd: float, cost: CostSpec) -> float:
-    """Return what an owned device takes in a year beside electricity: repairs, staff and space."""
+    """Return the yearly cost of an owned device besides electricity: repairs, staff and space."""
     ratio_usd = device_price_usd * cost.operation_ratio
     return ratio_usd + cost.staff_usd_per_device_year + cost.space_usd_per_device_year
 
@@ -431,7 +432,8 @@ WAITING_PHASES = ("tp_comm_s", "cp_comm_s", "ep_comm_s", "pp_comm_s", "dp_comm_s
 
 
 def occupation(useful: Goodput, time: StepTime) -> Occupation:
-    """How a device spends the run: a step's own phases, checkpoints and stalls as waiting, restarts as idle."""
+    """Return how a device spends the run: by a step's phases, with checkpoints and stalls as waiting, and restarts as
+    idle."""
     waiting_part = sum(getattr(time, phase) for phase in WAITING_PHASES) / time.total_s if time.total_s else 0.0
     lost = useful.lost
     idle = lost.get("restart", 0.0) + lost.get("shrunk", 0.0)
@@ -443,11 +445,11 @@ def occupation(useful: Goodput, time: StepTime) -> Occupation:
 def expect_energy(
     cluster: ClusterSpec, devices: int, wall_time_s: Interval, spent: Occupation
 ) -> tuple[Interval | None, dict[str, float]]:
-    """-> the energy and its parts, by what draws it; None where the accelerator's power is not known.
+    """Return the energy and its parts by consumer; None if the accelerator's power is unknown.
 
     The mean power of an accelerator over its thermal design power is linear in the time spent in each state. At busy 1
     with its host that is 1.35 of TDP; an eight-H100 node in training was measured at 1.38 (76% of 10.2 kW over 8 x 700
-    W, arXiv:2506.14551). The building takes (PUE - 1) of what the machines draw.
+    W, arXiv:2506.14551). The building uses (PUE - 1) times the machines' energy.
     """
     if cluster.accelerator is None or not cluster.accelerator.tdp_w:
         return None, {}
@@ -473,12 +475,12 @@ def expect_energy(
 
 
 Cost = tuple[Interval | None, dict[str, float]]
-"""An energy or a price, and its parts; None where it is not known."""
+"""An energy or a price, and its parts; None if unknown."""
 
 
 def add_costs(costs: Sequence[Cost]) -> Cost:
-    """Return the sum of the costs of several pools, which rest on the same wall time; None where one is not known."""
-    # All pools share the wall time, which moves their costs together: ends add up to ends.
+    """Return the sum of the costs of several pools, which share the wall time; None if one is unknown."""
+    # The shared wall time changes all costs together, so the interval's ends are sums of ends.
     known = [interval for interval, _ in costs if interval is not None]
     if len(known) < len(costs):
         return None, {}
@@ -489,7 +491,7 @@ def add_costs(costs: Sequence[Cost]) -> Cost:
 
 
 def expect_carbon(cluster: ClusterSpec, energy: Interval | None) -> Interval | None:
-    """Return the kg of CO2 equivalent from the site's grid, by location; making the machines is not counted."""
+    """Return the kg of CO2 equivalent from the site's grid (location-based); manufacturing is not included."""
     if energy is None:
         return None
     grid = within(cluster.site.carbon_g_per_kwh, cluster.site.known_within.get("carbon_g_per_kwh", 1))
@@ -500,9 +502,9 @@ def expect_carbon(cluster: ClusterSpec, energy: Interval | None) -> Interval | N
 def expect_money(
     cluster: ClusterSpec, devices: int, wall_time_s: Interval, energy: Interval | None
 ) -> tuple[Interval | None, dict[str, float]]:
-    """-> the price and its parts: rent, for down time too, or the run's share of machines that were bought,
-    straight-line over the hours in which they are used. None where no price is known, or the energy of machines that
-    are owned. Spare nodes that stand by are paid for too."""
+    """Return the cost and its parts: rent, also for down time, or the run's share of bought machines, depreciated
+    linearly over the hours of use. None if the price is unknown, or the energy of owned machines. Spare nodes on
+    standby are included."""
     spares = (cluster.reliability.spare_nodes or 0) * devices / cluster.num_nodes
     paid_devices = devices + spares
     cost = cluster.cost
@@ -534,7 +536,7 @@ def expect_money(
 
 
 def rental_price(cluster: ClusterSpec) -> float:
-    """Dollars a device-hour: the cluster's own, else one seen for the accelerator; 0 when neither is known."""
+    """Return the dollars per device-hour: the cluster's, otherwise the accelerator's; 0 if both are unknown."""
     if cluster.cost.price_usd_per_device_hour is not None:
         return cluster.cost.price_usd_per_device_hour
     return cluster.accelerator.price_usd_per_hour if cluster.accelerator else 0.0

@@ -1,8 +1,8 @@
-"""The run as events: failures occur, the job restarts or shrinks and heals, and some of the time is lost.
+"""Simulate a run as events: failures occur, the job restarts or shrinks and heals, and time is lost.
 
-Failures come without memory, each device alike, also while the job is down. Between two events checkpoints are plain
-arithmetic, so that the cost grows with the failures alone: two weeks on 16,384 devices take some milliseconds a seed.
-What follows a failure is decided by `run.recovery.next_action`, as in a running job (`standing.py`).
+Failures are a Poisson process, equal for all devices, also while the job is down. Checkpoints between two events are
+computed directly, so the cost depends only on the number of failures: two weeks on 16,384 devices take a few
+milliseconds per seed. `run.recovery.next_action` decides what follows a failure, as in a real job (`standing.py`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.run.recovery import recovery, reliability, run_state
 
 MAX_FAILURES = 1000
-"""A simulation that has seen this many failures stops; its goodput is known to a percent by then."""
+"""A simulation stops after this many failures, when its goodput is known to one percent."""
 ENOUGH_OF_MANY = 300
-"""The same of one simulation of many: what a failure costs is known to a tenth of that by then, and rates are not."""
+"""The same for one of many simulations: the cost of a failure is then known well enough, compared with the rates."""
 NORMAL_90 = 1.645
-"""Standard deviations that hold nine in ten draws of a normal distribution."""
+"""Number of standard deviations that contain 90% of a normal distribution."""
 
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """A run as the simulation knows it. Work is counted in seconds of undisturbed training."""
+    """A simulated run. Work is counted in seconds of undisturbed training."""
 
     work_s: float
     step_time_s: float
@@ -40,16 +40,16 @@ class SimulatedJob:
     interval_s: float
     """Work between checkpoints."""
     blocked_s: float
-    """The time for which a checkpoint holds training up."""
+    """Time that a checkpoint blocks training."""
     written_s: float
-    """After which it is whole, counted from its start."""
+    """Time from its start until it is complete."""
     state_bytes_per_device: float
     load_s: float
 
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """Seconds of one simulated run: `kept_s` and the parts of `lost_s` sum to `wall_s`."""
+    """Seconds of a simulated run: `kept_s` and the parts of `lost_s` sum to `wall_s`."""
 
     wall_s: float
     kept_s: float
@@ -69,9 +69,9 @@ def simulate(
     failures: Sequence[tuple[float, int]] | None = None,
     max_failures: int = MAX_FAILURES,
 ) -> SimulatedRun:
-    """One run, from its first step to its last, or to so many failures.
+    """Simulate one run, from its first step to its last, or until `most_failures` failures.
 
-    `failures`: the times in seconds and the groups that fail then, instead of chance.
+    `failures`: the times in seconds and the failing groups, instead of random ones.
     """
     return _Simulation(job, cluster, resilience, Clock(seed), failures).run(max_failures)
 
@@ -79,9 +79,9 @@ def simulate(
 def simulate_many(
     job: SimulatedJob, cluster: ReliabilitySpec, resilience: ResilienceSpec, seeds: int
 ) -> list[SimulatedRun]:
-    """Runs that differ by chance and by what is not known well: each draws its own rates within `known_within`.
+    """Simulate runs that differ by chance and by uncertain inputs: each draws its rates within `known_within`.
 
-    Sorted by goodput, worst first. The draws of a seed are the same for every job, so that jobs compare.
+    Returns them sorted by goodput, worst first. A seed's draws are the same for every job, so that jobs are comparable.
     """
     rates = [draw(cluster, random.Random(f"inputs {seed}")) for seed in range(seeds)]
     runs = [simulate(job, drawn, resilience, seed, max_failures=ENOUGH_OF_MANY) for seed, drawn in enumerate(rates)]
@@ -89,14 +89,14 @@ def simulate_many(
 
 
 def draw(cluster: ReliabilitySpec, chance: random.Random) -> ReliabilitySpec:
-    """Every value times a factor, log-normal, that stays within `known_within` nine times in ten."""
+    """Multiply each value by a log-normal factor that is within `known_within` with 90% probability."""
     factors = {key: within ** (chance.gauss(0, 1) / NORMAL_90) for key, within in cluster.known_within.items()}
     drawn = replace(cluster, **{key: getattr(cluster, key) * factor for key, factor in factors.items()})
     return replace(drawn, job_wide_fraction=min(1.0, drawn.job_wide_fraction))
 
 
 class Clock:
-    """Takes actions in the order of their time; those of one time in the order in which they were scheduled."""
+    """Runs actions in the order of their time; actions at the same time in the order of scheduling."""
 
     def __init__(self, seed: int = 0) -> None:
         self.now_s = 0.0
@@ -109,11 +109,11 @@ class Clock:
 
     @property
     def next_s(self) -> float:
-        """Time of the next action; infinity when none is left."""
+        """Return the time of the next action; infinity if none is left."""
         return self._heap[0][0] if self._heap else float("inf")
 
     def step(self) -> None:
-        """Move on to the next action and take it. Raises IndexError when none is left."""
+        """Advance to the next action and run it. Raises IndexError if none is left."""
         self.now_s, _, action = heapq.heappop(self._heap)
         action()
 
@@ -136,9 +136,9 @@ class _Simulation:
         self.progress = _Progress(job)
         self.started = self.standing = start_run(resilience, job.replica_groups if resilience.mode == "elastic" else 1)
         self.away: dict[int, int] = {}
-        """Replica groups that are away, each with the failure that its return belongs to."""
+        """Replica groups that are away, with the failure that each return belongs to."""
         self.paused_by = 0
-        """The failure or return whose end the job waits for; older ends are stale."""
+        """The failure or return that the job waits for; ends of earlier ones are ignored."""
         self.event = 0
         self.failures = 0
         self.spares_free_s = [0.0] * (cluster.spare_nodes or 0)
@@ -173,18 +173,18 @@ class _Simulation:
         self.progress.lose(self.standing.is_lost)
         wait_for_node_s = 0.0
         if not job_wide and self.cluster.spare_nodes is not None:
-            # The first spare that is free takes over; the failed node goes to repair and is a spare later.
+            # The first free spare takes over; the failed node is repaired and becomes a spare.
             repaired_s = self.clock.now_s + self.cluster.repair_s
             wait_for_node_s = max(0.0, heapq.heappushpop(self.spares_free_s, repaired_s) - self.clock.now_s)
         if self.standing.is_lost:
-            self.away.clear()  # groups that were away start with the whole job
+            self.away.clear()  # absent groups start with the whole job
             self.standing = self.started
             self._pause("restart", self.takes.restart_s + wait_for_node_s)
         else:
             self._leave(group, wait_for_node_s)
 
     def _leave(self, group: int, wait_for_node_s: float) -> None:
-        """The group goes away and the others step on without it, or wait when they are too few."""
+        """Remove a group; the others continue without it, or wait if they are too few."""
         self.event += 1
         failure = self.away[group] = self.event
         self.standing = self.standing.after("left", (group,))
@@ -218,7 +218,8 @@ class _Simulation:
 
 
 class _Progress:
-    """Work done, work saved, and the position in the cycle of working for `interval_s` and then writing."""
+    """Work done, work saved, and the position in the cycle of working for `interval_s` and then writing a
+    checkpoint."""
 
     def __init__(self, job: SimulatedJob) -> None:
         self.job = job
@@ -231,7 +232,7 @@ class _Progress:
         self.saved_s = self.previously_saved_s = 0.0
 
     def advance(self, now_s: float) -> None:
-        """Account for the time since the last call."""
+        """Add up the time since the last call."""
         elapsed_s = now_s - self.now_s
         self.now_s = now_s
         if self.paused_for:
@@ -254,15 +255,15 @@ class _Progress:
             self.saved_s = latest_s
 
     def lose(self, state_is_lost: bool) -> None:
-        """Undo all since the last whole checkpoint where no replica group holds the state, else the step that was not
-        committed."""
+        """Undo the work since the last complete checkpoint if no replica group has the state, otherwise the uncommitted
+        step."""
         if self.paused_for:
             since_step_s = 0.0
         else:
             since_step_s = self.rate * (min(self.position_s, self.job.interval_s) % self.job.step_time_s)
         lost_s = since_step_s
         if state_is_lost:
-            # The latest checkpoint may still be on its way to storage: then only the one before it is whole.
+            # The latest checkpoint may still be in transfer to storage; then only the previous one is complete.
             on_its_way = self.position_s < self.job.written_s - self.job.blocked_s
             lost_s = self.work_s - (self.previously_saved_s if on_its_way else self.saved_s)
         self.work_s -= lost_s
@@ -272,7 +273,7 @@ class _Progress:
             self.position_s = 0.0
 
     def wall_to_finish_s(self) -> float:
-        """Return the time until the last step, if nothing happens before."""
+        """Return the time until the last step, if no event occurs before."""
         if self.paused_for:
             return float("inf")
         interval_s = self.job.interval_s
@@ -283,14 +284,14 @@ class _Progress:
 
 
 Change = Literal["lost", "left", "returned"]
-"""What happens to groups: a node of theirs is lost, they are away until it is replaced, or they step again."""
+"""Events of groups: a node is lost, the group is away until it is replaced, or the group steps again."""
 PATIENCE = 10**6
-"""Restarts an hour: somebody starts again what the recipe's limit would end, since what is asked is how long the work
-takes."""
+"""Restarts per hour without limit: the question is how long the work takes, so a run that the recipe's limit ends is
+started again."""
 
 
 class Standing:
-    """A state of the run, and those that follow from it as far as they were asked for."""
+    """A state of the run, with the successors computed so far."""
 
     def __init__(self, state: run_state.RunState, known: dict[run_state.RunState, Standing]) -> None:
         self.state = state
@@ -314,8 +315,8 @@ class Standing:
             for event in events:
                 state, _ = recovery.next_action(state, event)
             if change == "returned":
-                # Nothing but the limit of restarts asks for the starts of groups that are back: without them, fewer
-                # states differ.
+                # Only the limit of restarts depends on the starts of returned groups; leaving them out reduces the
+                # number of states.
                 fresh = list(state.groups)
                 for group in groups:
                     fresh[group] = fresh[group]._replace(starts=1, restarts_s=(), start_at_s=-math.inf)
@@ -325,7 +326,7 @@ class Standing:
 
 
 def start_run(resilience: ResilienceSpec, groups: int) -> Standing:
-    """Return how a run of so many groups stands once it trains."""
+    """Return the state of a training run with this many groups."""
     patient = replace(resilience, max_restarts_per_hour=PATIENCE)
     state, _ = recovery.next_action(recovery.begin(patient, groups, presence="there"), run_state.Tick(0.0))
     return Standing(state, {})

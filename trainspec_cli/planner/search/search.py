@@ -1,11 +1,11 @@
 """Exact search: every layout in the space is either predicted, or proven to be too large or too slow.
 
-Layouts are taken in the order of a bound that none of them can beat: its mean stage's work and the bubble of equal
-stages, and for those that come first by that, what pipelines and data parallelism send at least. When the bound says
-that no other can be the next best, the search is done; who asks for fewer layouts waits for fewer predictions. Memory
-drops some of those taken, layers cut evenly; the others are predicted in full, layers cut by their time. Layouts are
-ranked by the step to expect with the probability that they fit (`memory/predict.py`); the safest of those that are not
-much slower than the first are kept beside them.
+Layouts are processed in the order of a lower bound on their step: the mean stage's work and the bubble of equal stages,
+and for the first ones also the least communication of pipelines and data parallelism. The search ends when the bound
+excludes that another layout is the next best, so asking for fewer layouts needs fewer predictions. Layouts that are too
+large with layers cut evenly are dropped; the others are predicted in full, with layers cut by their time. Layouts are
+ranked by the expected step, including the probability that they fit (`memory/predict.py`); the safest of those that are
+not much slower than the first are kept too.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from trainspec_cli.recipe.results.plan import Candidate
 
 
 class Steps:
-    """Steps of one model on one fabric. Layouts share micro-batches and slowest ranks, each of which is timed once: the
-    planner's search, the search at measured speeds and that over pools time thousands of layouts with them."""
+    """Step times of one model on one fabric. Layouts share micro-batches and slowest ranks, which are timed once: the
+    planner's search, the search at measured speeds and the search over pools time thousands of layouts."""
 
     def __init__(self, fabric: Fabric, eff: Efficiency):
         self.fabric = fabric
@@ -68,7 +68,7 @@ class Steps:
         self._slowest: dict[tuple[object, ...], TimedRank] = {}
 
     def micro_batch(self, setup: Setup, key: tuple[object, ...] | None = None) -> MicroBatch:
-        """`key`: the setup's, where it is known."""
+        """`key`: the setup's key, if known."""
         key = key or self.key_of(setup)
         if key not in self._parts:
             self._parts[key] = micro_batch(setup, self.groups(setup.layout), self.eff)
@@ -84,11 +84,11 @@ class Steps:
         return self._groups[key]
 
     def step_s(self, setup: Setup) -> float:
-        """Return the seconds of a step. Layers without a cut are cut as if they were all the average one."""
+        """Return the seconds of a step. Layers without a cut are cut as if all were average."""
         layout = setup.layout
         part = self.key_of(setup)
         once = self.micro_batch(setup, part)
-        # The slowest rank does not depend on how samples are spread: layouts that differ in that alone share it.
+        # The slowest rank does not depend on the distribution of samples, so layouts that differ only in that share it.
         cuts = layout.pp, layout.pipeline_schedule, layout.virtual_stages, layout.stage_layers
         key = *part, *cuts, setup.recompute, layout.bubble_of(setup.grad_accum)
         if key not in self._slowest:
@@ -137,8 +137,8 @@ class Costs:
         return self._works_s[part]
 
     def least_exchange_s(self, layout: Layout, micro: int, accum: int, recompute: str) -> float:
-        """Return what a step's exchanges add to the work of its mean stage at least: its pipeline's sends, and of data
-        parallelism's what no rank can hide."""
+        """Return the least time that a step's exchanges add to its mean stage's work: the pipeline's sends, and the
+        part of data parallelism that no rank can hide."""
         part = part_key(layout, micro, accum, self.template.matmul, self.softwares[layout.sharding])
         spread = layout.pp, layout.virtual_stages, layout.dp_shard, layout.dp_replicate, layout.zero_stage
         key = *part, *spread, accum, recompute
@@ -147,8 +147,8 @@ class Costs:
             stage_s = self.works_s(layout, micro, accum)[recompute] / layout.pp
             groups = self.steps.groups(layout)
             sends_s = pipeline_sends_s(setup, groups["pp"], self.eff)
-            # Of a micro-batch's work: the parameters that a second of layers has at least, and what the ends take. A
-            # stage may have layers of any kind: only the kind with the fewest parameters for its work bounds them all.
+            # Per second of a micro-batch's work, layers have at least this many parameters; the ends are added. A stage
+            # may have layers of any kind, so the kind with the fewest parameters per work gives the bound.
             if (dense := (*part, recompute)) not in self._densities:
                 once = self.steps.micro_batch(setup, part)
                 kinds_s = [(kind, layer_s(kind, setup.recompute)) for kind in once.kinds]
@@ -157,11 +157,11 @@ class Costs:
                     min(kind.params / time_s for kind, time_s in kinds_s),
                     min(kind.expert_params / time_s for kind, time_s in kinds_s),
                     sum(map(own_work_s, ends)),
-                    # Exchanges are timed as if the ends were recomputed too, and hide beside that.
+                    # Exchanges may hide behind the ends' work, as if the ends were recomputed too.
                     sum(recompute_part_s(end, setup.recompute) for end in ends),
                 )
             params_per_s, experts_per_s, ends_s, ends_again_s = self._densities[dense]
-            # The slowest rank works no less than the mean stage, and what of that is not the ends are layers.
+            # The slowest rank works at least as long as the mean stage, and everything except the ends is layers.
             layers_s = max(0.0, stage_s - ends_s)
             sent = exchanges_of(params_per_s * layers_s, experts_per_s * layers_s, setup, groups, self.eff)
             beside_s = self.eff.dp_overlap * (stage_s + ends_again_s) if setup.software.overlap_dp else 0.0
@@ -172,7 +172,7 @@ class Costs:
 
 
 class LayerMemories:
-    """A layer's memory by a recomputation, estimated once for all layouts that cut a layer alike."""
+    """A layer's memory under a recomputation, estimated once for all layouts that cut a layer equally."""
 
     def __init__(self, estimate: Callable[[Setup, str], LayerMemory]):
         self._estimate = estimate
@@ -187,9 +187,9 @@ class LayerMemories:
 
 @lru_cache(maxsize=4)
 def costs_of(template: Setup, softwares: tuple[tuple[Sharding, Software], ...], eff: Efficiency) -> Costs:
-    """Return the costs that searches with the same of all these share. Searches that differ in the replica groups alone
-    share all but the exchanges."""
-    # How replicas are grouped changes what they exchange, but no micro-batch: two searches of one plan differ so.
+    """Return the costs, shared by searches with equal arguments. Searches that differ only in the replica groups share
+    everything but the exchanges."""
+    # Replica groups change exchanges but not micro-batches; the two searches of one plan differ only in them.
     alike = replace(template, replica_groups=1)
     if template == alike:
         return Costs(template, dict(softwares), eff)
@@ -200,32 +200,33 @@ def costs_of(template: Setup, softwares: tuple[tuple[Sharding, Software], ...], 
 
 
 def part_key(layout: Layout, micro: float, accum: int, matmul: str, software: Software) -> tuple[object, ...]:
-    """Return what a micro-batch's time depends on, of setups that differ in layout and micro-batches alone."""
-    # Weights are cast to 8 bits once a step, and micro-batches share that cost. In other formats it matters only
-    # whether gradients of several micro-batches are added up.
+    """Return the values that a micro-batch's time depends on, for setups that differ only in layout and
+    micro-batches."""
+    # Weights are cast to 8 bits once per step, a cost that micro-batches share. In other formats it only matters
+    # whether gradients of several micro-batches are added.
     counted = accum if matmul in EIGHT_BIT else accum > 1
     return *axes_of_layer(layout), layout.pp == 1, layout.shards_parameters, micro, counted, id(software)
 
 
 def axes_of_layer(layout: Layout) -> tuple[object, ...]:
-    """The axes that cut a layer."""
+    """Return the axes that cut a layer."""
     return layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel
 
 
 ABOUT = 1.1
-"""A layout is about as fast as another whose step is this much shorter at most.
+"""A layout is about as fast as another if its step is at most this fraction longer.
 
 Predictions do not rank layouts more finely. Among published runs that differ in the layout alone, ln(predicted /
 measured) spreads by 0.06 within the sweeps that the constants were fitted to (118 runs, most of bigscience's), and by
 0.15 within those of vTrain (109 runs, arXiv:2312.12391), which no constant was fitted to. Of pairs predicted to differ
 by less than 10%, the faster one was predicted to be so in 68%."""
 NEAR = 1.05
-"""Of layouts of one complexity, the one with the fewest stages is taken of those whose step is this much longer at
-most."""
+"""The layout with the fewest stages is chosen among those of one complexity if its step is at most this fraction
+longer."""
 SAFEST = 4
-"""Safest layouts that a search keeps, since which of them fit is seen when every tensor is counted."""
+"""Number of safest layouts that a search keeps, since counting every tensor decides later which of them fit."""
 MANY_TOO_LARGE = 64
-"""Layouts that were too large, after which a search that has found none looks at memory before it looks at time."""
+"""After this many layouts that were too large, a search without a result checks memory before time."""
 TOO_LARGE = "memory"
 SLOWER = "slower than those shown"
 
@@ -237,24 +238,24 @@ class Estimated:
     peak_bytes: float
     step_time_s: float = math.inf
     expected_s: float = math.inf
-    """The step to expect with the probability that the layout fits."""
+    """The expected step, including the probability that the layout fits."""
 
 
 class Option(NamedTuple):
-    """A layout with a recomputation and an offload that may be tried."""
+    """A layout with a recomputation and an offload, as a candidate of the search."""
 
     bound_s: float
-    """No step of it is shorter."""
+    """Lower bound on its step."""
     order: int
-    """Options are counted as they are found."""
+    """Number in the order of finding."""
     layout: Layout
     micro_batch_size: int
     grad_accum: int
     recompute: int
-    """Its place in `Search.recomputes`."""
+    """Index in `Search.recomputes`."""
     offload: bool
     counts_exchanges: bool = False
-    """False: the bound is that of the work alone."""
+    """False: the bound has only the work."""
 
     @property
     def shape(self) -> tuple[Layout, int, int]:
@@ -262,33 +263,33 @@ class Option(NamedTuple):
 
 
 Ranked = list[tuple[tuple[float, ...], int, Estimated]]
-"""A heap of layouts, the least rank first: (rank, order of finding, layout)."""
+"""A heap of layouts, lowest rank first: (rank, order of finding, layout)."""
 
 
 @dataclass
 class Search:
-    """Ranks layouts of `template`'s model on its fabric, in one space of them."""
+    """Ranks the layouts of one space, for `template`'s model on its fabric."""
 
     space: Space
     template: Setup
     softwares: dict[Sharding, Software]
-    """The software, by what data parallelism shards."""
+    """The software, by the way of sharding."""
     recomputes: tuple[str, ...]
     offloads: tuple[bool, ...]
     eff: Efficiency
     layer_memory: Callable[[Setup, str], LayerMemory] = lambda setup, _recompute: mean_layer_memory(setup)
-    """Returns the memory of a layer under a recomputation."""
+    """Function that returns a layer's memory under a recomputation."""
     samples: int | None = None
-    """Samples of the step that layouts are ranked by; None: of the run's first, which the space divides."""
+    """Samples of the step that layouts are ranked by; None: those of the run's first step, which the space divides."""
     slack: float = 1.0
-    """Factor of the limit: a layout that is over by less may fit when it is counted more closely."""
+    """Factor on the limit: a layout that exceeds it by less may fit when counted exactly."""
     start_s: float = 0.0
-    """Seconds of a start in vain over the steps of the run."""
+    """Seconds of a failed start divided by the steps of the run."""
     refused: Counter[str] = field(default_factory=Counter)
     counted: dict[Setup, Candidate] = field(default_factory=dict)
-    """Layouts that were counted tensor by tensor."""
+    """Layouts that were already counted tensor by tensor."""
     smallest: Estimated | None = None
-    """The layout that takes the least memory, fitting or not, to be named when none fits."""
+    """The layout with the least memory, fitting or not; shown when none fits."""
 
     def __post_init__(self) -> None:
         self._usable = memory_limit_bytes(self.template.fabric.chip)
@@ -302,33 +303,33 @@ class Search:
         self._least_bytes: dict[tuple[Layout, int, bool], float] = {}
         self._all = sorted(self.bounded())
         self._options = list(self._all)
-        """A heap of what may still be tried, the least bound first."""
+        """A heap of the options to try, lowest bound first."""
         self.considered = len(self._options) * len(self.recomputes)
         self.refused.update(self.space.refused)
 
     def best(self) -> Iterator[Estimated]:
-        """Yield what may fit, the shortest expected step first; as few layouts are predicted as that takes."""
+        """Yield layouts that may fit, shortest expected step first, with as few predictions as possible."""
         while self._options or self._found:
             if self._found and (not self._options or self._found[0][0][0] <= self._options[0].bound_s):
                 yield heapq.heappop(self._found)[-1]
             else:
-                self._take_next()
+                self._predict_next()
 
     def safest(self) -> list[Estimated]:
-        """Return the layouts that fit most probably of those about as fast as the best, the safest first; of those that
-        surely fit, the fastest."""
+        """Return the layouts that are most likely to fit, of those about as fast as the best, safest first; of those
+        that surely fit, the fastest."""
         while self._options:
             slowest_s = ABOUT * self._least_s
             if len(self._safest) == SAFEST and self._safest[0][0][0] >= SURELY:
                 slowest_s = min(slowest_s, -self._safest[0][0][1])
-            if self._options[0].bound_s >= slowest_s:  # no slower layout is wanted for being safe
+            if self._options[0].bound_s >= slowest_s:  # do not prefer a slower layout for being safe
                 break
-            self._take_next()
+            self._predict_next()
         return [found for _, _, found in sorted(self._safest, key=lambda item: item[:2], reverse=True)]
 
     def as_simple(self, most: tuple[int, bool], limit_s: float) -> Iterator[list[Estimated]]:
-        """Yield the layouts of complexity `most` or less that may fit and are expected to take `limit_s` or less: those
-        of one complexity together, the fastest first; the simplest before the others."""
+        """Yield the layouts of complexity up to `most` that may fit and whose expected step is at most `limit_s`: the
+        simplest first, and of one complexity the fastest first."""
         alike: dict[tuple[int, bool], list[Estimated]] = defaultdict(list)
         within = (one for one in self._all if one.bound_s <= limit_s)
         options = [
@@ -347,7 +348,7 @@ class Search:
             yield sorted(alike[least], key=lambda one: one.expected_s)
 
     def fastest(self, keep: Callable[[Layout], bool]) -> Estimated | None:
-        """Return the layout of the shortest expected step, of those kept that may fit; None where none does."""
+        """Return the kept layout with the shortest expected step that may fit, or None."""
         best: Estimated | None = None
         for option in self._all:
             limit_s = best.expected_s if best else math.inf
@@ -358,7 +359,7 @@ class Search:
         return best
 
     def _estimates(self, option: Option, limit_s: float) -> Iterator[Estimated]:
-        """Yield the lightest recomputation of an option with which it may fit, if it is within `limit_s`."""
+        """Yield an option with the lightest recomputation with which it may fit, if it is within `limit_s`."""
         heavier: Option | None = option
         while heavier is not None and self.closer(heavier).bound_s <= limit_s:
             found = self._estimate(heavier)
@@ -369,8 +370,7 @@ class Search:
             heavier = self.heavier(heavier)
 
     def bounded(self) -> Iterator[Option]:
-        """Yield what there is to try first: each layout with the lightest recomputation, and the step that it cannot
-        beat by its work alone."""
+        """Yield the first options: each layout with the lightest recomputation, and the bound from its work."""
         for layout, micro, accum in self.space.layouts():
             if self.samples is not None:
                 accum = micro_batches_of(layout, micro, self.samples)
@@ -379,7 +379,7 @@ class Search:
                 yield Option(bound_s, next(self._orders), layout, micro, accum, 0, offload)
 
     def heavier(self, option: Option) -> Option | None:
-        """Return the layout with the next recomputation, whose step is no shorter; None where there is none."""
+        """Return the layout with the next heavier recomputation, whose step is no shorter, or None."""
         place = option.recompute + 1
         if place == len(self.recomputes):
             return None
@@ -388,14 +388,15 @@ class Search:
         return option._replace(bound_s=bound_s, order=order, recompute=place, counts_exchanges=False)
 
     def closer(self, option: Option) -> Option:
-        """Return the option with the bound that counts exchanges too."""
+        """Return the option with the bound that includes exchanges."""
         exchange_s = self._costs.least_exchange_s(*option.shape, self.recomputes[option.recompute])
         bound_s = option.bound_s + (1 + self._costs.waiting) * exchange_s
         return option._replace(bound_s=bound_s, counts_exchanges=True)
 
-    def _take_next(self) -> None:
-        """Predict the layout of the least bound; where that counts no exchanges yet, put it back with one that does.
-        Where many were too large and none fits yet, those that are so with the smallest micro-batches go first."""
+    def _predict_next(self) -> None:
+        """Predict the layout with the lowest bound; if its bound lacks exchanges, put it back with one that has
+        them. If many were too large and none fits yet, first drop those that are too large with the smallest
+        micro-batches."""
         option = self._options[0]
         none_fits = self._least_s == math.inf and self.refused[TOO_LARGE] >= MANY_TOO_LARGE
         if none_fits and self.least_bytes(option) > self._beyond_bytes:
@@ -404,38 +405,39 @@ class Search:
         elif not option.counts_exchanges:
             heapq.heapreplace(self._options, self.closer(option))
         else:
-            self._leave(option, surely_fits=self._take(option))
+            self._leave(option, surely_fits=self._predict(option))
 
     def _leave(self, option: Option, *, surely_fits: bool = False) -> None:
-        """Take the option off; a heavier recomputation of one that surely fits is only slower."""
+        """Remove the option; with a heavier recomputation, an option that surely fits would only be slower."""
         heapq.heappop(self._options)
         heavier = self.heavier(option)
         if heavier and not surely_fits:
             heapq.heappush(self._options, heavier)
 
     def least_bytes(self, option: Option) -> float:
-        """Return what the layout takes with micro-batches of one sample (or as large as is asked for), which no size
-        takes less than; more than may fit, where it is more."""
+        """Return the layout's memory with micro-batches of one sample (or of the pinned size), a lower bound over all
+        sizes; if it does not fit, some larger number."""
         key = option.layout, option.recompute, option.offload
         if key not in self._least_bytes:
             batching = self.space.spec.batching
             size = 1 if batching.micro_batch_size == AUTO else int(batching.micro_batch_size)
             number = micro_batches_of(option.layout, size, self.samples or batching.global_batch_size)
             shapes = [(size, number)]
-            if batching.micro_batch_size == AUTO:  # gradients are not summed beside a single micro-batch's activations
+            # With a single micro-batch, no gradients are kept while activations are.
+            if batching.micro_batch_size == AUTO:
                 shapes += [(number, 1), (1, 1)] if number < 2 * option.layout.pp else [(number, 1)]
             tried = (option._replace(micro_batch_size=micro, grad_accum=accum) for micro, accum in shapes)
             self._least_bytes[key] = min(self.peak(each)[1] for each in tried)
         return self._least_bytes[key]
 
     def peak(self, option: Option) -> tuple[Setup, float]:
-        """-> (the option's setup, its peak; one that does not fit is not looked at any closer)."""
+        """Return (the option's setup, its peak); a peak that does not fit is not refined."""
         name = self.recomputes[option.recompute]
         setup = self._costs.setup(*option.shape, name, offload=option.offload)
         return setup, peak_of(setup, self._memory.of(setup, name), beyond_bytes=self._beyond_bytes)
 
-    def _take(self, option: Option) -> bool:
-        """Predict a layout, and take it up where it may fit. Return whether it surely does."""
+    def _predict(self, option: Option) -> bool:
+        """Predict a layout, and record it if it may fit. Return whether it surely fits."""
         found = self._estimate(option)
         if found.peak_bytes > self._limit:
             self.refused[TOO_LARGE] += 1
@@ -447,13 +449,13 @@ class Search:
         heapq.heappush(self._found, ((found.expected_s,), option.order, found))
         if found.step_time_s <= ABOUT * self._least_s:
             push = heapq.heappush if len(self._safest) < SAFEST else heapq.heappushpop
-            # The least safe of those kept is on top of the heap: a safer one pushes it out. All that surely fit are
+            # The least safe kept layout is on top of the heap, and a safer one replaces it. Layouts that surely fit are
             # equally safe, and rank by speed.
             push(self._safest, ((min(probability, SURELY), -found.step_time_s), -option.order, found))
         return probability >= SURELY
 
     def _estimate(self, option: Option) -> Estimated:
-        """Return the option's memory, and where it may fit its step too."""
+        """Return the option's memory, and its step if it may fit."""
         name = self.recomputes[option.recompute]
         setup, peak = self.peak(option)
         if peak > self._limit:
@@ -464,12 +466,12 @@ class Search:
 
     @property
     def _beyond_bytes(self) -> float:
-        """A layout that takes more neither fits nor is the smallest."""
+        """Return the memory above which a layout neither fits nor is the smallest."""
         return max(self._limit, math.inf if self.smallest is None else self.smallest.peak_bytes)
 
     def _bound_s(self, layout: Layout, micro: int, accum: int, recompute: int) -> float:
-        """Return the step that no schedule is faster than: the mean stage's own work and its wait for others that are
-        no heavier, waiting for the slowest device included."""
+        """Return a lower bound on the step over all schedules: the mean stage's work and its wait for equal stages,
+        including the wait for the slowest device."""
         work_s = self._costs.works_s(layout, micro, accum)[self.recomputes[recompute]]
         mean_s = work_s / layout.pp
         wait_s = min(1.0, self.eff.bubble) * layout.bubble_part * (work_s - mean_s)
@@ -477,9 +479,8 @@ class Search:
 
 
 def complexity(spec: RunSpec, layout: Layout, recompute: str, offload: bool) -> tuple[int, bool]:
-    """Return what makes a layout hard to foresee and to run, within a replica group: the axes besides one of data
-    parallelism, a schedule of which no run is published, offload, and full recomputation, which does a third more work
-    and counts as two axes."""
+    """Return the complexity of a layout within a replica group: the axes besides one of data parallelism, a schedule
+    without published runs, offload, and full recomputation, which does a third more work and counts as two axes."""
     layout, _ = one_group(spec, layout)
     axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.pp, layout.ep, layout.etp))
     mixed = layout.dp_shard > 1 and layout.dp_replicate > 1
@@ -488,5 +489,6 @@ def complexity(spec: RunSpec, layout: Layout, recompute: str, offload: bool) -> 
 
 
 def recompute_names(wanted: str) -> tuple[str, ...]:
-    """Lightest first. Selective recomputation saves the score matrix, which fused attention never writes."""
+    """Return recomputations, lightest first. Selective recomputation saves the score matrix, which fused attention
+    never writes."""
     return ("none", "full") if wanted == "auto" else (wanted,)

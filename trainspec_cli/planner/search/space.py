@@ -1,4 +1,4 @@
-"""Every layout that a recipe leaves open on a cluster and that its framework runs, and why the others are refused."""
+"""Enumerate the layouts that a recipe leaves open and its framework runs, and count the refused ones by reason."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from trainspec_cli.recipe.rules.layout import exchanged, whole_hosts
 from trainspec_cli.recipe.rules.run import forget_out_of_range, measurable_noise
 
 MIN_TOKENS_PER_RANK = 512
-"""Context parallelism does not cut sequences finer."""
+"""Smallest part of a sequence for context parallelism."""
 MAX_MICRO_BATCHES = 6
-"""Sizes of a micro-batch that are tried: the smallest powers of two, and the whole."""
+"""Number of micro-batch sizes that are tried: the smallest powers of two, and the whole."""
 ELASTIC_GROUPS = (2, 4, 8, 16, 32, 64, 128)
-"""Replica groups that are tried: more lose less to a failure each, and share their state among fewer devices."""
+"""Numbers of replica groups that are tried: with more groups a failure loses less, but fewer devices share the
+state."""
 
 
 NOT_RUN = "the engine does not run them"
@@ -31,7 +32,7 @@ NOT_RUN = "the engine does not run them"
 
 @dataclass
 class Space:
-    """Enumerates; counts what it leaves out by reason.
+    """Enumerates layouts, and counts the refused ones by reason.
 
     `dp_replicate` of its layouts counts all replicas, those of every replica group together (`one_group`).
     """
@@ -47,9 +48,9 @@ class Space:
         layout = replace(self.spec.layout, **axes, **pipeline)  # type: ignore[arg-type]
         self._open: RunSpec = forget_out_of_range(replace(self.spec, layout=layout))[0]
         self.anyhow = self._problems({})
-        """What the engine refuses in any layout is the recipe's fault, and no reason to leave a layout out."""
+        """Problems that the engine has with every layout; they are the recipe's, and no reason to refuse a layout."""
         self._numbers: dict[tuple[int, int], tuple[list[int], int]] = {}
-        """By the samples of a rank and the turns: the numbers of micro-batches, and how many others are left out."""
+        """By samples of a rank and turns: the numbers of micro-batches, and how many others are left out."""
         self._runs: dict[tuple[tuple[str, object], ...], bool] = {}
         compressed = self.spec.comm.gradients not in ("full", AUTO) or self.spec.comm.parameters != "full"
         self._limits_exchanges = compressed or self.spec.comm.across_nodes is not None
@@ -87,7 +88,7 @@ class Space:
         return fine
 
     def _is_run(self, **axes: object) -> bool:
-        """Return whether the engine runs layouts with these axes, whatever the others are.
+        """Return whether the engine runs layouts with these axes, whatever the other axes are.
 
         Other frameworks' own rules are those of `framework` (schedules, ZeRO stages).
         """
@@ -125,7 +126,7 @@ class Space:
                         starved = wanted.pipeline_schedule == AUTO and layout.splits_backward and accum < layout.pp
                         if not self._keep(not starved, "a zero-bubble schedule needs a micro-batch a stage"):
                             continue
-                        # The layout has the exchanges that the recipe compresses or measures.
+                        # Require the exchanges that the recipe compresses or measures.
                         if self.spec.framework.counted and (self._limits_exchanges or self._measures_noise):
                             one, groups = one_group(self.spec, layout)
                             noise = measurable_noise(self.spec, one, groups, accum)
@@ -134,16 +135,16 @@ class Space:
                         yield layout, -(-per_rank // accum), accum
 
     def _shardings(self, base: Layout, width: int) -> Iterator[Layout]:
-        """Sharded over all ranks, or for ZeRO-3 over a node's and replicated across, or not at all.
+        """Yield shardings: over all ranks, for ZeRO-3 also over a node's ranks and replicated across nodes, or none.
 
-        A run that is to survive failures by shrinking needs groups that each hold the whole state: as many as it asks
-        for, or some numbers of them.
+        A run that survives failures by shrinking needs groups that each have the whole state: the number in the recipe,
+        or several numbers to try.
         """
         wanted = self.spec.layout
         elastic = self.spec.resilience.mode == "elastic"
         node = max(1, self.scaleup_devices // (base.tp * base.cp))
-        # The replicas of all groups: `layout.dp_replicate` counts those inside a group where
-        # `resilience.replica_groups` is given, else the groups.
+        # Count the replicas of all groups: `layout.dp_replicate` is the number inside a group if
+        # `resilience.replica_groups` is given, otherwise the number of groups.
         groups = asked_groups(self.spec)
         open_replicas = wanted.dp_replicate == AUTO or (groups is None and wanted.dp_replicate == 1)
         asked = None if open_replicas else int(wanted.dp_replicate) * (groups or 1)
@@ -168,7 +169,7 @@ class Space:
                     and self._keep(parts, "nodes do not divide over the replica groups")
                 ):
                     continue
-            # Of the ZeRO stages to try, those that the framework has; without sharding the stage means nothing.
+            # Try the ZeRO stages that the framework has; without sharding the stage has no meaning.
             facts = self.spec.framework
             stages = stages_of(wanted, shard, replicate)
             had = [stage for stage in stages if shard == 1 or stage in facts.zero_stages]
@@ -231,7 +232,7 @@ class Space:
 
 
 def asked_groups(spec: RunSpec) -> int | None:
-    """Return the replica groups that the recipe asks for; None where each replica is a group of its own."""
+    """Return the number of replica groups in the recipe; None if each replica is a group."""
     if spec.resilience.mode != "elastic":
         return 1
     groups = spec.resilience.replica_groups
@@ -239,7 +240,7 @@ def asked_groups(spec: RunSpec) -> int | None:
 
 
 def one_group(spec: RunSpec, layout: Layout) -> tuple[Layout, int]:
-    """-> (the layout of a replica group, the number of groups): a search counts the replicas of all groups."""
+    """Return (the layout of a replica group, the number of groups); a search counts the replicas of all groups."""
     groups = asked_groups(spec) or layout.dp_replicate
     if groups == 1:
         return layout, 1
@@ -247,13 +248,14 @@ def one_group(spec: RunSpec, layout: Layout) -> tuple[Layout, int]:
 
 
 def open_layout(spec: RunSpec) -> LayoutSpec:
-    """Every axis left open."""
+    """Return a layout with every axis open."""
     wide = replace(spec.layout, dp_replicate=AUTO, dp_shard=AUTO, cp=AUTO, tp=AUTO, pp=AUTO, ep=AUTO)
     return replace(wide, zero_stage=AUTO, pipeline_schedule=AUTO, virtual_stages=AUTO)
 
 
 def stages_of(wanted: LayoutSpec, shard: int, replicate: int) -> Sequence[ZeroStage]:
-    """Return the ZeRO stages to try: without sharding the stage means nothing; ZeRO-1 and 2 shard over all ranks."""
+    """Return the ZeRO stages to try; without sharding the stage has no meaning, and ZeRO-1 and 2 shard over all
+    ranks."""
     if wanted.zero_stage != AUTO:
         return (wanted.zero_stage,)
     if shard == 1:

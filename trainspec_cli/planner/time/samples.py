@@ -1,4 +1,4 @@
-"""A step's time as it depends on who processes how many samples: by stage and micro-batch, and what is exchanged."""
+"""A step's time as a function of the samples of each rank, by stage, micro-batch and exchange."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from trainspec_cli.planner.time.step import (
 )
 
 Tier = Literal["scaleup", "network"]
-"""The links inside a scale-up domain, and those between such domains."""
+"""Links inside a scale-up domain, and links between domains."""
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """One micro-batch through one pipeline stage and back."""
+    """One micro-batch through one pipeline stage, forward and backward."""
 
     compute: Speed
     scaleup: Speed
@@ -39,27 +39,27 @@ class StageTime:
     network: Speed
     """Exchanges that cross domains."""
     launch_s: float
-    """Launching the kernels takes so long: the stage is never faster."""
+    """Time to launch the kernels, a lower bound on the stage's time."""
 
     def exchanges_s(self, samples: float, micro_batches: int) -> float:
-        """Return what its layers exchange in a step of so many samples and micro-batches."""
+        """Return the seconds that its layers exchange data, in a step with these samples and micro-batches."""
         return self.scaleup.time_s(samples, micro_batches) + self.network.time_s(samples, micro_batches)
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """A step of a layout, in parts whose samples can be divided otherwise."""
+    """A layout's step in parts, for other divisions of the samples."""
 
     stages: tuple[StageTime, ...]
     bubble: float
-    """Part of the other stages' micro-batch that the slowest stage waits while the pipeline fills and drains."""
+    """Fraction of the other stages' micro-batch that the slowest stage waits while the pipeline fills and drains."""
     sends: Speed
-    """Activations between stages, of each micro-batch."""
+    """Seconds of sending activations between stages, per micro-batch."""
     sends_tier: Tier
     gradients_each_s: float
-    """Seconds of the data-parallel ranks' exchanges for each micro-batch."""
+    """Seconds of data-parallel exchanges per micro-batch."""
     gradients_once_s: float
-    """Seconds of their exchanges once a step."""
+    """Seconds of data-parallel exchanges once per step."""
     gradients_tier: Tier
     rest_s: float
     """The optimizer, and between steps."""
@@ -68,14 +68,14 @@ class StepParts:
 def step_parts(setup: Setup, eff: Efficiency) -> StepParts:
     """Return the parts of a step. At the setup's own micro-batches they sum to `estimate_step`.
 
-    The time of a micro-batch is taken to be linear in its samples, through the setup's own size and twice that.
+    A micro-batch's time is assumed linear in its samples, through the setup's size and twice that size.
     """
     groups = axis_groups(setup.layout, setup.fabric, eff)
     return assemble_parts(setup, micro_batch(setup, groups, eff), micro_batch(_twice(setup), groups, eff), eff)
 
 
 def assemble_parts(setup: Setup, once: MicroBatch, twice: MicroBatch, eff: Efficiency) -> StepParts:
-    """Return what `step_parts` does, from a micro-batch of the setup's size and one of twice that."""
+    """Return `step_parts`, from a micro-batch of the setup's size and one of twice that size."""
     groups = axis_groups(setup.layout, setup.fabric, eff)
     stages = rank_parts(once, setup.layout)
     larger = rank_parts(twice, setup.layout)
@@ -86,7 +86,7 @@ def assemble_parts(setup: Setup, once: MicroBatch, twice: MicroBatch, eff: Effic
     each_s, once_s = _each_and_once(lambda one: data_parallel_s(slowest, one, groups, eff), setup)
     sends_each_s, fill_sends_s = _each_and_once(lambda one: pipeline_sends_s(one, groups["pp"], eff), setup)
     sends_twice_s, _ = _each_and_once(lambda one: pipeline_sends_s(one, groups["pp"], eff), _twice(setup))
-    # Most stages of a pipeline are alike: a pair of parts is timed once, however many ranks have it.
+    # Most stages of a pipeline are equal, so each pair of parts is timed once for all ranks.
     pairs = list(zip(stages, larger, strict=True))
     kinds = {pair: _stage_time(*pair, setup, groups, eff, scale) for pair in set(pairs)}
     return StepParts(
@@ -123,20 +123,20 @@ def _stage_time(
 
 
 def _through(once_s: float, twice_s: float, size: float) -> Speed:
-    """Return the line through the times of `size` and 2 x `size` samples, whose fixed part is 0 or more."""
+    """Return the line through the times of `size` and 2 x `size` samples, with a fixed part of at least 0."""
     fixed_s = fixed_part_s(once_s, twice_s)
     return Speed(fixed_s, (once_s - fixed_s) / size)
 
 
 def fixed_part_s(once_s: float, twice_s: float) -> float:
-    """Seconds of a micro-batch that do not grow with its samples, by the line through its time and that of twice the
-    samples. Twice the samples may take more than twice as long: then nothing is fixed, and no time is negative."""
+    """Return the seconds of a micro-batch that do not grow with its samples, by the line through its time and that of
+    twice the samples; at least 0, even if twice the samples take more than twice as long."""
     return min(once_s, max(0.0, 2 * once_s - twice_s))
 
 
 def _each_and_once(time_s: Callable[[Setup], float], setup: Setup) -> tuple[float, float]:
-    """Return how much a time grows with each micro-batch, and the rest of it."""
-    # Micro-batches are alike, so that the second one shows what each costs, and the rest is paid once.
+    """Split a time into the part per micro-batch and the fixed rest."""
+    # Micro-batches are equal, so the second one shows the cost of each; the rest is paid once.
     one, two = (time_s(replace(setup, grad_accum=count)) for count in (1, 2))
     return two - one, 2 * one - two
 

@@ -1,8 +1,8 @@
-"""Where the time of a step comes from: the work of a layer on one device, what it exchanges, and one optimizer step.
+"""The time of a step: the work of layers on one device, their exchanges, and the whole optimizer step.
 
-A layer's work is a roofline that adds the part of the memory traffic its arithmetic does not hide (so that efficiency
-is a curve over size), a fixed time a kernel, and a loss where dimensions do not fill the tensor cores' tiles. A step is
-the slowest pipeline rank's micro-batches, exposed communication by axis, the bubble, the optimizer and the host.
+A layer's work is a roofline model plus the part of the memory traffic that arithmetic does not hide (so efficiency is a
+curve over size), a fixed time per kernel, and a loss if dimensions do not fill the tensor cores' tiles. A step is the
+slowest pipeline rank's micro-batches, exposed communication by axis, the bubble, the optimizer and the host.
 """
 
 from __future__ import annotations
@@ -40,45 +40,47 @@ from trainspec_cli.recipe.keys.training import WireFormat
 from trainspec_cli.recipe.results.plan import StepTime
 
 FUSED_LOSS = 1 / 3
-"""Traffic of a softmax and loss that read the logits once each way and keep nothing, over one kernel an operation."""
+"""Traffic of a fused softmax and loss, which read the logits once each way and keep nothing, relative to one kernel per
+operation."""
 WAVE_OUTPUTS = 128 * 256 * 128
-"""Outputs of a wave: tiles of 128 x 256 on 128 multiprocessors, near enough for all chips of the table."""
+"""Outputs of a wave: tiles of 128 x 256 on 128 multiprocessors, accurate enough for all chips of the table."""
 EIGHT_BIT = ("fp8", "mxfp8", "nvfp4")
 CAST_KERNELS = {"fp8": 3, "mxfp8": 6, "nvfp4": 8}
-"""Launched a matrix product: its inputs scaled and cast; with a scale a block, the scales arranged for the product."""
+"""Kernels per matrix product: its inputs are scaled and cast; with block scales, these are rearranged for the
+product."""
 APART_BYTES = 10.0
-"""A weight's gradient read in 2 bytes, and added to a sum in 4 that is read and written."""
+"""Bytes per weight: a gradient is read in 2 bytes, and added to a sum in 4 bytes that is read and written."""
 NF4_TRAFFIC_BYTES = 22.5
-"""Memory traffic of dequantising a weight, by kernels one after another: codes to indices, looked up in fp32, scaled,
-and written as computed with."""
+"""Memory traffic of dequantising a weight with separate kernels: codes to indices, lookup in fp32, scaling, and a write
+in the compute format."""
 NF4_KERNELS = 14
 NF4_FUSED_BYTES = 2.5
-"""The same by a compiled kernel."""
+"""The same with a compiled kernel."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """A chip's achieved rates under one setup's number formats."""
+    """A chip's achieved rates in one setup's number formats."""
 
     matmul: float
     plain_matmul: float
     """Rate of matrix products in the compute format."""
     memory: float
     exponentials: float
-    """Rate of the special-function units, which softmax needs: they did not grow with the tensor cores."""
+    """Rate of the special-function units, used by softmax; it did not grow with the tensor cores."""
     load_store: float
-    """Rate of the multiprocessors' load and store units: it grows with their number and clock, not with the memory."""
+    """Rate of the multiprocessors' load and store units, which depends on their number and clock, not on the memory."""
     cache_bytes: float
     element_bytes: float
     wide_element_bytes: float
     generation: int
-    """Generation of its tensor cores, as attention kernels are written for them: 2 Ampere, 3 Hopper, 4 Blackwell."""
+    """Generation of its tensor cores, for which attention kernels are written: 2 Ampere, 3 Hopper, 4 Blackwell."""
 
 
 EXPONENTIALS_PER_FLOP = 1 / 250
-"""Exponential rate of a chip whose rate is not described, over its bf16 peak (H100: 16 a clock a multiprocessor)."""
+"""Exponential rate over bf16 peak, for chips without a described rate (H100: 16 per clock and multiprocessor)."""
 LOADS_OVER_MEMORY = 4.7
-"""First-level cache bandwidth over the memory's, of a chip that does not describe it (A100: 4.8, H100: 4.7)."""
+"""First-level cache bandwidth over memory bandwidth, for chips without a described rate (A100: 4.8, H100: 4.7)."""
 
 
 @lru_cache(maxsize=512)
@@ -98,7 +100,7 @@ def rates_of(chip: AcceleratorSpec, matmul: str, compute: str, eff: Efficiency) 
 
 
 def alignment(size: float) -> int:
-    """Halvings by which a dimension's largest power of two falls short of 64."""
+    """Return how many times a dimension's largest power of two must be doubled to reach 64."""
     whole = int(size)
     if whole != size or whole == 0:
         return 6
@@ -107,10 +109,11 @@ def alignment(size: float) -> int:
 
 
 def product_s(m: float, n: float, k: float, gemm: Gemm, rates: Rates, eff: Efficiency) -> float:
-    """`gemm.count` products of m x k by k x n, launched as one: arithmetic, traffic it does not hide, and its end.
+    """Return the seconds of `gemm.count` products of m x k by k x n in one launch: arithmetic, exposed traffic, and the
+    tail.
 
-    Tiles are given to multiprocessors in waves; on average a part of the last wave stands idle, for as long as a tile
-    of its inner dimension takes. Long inner dimensions with few tiles (tensor parallelism, small micro-batches) suffer.
+    Tiles are assigned to multiprocessors in waves; on average a part of the last wave is idle, for the time of one tile
+    over its inner dimension. Long inner dimensions with few tiles (tensor parallelism, small micro-batches) lose most.
     """
     rate, size = (rates.matmul, rates.wide_element_bytes) if gemm.wide else (rates.plain_matmul, rates.element_bytes)
     loss = 1.0 + eff.misalignment * (alignment(gemm.n) + alignment(gemm.k)) / 2
@@ -121,7 +124,7 @@ def product_s(m: float, n: float, k: float, gemm: Gemm, rates: Rates, eff: Effic
 
 
 def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency, *, convolves: bool = False) -> tuple[float, float, float]:
-    """-> (forward, backward of the inputs, backward of the weights)."""
+    """Return the seconds of (forward, backward of the inputs, backward of the weights)."""
     if convolves:
         # An implicit product, whose memory traffic is counted with the element-wise passes. Its patches (m x k) pass
         # the load and store units: with few channels a group, that takes longer than multiplying.
@@ -141,8 +144,9 @@ def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency, *, convolves: bool = False
 
 
 def attention_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> tuple[float, float]:
-    """-> (forward, backward). Fused: FLOPs of the causal half, 2.5 times as many backward (FlashAttention-2,
-    arXiv:2307.08691). Unfused: the whole square twice over, and its score matrix through memory six and eight times.
+    """Return the seconds of (forward, backward). Fused: FLOPs of the causal half, 2.5 times as many backward
+    (FlashAttention-2, arXiv:2307.08691). Unfused: the whole square, and its score matrix through memory six and eight
+    times.
     """
     if not work.attention_flops:
         return 0.0, 0.0
@@ -160,8 +164,8 @@ def attention_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> tupl
 
 @dataclass(frozen=True)
 class LayersPart:
-    """Some layers on one rank: the seconds of a micro-batch through them by cause (`_f` forward, `_b` backward, nothing
-    done again), and their parameters."""
+    """Layers on one rank: the seconds of a micro-batch by cause (`_f` forward, `_b` backward, without recomputation),
+    and their parameters."""
 
     matmul_f: float = 0.0
     matmul_b: float = 0.0
@@ -170,11 +174,11 @@ class LayersPart:
     memory_f: float = 0.0
     memory_b: float = 0.0
     kernels: float = 0.0
-    """Launched forward."""
+    """Kernels launched in the forward."""
     experts: float = 0.0
     tp: float = 0.0
-    """Exposed communication inside layers, forward, as of cp and ep; a whole micro-batch takes `PASSES` times as
-    long."""
+    """Exposed communication inside layers in the forward, also for cp and ep; a whole micro-batch takes `PASSES` times
+    as long."""
     cp: float = 0.0
     ep: float = 0.0
     params: float = 0.0
@@ -208,16 +212,16 @@ class LayersPart:
 
 
 PASSES = {"tp": 2, "cp": 3, "ep": 2}
-"""Number of times that a micro-batch exchanges in each layer what its forward does: once more in the backward, and for
-context parallelism twice more, which gathers keys and values again and reduces their gradients."""
+"""How many times a micro-batch performs the forward's exchange in each layer: once more in the backward; for context
+parallelism twice more, to gather keys and values again and to reduce their gradients."""
 
 
 def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> LayersPart:
-    """Time one part of a layer, or an end of the model."""
+    """Time one part of a layer, or the embedding or head."""
     if work is None:
         return LayersPart()
     software = setup.software
-    # Experts that run one after the other: none is slower with one expert a rank, and `experts_ungrouped` with 16.
+    # Experts that run one after the other: no loss with one expert per rank, and `experts_ungrouped` with 16.
     slow = 1.0
     if not software.grouped_experts and work.experts > 1:
         slow = 1.0 + (eff.experts_ungrouped - 1.0) * math.log2(work.experts) / 4
@@ -227,7 +231,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     products = uneven * sum(time[0] for time in times)
     backward = 0.0 if work.leaf else uneven * sum(time[1] for time in times)
     if setup.trainable >= 1.0:
-        # A micro-batch's weight gradients are added to those before: at the end of the product itself, or by a kernel.
+        # A micro-batch's weight gradients are added to earlier ones, inside the product or by a separate kernel.
         added = 0.0
         if setup.grad_accum > 1 and not setup.layout.shards_parameters:
             weights = sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms)
@@ -249,10 +253,10 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     passes = scale * (1 - eff.cache_reuse * cached) * pass_bytes * rates.element_bytes / 2 / rates.memory
     passes += eff.issue * pass_bytes * rates.element_bytes / 2 / rates.load_store
     passes = slow * passes
-    # The inputs of products in 8 bits or fewer are scaled and cast: read in 2 bytes, written twice (transposed too).
+    # Inputs of products in 8 bits or fewer are scaled and cast: read in 2 bytes, written twice (also transposed).
     casts = 0.0
     if setup.matmul in EIGHT_BIT:
-        share = 1.0 / setup.grad_accum  # weights are cast once a step
+        share = 1.0 / setup.grad_accum  # weights are cast once per step
         elements = sum((g.m * g.k + share * g.k * g.n) * g.count for g in work.gemms if g.wide)
         casts = eff.cast_fp8 * elements * (2.0 + 2.0 * rates.wide_element_bytes) / rates.memory
     casts = slow * casts
@@ -261,12 +265,12 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         each = NF4_FUSED_BYTES if software.fused_kernels else NF4_TRAFFIC_BYTES
         casts += each * sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms if gemm.wide) / rates.memory
         kernels += NF4_KERNELS * len(work.gemms)
-    # Each expert's inputs and weights are cast apart, even where its products are grouped.
+    # Each expert's inputs and weights are cast separately, even if its products are grouped.
     kernels += CAST_KERNELS.get(setup.matmul, 0) * sum(gemm.count for gemm in work.gemms if gemm.wide)
     waits = work.serial_kernels * eff.kernel_s
 
     copies = work.expert_copies if software.grouped_experts else 1
-    first = 1 / setup.layout.tp  # chunk of a ring, before there is anything to multiply
+    first = 1 / setup.layout.tp  # chunk of a ring, before any product can start
     hidden_tp = eff.tp_overlap * (1 - first) if software.overlap_tp else 0.0
     hidden_ep = eff.ep_overlap
     if groups["ep"].crosses and software.grouped_experts:
@@ -291,7 +295,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
 
 
 def recompute_part_s(part: LayersPart, again: Recompute) -> float:
-    """Forward work, and where matmuls are among it its communication, done again in the backward."""
+    """Return the forward work recomputed in the backward, with its communication if it includes matmuls."""
     work = again.matmul * part.matmul_f + again.attention * part.attention_f + again.elementwise * part.memory_f
     if again.full:
         work += part.tp + part.cp + part.ep
@@ -299,21 +303,21 @@ def recompute_part_s(part: LayersPart, again: Recompute) -> float:
 
 
 def own_work_s(part: LayersPart) -> float:
-    """One micro-batch through it and back, nothing done again."""
+    """Return the seconds of one micro-batch, forward and backward, without recomputation."""
     work_s = part.forward + part.backward
     return work_s + PASSES["tp"] * part.tp + PASSES["cp"] * part.cp + PASSES["ep"] * part.ep
 
 
 def layer_s(part: LayersPart, again: Recompute) -> float:
-    """One micro-batch through layers and back, with what the backward recomputes."""
+    """Return the seconds of one micro-batch through layers, forward and backward, with recomputation."""
     return own_work_s(part) + recompute_part_s(part, again)
 
 
-# The costs of data parallelism's exchanges in each format: bytes on the wire, and the encoding of what goes there.
+# Costs of data parallelism's exchanges in each format: bytes sent, and encoding.
 #
-# The bytes of a value are those of `engine/comm/codec.py`. Encoding is bound by memory: `ENCODING_BYTES` counts what
-# the operations of one reduce-scatter move through it for each value, feedback and decoding included. On one core of
-# an EPYC, which moves 6 GB/s, it took 21 ns a value in int8 and 25 ns in int4; counted are 14 and 21.
+# The bytes of a value are those of `engine/comm/codec.py`. Encoding is memory-bound: `ENCODING_BYTES` is the memory
+# traffic of one reduce-scatter per value, including feedback and decoding. On one core of an EPYC with 6 GB/s, measured
+# times are 21 ns per value in int8 and 25 ns in int4; the traffic gives 14 and 21.
 
 
 GRADIENT_BYTES: dict[WireFormat, float] = {"bf16": 2.0, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
@@ -321,21 +325,21 @@ GRADIENT_BYTES: dict[WireFormat, float] = {"bf16": 2.0, "int8": 1 + 2 / 128, "in
 PARAMETER_BYTES: dict[WireFormat, float] = {"bf16": 2.0, "int8": 1 + 2 / 2048}
 ENCODING_BYTES: dict[WireFormat, float] = {"bf16": 16.0, "int8": 85.0, "int4": 125.0}
 SECOND_ENCODING = 0.5
-"""Share of an all-reduce whose sums are encoded once more: each rank encodes its own part alone, and decodes all."""
+"""Cost of encoding the sums of an all-reduce once more: each rank encodes only its part, and decodes all parts."""
 
 
 def scatter_s(group: Group, full_bytes: float, setup: Setup, eff: Efficiency) -> float:
-    """Seconds of a reduce-scatter of gradients that have `full_bytes` in full."""
+    """Return the seconds of a reduce-scatter of gradients with `full_bytes` uncompressed bytes."""
     return _gradients_s(group, full_bytes, setup, eff, passes=1, encodings=1.0)
 
 
 def sum_s(group: Group, full_bytes: float, setup: Setup, eff: Efficiency) -> float:
-    """Seconds of an all-reduce of gradients."""
+    """Return the seconds of an all-reduce of gradients."""
     return _gradients_s(group, full_bytes, setup, eff, passes=2, encodings=1 + SECOND_ENCODING)
 
 
 def gather_s(group: Group, full_bytes: float, setup: Setup, eff: Efficiency) -> float:
-    """Seconds of a gathering of parameters that have `full_bytes` in full, two for each."""
+    """Return the seconds of an all-gather of parameters with `full_bytes` uncompressed bytes, two per parameter."""
     chosen = setup.software.wire.parameters
     if chosen == "full":
         return all_gather_s(group, full_bytes, eff)
@@ -363,22 +367,22 @@ def _encoding_s(group: Group, chosen: WireFormat, values: float, setup: Setup, e
 
 
 PACKET_BYTES = 2**20
-"""Gradients that cross replica groups at once, at least (`LARGE_BYTES` of `engine/elastic/cross_group.py`)."""
+"""Smallest packet of gradients that crosses replica groups (`LARGE_BYTES` of `engine/elastic/cross_group.py`)."""
 BLOCK_MATRICES = 7
 """Weight matrices of a block: four of attention, three of a gated MLP."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch through each kind of layer, and through what stands before and after them.
+    """One micro-batch through each kind of layer, the embedding and the head.
 
-    Depends on the axes that cut a layer (tp, cp, ep) and not on those that spread layers or samples, so that a
-    search computes it once for many layouts.
+    Depends only on the axes that cut a layer (tp, cp, ep), not on those that distribute layers or samples, so a search
+    computes it once for many layouts.
     """
 
     kinds: tuple[LayersPart, ...]
     before: tuple[tuple[int, ...], ...]
-    """The number of layers of each kind that stand before each layer, and in the whole model."""
+    """The number of layers of each kind before each layer, and in the whole model."""
     embedding: LayersPart
     head: LayersPart
     rates: Rates
@@ -387,7 +391,7 @@ class MicroBatch:
     def of(
         cls, kinds: Sequence[LayersPart], order: Sequence[int], embedding: LayersPart, head: LayersPart, rates: Rates
     ) -> MicroBatch:
-        """`order`: the kind of each layer, by its number."""
+        """`order`: the kind of each layer, by layer number."""
         if len(kinds) == 1:
             before = [tuple(range(len(order) + 1))]
         else:
@@ -400,15 +404,15 @@ class MicroBatch:
 
     @cached_property
     def layer(self) -> LayersPart:
-        """The average over the model's layers."""
+        """Return the average of the model's layers."""
         return LayersPart().plus(self.layers(self.numbers([range(self.num_layers)])), 1.0 / self.num_layers)
 
     def numbers(self, stages: Iterable[range]) -> tuple[int, ...]:
-        """Layers of each kind in some stages."""
+        """Return the number of layers of each kind in the given stages."""
         return tuple(sum(before[stage.stop] - before[stage.start] for stage in stages) for before in self.before)
 
     def layers(self, numbers: Sequence[int]) -> LayersPart:
-        """Return the part with so many layers of each kind."""
+        """Return the part with the given number of layers of each kind."""
         total = LayersPart()
         for part, number in zip(self.kinds, numbers, strict=True):
             total = total.plus(part, number)
@@ -423,7 +427,7 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     model = setup.model
     rates = rates_of(setup.fabric.chip, setup.matmul, setup.compute, eff)
     layers = layer_works(model, setup.tokens, setup.seq_len, layout)
-    # `layer_works` has one object for each kind of layer: 100 equal layers are timed once.
+    # `layer_works` has one object per kind of layer, so 100 equal layers are timed once.
     kinds = dict(zip(map(id, layers), layers, strict=True))
     parts = []
     for works in kinds.values():
@@ -436,7 +440,7 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     head = part_of(head_work(model, setup.tokens, layout), setup, rates, groups, eff)
     embedding = part_of(embedding_work(model, setup.tokens, layout), setup, rates, groups, eff)
     once = MicroBatch.of(parts, order, embedding, head, rates)
-    if model.prediction_layers:  # each repeats a layer and the head on the last stage
+    if model.prediction_layers:  # each adds a layer and a head on the last stage
         head = head.plus(head.plus(once.layer), model.prediction_layers)
     if setup.tabled:
         return MicroBatch.of((once.layer,), [0] * len(order), embedding, head, rates)
@@ -444,24 +448,24 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
 
 
 def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
-    """Predict one step. Its error on published runs: `trainspec backtest`."""
+    """Predict one step. `trainspec backtest` shows the error on published runs."""
     groups = axis_groups(setup.layout, setup.fabric, eff)
     return assemble_step(setup, micro_batch(setup, groups, eff), groups, eff)
 
 
 def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff: Efficiency) -> StepTime:
-    """Assemble a whole step under the setup's layout from the parts of a micro-batch."""
+    """Assemble a whole step in the setup's layout from the parts of a micro-batch."""
     return step_of_rank(slowest_rank(once, setup, eff), setup, once.rates, groups, eff)
 
 
 def slowest_rank(once: MicroBatch, setup: Setup, eff: Efficiency) -> TimedRank:
     """Return the pipeline rank that the others wait for.
 
-    While a pipeline fills and drains, the others wait for its kernels to be launched too: a small model's stages take
-    as long as their launches.
+    While a pipeline fills and drains, the others also wait for its kernel launches: a small model's stages take as long
+    as their launches.
     """
     ranks = rank_parts(once, setup.layout)
-    # Most ranks of a long pipeline are one object (`rank_parts`), and a search times thousands of pipelines.
+    # Most ranks of a long pipeline are the same object (`rank_parts`), and a search times thousands of pipelines.
     distinct = {id(rank): rank for rank in ranks}
     device_s = {key: rank.time_s(setup) for key, rank in distinct.items()}
     launched_s = {
@@ -473,7 +477,7 @@ def slowest_rank(once: MicroBatch, setup: Setup, eff: Efficiency) -> TimedRank:
 
 
 def step_of_rank(timed: TimedRank, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> StepTime:
-    """Return the step as one pipeline rank spends it."""
+    """Return the step of one pipeline rank."""
     part = timed.rank.whole
     micro = setup.grad_accum
     again = recompute_part_s(timed.rank.layers, setup.recompute)
@@ -493,39 +497,39 @@ def step_of_rank(timed: TimedRank, setup: Setup, rates: Rates, groups: dict[str,
         dp_comm_s=data_parallel_s(part, setup, groups, eff),
         host_s=micro * host_wait_s(part, timed.time_s, setup, eff) + between,
     )
-    # Devices wait for the slowest one where they meet, which the host's pause between two steps does not lengthen.
+    # Devices wait for the slowest one when they synchronise; the host's time between steps does not add to that.
     return replace(busy, host_s=busy.host_s + waiting_share(setup, eff) * (busy.total_s - between))
 
 
 def between_steps_s(setup: Setup, eff: Efficiency) -> float:
-    """Seconds of the host between two steps."""
+    """Return the host's seconds between two steps."""
     return eff.step_graphed_s if setup.software.graphs else eff.step_s
 
 
 def waiting_share(setup: Setup, eff: Efficiency) -> float:
-    """Share of a step's work that waiting for the slowest device adds."""
+    """Return the fraction of a step's work that waiting for the slowest device adds."""
     return eff.jitter * math.log2(max(1.0, setup.fabric.num_devices / 8))
 
 
 @dataclass(frozen=True)
 class RankParts:
-    """One micro-batch through all stages of a pipeline rank."""
+    """One micro-batch through all stages of one pipeline rank."""
 
     layers: LayersPart
     beside: LayersPart = field(default_factory=LayersPart)
-    """The embedding and the head, where they are; nothing of them is done again."""
+    """The embedding and the head, if present; they are not recomputed."""
 
     @property
     def whole(self) -> LayersPart:
         return self.layers.plus(self.beside)
 
     def time_s(self, setup: Setup) -> float:
-        """Forward and backward."""
+        """Return the seconds of forward and backward."""
         again = self.whole if setup.tabled else self.layers
         return own_work_s(self.whole) + recompute_part_s(again, setup.recompute)
 
     def compute_s(self, setup: Setup) -> float:
-        """The same without what layers exchange, except in the forward that is done again."""
+        """Return the same without the layers' exchanges, except those of recomputed forwards."""
         return self.whole.forward + self.whole.backward + recompute_part_s(self.layers, setup.recompute)
 
 
@@ -535,14 +539,14 @@ class TimedRank:
 
     rank: RankParts
     time_s: float
-    """Of one micro-batch, forward and backward."""
+    """Seconds of one micro-batch, forward and backward."""
     bubble_s: float
-    """What it waits for the others in the whole step."""
+    """Seconds that it waits for the others in the whole step."""
 
 
 def rank_parts(once: MicroBatch, layout: Layout) -> list[RankParts]:
-    """Return each pipeline rank's part: of its stages' layers, and of the ends that it holds. Ranks without an end that
-    have the same layers are one object."""
+    """Return each pipeline rank's part: its stages' layers, and the embedding or head if it has them. Ranks with the
+    same layers and without ends share one object."""
     stages = cut_layers(once.num_layers, layout)
     numbers = [once.numbers([stages[stage] for stage in layout.stages_of_rank(rank)]) for rank in range(layout.pp)]
     parts = {number: RankParts(once.layers(number)) for number in set(numbers)}
@@ -559,24 +563,24 @@ def bubble_s(stage_s: Sequence[float], layout: Layout, micro_batches: int) -> fl
 
 
 def pipeline_sends_s(setup: Setup, group: Group, eff: Efficiency) -> float:
-    """Exposed sends of activations and their gradients between stages."""
+    """Return the exposed seconds of sending activations and their gradients between stages."""
     layout = setup.layout
     if layout.pp == 1:
         return 0.0
-    # With sequence parallelism a tensor-parallel rank has a part of the sequence, and sends no more than that.
+    # With sequence parallelism a tensor-parallel rank has, and sends, only a part of the sequence.
     parts = layout.tp if layout.sequence_parallel or setup.software.split_sends else 1
     message = 2.0 * setup.tokens * setup.model.hidden_size / parts
     one = send_s(group, message, eff) * (1 - eff.pp_overlap)
-    # Sends that fill and drain the pipeline have no work to hide behind, unlike those of each micro-batch.
+    # Sends that fill and drain the pipeline cannot be hidden behind work, unlike those of each micro-batch.
     return 2 * layout.virtual_stages * setup.grad_accum * one + 2 * (layout.pp - 1) * send_s(group, message, eff)
 
 
 def host_wait_s(part: LayersPart, device_s: float, setup: Setup, eff: Efficiency) -> float:
-    """Seconds by which launching a micro-batch's kernels takes longer than running them."""
+    """Return the seconds by which launching a micro-batch's kernels takes longer than running them."""
     if setup.software.graphs:
         return 0.0
     kernels = part.kernels + (0 if setup.software.grouped_experts else 6 * part.experts)
-    # A backward launches about two kernels for each one of the forward.
+    # A backward launches about two kernels for each kernel of the forward.
     launches = kernels * (3.0 + setup.recompute.matmul * setup.recompute.layers)
     if setup.software.fused_kernels:
         launches *= 0.7
@@ -584,14 +588,14 @@ def host_wait_s(part: LayersPart, device_s: float, setup: Setup, eff: Efficiency
 
 
 def optimizer_s(part: LayersPart, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> float:
-    """Gradients, master weights and moments through memory once each way; over the host link when offloaded. Where an
-    update is several operations, what each of them reads and writes."""
+    """Return the seconds of the update: gradients, master weights and moments pass through memory once each way, over
+    the host link if offloaded. An update of several operations counts the reads and writes of each."""
     layout = setup.layout
     software = setup.software
     params = setup.trainable * (part.params / layout.shards + part.expert_params / layout.expert_shards)
     traffic = params * (software.grad_bytes + 2 * software.master_bytes + 2 * software.moment_bytes + 2)
     if setup.offload_optimizer:
-        # Gradients go to the host and bf16 weights come back; the update runs there, at 100 GB/s of its memory.
+        # Gradients are sent to the host and bf16 weights come back; the update runs there, at 100 GB/s of its memory.
         return params * (software.grad_bytes + 2) / (setup.fabric.host_link_gb_per_s * 1e9) + traffic / 100e9
     if software.optimizer == "adamw8bit":
         traffic += params * UPDATE_BYTES["adamw8bit"]
@@ -600,9 +604,9 @@ def optimizer_s(part: LayersPart, setup: Setup, rates: Rates, groups: dict[str, 
 
 
 def orthogonalise_s(params: float, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> float:
-    """Seconds of muon's own: operations on this rank's `params`, matrices that travel to the rank that has them whole
-    and back, and Newton-Schulz on those that it has. The ranks of dp_shard, cp and tp divide a model's matrices among
-    them, and each stage has its own; experts are whole."""
+    """Return the seconds of muon: operations on this rank's `params`, sending matrices to the rank that has them whole
+    and back, and Newton-Schulz on this rank's matrices. The ranks of dp_shard, cp and tp divide the matrices of a stage
+    among them; experts are whole."""
     layout = setup.layout
     model = cast("TextModel", setup.model)
     dense, experts = newton_schulz_flops(model)
@@ -617,25 +621,25 @@ def orthogonalise_s(params: float, setup: Setup, rates: Rates, groups: dict[str,
 
 @dataclass(frozen=True)
 class DataParallelExchange:
-    """What data parallelism sends in a step, in seconds when nothing runs beside it."""
+    """Data parallelism's exchanges in a step, in seconds without other work."""
 
     forward_s: float
-    """Gathering parameters, beside the forward of a micro-batch."""
+    """Gathering parameters, during the forward of a micro-batch."""
     backward_s: float
-    """Gathering them again and reducing gradients, beside its backward."""
+    """Gathering them again and reducing gradients, during the backward."""
     times: int = 1
-    """Micro-batches that exchange: all of them under ZeRO-3, else one."""
+    """Number of micro-batches that exchange: all with ZeRO-3, otherwise one."""
     across_s: float = 0.0
-    """Reducing over replicas, once, beside half of a backward."""
+    """Reducing over replicas, once, during half of a backward."""
 
 
 def exchanges_of(
     params: float, expert_params: float, setup: Setup, groups: dict[str, Group], eff: Efficiency
 ) -> DataParallelExchange:
-    """Return what is exchanged for so many parameters of a rank, `groups` being those of the setup's layout.
+    """Return the exchanges for this many parameters of a rank. `groups`: those of the setup's layout.
 
-    Replica groups exchange as they run: each has its own data parallelism, and then the ranks of one number sum over
-    the groups what each of them has summed.
+    Each replica group has its own data parallelism; afterwards, ranks with the same number sum their results over the
+    groups.
     """
     layout = setup.group_layout
     number = setup.layout.dp_replicate // layout.dp_replicate
@@ -667,11 +671,11 @@ def exchanges_of(
 
 
 def across_groups_s(params: float, number: int, setup: Setup, eff: Efficiency) -> float:
-    """Seconds of summing the gradients of a rank's `params` over so many replica groups, on the devices' own backend.
+    """Return the seconds of summing the gradients of a rank's `params` over the replica groups, on the devices'
+    backend.
 
-    A group's ranks follow one another. Each packet (`engine/elastic/cross_group.py`) waits for the one before it, so
-    that each has the latency of a sum; matrices of `PACKET_BYTES` or more go alone. Offloaded gradients are brought to
-    the device, and back.
+    Packets (`engine/elastic/cross_group.py`) are sent one after the other, so each pays a sum's latency; matrices of
+    `PACKET_BYTES` or more are separate packets. Offloaded gradients are copied to the device and back.
     """
     group = group_of(setup.fabric, number, max(1, setup.fabric.num_devices // number), eff)
     kept_bytes = 4.0 * setup.trainable * params
@@ -683,7 +687,7 @@ def across_groups_s(params: float, number: int, setup: Setup, eff: Efficiency) -
 
 
 def data_parallel_s(part: LayersPart, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> float:
-    """Exposed time of gradients' reduction and parameters' gathering."""
+    """Return the exposed seconds of reducing gradients and gathering parameters."""
     forward = part.forward + part.tp + part.ep
     backward = part.backward + part.tp + part.ep + recompute_part_s(part, setup.recompute)
     sent = exchanges_of(part.params, part.expert_params, setup, groups, eff)
@@ -692,26 +696,27 @@ def data_parallel_s(part: LayersPart, setup: Setup, groups: dict[str, Group], ef
 
 
 def exposed_s(comm: float, beside: float, setup: Setup, eff: Efficiency) -> float:
-    """Seconds of `comm` that are not hidden beside work of length `beside`, and what the rest costs that work."""
+    """Return the seconds of `comm` that are not hidden behind work of length `beside`, plus the slowdown of that work
+    by the hidden part."""
     if not setup.software.overlap_dp:
         return comm
-    # Collectives and kernels share the chip: what is hidden still slows the work that hides it.
+    # Collectives and kernels share the chip, so hidden communication still slows the work.
     hidden = min(comm, eff.dp_overlap * beside)
     return comm - hidden + eff.contention * hidden
 
 
-# By a chip's times
+# Cuts by a chip's times
 
 
 def planned_times(once: MicroBatch, setup: Setup) -> LayerTimes:
-    """Seconds of one micro-batch, forward and backward, with what is done again and the layers' own communication."""
+    """Return the seconds of one micro-batch, forward and backward, with recomputation and the layers' communication."""
     kinds_s = [layer_s(kind, setup.recompute) for kind in once.kinds]
     layers_s = [kinds_s[once.kind_of(layer)] for layer in range(once.num_layers)]
     return LayerTimes(layers_s, own_work_s(once.embedding), own_work_s(once.head))
 
 
 def mean_times(once: MicroBatch, setup: Setup) -> LayerTimes:
-    """The same with each layer as long as the average one: to cut by in a search over many layouts."""
+    """Return the same with all layers average, for cuts in a search over many layouts."""
     layers_s = [layer_s(once.layer, setup.recompute)] * once.num_layers
     return LayerTimes(layers_s, own_work_s(once.embedding), own_work_s(once.head))
 

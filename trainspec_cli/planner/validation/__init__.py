@@ -1,1 +1,1 @@
-"""The planner against measured runs: reading tables of them, backtests, fits."""
+"""Compare the planner with measured runs: tables, backtests, fits."""

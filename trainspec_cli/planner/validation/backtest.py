@@ -1,4 +1,4 @@
-"""Predict every row of a table of measured runs, and say how far off: by source, by model, by chip."""
+"""Predict every row of a table of measured runs, and report the errors by source, model and chip."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.planner.validation.table import Row, RowRefused, Stated, framework_of, number, state
 from trainspec_cli.recipe.results.tables import BacktestReport, BacktestSummary, ErrorSummary, PredictedRow, Ranking
 
-# Interpret a measured memory figure: the part of a prediction that it is compared with.
+# Interpret a measured memory figure, to compare it with the matching part of a prediction.
 #
-# nvidia-smi sees the device's context, communication buffers and the allocator's cache; PyTorch's counters see
-# tensors alone; papers give activations or states by formula.
+# nvidia-smi includes the device's context, communication buffers and the allocator's cache; PyTorch's counters include
+# only tensors; papers give activations or states by formula.
 
 
 UNITS = {"GiB": GIB, "MiB": 2**20, "MB": 1e6}
 
 
 def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
-    """-> (predicted, measured) in bytes, or (None, None) where the row measures no memory."""
+    """Return (predicted, measured) in bytes, or (None, None) if the row has no memory figure."""
     if number(row, "peak_mem_gib"):
         return predicted_as(row.get("mem_kind") or "", setup), number(row, "peak_mem_gib", 0.0) * GIB  # type: ignore[operator]
     metric = row.get("metric") or ""
@@ -44,7 +44,7 @@ def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
     if not metric or value is None:
         return None, None
     if unit == "%":
-        # The papers give activations over those of the same run with neither sequence parallelism nor recomputation.
+        # The papers give activations relative to the same run without sequence parallelism and recomputation.
         layout = replace(setup.layout, sequence_parallel=False)
         baseline = replace(setup, layout=layout, recompute=RECOMPUTE["none"])
         return kept_activation_bytes(setup) / kept_activation_bytes(baseline), value / 100
@@ -53,7 +53,7 @@ def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
 
 
 def predicted_as(metric: str, setup: Setup) -> float:
-    """The part of the fullest stage that a metric of that name counts."""
+    """Return the part of the fullest stage that the metric counts."""
     metric = metric.lower()
     stages = estimate_memory(setup)
     if "activations" in metric:
@@ -61,19 +61,19 @@ def predicted_as(metric: str, setup: Setup) -> float:
     if "weights+optimizer" in metric:
         return stages[0].parameters_bytes + stages[0].gradients_bytes + stages[0].optimizer_bytes
     fullest = max(stages, key=lambda stage: stage.total_bytes)
-    # PyTorch's allocator does not see the device's context and NCCL's own buffers.
+    # PyTorch's allocator does not include the device's context and NCCL's buffers.
     outside = fullest.context_bytes + GROUP_BYTES * communicators(setup)
     if "reserved" not in metric and any(name in metric for name in ("torch", "lora max", "allocated")):
         tensors = fullest.total_bytes - fullest.fragmentation_bytes - outside
         return tensors * (1 + RESERVE)  # the same reserve as the whole
-    # nvidia-smi: before a device is full, the allocator hands its unused blocks back.
+    # nvidia-smi: before a device is full, the allocator releases its unused blocks.
     needed = (fullest.total_bytes - fullest.fragmentation_bytes) * (1 + RESERVE)
     resident = max(needed, min(fullest.total_bytes, setup.fabric.chip.memory_gb * GIB))
     return resident - outside if "reserved" in metric else resident
 
 
 def kept_activation_bytes(setup: Setup) -> float:
-    """Bytes that the first stage keeps from forward to backward, without the running layer's own temporaries."""
+    """Return the bytes that the first stage keeps from forward to backward, without the running layer's temporaries."""
     layer = mean_layer_memory(setup)
     return layer.kept_bytes * in_flight(setup, 0) * setup.model.num_layers / setup.layout.pp
 
@@ -85,17 +85,17 @@ class Prediction:
     step_time_s: float | None = None
     measured_step_time_s: float | None = None
     tokens_s_gpu: float | None = None
-    """Samples, for a model of images."""
+    """Tokens; samples for a model of images."""
     peak_memory_bytes: float | None = None
     memory_bytes: float | None = None
-    """The figure that the row's memory column counts (without the device's context where it does not count that)."""
+    """The prediction of the row's memory column (without the device's context if the column excludes it)."""
     measured_memory_bytes: float | None = None
     assumed: tuple[str, ...] = ()
     refused: str | None = None
 
     @property
     def judged(self) -> bool:
-        """Rows that their table marks as unfit or incomplete are predicted, and left out of the errors."""
+        """True if the row counts in the errors: rows that the table marks as unfit or incomplete are only predicted."""
         flags = (self.row.get("fit_ok"), self.row.get("config_complete"))
         return all((flag or "1").lower() in ("1", "1.0", "true") for flag in flags)
 
@@ -150,13 +150,13 @@ FITTED_SOURCES = frozenset(
         "Korthikanti 2022 (arXiv:2205.05198)",
     }
 )
-"""Sources, by their name in the column `source`, whose step times the shipped efficiencies were fitted to. The error on
-their rows shows how well the model fits; the error on all other sources is what to expect of another run."""
+"""Sources (names in the column `source`) whose step times the shipped efficiencies were fitted to. The error on their
+rows shows how well the model fits; the error on all other sources shows what to expect for other runs."""
 SWEEP_KEYS = (
     *("source", "model", "gpu", "table", "layers", "hidden", "heads", "n_gpus", "dtype", "gbs", "seq_len"),
     *("task", "framework"),
 )
-"""Rows that agree in all of these differ in how the same work is spread."""
+"""Rows that agree in all of these differ only in the layout."""
 
 
 def backtest(rows: Iterable[Row], eff: Efficiency) -> Backtest:
@@ -171,7 +171,7 @@ def predict(row: Row, eff: Efficiency) -> Prediction:
         devices = setup.fabric.num_devices
         rate = stated.samples * setup.seq_len / step / devices
         memory, measured_memory = memory_figure(row, setup)
-        # The measured step is in whichever of the columns is filled.
+        # The measured step is in one of several columns.
         measured = number(row, "step_time_s")
         if not measured and (samples_s := number(row, "samples_s_gpu")):
             measured = stated.samples / samples_s / devices
@@ -196,7 +196,8 @@ def predict(row: Row, eff: Efficiency) -> Prediction:
 
 
 def close_recompute(stated: Stated) -> Setup:
-    """Settle a recompute that the row leaves open: full in as few layers as fit the chip (none, mostly)."""
+    """Choose the recompute if the row leaves it open: full, in as few layers as needed to fit the chip (mostly
+    none)."""
     setup = stated.setup
     if not stated.recompute_open:
         return setup
@@ -210,7 +211,7 @@ def close_recompute(stated: Stated) -> Setup:
 
 
 def rank_sweeps(predictions: Sequence[Prediction]) -> list[Ranking]:
-    """Sweeps of three layouts or more that only differ in how the same work is spread."""
+    """Return sweeps of three or more rows that differ only in the layout."""
     sweeps: dict[tuple[str, ...], list[Prediction]] = defaultdict(list)
     for prediction in predictions:
         if prediction.judged and prediction.step_error is not None:
@@ -226,17 +227,17 @@ def rank_sweeps(predictions: Sequence[Prediction]) -> list[Ranking]:
 
 
 def fit_table(result: Backtest, start: Efficiency, prior: float = 0.3) -> Efficiency:
-    """Efficiencies corrected by the measured rows."""
+    """Return the efficiencies corrected by the measured rows."""
     runs = [p for p in result.predictions if p.judged and p.setup and p.measured_step_time_s]
     return fit(cases_of(runs), start, prior)
 
 
 CASE_WEIGHT = 0.2
-"""Five runs say as much as one parameter's prior."""
+"""Five runs weigh as much as one parameter's prior."""
 
 
 def cases_of(runs: Sequence[Prediction]) -> list[FittedRow]:
-    """Identical setups of one source become one case, of their median."""
+    """Merge identical setups of one source into one case with their median."""
     groups: dict[tuple[Setup, str], list[float]] = defaultdict(list)
     for run in runs:
         assert run.setup is not None and run.measured_step_time_s is not None
@@ -248,8 +249,8 @@ def cases_of(runs: Sequence[Prediction]) -> list[FittedRow]:
 
 
 def report(result: Backtest, fitted: Collection[str] = FITTED_SOURCES) -> BacktestReport:
-    """Summarise a backtest, and describe each of its rows. `fitted`: the sources that its efficiencies were fitted to;
-    where none are known, the summary does not divide the rows by that."""
+    """Summarise a backtest, and describe each row. `fitted`: the sources that its efficiencies were fitted to; if
+    empty, the summary does not separate them."""
     total = ErrorSummary.of(result.errors())
     memory = ErrorSummary.of([p.memory_error for p in result.predictions if p.memory_error is not None])
     refusals = Counter(p.refused for p in result.predictions if p.refused)
@@ -290,14 +291,14 @@ def report(result: Backtest, fitted: Collection[str] = FITTED_SOURCES) -> Backte
 
 # Fit the efficiencies to measured runs: robust Gauss-Newton on the logarithm of the step time.
 #
-# Each parameter is pulled towards its present value, so that a handful of runs moves only what they measure (a
-# Bayesian's prior, a ridge in logarithms). Huber's weights keep outliers from steering (Huber 1964).
+# Each parameter is pulled towards its current value, so that a few runs change only what they measure (a Bayesian
+# prior, a ridge in logarithms). Huber weights reduce the influence of outliers (Huber 1964).
 
 
 HUBER = 0.08
 """Errors beyond 8% count linearly: identical configurations already differ by 4% on average."""
 STEP = 0.05
-"""Relative change by which a derivative is taken."""
+"""Relative step for numerical derivatives."""
 
 
 @dataclass(frozen=True)
@@ -310,9 +311,9 @@ class FittedRow:
 def fit(
     cases: Sequence[FittedRow], start: Efficiency, prior: float = 0.3, iterations: int = 8, derivatives: Any = None
 ) -> Efficiency:
-    """The efficiencies nearest to the measurements. `prior`: the relative change of a parameter that costs as much
-    as one run's error of one Huber width. `derivatives`: the cases' at `start`, which then serve every iteration;
-    deriving takes nearly all the time.
+    """Return the efficiencies that fit the measurements best. `prior`: the relative change of a parameter that costs as
+    much as one run's error of one Huber width. `derivatives`: those of the cases at `start`, reused in every iteration,
+    since computing them takes nearly all the time.
     """
     import numpy as np
 
@@ -347,7 +348,7 @@ def fit(
 
 
 def newton_step(jacobian: Any, errors: Any, case_weights: Any, shift: Any, prior: float, damping: float = 0.0) -> Any:
-    """Return by how much the logarithms of the efficiencies, `shift` from where the prior has them, are to fall."""
+    """Return by how much to reduce the logarithms of the efficiencies, which are `shift` from the prior's."""
     import numpy as np
 
     weights = case_weights * np.minimum(1.0, HUBER / np.maximum(abs(errors), 1e-9))
@@ -365,21 +366,21 @@ def log_values(eff: Efficiency) -> Any:
 
 
 def moved_to(start: Efficiency, theta: Sequence[float]) -> Efficiency:
-    """Return efficiencies whose logarithms are `theta`, fractions kept below 1."""
+    """Return the efficiencies with logarithms `theta`, with fractions limited to 1."""
     values = {name: math.exp(float(value)) for name, value in zip(start.as_dict(), theta, strict=True)}
     return replace(start, **{name: min(v, 0.98) if name in FRACTIONS else v for name, v in values.items()})
 
 
 def log_errors(cases: Sequence[FittedRow], eff: Efficiency) -> Any:
-    """Return the logarithm of predicted over measured, of each case."""
+    """Return the logarithm of predicted over measured for each case."""
     import numpy as np
 
     return np.array([math.log(estimate_step(case.setup, eff).total_s / case.step_time_s) for case in cases])
 
 
 def derive(cases: Sequence[FittedRow], at: Efficiency) -> Any:
-    """Derivatives of each case's logarithm of the step time by the logarithm of each efficiency: cases x efficiencies.
-    What was measured has no part in them."""
+    """Return the derivatives of each case's logarithm of the step time by the logarithm of each efficiency: cases x
+    efficiencies. They do not depend on measurements."""
     import numpy as np
 
     theta = log_values(at)

@@ -1,4 +1,4 @@
-"""A row of a table of measured runs -> the Setup it states; what it leaves empty is assumed, and listed."""
+"""Read a row of a table of measured runs as a Setup; empty values are assumed and listed."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from trainspec_cli.recipe.records import from_plain
 
 Row = Mapping[str, str]
 SHARDED = ("fsdp", "hsdp", "zero2", "zero3")
-"""Words of the column dp_mode that say that parameters (with zero2, gradients) are sharded."""
+"""Words in the column dp_mode for sharded parameters (with zero2, gradients)."""
 ADAPTER_SHARE = 0.002
 """Parameters of rank-16 adapters over the base's."""
 
 
-class RowRefused(ValueError):  # noqa: N818 - an answer, not a fault
+class RowRefused(ValueError):  # noqa: N818 - a result, not a failure
     """The row lacks what a prediction needs; the message says what."""
 
 
 @dataclass(frozen=True)
 class Stated:
-    """The setup that a row states, ready to be predicted."""
+    """The setup of a row, ready for prediction."""
 
     setup: Setup
     samples: float
     """Samples of a step, over all devices."""
     assumed: tuple[str, ...]
     recompute_open: bool
-    """The row leaves the recompute open: the lightest that fits is taken."""
+    """True if the row leaves the recompute open; then the lightest that fits is used."""
 
 
 SHOWN_CHARS = 40
 LARGEST_CELL = 1e15
 COLUMNS = {"layers": "num_layers", "hidden": "hidden_size", "n_experts": "num_experts", "n_gpus": "num_nodes"}
-"""Column -> the key whose largest value holds for it."""
+"""Column -> the recipe key whose maximum applies."""
 
 
 def number(row: Row, key: str, default: float | None = None) -> float | None:
@@ -78,7 +78,7 @@ def need(row: Row, key: str) -> float:
 
 
 def model_of(row: Row) -> tuple[ModelSpec, tuple[str, ...]]:
-    """Make the model from the sizes in the columns; by its name only where there are none."""
+    """Build the model from the sizes in the columns, or from its name if there are none."""
     if number(row, "layers") is None or number(row, "hidden") is None:
         known = find_model(row.get("model", ""))
         if known is None:
@@ -116,10 +116,10 @@ def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
     stated = number(row, "gated_mlp")
     gated = stated is None or bool(stated)
     kv_heads = whole(row, "kv_heads", heads)
-    # Tables do not state positions. Rotations came with gates, or with keys that several queries share; what has
-    # neither is a GPT, with a table of positions or with ALiBi's slopes, which cost nothing.
+    # Tables do not state position encodings. Models with gates, or with keys shared by several queries, use rotations;
+    # others are GPTs with learned positions or ALiBi slopes, which cost nothing.
     is_gpt = not gated and kv_heads == heads
-    # DeepSeek's ranks, where the row names latent attention or leaves out the head's width as tables of it do.
+    # DeepSeek's ranks, if the row names latent attention or omits the head's width, as tables of it do.
     text = (row.get("model") or "").lower() + (row.get("act_ckpt") or "")
     is_latent = "mla" in text or (number(row, "head_dim") is None and re.search(r"deepseek-?v[23]|kimi", text))
     # A width that heads do not divide (bloom's trials) is kept by rounding the width of one head.
@@ -149,7 +149,8 @@ def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
 
 
 def hybrid_of(row: Row) -> tuple[HybridModel, tuple[str, ...]]:
-    """Tables state layers, not their pattern: a tenth attention, the rest half Mamba, half feed-forward or experts."""
+    """Tables state the number of layers, not their pattern: assume a tenth attention, and the rest half Mamba, half
+    feed-forward or experts."""
     layers = int(need(row, "layers"))
     hidden = int(need(row, "hidden"))
     heads = whole(row, "heads", 1)
@@ -208,7 +209,7 @@ def layout_of(row: Row, num_devices: int, model: ModelSpec) -> Layout:
     shard = 1
     stage: ZeroStage = 1
     if any(word in mode for word in SHARDED):
-        group = number(row, "shard_group")  # counts context-parallel ranks, which share the shards
+        group = number(row, "shard_group")  # includes context-parallel ranks, which share the shards
         shard = max(1, min(dp, round(group / cp))) if group else (min(8, dp) if "hsdp" in mode else dp)
         while dp % shard:
             shard -= 1
@@ -249,7 +250,7 @@ def formats_of(row: Row, chip: AcceleratorSpec) -> tuple[str, str]:
 
 
 def state(row: Row) -> Stated:
-    """Raises RowRefused where a needed column is empty or a label is unknown."""
+    """Read a row. Raises RowRefused if a required column is empty or a label is unknown."""
     chip = find_accelerator(row.get("gpu") or "")
     if chip is None:
         raise RowRefused(f"unknown accelerator {row.get('gpu') or '?'}: describe it in conf/accelerator")
@@ -283,12 +284,12 @@ def state(row: Row) -> Stated:
 
 STATED_SUMS = re.compile(r"gradients? (?:are )?accumulated? in fp32|fp32 grad")
 QUANTISED_BYTES = {"nf4": 0.69, "nf4-dq": 0.64, "fp4": 0.69, "int8": 1.1}
-"""Bytes a parameter of a quantised base under adapters: 4 bits, a scale for 64 (in 8 bits with -dq), and 1 bit for what
-bitsandbytes keeps besides (litgpt's tables)."""
+"""Bytes per parameter of a quantised base under adapters: 4 bits, a scale for 64 (in 8 bits with -dq), and 1 bit for
+bitsandbytes' other data (litgpt's tables)."""
 
 
 def software_of(row: Row) -> tuple[Software, bool]:
-    """-> (the properties of the row's framework as the row uses it, whether the row leaves the framework open)."""
+    """Return (the properties of the row's framework as used in the row, whether the row leaves the framework open)."""
     try:
         facts, is_open = framework_of(row)
     except UnknownFramework as unknown:
@@ -313,7 +314,7 @@ def software_of(row: Row) -> tuple[Software, bool]:
 
 
 def batch_of(row: Row, layout: Layout) -> tuple[float, int, float, tuple[str, ...]]:
-    """-> (micro-batch, accumulation, samples a step, assumed). The stated global batch is kept."""
+    """Return (micro-batch, accumulation, samples per step, assumed). The stated global batch is kept."""
     micro = number(row, "mbs")
     accum = number(row, "grad_accum")
     samples = number(row, "gbs")
@@ -345,8 +346,8 @@ GENERATIONS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
 
 
 def network_of(text: str, per_node: int, chip: AcceleratorSpec) -> tuple[float, str, bool]:
-    """`8x400 Gbps/node IB`, `4x ConnectX-7 IB NDR 400Gb/s`, `400 Gbps/GPU class` -> (Gbit/s of a device, the kind of
-    network, whether the rate is assumed), of the compute network alone."""
+    """Parse `8x400 Gbps/node IB`, `4x ConnectX-7 IB NDR 400Gb/s`, `400 Gbps/GPU class`: return (Gbit/s of a device, the
+    kind of network, whether the rate is assumed) of the compute network."""
     lower = text.lower()
     kind = "infiniband"
     if "omni" in lower:
@@ -381,7 +382,7 @@ def network_of(text: str, per_node: int, chip: AcceleratorSpec) -> tuple[float, 
 
 
 def recompute_of(row: Mapping[str, str], model: ModelSpec, layout: Layout) -> tuple[Recompute, bool]:
-    """-> (recompute, whether the row leaves it open)."""
+    """Return (recompute, whether the row leaves it open)."""
     text = (row.get("act_ckpt") or "unstated").lower()
     if text in ("none", "no", "0", "off"):
         return RECOMPUTE["none"], False
@@ -405,15 +406,15 @@ def recompute_of(row: Mapping[str, str], model: ModelSpec, layout: Layout) -> tu
     return RECOMPUTE["none"], True
 
 
-# The framework of a table's row, by the names that the files of conf/framework list: whole words, nothing guessed.
+# The framework of a row, by the names that the files of conf/framework list: whole words, without guessing.
 
 
 UNSTATED = "pytorch"
-"""The file that is taken where a row names no framework at all: its facts are those of PyTorch alone."""
+"""The file that is used if a row names no framework: its facts are those of plain PyTorch."""
 
 
-class UnknownFramework(ValueError):  # noqa: N818 - an answer, not a fault
-    """No file has the framework's name; the message says which there are and what to write."""
+class UnknownFramework(ValueError):  # noqa: N818 - a result, not a failure
+    """No file has the framework's name; the message lists the files and what to write."""
 
 
 @lru_cache(maxsize=1)
@@ -423,9 +424,9 @@ def frameworks() -> dict[str, FrameworkSpec]:
 
 
 def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:
-    """-> (framework, in its version of the row's year; whether nothing names it). Raises UnknownFramework.
+    """Return (framework in its version of the row's year, whether nothing names it). Raises UnknownFramework.
 
-    Tables that a file claims whole come first, then the column `framework`, and where that is empty what `source` says.
+    Looks for tables that a file claims as a whole, then in the column `framework`, and if that is empty in `source`.
     """
     stated = (row.get("framework") or "").strip()
     source = (row.get("source") or "").strip()
@@ -450,7 +451,7 @@ def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:
 
 
 def named_in(text: str) -> list[FrameworkSpec]:
-    """Return the versions of the framework that a text names first; of two that begin at one word, the longer name."""
+    """Return the versions of the first framework that a text names; of two names that start at one word, the longer."""
     words = words_of(text)
     for start in range(len(words)):
         found: dict[tuple[str, ...], list[FrameworkSpec]] = {}
@@ -469,7 +470,7 @@ def words_of(text: str) -> tuple[str, ...]:
 
 
 def of_year(versions: list[FrameworkSpec], year: int | None) -> FrameworkSpec:
-    """Return the version that a run of that year had; the newest where the year is not known."""
+    """Return the version used in a year; the newest if the year is unknown."""
     latest = 10**4
     reach = [one for one in versions if year is None or (one.until_year or latest) >= year]
     order = sorted(reach or versions, key=lambda one: one.until_year or latest)

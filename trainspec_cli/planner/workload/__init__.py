@@ -1,6 +1,7 @@
-"""Count what a model costs: parameters, model FLOPs, and the work of its layers and ends on one rank.
+"""Count a model's parameters, model FLOPs, and the work of its layers, embedding and head on one rank.
 
-Each family's own arithmetic is in the module that its record names (`FamilyRecord.work`), as functions of `FamilyWork`.
+The arithmetic of each family is in the module that its record names (`FamilyRecord.work`), as functions of
+`FamilyWork`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Gemm:
     k: float
     count: float = 1.0
     wide: bool = True
-    """Multiplies in the linear layers' format (fp8, ...); the router, the head and frozen parts stay in bf16."""
+    """True if it uses the linear layers' format (fp8, ...); the router, the head and frozen parts stay in bf16."""
 
     @property
     def flops(self) -> float:
@@ -36,55 +37,56 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Work:
-    """Sizes are of one rank. Bytes of activations are of the compute format (2 bytes an element)."""
+    """Work on one rank. Bytes of activations are in the compute format (2 bytes per element)."""
 
     gemms: tuple[Gemm, ...] = ()
     attention_flops: float = 0.0
-    """Forward, over the causal half (or the window) alone."""
+    """Forward, over the causal half (or the window) only."""
     attention_head_dim: float = 128.0
     score_bytes: float = 0.0
-    """Bytes of the score matrix, were it materialised in 2 bytes."""
+    """Bytes of the score matrix if it were materialised in 2 bytes."""
     pass_bytes: float = 0.0
     """Memory traffic of the element-wise kernels, forward."""
     loss_bytes: float = 0.0
-    """The same of the loss over the vocabulary."""
+    """The same for the loss over the vocabulary."""
     eager_bytes: float = 0.0
-    """Besides, where operations are kernels of their own: norms, rotations, gates that a fused kernel does in one."""
+    """Additional traffic if operations are separate kernels: norms, rotations and gates that one fused kernel
+    combines."""
     tensor_bytes: float = 1e9
     """Bytes of one activation that passes from kernel to kernel."""
     kernels: int = 0
-    """Launched by an eager framework, forward."""
+    """Kernels launched by an eager framework in the forward."""
     serial_kernels: int = 0
-    """Small ones that wait for one another, whatever the batch: their time is their latency."""
+    """Small kernels that wait for each other, independent of the batch: their time is their latency."""
     tp_bytes: float = 0.0
     """Bytes of one tensor-parallel exchange (a whole activation); the forward has `tp_exchanges`."""
     tp_exchanges: int = 0
     cp_bytes: float = 0.0
-    """Keys and values that context parallelism passes on, whole sequence."""
+    """Keys and values of the whole sequence, which context parallelism exchanges."""
     ep_bytes: float = 0.0
-    """Bytes that a rank sends to the experts, one way."""
+    """Bytes that a rank sends to the experts, in one direction."""
     expert_copies: int = 1
     """Experts that each token is sent to."""
     experts: float = 0.0
-    """Held by this rank."""
+    """Parameters on this rank."""
     params: float = 0.0
-    """Shared by the data-parallel ranks, on this rank."""
+    """Parameters on this rank that all data-parallel ranks share."""
     expert_params: float = 0.0
     saved_bytes: float = 0.0
     """Activations kept for the backward."""
     saved_gemm_bytes: float = 0.0
-    """The part of them that are inputs of matmuls alone, kept in 8 bits where those multiply in 8 bits."""
+    """The part that is only input of matmuls, kept in 8 bits if these multiply in 8 bits."""
     saved_eager_bytes: float = 0.0
-    """Kept besides by a framework without fused norms and activations: fp32 copies, the gate's output."""
+    """Additionally kept by a framework without fused norms and activations: fp32 copies, the gate's output."""
     input_bytes: float = 0.0
-    """The layer's input: all that full recomputation keeps."""
+    """The layer's input, the only tensor that full recomputation keeps."""
     leaf: bool = False
-    """Its input is the data, and needs no gradient."""
+    """True if its input is data, which needs no gradient."""
     frozen: bool = False
-    """Has no backward: neither it nor anything before it is trained."""
+    """True if it has no backward: neither it nor anything before it is trained."""
 
     convolves: bool = False
-    """Its products are convolutions, whose kernels have rates of their own."""
+    """True if its products are convolutions, whose kernels have different rates."""
 
     @property
     def flops(self) -> float:
@@ -97,28 +99,28 @@ class Work:
 
 
 Layers = tuple[tuple[Work, ...], ...]
-"""The parts of each layer of a model, in its order; layers of one kind share theirs."""
+"""The parts of each layer of a model, in order; layers of one kind share them."""
 Kinds = tuple[tuple[int, tuple[Work, ...]], ...]
-"""(how many, their parts) for each kind of layer of a model, in the order in which they first come."""
+"""(number, parts) for each kind of layer of a model, in the order of first appearance."""
 WHOLE = LoraSpec()
 LOSS_BYTES = 12.0
-"""Memory traffic of a logit's softmax and loss, forward: written in 2 bytes, read, kept in 4, read."""
+"""Memory traffic of a logit's softmax and loss in the forward: written in 2 bytes, read, kept in 4, read."""
 
 
 class FamilyWork(Protocol):
-    """The functions of a family's module; `model` is of the family's own class."""
+    """The functions of a family's module; `model` has the family's class."""
 
     def count_params(self, model: Any, *, active: bool = False) -> int:
-        """Every parameter once; `active`: those that one token meets."""
+        """Count every parameter once; `active`: only those that one token uses."""
 
     def flops_per_token(self, model: Any, seq_len: int) -> float:
         """Model FLOPs of forward and backward, a token (a sample, for images)."""
 
     def mixing_flops_per_token(self, model: Any, seq_len: int) -> float:
-        """The part of them that no weight takes part in: attention's scores and values, a state-space scan."""
+        """The part without weights: attention's scores and values, a state-space scan."""
 
     def layer_works(self, model: Any, tokens: float, seq_len: int, layout: Layout) -> Layers:
-        """The parts of each layer, in order; layers of one kind share one tuple."""
+        """Return the parts of each layer, in order; layers of one kind share one tuple."""
 
 
 def _work_of(model: ModelSpec) -> FamilyWork:
@@ -131,13 +133,13 @@ def count_params(model: ModelSpec) -> int:
 
 
 def count_active_params(model: ModelSpec) -> int:
-    """Count the parameters that one token meets."""
+    """Count the parameters that one token uses."""
     return _work_of(model).count_params(model, active=True)
 
 
 def flops_per_token(model: ModelSpec, seq_len: int, lora: LoraSpec = WHOLE) -> float:
-    """Model FLOPs of forward and backward, a token (a sample, for images). Weights that adapters freeze have no
-    gradients: 4 each instead of 6."""
+    """Return the model FLOPs of forward and backward per token (for images, per sample). Weights frozen by adapters
+    have no gradients: 4 each instead of 6."""
     whole = _work_of(model).flops_per_token(model, seq_len)
     if not adapted_decoder(model, lora):
         return whole
@@ -164,7 +166,7 @@ def layer_kinds(model: ModelSpec, tokens: float, seq_len: int, layout: Layout) -
 
 @lru_cache(maxsize=4096)
 def embedding_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
-    """Look-up and the residual stream's first write."""
+    """Return the work of the look-up and the residual stream's first write."""
     if model.unit == "samples":
         return None
     params = model.vocab_size * model.hidden_size / layout.tp + model.learned_positions * model.hidden_size
@@ -174,7 +176,8 @@ def embedding_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | No
 
 @lru_cache(maxsize=4096)
 def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
-    """Final norm, output projection, loss (and the layers that predict further tokens, which the last stage holds)."""
+    """Return the work of the final norm, output projection and loss (and of layers that predict further tokens, on the
+    last stage)."""
     if model.unit == "samples":
         return None
     split = layout.tp if layout.sequence_parallel else 1
@@ -197,7 +200,7 @@ def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
 def adapted_matrices(
     model: DecoderModel, is_expert_layer: bool, lora: LoraSpec, tp: int = 1
 ) -> Iterator[tuple[int, int]]:
-    """(outputs, inputs) of a rank's part of each matrix of a layer that has an adapter; routed experts have none."""
+    """Yield (outputs, inputs) of a rank's part of each matrix of a layer with an adapter; routed experts have none."""
     if not lora.rank:
         return
     widths = _attention(model, tp) | _feed_forward(model, is_expert_layer, tp)
@@ -217,7 +220,7 @@ def _attention(model: DecoderModel, tp: int) -> dict[str, tuple[int, int]]:
 
 
 def _feed_forward(model: DecoderModel, is_expert_layer: bool, tp: int) -> dict[str, tuple[int, int]]:
-    """The shared experts' where there are routed ones."""
+    """Return the matrices of the feed-forward, for layers with routed experts those of the shared ones."""
     width = model.ffn_size
     if is_expert_layer:
         assert model.experts is not None
@@ -230,14 +233,15 @@ def _feed_forward(model: DecoderModel, is_expert_layer: bool, tp: int) -> dict[s
 
 
 def quantised_bytes(rows: int, columns: int, tp: int = 1) -> float:
-    """Bytes of a rank's part of a matrix in 4-bit NormalFloat with double quantisation (arXiv:2305.14314, section 3): 4
-    bits a weight, 8 for the scale of a block; and of the whole matrix 32 for that of 256 scales, and their mean."""
+    """Return the bytes of a rank's part of a matrix in 4-bit NormalFloat with double quantisation (arXiv:2305.14314,
+    section 3): 4 bits per weight, 8 for a block's scale; for the whole matrix 32 for the scale of 256 scales, and their
+    mean."""
     blocks = rows * math.ceil(columns / NF4_BLOCK)
     return rows * columns / 2 + blocks + 4.0 * (math.ceil(tp * blocks / NF4_SCALE_BLOCK) + 1)
 
 
 def quantised_params(model: ModelSpec, lora: LoraSpec) -> int:
-    """Return the number of weights that are kept in 4 bits: those of the matrices of all blocks."""
+    """Return the number of weights kept in 4 bits: those of the matrices of all blocks."""
     decoder = adapted_decoder(model, lora)
     if decoder is None or not lora.is_quantised or decoder.experts is not None:
         return 0
@@ -246,7 +250,7 @@ def quantised_params(model: ModelSpec, lora: LoraSpec) -> int:
 
 
 def adapted_decoder(model: ModelSpec, lora: LoraSpec) -> DecoderModel | None:
-    """The model where it has adapters: no other family has any."""
+    """Return the model if it can have adapters, which only this family supports."""
     return model if lora.rank and isinstance(model, DecoderModel) else None
 
 

@@ -13,7 +13,7 @@ from trainspec_cli.recipe.keys.model import STEM_CHANNELS, ConvModel
 
 @dataclass(frozen=True)
 class Conv:
-    """One convolution: `positions` outputs a sample, followed by a norm and an activation where `normed`."""
+    """One convolution: `positions` outputs per sample, followed by a norm and an activation if `normed`."""
 
     positions: float
     in_channels: int
@@ -30,7 +30,7 @@ class Conv:
 
     @property
     def all_params(self) -> int:
-        """Count all parameters: the norm's scale and shift too, or the bias where there is no norm."""
+        """Count all parameters, including the norm's scale and shift, or the bias if there is no norm."""
         return self.params + self.out_channels * (2 if self.normed else 1)
 
     @property
@@ -39,7 +39,7 @@ class Conv:
 
 
 def bottleneck(positions: float, channels_in: int, width: int, stride: int, groups: int, expansion: int) -> list[Conv]:
-    """1x1, 3x3 (strided), 1x1, and the shortcut's 1x1 where shapes change."""
+    """Return 1x1, 3x3 (strided), 1x1, and the shortcut's 1x1 if shapes change."""
     out = width * expansion
     before = positions * stride**2
     convs = [
@@ -53,9 +53,9 @@ def bottleneck(positions: float, channels_in: int, width: int, stride: int, grou
 
 
 def detector_backbone(model: ConvModel) -> list[Conv]:
-    """A pretrained ResNet whose stem and first stage stay frozen, as detectors train it (MLPerf, torchvision).
+    """Return a pretrained ResNet with frozen stem and first stage, as detectors train it (MLPerf, torchvision).
 
-    All its norms are: a scale and a bias, which cost what a bias does.
+    All its norms are frozen: a scale and a bias, which cost the same as a bias.
     """
     convs = [replace(conv, normed=False) for conv in resnet(model)]
     first = 1 + 3 * model.blocks[0] + 1
@@ -63,7 +63,8 @@ def detector_backbone(model: ConvModel) -> list[Conv]:
 
 
 def resnet(model: ConvModel) -> list[Conv]:
-    """Stem and stages; widths are those inside the bottlenecks. ResNeXt's are twice ResNet's for the same output."""
+    """Return stem and stages; widths are those inside the bottlenecks. ResNeXt's are twice ResNet's for the same
+    output."""
     area = math.prod(model.input_size)
     convs = [Conv(area / 4, model.in_channels, STEM_CHANNELS, 49, in_positions=area)]
     channels = STEM_CHANNELS
@@ -111,7 +112,7 @@ def maskrcnn(model: ConvModel) -> list[Conv]:
 
 
 def unet(model: ConvModel) -> list[Conv]:
-    """Two convolutions a level down and up, halving each extent; taps are 3 along every dimension."""
+    """Two convolutions per level down and up, halving each extent; kernels have size 3 in every dimension."""
     dims = len(model.input_size)
     taps = 3**dims
     half = 2**dims
@@ -145,14 +146,14 @@ def convolutions(model: ConvModel) -> tuple[Conv, ...]:
 
 
 def count_params(model: ConvModel, *, active: bool = False) -> int:
-    """Every sample meets all of them: `active` changes nothing."""
+    """Count all parameters; every sample uses all of them, so `active` has no effect."""
     features = model.widths[-1] * model.expansion
     head = (features + 1) * model.num_classes if model.architecture == "resnet" else 0
     return sum(conv.all_params for conv in convolutions(model)) + head
 
 
 def flops_per_token(model: ConvModel, _seq_len: int) -> float:
-    """A sample's forward and twice that backward; multiply and add count as two."""
+    """Return the FLOPs of a sample's forward, and twice that for the backward; multiply and add count as two."""
     return 3.0 * sum(conv.flops for conv in convolutions(model))
 
 
@@ -162,7 +163,8 @@ def mixing_flops_per_token(_model: ConvModel, _seq_len: int) -> float:
 
 @lru_cache(maxsize=1024)
 def layer_works(model: ConvModel, samples: float, _seq_len: int, _layout: Layout) -> Layers:
-    """One layer: the whole network. A norm and its activation, one kernel that holds its input, read and write once."""
+    """Return one layer, the whole network. A norm with its activation is one kernel that keeps its input, and reads and
+    writes once."""
     works: list[Work] = []
     for conv in convolutions(model):
         out = samples * conv.positions * conv.out_channels

@@ -1,4 +1,4 @@
-"""Blocks of one's own, of which the recipe says what a plan has to know (`OwnModel`)."""
+"""User-defined blocks, with the figures that the recipe gives to the planner (`OwnModel`)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import OwnModel
 
 WIDTHS_OF_NORMS = 5
-"""Vectors of the hidden width that a transformer's block keeps beside the outputs of its matrices."""
+"""Vectors of the hidden width that a transformer block keeps in addition to the outputs of its matrices."""
 
 
 def layer_params(model: OwnModel) -> int:
-    """Return the parameters of a block; none where the recipe does not say yet, which the rules refuse."""
+    """Return the parameters of a block; 0 if the recipe does not give them yet, which the rules refuse."""
     return model.block_params or 0
 
 
@@ -31,8 +31,8 @@ def mixing_flops_per_token(model: OwnModel, _seq_len: int) -> float:
 
 
 def saved_bytes_per_token(model: OwnModel) -> float:
-    """Return what a block keeps of a token in bf16; where the recipe does not say, the outputs of its matrices and
-    some vectors of the hidden width."""
+    """Return the bytes that a block keeps per token in bf16; without a value in the recipe, the outputs of its matrices
+    and some vectors of the hidden width."""
     if model.block_saved_bytes_per_token is not None:
         return model.block_saved_bytes_per_token
     return 2.0 * (layer_params(model) / model.hidden_size + WIDTHS_OF_NORMS * model.hidden_size)

@@ -19,20 +19,21 @@ def inner_size(model: HybridModel) -> int:
 
 
 def mamba_in_width(model: HybridModel) -> int:
-    """Columns of the input projection: gate, x, B, C and dt."""
+    """Return the columns of the input projection: gate, x, B, C and dt."""
     inner = inner_size(model)
     return 2 * inner + 2 * model.mamba_groups * model.mamba_state_size + model.mamba_heads
 
 
 def mamba_params(model: HybridModel) -> int:
-    """The two projections; the convolutions with their biases; of each head step, decay and skip; the gated norm."""
+    """Count the two projections, the convolutions with biases, step, decay and skip of each head, and the gated
+    norm."""
     inner = inner_size(model)
     conv = (CONV_TAPS + 1) * (inner + 2 * model.mamba_groups * model.mamba_state_size)
     return model.hidden_size * (mamba_in_width(model) + inner) + conv + 3 * model.mamba_heads + inner
 
 
 def scan_flops_per_token(model: HybridModel) -> float:
-    """Forward: the block's own product (causal half), and its exchange with the state."""
+    """Return the forward FLOPs: the block's product (causal half), and its exchange with the state."""
     inner = inner_size(model)
     state = model.mamba_state_size
     within = CHUNK * (model.mamba_groups * state + inner)
@@ -57,20 +58,21 @@ def count_params(model: HybridModel, *, active: bool = False) -> int:
 
 
 def flops_per_token(model: HybridModel, seq_len: int) -> float:
-    """6 per matmul parameter, attention over the causal half, and the scan (forward, and twice that backward)."""
+    """Return 6 per matmul parameter, attention over the causal half, and the scan (forward, and twice that in the
+    backward)."""
     weights = layer_params(model, active=True) + model.vocab_size * model.hidden_size
     return 6.0 * weights + mixing_flops_per_token(model, seq_len)
 
 
 def mixing_flops_per_token(model: HybridModel, seq_len: int) -> float:
-    """Attention's products and the scan, forward and backward."""
+    """Return the FLOPs of attention's products and the scan, forward and backward."""
     attention = 6.0 * model.attention_layers * model.num_heads * model.head_dim * seq_len
     return attention + 3.0 * model.mamba_layers * scan_flops_per_token(model)
 
 
 @lru_cache(maxsize=1024)
 def layer_works(model: HybridModel, tokens: float, seq_len: int, layout: Layout) -> Layers:
-    """The parts of each layer: one mixer."""
+    """Return the parts of each layer: one mixer."""
     decoder = model.as_decoder
     kinds: dict[str, Work] = {}
     for letter in dict.fromkeys(model.layers):

@@ -10,7 +10,7 @@ from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec, Layer
 
 
 def attention_params(model: DecoderModel) -> int:
-    """Weights of the attention's matrices in one layer."""
+    """Count the weights of the attention's matrices in one layer."""
     mla = model.mla
     if mla is None:
         return model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
@@ -28,7 +28,7 @@ def mlp_params(model: DecoderModel) -> int:
 
 
 def layer_matmul_params(model: DecoderModel, layer: int, active: bool) -> int:
-    """Weights of one layer's matrices; with `active` those that one token meets."""
+    """Count the weights of one layer's matrices; with `active` those that one token uses."""
     attention = attention_params(model)
     if not model.is_expert_layer(layer):
         return attention + mlp_params(model)
@@ -38,16 +38,16 @@ def layer_matmul_params(model: DecoderModel, layer: int, active: bool) -> int:
 
 @lru_cache(maxsize=256)
 def matmul_params(model: DecoderModel, *, active: bool) -> int:
-    """Count the matrix parameters of all layers, the extra prediction layers included, without the head."""
+    """Count the matrix parameters of all layers, including extra prediction layers, without the head."""
     layers = sum(layer_matmul_params(model, layer, active) for layer in range(model.num_layers))
     extra = layer_matmul_params(model, model.num_layers - 1, active) + 2 * model.hidden_size**2
     return layers + model.prediction_layers * extra
 
 
 def count_params(model: DecoderModel, *, active: bool = False) -> int:
-    """Every parameter once; tied embeddings count once."""
+    """Count every parameter once, also tied embeddings."""
     rows = (1 if model.tied_embeddings else 2) * model.vocab_size + model.learned_positions
-    # Norms, the attention's biases and its sinks, of all layers; of a prediction layer three norms more.
+    # Norms, and the attention's biases and sinks, of all layers; a prediction layer has three more norms.
     mla = model.mla
     if mla is not None:
         own = mla.q_lora_rank + mla.kv_lora_rank
@@ -63,21 +63,21 @@ def count_params(model: DecoderModel, *, active: bool = False) -> int:
 
 
 def attention_width(model: DecoderModel) -> float:
-    """Half the sum of a query's and a value's width, over all heads: FLOPs of the core are 4 x this a pair."""
+    """Return half the sum of a query's and a value's width over all heads: FLOPs of the core are 4 x this per pair."""
     if model.mla is None:
         return model.num_heads * model.head_dim
     return model.num_heads * (model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim + model.mla.v_head_dim) / 2
 
 
 def context(window: int | None, seq_len: int) -> float:
-    """Tokens that a query attends to, on average over positions: seq_len / 2 without a window."""
+    """Return the tokens that a query attends to, averaged over positions: seq_len / 2 without a window."""
     if window is None or window >= seq_len:
         return seq_len / 2
     return window * (1 - window / (2 * seq_len))
 
 
 def flops_per_token(model: DecoderModel, seq_len: int) -> float:
-    """Model FLOPs of forward and backward, a token.
+    """Return the model FLOPs of forward and backward per token.
 
     6 per parameter of a matrix product (2 forward, 4 backward; the embedding look-up is none) and attention's
     two products over the causal half of the sequence: 6 * layers * heads * head_dim * seq_len.
@@ -88,7 +88,7 @@ def flops_per_token(model: DecoderModel, seq_len: int) -> float:
 
 
 def mixing_flops_per_token(model: DecoderModel, seq_len: int) -> float:
-    """Attention's two products, forward and backward, a token."""
+    """Return the FLOPs of attention's two products, forward and backward, per token."""
     layers = model.num_layers + model.prediction_layers
     contexts = (context(model.window_of(layer), seq_len) for layer in range(model.num_layers))
     return 12.0 * layers * attention_width(model) * (sum(contexts) / model.num_layers)
@@ -112,15 +112,17 @@ def attention_gemms(model: DecoderModel, tokens: float, tp: int) -> tuple[Gemm, 
 
 
 EAGER_NORM_BYTES = 24.0
-"""An element of a root-mean-square norm in plain operations: cast to 4 bytes, squared, averaged, scaled, cast back."""
+"""Traffic per element of a root-mean-square norm in separate operations: cast to 4 bytes, squared, averaged, scaled,
+cast back."""
 EAGER_ROTATION_BYTES = 16.0
-"""An element of a query or key, rotated in 4 bytes."""
+"""Traffic per element of a query or key, rotated in 4 bytes."""
 EAGER_GATE_BYTES = 4.0
-"""An element of a gate whose activation is written before it is multiplied."""
+"""Traffic per element of a gate whose activation is written before it is multiplied."""
 
 
 def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Layout, window: int | None = None) -> Work:
-    """Norm, projections, core and residual of one layer, whose core sees a window or all before."""
+    """Return the norm, projections, core and residual of one layer; the core attends to a window or to all earlier
+    tokens."""
     tp = layout.tp
     hidden = model.hidden_size
     split = tp if layout.sequence_parallel else 1
@@ -156,7 +158,7 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
 
 
 def mlp_work(model: DecoderModel, tokens: float, layout: Layout) -> Work:
-    """Norm, feed-forward and residual of one layer."""
+    """Return the norm, feed-forward and residual of one layer."""
     tp = layout.tp
     hidden = model.hidden_size
     width = model.ffn_size / layout.tp
@@ -180,7 +182,7 @@ def mlp_work(model: DecoderModel, tokens: float, layout: Layout) -> Work:
 
 @lru_cache(maxsize=4096)
 def layer_works(model: DecoderModel, tokens: float, seq_len: int, layout: Layout) -> Layers:
-    """The parts of each layer."""
+    """Return the parts of each layer."""
     kinds = {layer: _parts(model, layer, tokens, seq_len, layout) for layer in set(model.layer_list)}
     return tuple(kinds[layer] for layer in model.layer_list)
 
@@ -194,12 +196,12 @@ def _parts(model: DecoderModel, layer: Layer, tokens: float, seq_len: int, layou
 
 
 def shared_width(experts: ExpertSpec) -> int:
-    """Feed-forward width of all shared experts together."""
+    """Return the total feed-forward width of all shared experts."""
     return experts.shared_experts * (experts.shared_expert_ffn_size or experts.expert_ffn_size)
 
 
 def expert_layer_params(experts: ExpertSpec, hidden: int, gated: bool, *, active: bool) -> int:
-    """Count the parameters of all experts, or those that one token meets (`active`), and of what every token meets: the
+    """Count the parameters of all experts, or those that one token uses (`active`), and those that every token uses:
     shared experts, their gate, and the router."""
     routed = (experts.top_k if active else experts.num_experts) * routed_expert_params(experts, hidden, gated)
     shared = (3 if gated else 2) * hidden * shared_width(experts) + (hidden if experts.shared_gate else 0)
@@ -207,14 +209,14 @@ def expert_layer_params(experts: ExpertSpec, hidden: int, gated: bool, *, active
 
 
 def routed_expert_params(experts: ExpertSpec, hidden: int, gated: bool) -> int:
-    """Count the parameters of one expert: its matrices, and their biases where it has any."""
+    """Count the parameters of one expert: its matrices, and their biases if any."""
     halves = 2 if gated else 1
     width = experts.expert_ffn_size
     return (halves + 1) * hidden * width + (halves * width + hidden if experts.bias else 0)
 
 
 def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, layout: Layout) -> Work:
-    """Norm, router, experts and residual of one layer, its copies of tokens spread evenly over the experts.
+    """Return the norm, router, experts and residual of one layer, with tokens spread evenly over the experts.
 
     Experts are split by `etp`; the tokens of a tensor-parallel group are spread over it first (sequence parallel).
     """
@@ -233,7 +235,7 @@ def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, la
         gemms += [Gemm(tokens, gates * shared, hidden), Gemm(tokens, hidden, shared)]
     matrices = 3 if gated else 2
     routed = routed_expert_params(experts, hidden, gated) * experts.num_experts / (ep * etp)
-    # Each copy is permuted before and after the experts, and weighed and summed on its return.
+    # Each copy is permuted before and after the experts, and weighted and summed on its return.
     permute = 2.0 * copies * hidden * 6
     return Work(
         gemms=(*gemms, Gemm(tokens / split, experts.num_experts, hidden, wide=False)),

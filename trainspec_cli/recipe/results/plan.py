@@ -153,6 +153,13 @@ class Candidate:
         return max(self.memory, key=lambda stage: stage.total_bytes, default=MemoryBreakdown())
 
 
+ALWAYS_ASSUMED = (
+    "MFU counts attention over the causal half of the sequence and no recomputed work",
+    "ranked by the step to expect with the chance to fit, by the error of memory predicted for published runs",
+)
+"""Assumptions of every plan."""
+
+
 @dataclass(frozen=True)
 class CapacityPlan:
     """The search result for a cluster: the layouts that fit, best first, and why the others do not."""

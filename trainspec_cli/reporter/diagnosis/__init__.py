@@ -1,1 +1,1 @@
-"""The evidence for a diagnosis: the events of a run's folder, live and afterwards; and a trace of its ranks."""
+"""Diagnose a run from the events of its folder, during and after it; and draw a trace of its ranks."""

@@ -1,4 +1,4 @@
-"""The verdicts on a run: what slows it, heaviest first, or what bounds it where nothing does."""
+"""Draw verdicts on a run: what slows it, most expensive first, or what bounds an undisturbed run."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ from trainspec_cli.reporter.diagnosis.series import (
 )
 from trainspec_cli.run.recovery.watch import Whereabouts, find_late
 
-# All ranks together, where they are slower than at other times: other tenants, or a quota of the node.
+# All ranks are slower than at other times: other tenants, or a quota of the node.
 
 
 COMMON_S = 8.0
-"""All ranks are slow for so long at least: other work of the machine comes and goes."""
+"""All ranks must be slow for at least this many seconds, since other load on the machine comes and goes."""
 SLOWER = 2.0
-"""Steps of a command of the user's own take this many times as long as usual before they are reported: what a script
-does in a step is not known, and may change a little by design."""
+"""Steps of a user command are reported if they take at least this many times as long as usual: a script may change its
+work per step by design."""
 STEPS_BEFORE = 8
-"""A command makes this many steps before those that are slow; the first ones compile and fill caches."""
+"""A user command must complete this many steps before the slow ones; the first steps compile and fill caches."""
 
 
 def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    """Return why all ranks compute longer than at other times, where they do: other tenants, a quota of the node."""
+    """Return verdicts on times when all ranks compute longer than usual, such as other tenants or a quota of the
+    node."""
     ranks = evidence.ranks
     middle = (ranks - 1) // 2
     common_s = np.partition((times.own_s + times.queued_s) / evidence.shares, middle, axis=1)[:, middle]
@@ -54,7 +55,7 @@ def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerd
 
 def _explain_common(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
     def rise(name: str) -> float:
-        """Return by how much a counter's mean over the ranks is above its usual level."""
+        """Return how much a counter's mean over the ranks is above its usual level."""
         series = means_known(evidence.counter(name).T)
         if len(series) != len(evidence.steps) or not np.isfinite(series).any():
             return float("nan")
@@ -67,7 +68,7 @@ def _explain_common(evidence: RunEvidence, episode: Episode) -> RunVerdict | Non
     found = verdict_of(evidence, episode, "noise", text)
     if rise("throttled_s") > EXPLAINS * excess_s:
         node = evidence.nodes[0] if len(set(evidence.nodes)) == 1 else None
-        why = f"a quota holds their control groups back for {milliseconds(rise('throttled_s'))} a step"
+        why = f"a quota throttles their control groups for {milliseconds(rise('throttled_s'))} a step"
         return replace(found, cause="slow_node", node=node, evidence=(*found.evidence, why))
     if rise("memory_stall_s") > EXPLAINS * excess_s or rise("major_faults") > PAGES:
         why = f"processes wait {milliseconds(rise('memory_stall_s'))} a step for memory"
@@ -81,8 +82,8 @@ def _explain_common(evidence: RunEvidence, episode: Episode) -> RunVerdict | Non
 
 
 def find_slow_steps(evidence: RunEvidence) -> list[RunVerdict]:
-    """Return where the steps of a command of the user's own have become far slower: of each rank, or of the run where
-    all ranks have. Why is not known: nobody has divided these steps into parts."""
+    """Return verdicts on steps of a user command that became much slower, per rank or for the whole run. The cause is
+    unknown, since these steps are not divided into parts."""
     of_rank: list[RunVerdict] = []
     for rank, step_s in enumerate(evidence.part(*evidence.parts_s).T):
         usual_s = float(usual(step_s))
@@ -91,18 +92,18 @@ def find_slow_steps(evidence: RunEvidence) -> list[RunVerdict]:
         lasting = [one for one in found if one.first >= STEPS_BEFORE and one.steadiness >= STEADY]
         if not lasting:
             continue
-        # One verdict per rank: the episode that cost most.
+        # Keep one verdict per rank: the episode that cost most.
         episode = max(lasting, key=lambda one: one.excess * one.steps)
         text = f"{1 / (usual_s + episode.excess):.3g} steps a second, {1 / usual_s:.3g} usually"
         of_rank.append(verdict_of(evidence, episode, "slow_steps", text, rank=rank))
     if len(of_rank) < evidence.ranks or evidence.ranks == 1:
         return of_rank
-    # Ranks that exchange gradients wait for one another: which of them is slow does not show.
+    # Ranks that exchange gradients wait for each other, so the slow one cannot be identified.
     return [replace(max(of_rank, key=lambda one: one.cost_s), rank=None)]
 
 
 def _as_one(verdicts: Sequence[RunVerdict]) -> list[RunVerdict]:
-    """Join what comes and goes: one verdict a cause and place, since it came first, at its mean price."""
+    """Merge recurring verdicts into one per cause and place, with the first start and the mean cost."""
     joined: dict[tuple[object, ...], RunVerdict] = {}
     for one in verdicts:
         known = joined.get(one.place)
@@ -110,34 +111,23 @@ def _as_one(verdicts: Sequence[RunVerdict]) -> list[RunVerdict]:
     return list(joined.values())
 
 
-# Time that no step needs: waiting for data, garbage collection, compiling again, writing checkpoints; and work that
-# is divided unevenly over a pipeline's stages, or over ranks by the lengths of their samples.
+# Avoidable time: waiting for data, garbage collection, recompilation, writing checkpoints; and uneven work across
+# pipeline stages, or across ranks because of sample lengths.
 
 
 AVERAGED_STEPS = 17
-"""Costs that come every few steps (a collection of garbage) are averaged over so many."""
+"""Costs that occur every few steps, such as garbage collection, are averaged over this many steps."""
 MOST_RANKS = 0.5
-"""Where more than this fraction of the ranks show it, it is of the whole run."""
+"""A waste on more than this fraction of the ranks is reported for the whole run."""
 WARM_STEPS_OF_WASTE = 5
-"""The first steps of a run compile."""
+"""Compilation in this many first steps of a run is expected."""
 UNEVEN = 0.2
-"""A stage, or a rank's work, above the mean by this fraction is uneven."""
+"""A stage's or rank's work is uneven if it exceeds the mean by this fraction."""
 TOGETHER = 0.6
-"""Correlation of times with work from which on the work explains the times."""
+"""Above this correlation of times with work, the work explains the times."""
 UNEVEN_SHARE = 0.05
-"""Uneven lengths that cost less than this part of a step are not reported. It is less than `LEAST_SHARE`, since the
-correlation shows that it is no chance."""
-
-
-def find_waste(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    return [
-        *_of_part(evidence, times, "slow_loader", evidence.parts_s["data_wait"], "waits for its batches"),
-        *_of_part(evidence, times, "garbage_collection", _averaged_counter(evidence, "gc_s"), "collects garbage"),
-        *_recompilation(evidence, times),
-        *_checkpoints(evidence, times),
-        *_stages(evidence, times),
-        *_lengths(evidence, times),
-    ]
+"""Uneven lengths that cost less than this fraction of a step are not reported. It is below `LEAST_SHARE`, since the
+correlation rules out chance."""
 
 
 def _averaged_counter(evidence: RunEvidence, name: str) -> Figures:
@@ -151,7 +141,7 @@ def _averaged_counter(evidence: RunEvidence, name: str) -> Figures:
 
 
 def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figures, what: str) -> list[RunVerdict]:
-    """Return the ranks that spend a part of their steps so, as one verdict where most do."""
+    """Return the ranks that spend time on this part of a step; one verdict for the run if most ranks do."""
     limit = times.limit()
     found: list[tuple[int, Episode]] = []
     for rank in np.flatnonzero((series > limit[:, None]).sum(axis=0) >= CONFIRMING_STEPS).tolist():
@@ -162,7 +152,7 @@ def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figur
     for rank, episode in found:
         text = f"rank {rank} {what} for {milliseconds(episode.excess)} of a step"
         verdicts.append(verdict_of(evidence, episode, cause, text, rank=rank))
-    # The same waste on most ranks is one cause of the run, and a list of all would hide other verdicts.
+    # If most ranks show the same waste, report it once: a list of all ranks would hide other verdicts.
     if len({rank for rank, _ in found}) > max(1, MOST_RANKS * evidence.ranks):
         worst = max(verdicts, key=lambda one: one.cost_s)
         text = f"{len(verdicts)} of {evidence.ranks} ranks: {worst.evidence[0]}"
@@ -171,7 +161,7 @@ def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figur
 
 
 def _is_of_device(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> bool:
-    """Return whether the rank's own computing is slowed as much: its loader then shares what its device suffers."""
+    """Return whether the rank's computing is slowed as much; then its loader only shares the device's problem."""
     inside = episode.where
     excess_s = float(np.median(times.own_s[inside, rank] - times.expected_s[inside, rank]))
     throttled_s = float(np.nanmean(evidence.counter("throttled_s")[inside, rank])) if evidence.counters else 0.0
@@ -195,6 +185,7 @@ def _recompilation(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
             cause="recompilation",
             rank=ranks[0] if len(ranks) == 1 and evidence.ranks > 1 else None,
             since_step=int(evidence.steps[where[0]]),
+            # Recompilations come every few steps, so recent ones may continue.
             until_step=None if where[-1] > len(evidence.steps) - 1 - AVERAGED_STEPS else int(evidence.steps[where[-1]]),
             cost_s=cost_s,
             confidence=0.9,
@@ -208,6 +199,7 @@ def _checkpoints(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     writes = np.flatnonzero(waited_s > LEAST_SHARE * times.usual_step_s)
     if len(writes) < 2:
         return []
+    # A write's cost is spread over the steps up to the next write, which the last one lacks.
     span = int(writes[-1] - writes[0])
     cost_s = float(waited_s[writes[:-1]].sum()) / max(1, span)
     if cost_s < LEAST_SHARE * times.usual_step_s:
@@ -225,7 +217,7 @@ def _checkpoints(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 
 def _stages(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    """Return the stage of a pipeline that has more work than the others, where the plan gave it that."""
+    """Return a verdict on a pipeline stage that got more work than the others from the plan."""
     kinds = np.array(evidence.kinds)
     every = np.unique(kinds)
     if len(every) < 2:
@@ -253,13 +245,13 @@ def _stages(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 
 def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    """Return whether steps wait for whichever rank has the longest samples, another one each time."""
+    """Return a verdict if steps wait for the rank with the longest samples, a different one each time."""
     attended = evidence.counter("attended")
     kinds = np.array(evidence.kinds)
     if evidence.ranks < 2 or not np.isfinite(attended).any():
         return []
     known = np.isfinite(attended).all(axis=1)
-    shares = evidence.shares[known]  # more samples are no longer ones
+    shares = evidence.shares[known]  # more samples are not longer samples
     work = attended[known] / shares
     own_s = times.own_s[known] / shares
     mean = _mean_of_kind(work, kinds)
@@ -270,11 +262,12 @@ def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     cost_s = float(late_s.max(axis=1).mean())
     if uneven.max(axis=1).mean() < UNEVEN or cost_s < UNEVEN_SHARE * times.usual_step_s or uneven.std() == 0:
         return []
+    # Other causes also make ranks late; only a correlation with the work shows that lengths are the cause.
     if np.corrcoef(uneven.ravel(), late_s.ravel())[0, 1] < TOGETHER:
         return []
     longest = uneven.argmax(axis=1)[uneven.max(axis=1) > UNEVEN / 2]
     if np.bincount(longest).max() > 0.8 * len(longest):
-        return []  # always the same rank, which is named by itself
+        return []  # always the same rank: another verdict names it
     return [
         RunVerdict(
             cause="uneven_lengths",
@@ -289,7 +282,7 @@ def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 
 def _mean_of_kind(series: Figures, kinds: npt.NDArray[np.int64]) -> Figures:
-    """Return at each rank of a series (T, R) the mean of the ranks of its kind."""
+    """Return, for each rank of a series (T, R), the mean over the ranks of its kind."""
     means = np.empty_like(series)
     for kind in np.unique(kinds):
         of_kind = np.flatnonzero(kinds == kind)
@@ -297,26 +290,26 @@ def _mean_of_kind(series: Figures, kinds: npt.NDArray[np.int64]) -> Figures:
     return means
 
 
-# The planner's word on the steps of a run: what bounds them, and what they would be with one thing changed.
+# The planner's view of a run's steps: what bounds them, and their time after one change.
 
 
 WAITING = "waiting"
-"""The part of exposed communication that waits for late ranks, where `exposed_comm` is the transfer alone."""
+"""The part of exposed communication that waits for late ranks; `exposed_comm` is then only the transfer."""
 
 
 @dataclass(frozen=True)
 class PlannedChange:
     change: str
     factors: Mapping[str, float]
-    """How many times as long as now a part of a step would take; parts that are not named stay as they are."""
+    """Factor on the time of each part of a step; parts that are not named do not change."""
 
 
 @dataclass(frozen=True)
 class Outlook:
     basis: str
-    """The name by which the planner knows the machine; where it does not know it, the reason."""
+    """The planner's name of the machine, or why the planner does not know it."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """Shares of what passes and optimizer take, by what bounds them; empty where the planner does not know."""
+    """Shares of the time of passes and optimizer, by what bounds them; empty if the planner does not know."""
     changes: tuple[PlannedChange, ...] = ()
 
     @property
@@ -324,11 +317,11 @@ class Outlook:
         return bool(self.shares)
 
 
-# A run that nothing disturbs: what bounds its steps, and what would help most.
+# An undisturbed run: what bounds its steps, and what would help most.
 
 
 LEAST_SAVED = 0.02
-"""Changes that save less than this part of a step are not named."""
+"""Changes that save less than this fraction of a step are not reported."""
 COMPUTING = "computing"
 EXCHANGES = "exchanges between ranks"
 FASTER = "twice the device's speed"
@@ -339,7 +332,7 @@ BOUNDS = {
     "checkpoint": "checkpoints",
     "other": "the host between the passes",
 }
-"""The bound of a step in the parts that neither passes nor the optimizer take."""
+"""What bounds the parts of a step other than passes and optimizer."""
 ALWAYS = (
     PlannedChange("no waiting for data", {"data_wait": 0.0}),
     PlannedChange("ranks that are never late", {WAITING: 0.0}),
@@ -348,17 +341,17 @@ UNPLANNED = (
     PlannedChange(FASTER, dict.fromkeys((*COMPUTE_PARTS, WAITING), 0.5)),
     PlannedChange("exchanges in half the time", {"exposed_comm": 0.5}),
 )
-"""Bounds by the measured parts alone, which do not say whether bandwidth or latency makes an exchange long."""
+"""Bounds from measured parts only, which cannot tell bandwidth from latency."""
 
 
 def as_planned(evidence: RunEvidence, outlook: Outlook) -> list[RunVerdict]:
-    """Return what bounds the steps, and what each change would make of them.
+    """Return what bounds the steps, and the step time after each change.
 
-    The measured parts of a step are scaled as the planner's own are by a change, so that an error of its predictions
-    that all parts have in common does not count.
+    A change scales the measured parts as it scales the planner's parts, so that a common error of the predictions
+    cancels.
     """
-    # The rank that waits least in exchanges shows the transfer itself; the rest is waiting for late ranks. The rank
-    # that waits most for data holds up the others, so part of their waiting is for data.
+    # The rank that waits least in exchanges shows the transfer; the rest is waiting for late ranks. The rank that waits
+    # most for data delays the others, so part of their waiting is for data.
     means = {name: float(np.mean(series)) for name, series in evidence.parts_s.items()}
     exposed_s = evidence.parts_s["exposed_comm"]
     data_s = evidence.parts_s["data_wait"]
@@ -392,10 +385,10 @@ def as_planned(evidence: RunEvidence, outlook: Outlook) -> list[RunVerdict]:
 
 
 def _bounds(parts_s: Mapping[str, float], outlook: Outlook) -> Iterator[tuple[str, float]]:
-    """Yield (what bounds a step, for how many seconds of it)."""
+    """Yield (bound, seconds of a step that it accounts for)."""
     computed_s = sum(parts_s[name] for name in COMPUTE_PARTS)
     shares = dict(outlook.shares) if outlook.is_known else {COMPUTING: 1.0}
-    exchanged_s = shares.pop(EXCHANGES, 0.0) * computed_s  # a GPU's parts do not show it apart
+    exchanged_s = shares.pop(EXCHANGES, 0.0) * computed_s  # the parts measured on a GPU do not separate it
     for name, share in shares.items():
         yield name, share * computed_s
     for part, name in BOUNDS.items():
@@ -403,7 +396,7 @@ def _bounds(parts_s: Mapping[str, float], outlook: Outlook) -> Iterator[tuple[st
 
 
 def _what_if(parts_s: Mapping[str, float], changes: tuple[PlannedChange, ...]) -> tuple[WhatIf, ...]:
-    """Return the changes that are worth it, best first."""
+    """Return the changes that save enough, best first."""
     step_s = sum(parts_s.values())
     found = []
     for one in changes:
@@ -414,22 +407,22 @@ def _what_if(parts_s: Mapping[str, float], changes: tuple[PlannedChange, ...]) -
 
 
 LEAST_STEPS = 8
-"""Fewer steps than this say nothing, but for a hang."""
+"""With fewer steps than this, only a hang is reported."""
 WARM_STEPS = 2
-"""The first steps compile, connect and allocate."""
+"""Number of first steps that compile, connect and allocate."""
 
 EVALUATION_SHARE = 0.2
-"""Evaluations that take less than this part of the time of steps and evaluations are not reported."""
+"""Evaluations below this fraction of the time of steps and evaluations are not reported."""
 
 ADVICE: dict[Cause, str] = {
     "slow_device": "trainspec doctor; scheduler=auto gives the rank fewer samples",
-    "stolen_cores": "end what else runs there; scheduler=auto gives the rank fewer samples",
+    "stolen_cores": "stop other processes there; scheduler=auto gives the rank fewer samples",
     "slow_node": "trainspec doctor on the node; scheduler=auto leaves it out",
     "narrow_link": "trainspec doctor; comm=int8 sends fewer bytes",
-    "lossy_link": "look at the cable, the port and its errors: ethtool -S",
-    "delayed_link": "look for another path; larger batching.global_batch_size exchanges less often",
+    "lossy_link": "check the cable, the port and its errors: ethtool -S",
+    "delayed_link": "use another path; a larger batching.global_batch_size exchanges less often",
     "unbalanced_stage": "scheduler=auto moves layers, or layout.stage_layers",
-    "uneven_lengths": "scheduler=auto gives late ranks fewer samples; documents of like length in a batch",
+    "uneven_lengths": "scheduler=auto gives late ranks fewer samples; put documents of similar length in a batch",
     "slow_loader": "a faster or local disk, or more cores to read with",
     "garbage_collection": "find what makes cycles of objects: gc.set_debug(gc.DEBUG_STATS)",
     "host_bound": "compile=true; larger micro-batches",
@@ -439,8 +432,8 @@ ADVICE: dict[Cause, str] = {
     "slow_steps": "trainspec doctor; top and nvidia-smi show what else runs there, and how hot the GPUs are",
     "memory_leak": "trainspec resume from a checkpoint before that step",
     "memory_pressure": "recompute=selective, or smaller micro-batches",
-    "hang": "the stack shows where it stands; resilience.hang_floor_s ends the run sooner",
-    "network_timeouts": "look at the switch and the ports for flaps",
+    "hang": "the stack shows where it hangs; resilience.hang_floor_s ends the run sooner",
+    "network_timeouts": "check the switch and the ports for flaps",
     "noise": "run on a machine of its own",
 }
 
@@ -448,31 +441,45 @@ ADVICE: dict[Cause, str] = {
 OWN_ADVICE: dict[Cause, str] = {
     "memory_leak": "find what keeps growing: tracemalloc, or lists that losses with their graphs are appended to",
     "memory_pressure": "smaller batches, or activation checkpointing",
-    "hang": "the stack shows where it stands; --hang-s ends the run sooner, or later",
+    "hang": "the stack shows where it hangs; --hang-s ends the run sooner or later",
 }
-"""Advice for a command of the user's own, where it differs: such a command follows no recipe."""
+"""Advice for user commands where it differs, since they have no recipe."""
 
-NO_OUTLOOK = Outlook("the planner was not asked: this rests on the measured parts alone")
+NO_OUTLOOK = Outlook("the planner was not used: this is based on measured parts only")
 
 
 def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: NO_OUTLOOK) -> tuple[RunVerdict, ...]:
-    """Return the verdicts on a run, heaviest first; on one that goes well what bounds it, and what would help.
+    """Return the verdicts on a run, most expensive first; for an undisturbed run, what bounds it and what would help.
 
-    `look_ahead` asks the planner for that, which may take as long as a search over layouts.
+    `look_ahead` asks the planner, which may take as long as a search over layouts.
     """
     verdicts = _hang(evidence)
-    warm = without_first(evidence, WARM_STEPS)
+    # The first steps compile, connect and allocate, so they are left out.
+    warm = replace(
+        evidence,
+        steps=evidence.steps[WARM_STEPS:],
+        parts_s={name: series[WARM_STEPS:] for name, series in evidence.parts_s.items()},
+        counters={name: series[WARM_STEPS:] for name, series in evidence.counters.items()},
+        connections=tuple(
+            replace(one, **{name: series[WARM_STEPS:] for name, series in vars(one).items() if name != "ranks"})
+            for one in evidence.connections
+        ),
+    )
     if not evidence.parts_are_known:
-        # Nobody has divided the steps of a command of the user's own into parts.
+        # The steps of a user command are not divided into parts.
         if len(warm.steps) >= LEAST_STEPS:
             verdicts += [*find_memory(warm), *find_slow_steps(warm)]
         return heaviest_first([replace(one, advice=OWN_ADVICE.get(one.cause, ADVICE[one.cause])) for one in verdicts])
     if len(warm.steps) >= LEAST_STEPS:
         steps_s = dict(zip(warm.steps.tolist(), warm.part(*warm.parts_s).max(axis=1).tolist(), strict=True))
         times = OwnTimes(warm)
-        verdicts += find_waste(warm, times) + find_slow_ranks(warm, times) + find_slow_links(warm)
+        verdicts += _of_part(warm, times, "slow_loader", warm.parts_s["data_wait"], "waits for its batches")
+        verdicts += _of_part(warm, times, "garbage_collection", _averaged_counter(warm, "gc_s"), "collects garbage")
+        verdicts += _recompilation(warm, times) + _checkpoints(warm, times) + _stages(warm, times)
+        verdicts += _lengths(warm, times) + find_slow_ranks(warm, times) + find_slow_links(warm)
         verdicts += find_retries(warm, steps_s) + find_memory(warm)
         verdicts = _explained(verdicts + find_common_slowness(warm, times))
+        # The planner's view assumes an undisturbed run, and a search for it takes time.
         if all(one.cause == "noise" for one in verdicts):
             verdicts += as_planned(warm, look_ahead())
     advised = [replace(one, advice=one.advice or ADVICE.get(one.cause, "")) for one in verdicts]
@@ -482,9 +489,9 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
 def with_evaluations(
     verdicts: Sequence[RunVerdict], evaluations: Sequence[tuple[int, float]], steps: int, steps_s: float
 ) -> tuple[RunVerdict, ...]:
-    """Return the verdicts with one on evaluations between the steps, where they take much of the time; they are in no
-    part of a step. `evaluations`: their (step, seconds); the one at a run's end is needed, and is not judged alone.
-    `steps` took `steps_s` together."""
+    """Return the verdicts, with one on evaluations between the steps if they take much of the time. `evaluations`:
+    (step, seconds); a single evaluation at the run's end is needed, and is not reported. `steps` took `steps_s`
+    together."""
     seconds = sum(each_s for _, each_s in evaluations)
     if len(evaluations) < 2 or not steps or seconds < EVALUATION_SHARE * (seconds + steps_s):
         return tuple(verdicts)
@@ -500,22 +507,8 @@ def with_evaluations(
     return heaviest_first([*verdicts, found])
 
 
-def without_first(evidence: RunEvidence, steps: int) -> RunEvidence:
-    """Return the evidence without its first steps."""
-    return replace(
-        evidence,
-        steps=evidence.steps[steps:],
-        parts_s={name: series[steps:] for name, series in evidence.parts_s.items()},
-        counters={name: series[steps:] for name, series in evidence.counters.items()},
-        connections=tuple(
-            replace(one, **{name: series[steps:] for name, series in vars(one).items() if name != "ranks"})
-            for one in evidence.connections
-        ),
-    )
-
-
 def _hang(evidence: RunEvidence) -> list[RunVerdict]:
-    """Return the ranks that the others wait for, in a step that takes far longer than usual."""
+    """Return verdicts on the ranks that the others wait for in a step that takes far longer than usual."""
     if not evidence.stalls:
         return []
     late, why = _late_of(evidence)
@@ -532,22 +525,22 @@ def _hang(evidence: RunEvidence) -> list[RunVerdict]:
 
 
 def _late_of(evidence: RunEvidence) -> tuple[list[int], str]:
-    """Return the ranks that the others wait for, and why.
+    """Return the ranks that the others wait for, and why they are late.
 
-    Of a command of the user's own the ranks were judged when the hang was found, with more than the events hold: a rank
-    that was named is not `waiting`, though it may stand in a collective too.
+    The ranks of a user command were judged when the hang was found, from more than the events contain: the culprit is
+    not `waiting`, even if it is in a collective too.
     """
     if evidence.parts_are_known:
         places = {rank: Whereabouts(stall.waiting, stall.collectives) for rank, stall in evidence.stalls.items()}
         return find_late(places, evidence.ranks)
     late = sorted(rank for rank, stall in evidence.stalls.items() if not stall.waiting)
-    if not late:  # only a rank that has ended writes no event
+    if not late:  # a rank that writes no event has ended
         return [rank for rank in range(evidence.ranks) if rank not in evidence.stalls], "it has ended"
     where = sorted({evidence.stalls[rank].waits_in or "" for rank in late})
     stands = " and in ".join(place for place in where if place)
     if len(late) < len(evidence.stalls) or len(late) == 1:
-        return late, f"it stands in {stands}" if stands else "it shows no Python stack"
-    return [], f"all ranks stand in {stands}" if stands else "no rank stands out"
+        return late, f"it is in {stands}" if stands else "it shows no Python stack"
+    return [], f"all ranks are in {stands}" if stands else "no rank stands out"
 
 
 def _stack(evidence: RunEvidence, rank: int) -> tuple[str, ...]:
@@ -556,8 +549,8 @@ def _stack(evidence: RunEvidence, rank: int) -> tuple[str, ...]:
 
 
 def _explained(verdicts: list[RunVerdict]) -> list[RunVerdict]:
-    """Leave out what another verdict explains: load of the machine is no news where its cause is named, nor a rank that
-    had the longest samples for some steps where all ranks' samples are uneven."""
+    """Leave out verdicts that another one explains: the machine's load if its cause is named, and a rank with the
+    longest samples if all ranks' samples are uneven."""
     all_uneven = any(one.cause == "uneven_lengths" and one.rank is None for one in verdicts)
     named = [
         one
@@ -574,7 +567,7 @@ def _explained(verdicts: list[RunVerdict]) -> list[RunVerdict]:
 
 
 def _joined(verdicts: list[RunVerdict]) -> list[RunVerdict]:
-    """Join verdicts of one cause and place: it came back."""
+    """Merge verdicts of one cause and place that recurred."""
     joined: dict[tuple[object, ...], RunVerdict] = {}
     for one in sorted(verdicts, key=lambda one: one.since_step):
         known = joined.get(one.place)

@@ -1,6 +1,6 @@
-"""The evidence that verdicts are drawn from: arrays over steps and ranks, (T, R), in seconds unless named otherwise.
+"""The evidence for verdicts: arrays over steps and ranks, (T, R), in seconds unless named otherwise.
 
-A figure that is not known is NaN. Counters of a window of several steps stand at each of its steps, divided by them.
+Unknown figures are NaN. A counter over a window of several steps is spread evenly over these steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainspec_cli.run.folder.event_types.events import LinkEvent, StallEvent
 Figures = npt.NDArray[np.float64]
 
 OWN_PARTS = ("data_wait", "forward", "backward", "optimizer", "checkpoint", "other")
-"""Parts of a step that a rank spends by itself; in the others it waits for, or exchanges with, its peers."""
+"""Parts of a step that a rank spends on its own; in the others it waits for, or exchanges with, its peers."""
 COMPUTE_PARTS = ("forward", "backward", "optimizer")
 COUNTERS = (
     "cpu_s",
@@ -40,15 +40,15 @@ COUNTERS = (
     "available_bytes",
 )
 READINGS = ("rss_bytes", "swap_bytes", "available_bytes")
-"""Counters that stand at a window's last step alone, as they are read there."""
+"""Counters that are read at a window's last step, and known only there."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A connection between two ranks as its sending end sees it, over the steps (T,)."""
+    """A connection between two ranks as its sender sees it, over the steps (T,)."""
 
     ranks: tuple[int, int]
-    """(sender, receiver); the sender twice where the other end is not known."""
+    """(sender, receiver); the sender twice if the other end is unknown."""
     sent_bytes: Figures
     segments: Figures
     resent: Figures
@@ -59,35 +59,34 @@ class Connection:
 
 @dataclass(frozen=True)
 class RunEvidence:
-    """Everything that is known of a run, or of its newest steps."""
+    """Everything known about a run, or about its newest steps."""
 
     steps: npt.NDArray[np.int64]
     """(T,): the numbers of the steps, ascending."""
     parts_s: Mapping[str, Figures]
     """(T, R) by part."""
     counters: Mapping[str, Figures]
-    """(T, R) by name, of `COUNTERS`; without any where the ranks have none."""
+    """(T, R) by name, of `COUNTERS`; empty if the ranks have no counters."""
     nodes: tuple[int, ...]
     """The node of each rank."""
     kinds: tuple[int, ...]
-    """Ranks of one kind do the same work: of a pipeline those of one stage."""
+    """Ranks of one kind do the same work, such as those of one pipeline stage."""
     connections: tuple[Connection, ...] = ()
     stalls: Mapping[int, StallEvent] = field(default_factory=dict)
-    """The newest report of each rank from the step after the last one."""
+    """The newest stall report of each rank, in the step after the last one."""
     link_changes: tuple[LinkEvent, ...] = ()
-    """Links that have been measured to be faster or slower than before."""
+    """Links that were measured faster or slower than before."""
     retried_steps: tuple[int, ...] = ()
-    """Steps that were made again because an exchange between replica groups had failed, though none of them left or
-    joined."""
+    """Steps that were repeated because an exchange between replica groups failed, although no group left or joined."""
     looks: tuple[Look, ...] = ()
-    """What ranks that looked at themselves have found; the steps that they did so in are left out."""
+    """Findings of ranks that profiled themselves; the profiled steps are left out of the evidence."""
     total_steps: int | None = None
     changed_steps: tuple[int, ...] = ()
-    """Updates before which what a rank does in a step was changed: by a directive, a larger batch, or a new start."""
+    """Updates before which the work of a rank changed: by a directive, a larger batch, or a new start."""
     planned_s: Mapping[str, float] = field(default_factory=dict)
-    """The planned seconds of a step by part; empty where nothing is planned."""
+    """The planned seconds of a step by part; empty without a plan."""
     parts_are_known: bool = True
-    """False for a command of the user's own: a step's time is all `other`."""
+    """False for a user command, whose whole step is `other`."""
 
     @property
     def ranks(self) -> int:
@@ -98,14 +97,14 @@ class RunEvidence:
         return reduce(np.add, (self.parts_s[name] for name in names))
 
     def counter(self, name: str) -> Figures:
-        """Return a counter (T, R), NaN where it is not known."""
+        """Return a counter (T, R), NaN where unknown."""
         found = self.counters.get(name)
         return np.full((len(self.steps), self.ranks), np.nan) if found is None else found
 
     @cached_property
     def shares(self) -> Figures:
-        """Each rank's samples over the mean of the ranks that do the same work, (T, R); 1 where that is not known, or
-        the rank has none."""
+        """Each rank's samples relative to the mean of the ranks that do the same work, (T, R); 1 if unknown or without
+        samples."""
         samples = self.counter("samples")
         kinds = np.array(self.kinds)
         shares = np.ones_like(samples)

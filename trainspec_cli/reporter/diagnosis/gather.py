@@ -1,4 +1,4 @@
-"""The events of all ranks -> the evidence that verdicts are drawn from; read again and again while a run goes on."""
+"""Gather the evidence for verdicts from the events of all ranks, repeatedly during a run."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import has_plan
 
 SILENT_S = 1.5
-"""A rank that has not reported a stall so long after the first one that did is silent."""
+"""A rank that has not reported a stall this many seconds after the first report counts as silent."""
 MOST_ROWS, LEAST_STEPS = 2**18, 2**12
-"""A run's steps times its ranks that are remembered, about, but so many steps at least."""
+"""About how many rows (steps times ranks) are kept, but at least `LEAST_STEPS` steps."""
 MOST_RANKS = 10**6
 STEP_BYTES = 1024
-"""Bytes that a rank writes of a step, about, with its part of the counters."""
+"""About how many bytes a rank writes per step, including its part of the counters."""
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """The places of a run's ranks, by its plan."""
+    """How a run's ranks are arranged, by its plan."""
 
     ranks: int
     devices_per_node: int
@@ -61,7 +61,7 @@ class RunShape:
     total_steps: int | None = None
     planned_s: Mapping[str, float] = field(default_factory=dict)
     has_plan: bool = True
-    """False: the ranks themselves have said how many they are, and their steps have no known parts."""
+    """False for a run without a plan: its ranks report their number, and their steps have no known parts."""
 
     @property
     def group_ranks(self) -> int:
@@ -73,14 +73,14 @@ class RunShape:
 
     @property
     def kinds(self) -> tuple[int, ...]:
-        """The pipeline stage of each rank: `pp` is the outermost axis of a group's mesh."""
+        """Return the pipeline stage of each rank: `pp` is the outermost axis of a group's mesh."""
         of_stage = max(1, self.group_ranks // self.stages)
         return tuple(rank % self.group_ranks // of_stage for rank in range(self.ranks))
 
 
 def shape_of(run: RunDir) -> RunShape:
-    """Return the shape that plan.json gives a run, of any version that names its nodes and its layout; of a run without
-    a plan, that which its processes have.
+    """Return a run's shape from its plan.json, of any version that names nodes and layout; without a plan, from its
+    processes.
 
     Raises UnreadableFileError.
     """
@@ -97,7 +97,7 @@ def shape_of(run: RunDir) -> RunShape:
     devices = whole(plan, "devices_per_node", 1)
     groups = whole(plan, "replica_groups", 1)
     ranks = whole(plan, "num_nodes", 1) * devices
-    # The file may be damaged or foreign, and arrays of this many ranks are made next.
+    # The file may be damaged or untrusted, and arrays of this many ranks are allocated next.
     if ranks > MOST_RANKS or ranks % groups:
         raise unreadable(run.plan_json, f"has {ranks:,} ranks in {groups:,} replica groups")
     spec = plan.get("spec")
@@ -119,31 +119,33 @@ def shape_of(run: RunDir) -> RunShape:
 
 @dataclass
 class RankHistory:
-    """The steps of one rank that hold, as it has written them."""
+    """The steps of one rank that were not undone, as the rank wrote them."""
 
     steps: StepColumns = field(default_factory=lambda: StepColumns(*PARTS, "queued_s"))
-    """Seconds by part, and those in which it had no processor."""
+    """Seconds by part, and seconds without a processor."""
     counters: list[CountersEvent] = field(default_factory=list)
     usage: list[UsageEvent] = field(default_factory=list)
-    """Readings of a command of the user's own."""
+    """Readings of a user command."""
     stall: StallEvent | None = None
-    """The report of the step after the last one."""
+    """The stall report of the step after the last one."""
     is_hung: bool = False
-    """The stall has come to end the start."""
+    """True if the stall ended the start."""
     ended_by: StallEvent | None = None
-    """The hang that ended an earlier start."""
+    """The hang that ended an earlier start, if any."""
     most_samples: int = 0
-    """The largest step of its group so far."""
+    """The largest step of its group so far, before steps are repeated."""
     changed_steps: set[int] = field(default_factory=set)
     """As `RunEvidence.changed_steps`."""
 
-    def take(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         if isinstance(event, StepEvent):
             queued_s = np.nan if isinstance(event.queued_s, Absent) else event.queued_s
             self.steps.put(event.step, *(event.time_s.get(name, 0.0) for name in PARTS), queued_s)
+            # A completed step shows that the rank is no longer stalled.
             self.stall = None
             self.is_hung = False
             samples = event.samples if isinstance(event.took, Absent) else event.took[1]
+            # A larger batch changes time and memory of later steps; repeated steps must not count again.
             if not isinstance(samples, Absent) and samples > self.most_samples:
                 self.most_samples = samples
                 self.changed_steps.add(event.step - 1)
@@ -164,7 +166,7 @@ class RankHistory:
                 time=event.time,
                 step=event.step,
                 waited_s=event.waited_s,
-                usual_s=self.stall.usual_s if self.stall else 0.0,  # a hang itself does not say how long steps took
+                usual_s=self.stall.usual_s if self.stall else 0.0,  # a hang has no step times
                 host=event.host,
                 waiting=event.waiting,
                 waits_in=event.waits_in,
@@ -173,22 +175,22 @@ class RankHistory:
             )
             self.is_hung = True
         elif isinstance(event, StartEvent):
-            # The new start continues after a checkpoint: steps that an earlier one made beyond it are made again.
+            # The new start continues from a checkpoint, so steps of an earlier start beyond it are repeated.
             self.ended_by = self.stall if self.is_hung else self.ended_by
             self.stall = None
             self.is_hung = False
             self.steps.forget_beyond(event.step)
             self.changed_steps.add(event.step)
             self.counters = [one for one in self.counters if one.step <= event.step]
-            self.usage = []  # of a process that is gone
+            self.usage = []  # of a process that has ended
 
     @property
     def newest(self) -> int:
-        """The newest step; 0 before there is one."""
+        """The newest step; 0 before the first."""
         return max(self.steps.steps, default=0)
 
     def rows_of(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return the figures of steps that it has made, in increasing order: (figures, steps)."""
+        """Return the rank's figures of the given steps, in increasing order: (figures, steps)."""
         made = np.array(self.steps.steps)
         order = np.argsort(made, kind="stable")
         rows = order[np.searchsorted(made[order], steps)]
@@ -201,7 +203,7 @@ class RankHistory:
 
 
 def event_paths(run: RunDir, shape: RunShape) -> Iterator[Path]:
-    """Yield the file of each rank's events; ranks of replica groups are counted through."""
+    """Yield the event file of each rank; ranks are numbered across replica groups."""
     for rank in range(shape.ranks):
         if shape.groups > 1:
             yield run.group_events(*divmod(rank, shape.group_ranks))
@@ -210,45 +212,46 @@ def event_paths(run: RunDir, shape: RunShape) -> Iterator[Path]:
 
 
 class RunReader:
-    """Reads a run's folder: `read` takes in what is new, `evidence` returns what is known.
+    """Reads a run's folder: `read` reads new events, `evidence` returns what is known.
 
-    With `remembered_steps` it begins near the end of each file: as far back as so many steps reach, about. Without, it
-    reads all, and remembers the newest steps of a run that is longer than `MOST_ROWS`.
+    With `remembered_steps` it starts near the end of each file, about that many steps back. Otherwise it reads
+    everything, and keeps the newest steps of a run with more than `MOST_ROWS` rows.
     """
 
     def __init__(self, run: RunDir, shape: RunShape, remembered_steps: int | None = None):
         self.shape, self._remembered = shape, remembered_steps or max(LEAST_STEPS, MOST_ROWS // shape.ranks)
         last_bytes = None if remembered_steps is None else remembered_steps * STEP_BYTES
         self.forgotten_until = 0
-        """The newest step that was forgotten, for want of room."""
+        """The newest step that was dropped to save memory."""
         self.histories = [RankHistory() for _ in range(shape.ranks)]
         self._tails = [EventTail(path, last_bytes) for path in event_paths(run, shape)]
         self._links: list[LinkEvent] = []
         self.looks: list[Look] = []
         self._retried: set[int] = set()
         self.changed: DirectiveEvent | None = None
-        """The last change of the layout: the ranks' work is another since then."""
+        """The last change of the layout, which changed the ranks' work."""
         self.device_name = ""
 
     def read(self) -> int:
-        """Take in the new events of all ranks; return how many there were."""
+        """Read the new events of all ranks; return their number."""
         count = 0
         for rank, tail in enumerate(self._tails):
-            count += self._take(rank, tail.new_events())
+            count += self._read_rank(rank, tail.new_events())
         return count
 
-    def _take(self, rank: int, events: Iterable[Event]) -> int:
-        """Take in a rank's events; return how many there were."""
+    def _read_rank(self, rank: int, events: Iterable[Event]) -> int:
+        """Read a rank's events; return their number."""
         history = self.histories[rank]
         count = 0
         for count, event in enumerate(events, 1):  # noqa: B007 - the last one is their number
-            history.take(event)
+            history.add(event)
             if isinstance(event, LinkEvent):
                 self._links.append(event)
             elif isinstance(event, LookEvent):
                 self.looks.append(event.look)
             elif isinstance(event, RecoveryEvent) and event.change == "retried":
-                # A step is made again too when a group has left or joined: its node is gone or back, no link failed.
+                # A step is also repeated when a group leaves or joins; then its node is gone or back, and no link
+                # failed.
                 self._retried.add(event.step)
             elif isinstance(event, DirectiveEvent) and event.applied and event.kind in ("layers", "layout"):
                 if self.changed is None or event.step >= self.changed.step:
@@ -256,7 +259,7 @@ class RunReader:
             elif isinstance(event, StartEvent):
                 self.device_name = event.device_name
             if len(history.steps) > 2 * self._remembered:
-                # Forgetting half at once costs little; a step at a time would copy the columns each step.
+                # Drop half of the steps at once; dropping one at a time would copy the columns in every step.
                 oldest = history.newest - self._remembered
                 history.forget_before(oldest)
                 self.forgotten_until = max(self.forgotten_until, oldest - 1)
@@ -264,17 +267,17 @@ class RunReader:
 
     @property
     def step(self) -> int:
-        """Return the newest step that every rank has made."""
+        """Return the newest step that every rank has completed."""
         return min((history.newest for history in self.histories), default=0)
 
     def evidence(self, now: float | None = None) -> RunEvidence:
-        """Return what is known of the steps that every rank has written down, in the layout of the newest; `now`: Unix
-        time while the run goes on."""
+        """Return the evidence on the steps that every rank has written, since the last change of layout. `now`: Unix
+        time during a run."""
         made = [np.array(history.steps.steps, dtype=np.int64) for history in self.histories]
-        # Ranks write at different times: a step that one of them has not written yet cannot be compared.
+        # Ranks write at different times, and a step that one of them has not written yet cannot be compared.
         common = reduce(np.intersect1d, made) if made else np.zeros(0, dtype=np.int64)
         steps = common[common > self.changed.step] if self.changed else common
-        # A step that a rank has profiled took longer than it needs, and would look like a straggler.
+        # A step in which a rank profiled itself took longer, and would look like a straggler.
         in_view = np.zeros(len(steps), dtype=np.bool_)
         for look in self.looks:
             in_view |= (steps >= look.first_step) & (steps <= look.last_step)
@@ -317,7 +320,7 @@ class RunReader:
         return series
 
     def _readings(self, steps: npt.NDArray[np.int64]) -> dict[str, Figures]:
-        """Return the counters of a run without a plan: its memory."""
+        """Return the counters of a run without a plan, which are its memory."""
         series = {name: np.full((len(steps), len(self.histories)), np.nan) for name in READINGS}
         for rank, history in enumerate(self.histories):
             for event in history.usage:
@@ -327,14 +330,14 @@ class RunReader:
         return series
 
     def _stalls(self, now: float | None) -> dict[int, StallEvent]:
-        """Return the ranks' reports of the step after the newest one that any has made; none while others may still
-        come. Where no step hangs, those of the hang that ended an earlier start."""
+        """Return the ranks' stall reports of the step after the newest completed one; empty while more reports may
+        come. If no step hangs, return those of the hang that ended an earlier start."""
         last = max((history.newest for history in self.histories), default=0)
         found = {
             rank: history.stall
             for rank, history in enumerate(self.histories)
             if history.stall is not None
-            # Without a plan, nodes number the step that hangs each by its own ranks.
+            # Without a plan, each node numbers the hanging step by its own ranks.
             and (history.stall.step > last or (history.is_hung and not self.shape.has_plan))
         }
         if now is not None and any(now - stall.time < SILENT_S for stall in found.values()):
@@ -346,7 +349,7 @@ class RunReader:
 
 
 def _window(steps: npt.NDArray[np.int64], event: CountersEvent) -> slice:
-    """Return where the steps of a window of counters stand."""
+    """Return the rows of the steps in a window of counters."""
     first, last = np.searchsorted(steps, [event.step - event.steps + 1, event.step + 1]).tolist()
     return slice(first, last)
 
@@ -355,7 +358,7 @@ CONNECTION_FIGURES = ("sent_bytes", "segments", "resent", "timeouts", "busy_s")
 
 
 def _connections(histories: Sequence[RankHistory], steps: npt.NDArray[np.int64]) -> Iterator[Connection]:
-    """Yield what the ranks counted of their connections, all between two ranks in one direction as one."""
+    """Yield the ranks' connections, with all connections from one rank to another merged."""
     other_ends = _other_ends(histories)
     of_pair: dict[tuple[int, int], dict[str, Figures]] = defaultdict(lambda: _unknown(len(steps)))
     for rank, history in enumerate(histories):
@@ -371,9 +374,9 @@ def _connections(histories: Sequence[RankHistory], steps: npt.NDArray[np.int64])
 
 
 def _other_ends(histories: Sequence[RankHistory]) -> dict[tuple[str, str], int]:
-    """Return the rank at the other end of each connection, by its local address and its peer's. A rank counts its
-    busiest connections alone: one that the other end left out leads to the first rank at that address, which is on the
-    right node; one whose other end is at no rank's address is not in the result."""
+    """Return the rank at the other end of each connection, by its local and peer address. A rank counts only its
+    busiest connections: if the other end did not count one, the result is the first rank at that address, which is on
+    the right node. Connections to addresses of no rank are left out."""
     seen = {
         (one.local, one.peer): rank
         for rank, history in enumerate(histories)
@@ -389,7 +392,7 @@ def _other_ends(histories: Sequence[RankHistory]) -> dict[tuple[str, str], int]:
         if (peer, local) in seen:
             ends[local, peer] = seen[peer, local]
         elif there and rank not in there:
-            # A rank counts its busiest connections alone, so the other end may be missing; its node is still right.
+            # A rank counts only its busiest connections, so the other end may be missing; the node is still right.
             ends[local, peer] = min(there)
     return ends
 
@@ -403,7 +406,7 @@ def _unknown(steps: int) -> dict[str, Figures]:
 
 
 def read_run(run: RunDir) -> RunReader:
-    """Return what is known of a run as it stands. Raises UnreadableFileError where its plan is damaged."""
+    """Return the evidence on a run in its current state. Raises UnreadableFileError if its plan is damaged."""
     reader = RunReader(run, shape_of(run))
     reader.read()
     return reader

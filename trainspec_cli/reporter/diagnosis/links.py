@@ -1,9 +1,8 @@
-"""Links that are narrow, lose segments or delay them; and exchanges that time out and come back.
+"""Find links that are narrow, lose segments or delay them, and exchanges that time out and recover.
 
-A rank that is late makes the others wait, but not itself: the rank that waits least in a step shows how long the
-transfer takes. The small exchange that ends each step shows the latency, whatever the bandwidth. Of each
-connection, segments that were sent again, round-trip times, and bytes over the time that they were under way tell what
-it is and where.
+A late rank makes the others wait, but not itself, so the rank that waits least in a step shows how long the transfer
+takes. The small exchange that ends each step shows the latency, independent of the bandwidth. Retransmitted segments,
+round-trip times and the rate of each connection show the cause and the place.
 """
 
 from __future__ import annotations
@@ -34,40 +33,39 @@ from trainspec_cli.reporter.diagnosis.series import (
 )
 
 LOST = 1e-3
-"""Fraction of segments sent again above which a connection loses some."""
+"""A connection with more than this fraction of retransmitted segments loses segments."""
 LOST_SEGMENTS = 5
 RECENT_STEPS = 16
 TIMEOUTS = 0.5
-"""Time-outs as a fraction of the segments sent again, from which on the path is away for a while, and loses no single
+"""A path with at least this ratio of time-outs to retransmitted segments has outages instead of losing single
 segments."""
 LATER_S, LATER = 5e-4, 1.0
-"""The latency has grown where it is longer by so much, and by this fraction of what is usual. A link that delays all
-that it carries delays the small exchange by half a round trip at least; a queue before a narrow one has drained by
-then."""
+"""The latency has grown if it exceeds the usual one by this many seconds and by this fraction of it. A delaying link
+delays the small exchange by at least half a round trip; the queue of a narrow link has drained by then."""
 DELAY_SHARE = 0.05
-"""A delay that costs less than this part of a step is not reported: the small exchange shows it in every step, so that
-it needs to be less than what stands out of the transfers' noise."""
+"""Delays that cost less than this fraction of a step are not reported. It may be below the transfers' noise, since the
+small exchange shows a delay in every step."""
 LOADED, OF_RTT = 0.2, 0.3
-"""A longer latency is a link's where round trips show this part of it, all those that the exchange makes together where
-the ranks do not lack a processor for more than such a part of a step. Behind a relay they show none, and the ranks must
-not lack one."""
+"""A longer latency is attributed to a link if round trips show this fraction of it (all round trips of the exchange
+together, if ranks lack a processor for at most this fraction of a step). Behind a relay, round trips show nothing, so
+ranks must not lack a processor."""
 OF_NOISE = 0.5
-"""A transfer's excess of which waiting for processors is such a part says nothing of a link."""
+"""If waiting for processors is this fraction of a transfer's excess, no link is blamed."""
 HELD_QUEUED_S = 1e-2
-"""A rank that a quota holds back empties its sockets late, so that round trips to it grow by some milliseconds."""
+"""A rank throttled by a quota empties its sockets late, so round trips to it grow by a few milliseconds."""
 LONG_STEPS_S = 3.0
-"""Transfers are long for so much time of a run before a link is blamed for it, unless its connections show it."""
+"""Transfers must be long for this many seconds of a run before a link is blamed, unless its connections show it."""
 
 OUTAGES = 2
-"""Connections time out in so many places of a run before a link is blamed for it."""
+"""Connections must time out at this many points of a run before a link is blamed."""
 MOST_STEPS, AT_OUTAGES = 0.5, 0.8
-"""An outage is over again: fewer than this part of the steps show one. They hold so much of what is sent again."""
+"""Outages are temporary: less than this fraction of the steps show one, and these steps have most retransmissions."""
 
 
 def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
     if evidence.ranks < 2:
         return []
-    # The least over the ranks: the rank that comes last does not wait for others, so its time is the transfer's.
+    # Take the minimum over the ranks: the last rank waits for no other, so its time is the transfer's.
     exposed_s = evidence.parts_s["exposed_comm"]
     step_s: Figures = np.median(evidence.part(*evidence.parts_s), axis=1)
     transfer_s = exposed_s.min(axis=1)
@@ -76,11 +74,12 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
     limit = np.maximum(least_s, NOISE_FACTOR * deviation(transfer_s))
     found = []
     for one in find_episodes(excess_s, limit, step_s):
-        # A short episode is a link's only where its connections show that what they carry waits.
+        # A short episode is attributed to a link only if its connections show waiting data.
         lasts = float(step_s[one.where].sum()) >= LONG_STEPS_S
         if one.steadiness >= STEADY and (lasts or _waits_on_its_way(evidence, paths_of(evidence.connections, one))):
             verdict = _explain(evidence, one)
             found += [verdict] if verdict is not None else []
+    # The first kind that applies is reported: outages also show retransmissions, and losses also lengthen latencies.
     return (
         _outages(evidence, step_s)
         or found
@@ -90,13 +89,14 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
 
 
 def _waits_on_its_way(evidence: RunEvidence, paths: Sequence[Path], least_s: float = QUEUED_S) -> bool:
-    """Return whether what is sent between nodes has to wait: the kernel answers for a rank that has no processor."""
+    """Return whether data sent between nodes is delayed on the way. The kernel acknowledges even for a rank without a
+    processor."""
     return any(path.has_queue(least_s) and len(set(_ends(evidence, path))) > 1 for path in paths)
 
 
 def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
-    """Return a link that goes away now and then: connections gave up waiting in a few steps, which took long, and next
-    to nothing was sent again in the others, as it is where a link loses packets."""
+    """Return a verdict on a link with outages: connections timed out in a few long steps, and almost nothing was
+    retransmitted in the others, unlike with packet loss."""
     waited = np.sum([np.nan_to_num(one.timeouts) for one in evidence.connections], axis=0) > 0
     where = np.flatnonzero(waited)
     bouts = int((np.diff(where) > 1).sum()) + 1 if where.size else 0
@@ -112,6 +112,7 @@ def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
         return []
     paths = paths_of(evidence.connections, span)
     worst = max(paths, key=lambda path: path.timeouts)
+    # Outages may continue if the time since the last one is at most twice their mean distance.
     goes_on = len(step_s) - 1 - last <= 2 * span.steps / (bouts - 1)
     text = (
         f"{sum(path.timeouts for path in paths):.0f} time-outs of connections in {bouts} places, most of them between "
@@ -132,17 +133,18 @@ def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
 
 
 def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
-    """Return what makes the transfers of an episode long; None where the machine's load does, or nothing is known."""
+    """Return a verdict on why transfers of an episode are long; None if the machine's load is the cause, or nothing is
+    known."""
     paths = paths_of(evidence.connections, episode)
     losing = _losing(paths)
     if losing is not None and not losing.overflows:
         resent = sum(path.resent for path in paths)
         timeouts = sum(path.timeouts for path in paths)
         if timeouts > TIMEOUTS * resent:
-            text = f"{timeouts:.0f} time-outs of connections, which then went on"
+            text = f"{timeouts:.0f} time-outs of connections, which then continued"
             return _verdict(evidence, episode, "network_timeouts", losing, paths, lambda path: path.timeouts, text)
         share = resent / sum(path.segments for path in paths)
-        text = f"{share:.2%} of segments were sent again, most of them between ranks {_names(losing.ranks)}"
+        text = f"{share:.2%} of segments were retransmitted, most of them between ranks {_names(losing.ranks)}"
         return _verdict(evidence, episode, "lossy_link", losing, paths, lambda path: path.resent, text)
     if _is_of_processors(evidence, episode, paths):
         return None
@@ -161,9 +163,9 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
 
 
 def _is_of_processors(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> bool:
-    """Return whether ranks that wait for a processor, or that a quota holds back, make the transfers long. Where what
-    is sent between nodes waits on its way, the link does."""
-    throttled_s = rise(evidence.counter("throttled_s"), episode, np.nanmax)  # one such rank keeps all others waiting
+    """Return whether transfers are long because ranks wait for a processor or are throttled. If data between nodes is
+    delayed on the way, the link is the cause."""
+    throttled_s = rise(evidence.counter("throttled_s"), episode, np.nanmax)  # one such rank delays all others
     waiting_s = sum(rise(evidence.counter(name), episode, np.nanmean) for name in ("queued_s", "exposed_queued_s"))
     if waiting_s + throttled_s <= OF_NOISE * episode.excess:
         return False
@@ -172,8 +174,8 @@ def _is_of_processors(evidence: RunEvidence, episode: Episode, paths: Sequence[P
 
 
 def _losing(paths: Sequence[Path]) -> Path | None:
-    """Return the path on which most segments were sent again, of those with two known ends if any did; None where they
-    are too few."""
+    """Return the path with the most retransmitted segments, if possible one with two known ends; None if they are too
+    few."""
     resent = sum(path.resent for path in paths)
     segments = sum(path.segments for path in paths)
     is_lossy = resent >= LOST_SEGMENTS and resent > LOST * segments
@@ -182,9 +184,10 @@ def _losing(paths: Sequence[Path]) -> Path | None:
 
 
 def _delays(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list[RunVerdict]:
-    """Return a link that delays what it carries, where that is too little beside the noise of the transfers: the small
-    exchange at a step's end shows it by itself, and what it costs is what transfers take longer on the whole. Within a
-    node no link delays anything, and ranks that a quota holds back answer late."""
+    """Return a verdict on a link with a delay that is below the transfers' noise: the small exchange at a step's end
+    shows it, and its cost is the increase of all transfers. Links within a node have no such delay, and ranks throttled
+    by a quota answer late."""
+    # Latencies within a node are those of processors, not of links.
     if len(set(evidence.nodes)) == 1:
         return []
     agreed_s = over_all_ranks(evidence.counter("agreed_s"), np.nanmin)
@@ -207,32 +210,34 @@ def _delays(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list
 
 
 def _latency_s(evidence: RunEvidence, episode: Episode) -> tuple[float, float]:
-    """Return by how much the small exchange at a step's end takes longer in an episode, and how long it usually takes:
-    on the rank that comes last to it."""
+    """Return (increase of the small exchange at a step's end in an episode, its usual time), on the rank that enters it
+    last."""
     agreed_s = over_all_ranks(evidence.counter("agreed_s"), np.nanmin)
     return rise(evidence.counter("agreed_s"), episode, np.nanmin), float(np.nan_to_num(np.nanpercentile(agreed_s, 25)))
 
 
 def _answers_later(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> bool:
-    """Return whether the latency has grown, and by more than a queue before a narrow link makes of it."""
+    """Return whether the latency has grown by more than the queue of a narrow link explains."""
     latency_s, usual_s = _latency_s(evidence, episode)
+    # A delay lengthens the small exchange by at least half of the round trips' growth; the queue of a narrow link has
+    # drained by then.
     one_way_s = max((path.rtt_s - path.usual_rtt_s for path in paths), default=0.0) / 2
     return latency_s > max(LATER_S, LATER * usual_s, one_way_s)
 
 
 def _delayed(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> RunVerdict | None:
-    """Return a link whose latency has grown; None where round trips do not show it."""
+    """Return a verdict on a link whose latency has grown; None if round trips do not show it."""
     latency_s, usual_s = _latency_s(evidence, episode)
     worst = max(paths, key=lambda path: path.rtt_s - path.usual_rtt_s, default=None)
-    # Ranks that wait for a processor delay exchanges too; a link is not to blame for that time.
+    # Ranks that wait for a processor also delay exchanges; that time is not the link's.
     names = ("queued_s", "exposed_queued_s")
     queued_s = sum(float(np.nan_to_num(evidence.counter(name)[episode.where]).mean()) for name in names)
     step_s = float(evidence.part(*evidence.parts_s)[episode.where].mean())
     is_loaded = queued_s > LOADED * step_s
     crosses = worst is not None and len(set(_ends(evidence, worst))) > 1
-    round_trips = 2 * (evidence.ranks - 1) if crosses and not is_loaded else 1  # of a ring's small all-reduce
+    round_trips = 2 * (evidence.ranks - 1) if crosses and not is_loaded else 1  # in a ring's small all-reduce
     shows_rtt = worst is not None and round_trips * (worst.rtt_s - worst.usual_rtt_s) >= OF_RTT * latency_s
-    may_hide_rtt = any(len(set(path.ranks)) == 1 for path in paths)  # a relay answers in the other end's place
+    may_hide_rtt = any(len(set(path.ranks)) == 1 for path in paths)  # a relay acknowledges instead of the other end
     if not shows_rtt and (is_loaded or not may_hide_rtt):
         return None
     now_s = latency_s + usual_s
@@ -267,19 +272,19 @@ def _verdict(
         sentences.append(f"the {slowest.axis} exchanges of ranks {_names(link)} have become slower")
     node = _node_of(evidence, paths, badness)
     found = verdict_of(evidence, episode, cause, *sentences, node=node, link=link)
-    # The load of the machine may hide what lost segments cost, while the newest steps still lose some.
+    # The machine's load may hide the cost of lost segments, while the newest steps still lose some.
     loses_still = cause == "lossy_link" and _resent(evidence)[-RECENT_STEPS:].sum() >= 1
     return replace(found, until_step=None) if loses_still else found
 
 
 def _resent(evidence: RunEvidence) -> Figures:
-    """Return the segments that all connections together sent again, (T,)."""
+    """Return the segments retransmitted on all connections together, (T,)."""
     whole: Figures = np.sum([np.nan_to_num(one.resent) for one in evidence.connections], axis=0)
     return whole
 
 
 def _always_lossy(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list[RunVerdict]:
-    """Return a link that has lost segments all along, so that no change shows it."""
+    """Return a verdict on a link that lost segments from the start, so that no change shows it."""
     if not len(step_s):
         return []
     first = int(np.argmax(_resent(evidence) > 0)) if evidence.connections else 0
@@ -289,14 +294,15 @@ def _always_lossy(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -
     is_costly = whole.excess > LEAST_SHARE * float(usual(step_s))
     if worst is None or not is_costly or worst.resent < 4 * max(LOST_SEGMENTS, LOST * worst.segments):
         return []
-    text = f"{worst.resent / worst.segments:.2%} of segments between ranks {_names(worst.ranks)} were sent again"
+    text = f"{worst.resent / worst.segments:.2%} of segments between ranks {_names(worst.ranks)} were retransmitted"
     return [_verdict(evidence, whole, "lossy_link", worst, paths, lambda path: path.resent, text)]
 
 
 def _node_of(evidence: RunEvidence, paths: Sequence[Path], badness: Callable[[Path], float]) -> int | None:
-    """Return the node that all bad paths lead to or from, where there are other nodes between which paths are well."""
+    """Return the node that all bad paths share, if paths between other nodes are good."""
     nodes = sorted(set(evidence.nodes))
     between = [path for path in paths if _ends(evidence, path)[0] != _ends(evidence, path)[1]]
+    # With two nodes every path between nodes leads to both, so neither can be singled out.
     if len(nodes) < 3 or not between:
         return None
     with_node = {node: [badness(path) for path in between if node in _ends(evidence, path)] for node in nodes}
@@ -316,7 +322,8 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 def find_retries(evidence: RunEvidence, steps_s: Mapping[int, float]) -> list[RunVerdict]:
-    """Return exchanges between replica groups that failed and were made again; `steps_s` is what these steps took."""
+    """Return a verdict on exchanges between replica groups that failed and were repeated. `steps_s`: the time of these
+    steps."""
     if not evidence.retried_steps:
         return []
     first = min(evidence.retried_steps)
@@ -330,7 +337,7 @@ def find_retries(evidence: RunEvidence, steps_s: Mapping[int, float]) -> list[Ru
             cost_s=lost_s / (last - first + 1),
             confidence=0.9,
             evidence=(
-                f"{len(evidence.retried_steps)} steps were made again because an exchange had failed, with all replica "
+                f"{len(evidence.retried_steps)} steps were repeated because an exchange had failed, with all replica "
                 "groups still there",
             ),
         )

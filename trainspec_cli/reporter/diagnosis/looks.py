@@ -1,4 +1,4 @@
-"""Deeper looks: which verdicts ask for one, at which rank, and what a look adds to its verdict."""
+"""Profiles of suspected ranks ("looks"): the verdicts that request one, the rank that it profiles, and its findings."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import replace
 from trainspec_cli.recipe.results.verdict import Cause, Look, LookOrder, RunVerdict
 
 MOST_LOOKS = 8
-"""Looks of a run, over all of its starts."""
+"""Most looks of a run, over all of its starts."""
 SAY_ALL: tuple[Cause, ...] = ("as_planned", "noise", "checkpoint_writing", "memory_leak", "memory_pressure")
-"""Causes that a look says nothing more of: they are no work of the steps, or a look takes what is short."""
+"""Causes that a look cannot explain: they are not work of the steps, or a look uses the resource that is short."""
 LINE_SHARE = 0.2
-"""A line is the place where so much of a rank's own time stands at it, outside of torch's operations."""
+"""A line of code is named if this fraction of a rank's own time outside of torch operations is spent on it."""
 
 
 def next_look(verdict: RunVerdict, nodes: Sequence[int], known: Sequence[LookOrder]) -> LookOrder | None:
-    """Return the look that a new verdict asks for; None where it asks for none, its place was looked at, or there were
-    enough of them. `nodes`: of each rank."""
-    # A look slows its rank for some steps, so a run makes few of them.
+    """Return the look that a new verdict requests; None if it requests none, its place was already profiled, or the run
+    had enough looks. `nodes`: the node of each rank."""
+    # A look slows its rank for some steps, so a run has few of them.
     if verdict.cause in SAY_ALL or len(known) >= MOST_LOOKS or any(one.place == verdict.place for one in known):
         return None
-    # The suspected rank looks at itself, or the first one of a node or a link, or of the run.
+    # The suspected rank profiles itself; otherwise the first rank of the node, link or run.
     looker = nodes.index(verdict.node) if verdict.node in nodes else 0
     if verdict.link:
         looker = verdict.link[0]
@@ -38,11 +38,11 @@ def next_look(verdict: RunVerdict, nodes: Sequence[int], known: Sequence[LookOrd
 
 
 def with_look(verdict: RunVerdict, looks: Sequence[Look]) -> RunVerdict:
-    """Return a verdict with what the newest look at its place has found."""
+    """Return a verdict with the findings of the newest look at its place."""
     look = next((one for one in reversed(looks) if one.order.place == verdict.place), None)
     if look is None:
         return verdict
-    # A line with a small share of the time is only where the sampling happened to land.
+    # A line with a small share of the time was sampled by chance.
     code = look.lines[0].position if look.lines and look.lines[0].share >= LINE_SHARE else None
     return replace(verdict, code=code, evidence=(*verdict.evidence, *_sentences(look, names_line=code is not None)))
 

@@ -1,4 +1,4 @@
-"""Memory that grows from step to step until none is left, and memory that is short already."""
+"""Find memory leaks, and memory that is already short."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from trainspec_cli.reporter.diagnosis.evidence import Figures, RunEvidence
 from trainspec_cli.run.recovery.watch import EIGHTHS, grows_steadily, slope_per_step
 
 SETTLING_STEPS = 10
-"""The first steps allocate what later ones reuse."""
+"""Number of first steps that allocate what later ones reuse."""
 LEAST_READINGS = 2 * EIGHTHS
 READINGS = 6 * EIGHTHS
-"""A leak is looked for in so many of the newest readings."""
+"""A leak is searched in windows of this many newest readings."""
 ALIKE = 0.5
-"""Where each of `EIGHTHS` readings in a row has grown by such a part of what they usually grow by, they are enough: a
-cache that fills grows ever less."""
+"""Few readings are enough if each eighth of them grew by at least this fraction of the mean growth; a filling cache
+grows less and less."""
 LEAST_LEAKING = 4
-"""Readings since a leak began by which its slope is known."""
+"""Readings since the start of a leak that determine its slope."""
 LEAST_GROWTH, LEAST_GROWTH_BYTES = 0.05, 32 * 2**20
-"""Memory that grows by less, as a fraction of what it was and in all, is no leak."""
+"""Memory that grows by less, relative to its size and in bytes, is no leak."""
 OUTLASTS_RUN = 2.0
-"""Memory that lasts for so many times the steps of the run is no leak worth a word: allocators keep a little more from
-step to step, and the growth is extrapolated from few readings."""
+"""A leak is not reported if memory lasts for this many times the run's steps: allocators keep slightly more from step
+to step, and the growth is extrapolated from few readings."""
 SWAPPED_BYTES = 16 * 2**20
 
 
@@ -40,7 +40,7 @@ def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
     for rank in np.flatnonzero(grown > LEAST_GROWTH_BYTES).tolist():
         if (leak := _leak_of(evidence, rank)) is not None:
             slopes[rank] = leak
-    # Ranks of one node share its memory: it ends when all of their growth together has used it up.
+    # Ranks of a node share its memory, so their growth adds up.
     of_node = defaultdict[int, float](float)
     for rank, (_, slope, _) in slopes.items():
         of_node[evidence.nodes[rank]] += slope
@@ -68,9 +68,9 @@ def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
 
 
 def _leak_of(evidence: RunEvidence, rank: int) -> tuple[int, float, float] | None:
-    """Return (first step, bytes a step, bytes so far) of a rank that leaks."""
+    """Return (first step, bytes per step, bytes so far) of a leaking rank."""
     steps, held = _readings(evidence, evidence.counter("rss_bytes")[:, rank])
-    # The longest window first: it tells a slow leak from noise; the short one finds a fast leak early.
+    # Try the longest window first: it separates a slow leak from noise; the short one finds a fast leak early.
     for count in sorted({min(READINGS, len(steps)), min(LEAST_READINGS, len(steps)), EIGHTHS}, reverse=True):
         if count > len(steps) or (count < LEAST_READINGS and not _grows_evenly(held[-count:])):
             continue
@@ -81,11 +81,11 @@ def _leak_of(evidence: RunEvidence, rank: int) -> tuple[int, float, float] | Non
         if grown_bytes > max(LEAST_GROWTH * recent[0], LEAST_GROWTH_BYTES) and grows_steadily(recent) and slope > 0:
             base = float(held[0])
             begun = int(np.argmax(held > base + LEAST_GROWTH_BYTES / 4))
-            leaking = slice(max(begun, len(held) - count), None)  # what was read before it began would flatten it
+            leaking = slice(max(begun, len(held) - count), None)  # readings before its start would flatten the slope
             if len(held[leaking]) >= LEAST_LEAKING:
                 slope = slope_per_step(steps[leaking].tolist(), held[leaking].tolist())
             before = max(0, leaking.start - 1)
-            if slope * (steps[-1] - steps[before]) > ALIKE * (held[-1] - held[before]):  # not one jump
+            if slope * (steps[-1] - steps[before]) > ALIKE * (held[-1] - held[before]):  # not a single jump
                 return int(steps[begun]), slope, float(held[-1] - base)
     return None
 
@@ -96,8 +96,7 @@ def _grows_evenly(held: Figures) -> bool:
 
 
 def _readings(evidence: RunEvidence, series: Figures) -> tuple[Figures, Figures]:
-    """Return the steps at which a state was read since a rank's work was changed last, and the readings: other work
-    takes other memory."""
+    """Return (steps, readings) of a state since the rank's work last changed: different work needs different memory."""
     begun = max([int(evidence.steps[0]), *(step for step in evidence.changed_steps if step <= evidence.steps[-1])])
     known = np.isfinite(series) & (evidence.steps > begun + SETTLING_STEPS)
     return evidence.steps[known].astype(np.float64), series[known]
@@ -109,7 +108,7 @@ def _last(series: Figures) -> float | None:
 
 
 def _pressure(evidence: RunEvidence) -> list[RunVerdict]:
-    """Return the ranks whose memory is swapped out, or whose GPU's allocator must give back what it holds."""
+    """Return verdicts on ranks whose memory is swapped out, or whose GPU allocator must release cached memory."""
     verdicts = []
     is_short = np.fmax.reduce(evidence.counter("swap_bytes"), axis=0) > SWAPPED_BYTES
     is_short |= np.nan_to_num(evidence.counter("allocator_retries")).any(axis=0)
@@ -122,7 +121,7 @@ def _pressure(evidence: RunEvidence) -> list[RunVerdict]:
             what = f"{format_bytes(float(np.nanmax(swapped)))} of rank {rank} are swapped out to disk"
         elif (retries > 0).sum() >= 3:
             since = int(np.argmax(retries > 0))
-            what = f"the allocator of rank {rank} gave back what it held in {(retries > 0).sum()} steps"
+            what = f"the allocator of rank {rank} released its cache in {(retries > 0).sum()} steps"
         else:
             continue
         verdicts.append(

@@ -1,8 +1,9 @@
-"""Ranks, or whole nodes, that take longer than they should for their own part of a step.
+"""Find ranks, or whole nodes, that take longer than expected for their own part of a step.
 
-All ranks end a step together, so the step's time tells nothing: a rank's own part does, which the others wait for. It
-is held against that of the ranks that do the same work, and, where there are none, against the rank's own past. The
-kernel's counters tell why: a quota, other processes on its processor, memory, or more work; what is left is the device.
+All ranks end a step together, so the step's time shows nothing; a rank's own part does, since the others wait for it.
+It is compared with that of ranks that do the same work or, if there are no such ranks, with the rank's past. The
+kernel's counters show the reason: a quota, other processes on its processor, memory, or more work; the remaining cause
+is the device.
 """
 
 from __future__ import annotations
@@ -37,78 +38,79 @@ from trainspec_cli.reporter.diagnosis.series import (
 )
 
 STOLEN_S = 8.0
-"""Other work takes a rank's processor for so long at least: it comes and goes."""
+"""Other processes must take a rank's processor for at least this many seconds, since their load comes and goes."""
 STOLEN_ALONE_S, OF_STOLEN = 3.0, 0.5
-"""So long is enough where the rank's peers lack a processor for no more than such a part of its excess."""
+"""This many seconds are enough if the rank's peers lack a processor for at most this fraction of its excess."""
 RELIEVED = 0.97
-"""A rank that has less than such a part of its peers' samples was given fewer."""
+"""A rank with less than this fraction of its peers' samples was given fewer."""
 LEFT_S = 60.0
-"""Other work that has left a rank or its processor again before so long was noise."""
+"""Other load that ended within this many seconds was noise."""
 LASTING_STEPS = 8
-"""An episode that no counter explains, and that ends in fewer steps, is no verdict: load of 5 steps shows in up to 7,
-since series are smoothed."""
+"""An episode without a counted reason that ends within fewer steps is not reported: since series are smoothed, load
+during 5 steps shows in up to 7."""
 STEADILY = 0.8
-"""Fraction of an episode's steps that are slow where it is one disturbance, not several that follow one another."""
+"""In one disturbance, as opposed to several in a row, at least this fraction of the steps is slow."""
 UNCOUNTED_STEPS = 6
-"""So many steps show what no counter does."""
+"""Number of slow steps that confirm a cause without a matching counter."""
 OF_PEERS = 0.4
-"""Where the peers' time without a processor rises by such a part of a rank's excess, the whole machine is loaded,
-unless that rank is always the last one."""
+"""If the peers' time without a processor rises by this fraction of a rank's excess, the whole machine is loaded, unless
+that rank is always last."""
 LOADED = 0.05
-"""The machine is loaded where ranks wait for a processor for such a part of a step."""
+"""The machine is loaded if ranks wait for a processor for this fraction of a step."""
 EXPLAINS = 0.4
-"""A counter explains an excess of which it is such a part."""
+"""A counter explains an excess if it is at least this fraction of it."""
 PAGES = 20.0
-"""Pages read back from disk in a step, beside which memory is short."""
+"""Memory is short if a step reads back this many pages from disk."""
 AS_SLOW = 0.5
-"""A peer is as slow as a rank whose excess it has such a part of."""
+"""A peer is as slow as a rank if it has this fraction of the rank's excess."""
 MORE_WORK = 0.5
-"""A rank with more work is as slow as that asks for, where the work's growth is such a part of the time's."""
+"""More work explains a slow rank if the work's increase is this fraction of the time's."""
 
 
 CHANCE = 1e-5
-"""A rank is always the last one where chance would make it so in fewer episodes than this (Hoeffding, 1963)."""
+"""A rank is always last if chance would make it so with less than this probability (Hoeffding, 1963)."""
 
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank that is slow in an episode; `cause` is what the counters say."""
+    """A rank that is slow in an episode, with the cause that its counters show."""
 
     rank: int
     episode: Episode
     cause: Cause
     why: str
     is_counted: bool = False
-    """The kernel has counted what holds the rank back: other work on the machine is not that."""
+    """True if the kernel counted the cause, which then is not other load on the machine."""
 
 
 class OwnTimes:
-    """The own parts of each rank's steps, and what they should be."""
+    """Each rank's own part of the steps, and its expected value."""
 
     def __init__(self, evidence: RunEvidence):
         self.evidence = evidence
-        # Garbage, and time without a processor, have causes of their own; left in, they would look like a slow device.
+        # Garbage collection and time without a processor have separate verdicts; included here, they would look like a
+        # slow device.
         gc_s = np.nan_to_num(evidence.counter("gc_s"))
         parts = [name for name in OWN_PARTS if name not in ("data_wait", "checkpoint")]
         throttled_s = np.nan_to_num(evidence.counter("throttled_s"))
         self.queued_s: Figures = np.maximum(0.0, np.nan_to_num(evidence.counter("queued_s")) - throttled_s)
-        """(T, R): time without a processor, which other processes had; a thread that a quota holds back waits, too."""
+        """(T, R): time that other processes had the processor; a thread throttled by a quota waits too."""
         self.own_s: Figures = np.maximum(0.0, evidence.part(*parts) - gc_s - self.queued_s)
-        """(T, R): without waiting for data or a processor, checkpoints and garbage collection, which are looked at by
-        themselves."""
+        """(T, R): own time without waiting for data or a processor, checkpoints and garbage collection, which have
+        separate verdicts."""
         self.step_s: Figures = np.median(evidence.part(*evidence.parts_s), axis=1)
         """(T,)"""
         self.usual_step_s = float(usual(self.step_s))
         self.knows_load = bool(np.isfinite(evidence.counter("queued_s")).any())
-        """The system counts the time for which a rank waits for a processor."""
+        """True if the system counts the time that a rank waits for a processor."""
         self.load_s = smoothed(np.median(self.queued_s, axis=1))
-        """(T,): how long the ranks wait for a processor, by their median. Programs that share processors share caches
-        and cores, too, so that what a rank computes takes longer by as much, now on one and now on another."""
-        # Where all ranks of a kind are on one node of several, a slow node makes them equally slow: their own kind
-        # would hide it, so they are also compared with what is usual among the others.
+        """(T,): the ranks' median wait for a processor. Programs that share processors also share caches and cores, so
+        computation takes longer by about as much, on varying ranks."""
+        # If all ranks of a kind are on one node, a slow node makes them equally slow, which a comparison within the
+        # kind would hide. They are therefore also compared with the usual level of the other ranks.
         expected = self.expect(self.own_s)
         shares = self.evidence.shares
-        if (shares > 1).any():  # a rank that the scheduler gives more samples than others may take longer by these
+        if (shares > 1).any():  # a rank with more samples by the scheduler may take proportionally longer
             with_share_s = self.expect(self.own_s / shares) * shares
             expected = np.where(shares > 1, np.maximum(expected, with_share_s), expected)
         kinds = np.array(self.evidence.kinds)
@@ -122,14 +124,15 @@ class OwnTimes:
         """(T, R)"""
 
     def expect(self, series: Figures) -> Figures:
-        """Return what each rank's figures should be: the median of the ranks that do the same work, of two the lower
-        one; of a rank alone what is usual of itself."""
+        """Return each rank's expected figures: the median of the ranks that do the same work (of two, the lower); for a
+        single rank its own usual level."""
         kinds = np.array(self.evidence.kinds)
         expected = np.empty_like(series)
         for kind in np.unique(kinds):
             of_kind = np.flatnonzero(kinds == kind)
             times = series[:, of_kind]
             if len(of_kind) > 1:
+                # Of two ranks the faster one is the reference: a median between both would hide the slow one.
                 middle = (len(of_kind) - 1) // 2
                 expected[:, of_kind] = np.partition(times, middle, axis=1)[:, middle : middle + 1]
             else:
@@ -137,8 +140,8 @@ class OwnTimes:
         return expected
 
     def expect_queued(self) -> Figures:
-        """Return how long each rank should wait for a processor: on a busy machine as long for each second that it
-        computes as its peers do. A rank with more to compute waits longer, though nothing is taken from it."""
+        """Return each rank's expected wait for a processor: on a busy machine, in proportion to its computing, as its
+        peers. A rank with more computation waits longer although nothing is taken from it."""
         processor_s = self.evidence.counter("cpu_s")
         of_peers_s = self.expect(np.nan_to_num(processor_s))
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -147,33 +150,34 @@ class OwnTimes:
         return expected
 
     def is_loaded(self, episode: Episode) -> bool:
-        """Return whether other programs, or other virtual machines, have had a part of the ranks' processors in an
-        episode."""
+        """Return whether other programs or virtual machines used the ranks' processors in an episode."""
         stolen_s = np.nan_to_num(self.evidence.counter("steal_s"))[episode.where]
         loaded_s = np.median(self.load_s[episode.where]) + np.median(stolen_s)
         return bool(loaded_s > LOADED * np.median(self.step_s[episode.where]))
 
     def is_always_last(self, rank: int, episode: Episode) -> bool:
-        """Return whether a rank ends its part of a step as the last of those that do the same work far more often in an
-        episode than by chance. The load of a whole machine strikes now one rank and now another."""
+        """Return whether a rank is the last of those that do the same work far more often in an episode than by chance.
+        The load of a whole machine hits varying ranks."""
         of_kind = np.flatnonzero(np.array(self.evidence.kinds) == self.evidence.kinds[rank])
         took_s = (self.own_s + self.queued_s)[episode.where][:, of_kind]
         more_often = float((of_kind[took_s.argmax(axis=1)] == rank).mean()) - 1 / len(of_kind)
         return more_often > 0 and math.exp(-2 * episode.steps * more_often**2) < CHANCE
 
     def limit(self, series: Figures | None = None) -> Figures:
-        """Return above what a series of seconds (T,) counts: a part of the steps around it, and beyond the noise of its
-        single steps."""
+        """Return the limit above which a series of seconds (T,) counts: a fraction of the surrounding steps, and more
+        than the noise of single steps."""
         noise = 0.0 if series is None else NOISE_FACTOR * float(deviation(series))
         return np.maximum(LEAST_SHARE * np.maximum(self.usual_step_s, smoothed(self.step_s)), noise)
 
 
 def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    """Return the ranks that are slower than the others that do the same work; whole nodes where all of theirs are."""
+    """Return verdicts on ranks that are slower than others with the same work; on the node if all of its ranks are."""
     slow = []
-    confirming_s = CONFIRMING_S if times.knows_load else STOLEN_S  # else it may be other work, which comes and goes
+    # Without a counted load, a slow rank may be other load, which comes and goes; confirm it for longer.
+    confirming_s = CONFIRMING_S if times.knows_load else STOLEN_S
     for rank, episode in _suspects(times, times.own_s - times.expected_s, confirming_s, times.load_s):
         found = explain(evidence, times, rank, episode)
+        # A counted reason, or a slow device on an idle machine, needs no long confirmation.
         at_once = found.is_counted or (found.cause == "slow_device" and not times.is_loaded(episode))
         if at_once or (episode.steadiness >= STEADY and episode.steps >= UNCOUNTED_STEPS):
             slow.append(found)
@@ -182,8 +186,8 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
         for one in slow
         if one.is_counted or lasts(evidence, times, one.rank, [o.episode for o in slow if o.rank == one.rank])
     ]
-    # On a loaded machine other programs share caches and memory with a rank now and then. What has no counted reason
-    # and soon goes away is such a visit, not a slow device.
+    # On a loaded machine other programs temporarily share caches and memory with a rank. A short slowdown without a
+    # counted reason is such load, not a slow device.
     unexplained = [one for one in slow if not one.is_counted and one.cause in ("slow_device", "host_bound")]
     visits = []
     for rank in {one.rank for one in unexplained}:
@@ -197,15 +201,16 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 
 def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[Episode]) -> bool:
-    """Return whether a rank is still slow, was slow for some time, or is slow again and again. Shorter episodes that no
-    counter explains are other work of the machine, about which a user can do nothing. A rank to which the scheduler has
-    given fewer samples is still slow, though no other rank waits for it any more."""
+    """Return whether a rank is still slow, was slow for some time, or is slow repeatedly. Shorter episodes without a
+    counted reason are other load on the machine, which a user cannot change. A rank that got fewer samples from the
+    scheduler is still slow, although no other rank waits for it any more."""
     is_slow = np.zeros(len(evidence.steps), dtype=np.bool_)
     is_relieved = evidence.shares[:, rank] < RELIEVED
     for episode in of_rank:
         if until(evidence, episode) is None:
             return True
         is_slow[episode.where] = episode.steadiness >= STEADILY
+        # A rank with fewer samples no longer looks slow, so its relieved steps extend the episode.
         later = is_relieved[episode.last + 1 :]
         begun = int(np.argmax(later)) if later[: GAP_STEPS + 1].any() else len(later)
         ended = begun + int(np.argmin(np.append(later[begun:], False)))
@@ -214,6 +219,7 @@ def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[E
     least_s = STOLEN_S if is_loaded or not times.knows_load else STOLEN_ALONE_S
     if not is_slow.any():
         return False
+    # Stretches of slow steps begin at even positions of `edges` and end at odd ones.
     edges = np.flatnonzero(np.diff(np.concatenate([[False], is_slow, [False]]).astype(np.int8)))
     longest = edges[::2][np.argmax(edges[1::2] - edges[::2])]
     in_a_row = slice(longest, longest + np.max(edges[1::2] - edges[::2]))
@@ -225,7 +231,7 @@ def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[E
 
 
 def _came_to_stay(evidence: RunEvidence, times: OwnTimes, of_rank: Sequence[Episode]) -> bool:
-    """Return whether a rank is still slow, or was so for long and most of the time since it first was."""
+    """Return whether a rank is still slow, or was slow for long and most of the time since the first episode."""
     first = of_rank[0]
     last = of_rank[-1]
     span_s = times.step_s[first.first : last.last + 1].sum()
@@ -234,17 +240,18 @@ def _came_to_stay(evidence: RunEvidence, times: OwnTimes, of_rank: Sequence[Epis
 
 
 def _stolen(evidence: RunEvidence, times: OwnTimes) -> Iterator[Slow]:
-    """Yield the ranks whose processors other processes have; `noise` where these have left again before long."""
+    """Yield the ranks whose processors are used by other processes; `noise` if only for a short time."""
     of_all_peers_s = times.expect_queued()
     found: list[tuple[int, Episode]] = []
     for rank, episode in _suspects(times, times.queued_s - of_all_peers_s, STOLEN_ALONE_S):
         of_peers_s = of_all_peers_s[:, rank]
         level_s = float(np.median(of_peers_s[episode.where]))
         lasts = level_s <= OF_STOLEN * episode.excess or times.step_s[episode.where].sum() >= STOLEN_S
+        # If the peers wait longer too, the load is the whole machine's, and no single rank is to blame.
         is_alone = level_s - usual(of_peers_s) < OF_PEERS * episode.excess or times.is_always_last(rank, episode)
         if episode.steadiness >= STEADY and lasts and is_alone:
             found.append((rank, episode))
-    last = dict(found)  # of each rank
+    last = dict(found)  # for each rank
     for rank, episode in found:
         why = f"other processes have its processor for {milliseconds(episode.excess)} more of each step than its peers'"
         span = slice(episode.first, last[rank].last + 1)
@@ -255,8 +262,9 @@ def _stolen(evidence: RunEvidence, times: OwnTimes) -> Iterator[Slow]:
 def _suspects(
     times: OwnTimes, excess_s: Figures, confirming_s: float, least_s: Figures | float = 0.0
 ) -> Iterator[tuple[int, Episode]]:
-    """Yield the ranks and the episodes in which a series (T, R) of theirs lies above its limit and `least_s`."""
-    confirming_steps = CONFIRMING_STEPS + int(math.log10(excess_s.shape[1]) / 2)  # chance has more ranks to strike
+    """Yield (rank, episode) where the rank's series (T, R) is above its limit and `least_s`."""
+    # With more ranks, chance hits one of them more often.
+    confirming_steps = CONFIRMING_STEPS + int(math.log10(excess_s.shape[1]) / 2)
     above = (excess_s > LEAST_SHARE * times.usual_step_s).sum(axis=0)
     for rank in np.flatnonzero(above >= confirming_steps).tolist():
         series = excess_s[:, rank]
@@ -266,16 +274,16 @@ def _suspects(
 
 
 def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> Slow:
-    """Return why a rank is slow in an episode, by how its counters differ from its peers'."""
+    """Return why a rank is slow in an episode, from the difference of its counters to those of its peers."""
     excess_s = episode.excess
-    # Ranks that are just as slow would hide what sets this one apart.
+    # Leave out peers that are just as slow: they would hide the difference.
     peers = _peers(evidence, times, rank, episode)
 
     def more(name: str) -> float:
         return _difference(evidence.counter(name), rank, peers, episode)
 
     if more("throttled_s") > EXPLAINS * excess_s:
-        why = f"a quota holds its control group back for {milliseconds(more('throttled_s'))} a step"
+        why = f"a quota throttles its control group for {milliseconds(more('throttled_s'))} a step"
         return Slow(rank, episode, "slow_device", why, is_counted=True)
     if more("major_faults") > PAGES or more("memory_stall_s") > EXPLAINS * excess_s:
         why = f"it reads {more('major_faults'):.0f} more pages back from disk in a step than others"
@@ -294,7 +302,7 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
 
 
 def _peers(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> list[int]:
-    """Return the ranks that do the same work, without those that are as slow: they say nothing of what is usual."""
+    """Return the ranks that do the same work, without those that are as slow, which do not show the usual level."""
     inside = episode.where
     excess_s = np.median(times.own_s[inside] - times.expected_s[inside], axis=0)
     of_kind = (other for other in range(evidence.ranks) if evidence.kinds[other] == evidence.kinds[rank])
@@ -304,8 +312,8 @@ def _peers(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) 
 def _more_work(
     evidence: RunEvidence, times: OwnTimes, rank: int, peers: Sequence[int], episode: Episode
 ) -> float | None:
-    """Return by which fraction a rank has more work than its peers in those steps of an episode in which it is slow,
-    where that explains its time."""
+    """Return how much more work, as a fraction, a rank has than its peers in the slow steps of an episode, if that
+    explains its time."""
     if not peers:
         return None
     late_s = (times.own_s - times.expected_s)[episode.where, rank]
@@ -321,8 +329,8 @@ def _more_work(
 
 
 def _difference(series: Figures, rank: int, peers: Sequence[int], episode: Episode) -> float:
-    """Return by how much a rank's counter is above its peers' median in an episode, or, where it has none, above its
-    own outside it; NaN where it is not known."""
+    """Return how much a rank's counter exceeds its peers' median in an episode, or without peers its own level outside
+    of it; NaN if unknown."""
     inside = mean_known(series[episode.where, rank])
     if peers:
         others = means_known(series[episode.where][:, list(peers)])
@@ -335,8 +343,8 @@ def _difference(series: Figures, rank: int, peers: Sequence[int], episode: Episo
 
 
 def _verdicts(evidence: RunEvidence, times: OwnTimes, slow: list[Slow]) -> list[RunVerdict]:
-    """Return a verdict for each node whose ranks are all slow, and for each rank of the others. Where that is every
-    node, it is none of a node: `find_common_slowness` looks at those."""
+    """Return a verdict for each node whose ranks are all slow, and for each slow rank of the others. If all nodes are
+    slow, no node is blamed: `find_common_slowness` covers that."""
     verdicts = []
     of_nodes = list[Slow]()
     sizes = Counter(evidence.nodes)
@@ -344,7 +352,7 @@ def _verdicts(evidence: RunEvidence, times: OwnTimes, slow: list[Slow]) -> list[
         of_node = [one for one in slow if evidence.nodes[one.rank] == node]
         longest = max(of_node, key=lambda one: one.episode.steps)
         shared = [one for one in of_node if one.episode.covers(longest.episode) > 0.5]
-        # One rank that is well shows that the node itself is; a node alone, or of one rank, has none to compare with.
+        # One healthy rank shows that its node is healthy; a single node, or a node with one rank, has no comparison.
         if sizes[node] > 1 and len(sizes) > 1 and len({one.rank for one in shared}) == sizes[node]:
             of_nodes += shared
             verdicts.append(_node_verdict(evidence, node, shared))
@@ -362,7 +370,7 @@ def _verdicts(evidence: RunEvidence, times: OwnTimes, slow: list[Slow]) -> list[
 
 
 def _node_verdict(evidence: RunEvidence, node: int, shared: Sequence[Slow]) -> RunVerdict:
-    """Return the verdict on a node, by the episodes that all of its ranks share."""
+    """Return the verdict on a node, from the episodes that all of its ranks share."""
     causes = [one.cause for one in shared]
     often: Cause = max(sorted(set(causes)), key=causes.count)
     first = min(shared, key=lambda one: one.episode.first)

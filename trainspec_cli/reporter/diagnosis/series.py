@@ -1,8 +1,8 @@
-"""When a series is higher than it should be, and what counters and connections show at that time.
+"""Find episodes of a series that is too high, and what counters and connections show in them.
 
-A series is smoothed against single outliers, held against its own noise, and confirmed. The noise is taken from the
-differences of neighbouring steps, which a change of level leaves alone however much of the series lies behind it (a
-median absolute deviation from the series' median would count half of a long change as noise).
+A series is smoothed against single outliers, compared with its noise, and confirmed. The noise is estimated from the
+differences of neighbouring steps, which a change of level does not affect (a median absolute deviation from the series'
+median would count half of a long change as noise).
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from trainspec_cli.recipe.results.verdict import Cause, RunVerdict
 from trainspec_cli.reporter.diagnosis.evidence import Connection, Figures, RunEvidence
 
 LEAST_SHARE = 0.1
-"""Causes that cost less than this part of a step are not reported."""
+"""Causes that cost less than this fraction of a step are not reported."""
 STEADY = 0.6
-"""Fraction of an episode's steps that are slow where other work could be the reason."""
+"""Fraction of an episode's steps that must be slow if other load could be the reason."""
 SMOOTHED_STEPS = 5
 CONFIRMING_STEPS = 3
-"""A series lies above its limit in so many steps in a row, at least."""
+"""A series must be above its limit for at least this many steps in a row."""
 CONFIRMING_S = 1.0
-"""And for so long: other work of the machine that is over sooner slows no run."""
+"""And for at least this many seconds: shorter load on the machine does not matter."""
 GAP_STEPS = 4
-"""Steps below the limit between two episodes that count as one."""
+"""Two episodes with at most this many steps between them count as one."""
 NOISE_FACTOR = 2.5
-"""Standard deviations of a single step; the smoothed series has about half of these."""
+"""In standard deviations of a single step; those of the smoothed series are about half as large."""
 TO_DEVIATION = 1.4826
-"""A median absolute deviation times this is the standard deviation of what is normally distributed."""
+"""Standard deviation of a normal distribution over its median absolute deviation."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """Steps from index `first` to index `last`, both included, in which a series lies above its limit."""
+    """Steps from index `first` to index `last`, inclusive, with a series above its limit."""
 
     first: int
     last: int
     excess: float
     """Their median."""
     steadiness: float
-    """The fraction of them that lie above the limit without smoothing."""
+    """The fraction of the steps above the limit without smoothing."""
 
     @property
     def steps(self) -> int:
@@ -54,25 +54,25 @@ class Episode:
         return slice(self.first, self.last + 1)
 
     def covers(self, other: Episode) -> float:
-        """Return the fraction of the shorter one's steps that both have."""
+        """Return the fraction of the shorter episode's steps that both have."""
         common = min(self.last, other.last) - max(self.first, other.first) + 1
         return max(0, common) / min(self.steps, other.steps)
 
 
 def smoothed(series: Figures, steps: int = SMOOTHED_STEPS) -> Figures:
-    """Return the running median over so many steps (an odd number) along the first axis; the ends repeat."""
+    """Return the running median over `steps` steps (an odd number) along the first axis; the ends are repeated."""
     half = steps // 2
     if len(series) < steps:
         return np.repeat(np.median(series, axis=0)[None], len(series), axis=0) if len(series) else series
-    # The ends are repeated so that a change in the newest steps is not lost.
+    # Repeat the ends, so that a change in the newest steps is not lost.
     padded = np.concatenate([np.repeat(series[:1], half, 0), series, np.repeat(series[-1:], half, 0)])
-    # A partition finds the median without a full sort, and this runs over all ranks and steps.
+    # This runs over all ranks and steps, and a partition finds the median without a full sort.
     middle: Figures = np.partition(sliding_window_view(padded, steps, axis=0), half, axis=-1)[..., half]
     return middle
 
 
 def deviation(series: Figures) -> Figures:
-    """Return the standard deviation of single steps along the first axis, by the differences of neighbours."""
+    """Return the standard deviation of single steps along the first axis, from the differences of neighbours."""
     if len(series) < 2:
         return np.zeros(series.shape[1:])
     spread: Figures = TO_DEVIATION * np.median(np.abs(np.diff(series, axis=0)), axis=0) / np.sqrt(2)
@@ -80,8 +80,8 @@ def deviation(series: Figures) -> Figures:
 
 
 def usual(series: Figures) -> Figures:
-    """Return what a series is when nothing disturbs it: the lower quartile of the smoothed one, which half a run of
-    disturbance leaves alone."""
+    """Return the undisturbed level of a series: the lower quartile of the smoothed series, which a disturbance of half
+    the run does not affect."""
     level: Figures = np.percentile(smoothed(series), 25, axis=0)
     return level
 
@@ -94,7 +94,7 @@ def find_episodes(
     edges = np.flatnonzero(np.diff(np.concatenate([[False], above, [False]]).astype(np.int8)))
     joined: list[tuple[int, int]] = []
     for first, last in zip(edges[::2].tolist(), (edges[1::2] - 1).tolist(), strict=True):
-        # A slow device is fast in some step by chance; one disturbance must not be reported as many.
+        # A slow device is fast in some steps by chance, and one disturbance should not be reported as many.
         if joined and first - joined[-1][1] <= GAP_STEPS:
             joined[-1] = joined[-1][0], last
         else:
@@ -109,12 +109,14 @@ def find_episodes(
 
 
 def until(evidence: RunEvidence, episode: Episode) -> int | None:
-    """Return the last step of an episode; None where it may go on."""
+    """Return the last step of an episode; None if it may continue."""
+    # Smoothing repeats the ends, so the newest steps do not show an end yet.
     return None if episode.last >= len(evidence.steps) - 2 else int(evidence.steps[episode.last])
 
 
 def confidence(episode: Episode) -> float:
-    """Return how sure an episode is: how many of its steps show it, and more of them the surer."""
+    """Return the confidence in an episode, which grows with the fraction of steps that show it and with their
+    number."""
     return round(min(0.99, episode.steadiness * (1 - 0.5 / episode.steps)), 2)
 
 
@@ -127,7 +129,7 @@ def verdict_of(
     node: int | None = None,
     link: tuple[int, ...] | None = None,
 ) -> RunVerdict:
-    """Return a verdict for an episode: since when it lasts, what it costs and how sure it is follow from that."""
+    """Return a verdict for an episode, which determines its start, cost and confidence."""
     return RunVerdict(
         cause=cause,
         rank=rank,
@@ -147,7 +149,7 @@ def mean_known(values: Figures) -> float:
 
 
 def means_known(values: Figures) -> Figures:
-    """Return the mean over the first axis of what is known; NaN where nothing is."""
+    """Return the mean of the known values over the first axis; NaN if none is known."""
     known = np.isfinite(values)
     counts = known.sum(axis=0)
     with np.errstate(invalid="ignore"):
@@ -159,12 +161,12 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
 
 
-# What the connections between two ranks show in an episode, and by how much counters of all ranks rise in it.
+# What the connections between two ranks show in an episode, and how much the counters of all ranks rise.
 
 
 OVERFLOW, QUEUED_S, QUEUED = 0.05, 2e-3, 4.0
-"""A queue before a narrow link drops what it cannot hold: no larger part of the segments, while round trips take so
-much longer and so many times as long as usual. A link that loses segments has no queue."""
+"""The full queue of a narrow link drops at most this fraction of the segments, while round trips take this many seconds
+and times longer. A lossy link has no queue."""
 
 Pair = tuple[int, int]
 
@@ -176,26 +178,26 @@ class Path:
     ranks: Pair
     resent: float
     resent_later: float
-    """Of them those of the episode's later half."""
+    """Retransmitted segments in the second half of the episode."""
     segments: float
     segments_later: float
     timeouts: float
     rate: float
-    """Bytes a second while anything was under way; 0 where it is not known."""
+    """Bytes per second while data was in flight; 0 if unknown."""
     usual_rate: float
     """The same at other times."""
     rtt_s: float
     usual_rtt_s: float
 
     def has_queue(self, least_s: float = QUEUED_S) -> bool:
-        """Return whether what is sent waits on its way: round trips take far longer than at other times, and `least_s`
-        longer."""
+        """Return whether data waits in a queue: round trips take much longer than at other times, and at least
+        `least_s` longer."""
         return self.rtt_s > max(self.usual_rtt_s + least_s, QUEUED * self.usual_rtt_s)
 
     @property
     def overflows(self) -> bool:
-        """Whether what was sent again was dropped by a queue that is full: TCP fills it to find the link's rate, and
-        fills it most while the link has just become narrow."""
+        """Return whether retransmitted segments were dropped by a full queue: TCP fills it to find the link's rate,
+        most of all just after the link became narrow."""
         of_later = self.resent_later <= OVERFLOW * self.segments_later
         return self.has_queue() and (of_later or self.resent <= OVERFLOW * self.segments)
 
@@ -212,7 +214,7 @@ def _path(ranks: Pair, connections: Sequence[Connection], episode: Episode) -> P
     inside = np.zeros(len(connections[0].sent_bytes), dtype=bool)
     inside[episode.where] = True
     later = inside.copy()
-    # A narrow link drops most while TCP still looks for its rate; a lossy one goes on losing.
+    # A narrow link drops most while TCP searches for its rate; a lossy link keeps losing segments.
     later[: episode.first + episode.steps // 2] = False
 
     def total(name: str, where: Figures | np.ndarray = inside) -> float:
@@ -241,7 +243,7 @@ def _path(ranks: Pair, connections: Sequence[Connection], episode: Episode) -> P
 
 
 def rise(series: Figures, episode: Episode, over_ranks: Callable[..., Figures]) -> float:
-    """Return by how much a counter of all ranks is above its usual level in an episode; 0 where it is not known."""
+    """Return how much a counter over all ranks is above its usual level in an episode; 0 if unknown."""
     whole = over_all_ranks(series, over_ranks)
     inside = whole[episode.where]
     if not np.isfinite(inside).any():
@@ -250,7 +252,7 @@ def rise(series: Figures, episode: Episode, over_ranks: Callable[..., Figures]) 
 
 
 def over_all_ranks(series: Figures, over_ranks: Callable[..., Figures]) -> Figures:
-    """Return a counter (T,) over all ranks; NaN where a rank's is not known, 0 throughout where none is."""
+    """Return a counter (T,) summed over all ranks; NaN where a rank's is unknown, 0 everywhere if none is known."""
     if not np.isfinite(series).any():
         return np.zeros(len(series))
     whole = np.full(len(series), np.nan)

@@ -1,9 +1,9 @@
-"""The steps of all ranks as a trace that Perfetto and chrome://tracing open, on the first node's clock.
+"""Draw the steps of all ranks as a trace for Perfetto and chrome://tracing, on the first node's clock.
 
-Of a step the seconds of each part are known, not their order: they are drawn one after another in the order of
-`PARTS`. Nodes' clocks differ; how far they are apart is measured by the exchange that ends each step. No rank leaves it
-before the last one has entered it, and all leave it within the time that it takes from then on: the differences of the
-times at which they left, each by its node's clock, are those of the clocks, but for that time.
+The seconds of each part of a step are known, but not their order; they are drawn in the order of `PARTS`. The offset
+between nodes' clocks is measured by the exchange that ends each step: no rank leaves it before the last one has
+entered, and all leave it within the time that it takes from then on. The difference of the times at which two ranks
+left, by their nodes' clocks, is thus the difference of the clocks, to within that time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainspec_cli.run.folder.events import read_sound
 from trainspec_cli.run.folder.paths import RunDir
 
 NEWEST_STEPS = 2000
-"""Older steps are left out: a trace is to be looked at."""
+"""Number of newest steps in a trace; older ones are left out to keep it readable."""
 US = 1e6
 
 
@@ -34,15 +34,15 @@ class ClockOffset:
     node: int
     offset_s: float
     error_s: float | None
-    """None where no exchange shows it; the offset is 0 then."""
+    """None if no exchange shows it; the offset is then 0."""
     exchanges: int
-    """Exchanges that show it."""
+    """Number of exchanges that show it."""
 
 
 def clock_offsets(nodes: Sequence[int], left: Sequence[Mapping[int, tuple[float, float]]]) -> tuple[ClockOffset, ...]:
-    """Return the offsets of all nodes. `left` holds for each rank, by step, when it left the exchange that ends the
-    step (Unix seconds by its node's clock), and the shortest such exchange of these steps, waiting included."""
-    # Of a node's ranks the first one to leave counts: others may have waited for a processor.
+    """Return the offsets of all nodes. `left` has for each rank, by step, when it left the exchange that ends the step
+    (Unix seconds by its node's clock), and the shortest such exchange of these steps, waiting included."""
+    # Use a node's first rank to leave, since others may have waited for a processor.
     of_node: dict[int, dict[int, tuple[float, float]]] = {node: {} for node in nodes}
     for node, of_rank in zip(nodes, left, strict=True):
         for step, found in of_rank.items():
@@ -58,14 +58,14 @@ def clock_offsets(nodes: Sequence[int], left: Sequence[Mapping[int, tuple[float,
             continue
         middle, deviation = spread([here[step][0] - there[step][0] for step in common])
         transfer_s = median(min(here[step][1], there[step][1]) for step in common)
-        # A median is off by 1.2533 standard deviations over the root of their number.
+        # The standard error of a median is 1.2533 standard deviations over the square root of the number of samples.
         error_s = transfer_s + 1.2533 * deviation / len(common) ** 0.5
         offsets.append(ClockOffset(node, middle, error_s, len(common)))
     return tuple(offsets)
 
 
 def trace_run(run: RunDir, shape: RunShape, verdicts: Sequence[RunVerdict]) -> JsonObject:
-    """Return the trace: a process for each node, a thread for each rank, and the clocks' offsets beside it."""
+    """Return the trace (a process for each node, a thread for each rank) and the clocks' offsets."""
     events = [list(read_sound(path)) for path in event_paths(run, shape)]
     counted = [[event for event in of_rank if isinstance(event, CountersEvent)] for of_rank in events]
     left = [{one.step: (one.left_at, one.agreed_s) for one in of_rank if one.left_at} for of_rank in counted]
@@ -84,7 +84,7 @@ def trace_run(run: RunDir, shape: RunShape, verdicts: Sequence[RunVerdict]) -> J
         node = shape.nodes[rank]
         drawn += _draw_rank(of_rank, rank, node, ahead_s[node], newest - NEWEST_STEPS)
     for verdict in verdicts:
-        # A verdict is marked where it begins, on its rank, or on the first one.
+        # Mark a verdict at its start, on its rank or on the first one.
         rank = verdict.rank if verdict.rank is not None else (verdict.link or (0,))[0]
         steps = (event for event in events[rank] if isinstance(event, StepEvent))
         begin = next((event.time for event in steps if event.step >= verdict.since_step), None)
@@ -97,7 +97,7 @@ def trace_run(run: RunDir, shape: RunShape, verdicts: Sequence[RunVerdict]) -> J
 
 
 def _draw_rank(events: Sequence[Event], rank: int, node: int, ahead_s: float, after: int) -> Iterator[JsonObject]:
-    """Yield a rank's steps after `after` with their parts, its counters, and its stalls."""
+    """Yield a rank's steps after `after` with their parts, its counters and its stalls."""
     place: JsonObject = {"pid": node, "tid": rank}
     for event in events:
         at = (event.time - ahead_s) * US

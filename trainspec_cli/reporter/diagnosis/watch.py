@@ -1,4 +1,4 @@
-"""The diagnosis of a run that goes on: verdicts are written and reported when they are found, and when they end."""
+"""Diagnose a run in progress: verdicts are written and reported when they are found and when they end."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from trainspec_cli.run.folder.paths import RunDir
 SUPERVISOR = -1
 REMEMBERED_STEPS = 512
 LOOK_S, COST_SHARE, LONGEST_S = 1.0, 5e-3, 5.0
-"""A look is taken so often at most, and so seldom that looking takes this share of a processor, but every 5 s."""
+"""The diagnosis runs at most this often, and rarely enough to use at most this share of a processor, but at least every
+5 s."""
 SEEN_TWICE = 2
-"""Looks in a row that show a verdict, before it is reported."""
+"""A verdict is reported after this many diagnoses in a row."""
 
 
 class DiagnosisWatch:
-    """`look` is to be called again and again; a run needs none of it to go on."""
+    """Diagnoses repeatedly: call `update` regularly. The run does not depend on it."""
 
     def __init__(
         self,
@@ -33,33 +34,33 @@ class DiagnosisWatch:
         ask: Callable[[LookOrder], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`ask` asks the suspected rank for a deeper look because of a new verdict; None: no rank is asked."""
+        """`ask` asks the suspected rank to profile itself because of a new verdict; None: never ask."""
         self._run = run
         self._clock = clock
         self._ask = ask
         self._orders: list[LookOrder] | None = None
-        """The looks of the run so far; None until one is to be asked for."""
+        """The looks of the run so far; None until the first one is needed."""
         self._reader: RunReader | None = None
         self._due_s = clock() + LOOK_S
         self._is_over = False
         self._seen: dict[tuple[object, ...], int] = {}
         self._reported: dict[tuple[object, ...], RunVerdict] = {}
 
-    def look(self, report: Callable[[VerdictEvent], None]) -> None:
-        """Take in what is new; `report` hears of each verdict that was found, or is over. Where that
-        fails, of a damaged file, say, nothing more is looked for."""
+    def update(self, report: Callable[[VerdictEvent], None]) -> None:
+        """Read new events, and call `report` for each verdict that was found or ended. After a failure, such as a
+        damaged file, the diagnosis stops."""
         if self._is_over or self._clock() < self._due_s:
             return
         began_s = time.thread_time()
         try:
-            self._look(report)
-        except Exception:  # no training ends for want of a diagnosis; `trainspec diagnose` says what is wrong
+            self._diagnose(report)
+        except Exception:  # a failing diagnosis must not end the training; `trainspec diagnose` reports what is wrong
             self._is_over = True
-        # The supervisor shares the node with the workers: looking must not slow what it looks at.
+        # The supervisor shares the node with the workers, so the diagnosis must not slow them.
         cost_s = time.thread_time() - began_s
         self._due_s = self._clock() + min(LONGEST_S, max(LOOK_S, cost_s / COST_SHARE))
 
-    def _look(self, report: Callable[[VerdictEvent], None]) -> None:
+    def _diagnose(self, report: Callable[[VerdictEvent], None]) -> None:
         if self._reader is None:
             self._reader = RunReader(self._run, shape_of(self._run), REMEMBERED_STEPS)
         self._reader.read()
@@ -67,11 +68,12 @@ class DiagnosisWatch:
         going_on = {place: one for place, one in found.items() if one.until_step is None}
         self._seen = {place: self._seen.get(place, 0) + 1 for place in going_on}
         for place, one in going_on.items():
-            # One look may catch a passing load of the machine; a hang was confirmed by the ranks themselves.
+            # A single diagnosis may see temporary load on the machine; hangs were already confirmed by the ranks.
             if place not in self._reported and (self._seen[place] >= SEEN_TWICE or one.cause == "hang"):
                 self._reported[place] = one
                 self._write(one, report, is_over=False)
-                self._look_deeper(one, self._reader)
+                self._request_look(one, self._reader)
+            # Report again once a look has found the line of code.
             elif place in self._reported and one.code and not self._reported[place].code:
                 self._reported[place] = one
                 self._write(one, report, is_over=False)
@@ -80,11 +82,11 @@ class DiagnosisWatch:
             ended = found.get(place) or replace(known, until_step=self._reader.step)
             self._write(ended, report, is_over=True)
 
-    def _look_deeper(self, verdict: RunVerdict, reader: RunReader) -> None:
-        """Ask a rank for a deeper look at what a new verdict names."""
+    def _request_look(self, verdict: RunVerdict, reader: RunReader) -> None:
+        """Ask a rank to profile what a new verdict names."""
         if self._ask is None:
             return
-        if self._orders is None:  # each look of an earlier start has left a trace, which says what it was asked for
+        if self._orders is None:  # looks of earlier starts left traces, which name what was profiled
             traces = [read_object(path)["order"] for path in sorted(self._run.looks_folder.glob("*.json"))]
             self._orders = [read_record(LookOrder, order) for order in traces if isinstance(order, dict)]
         if (order := next_look(verdict, reader.shape.nodes, self._orders)) is not None:

@@ -1,1 +1,1 @@
-"""Pages that need nothing else: charts are inline, light and dark follow the reader's system."""
+"""Self-contained HTML pages with inline charts; light or dark follows the reader's system."""

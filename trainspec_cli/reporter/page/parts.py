@@ -1,4 +1,4 @@
-"""The parts that all pages share: the page itself, its sections, tables, tiles and bars. Every text is escaped here."""
+"""Building blocks of all pages: the page, sections, tables, tiles and bars. Every text is escaped here."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ STYLE = Path(__file__).with_name("page.css")
 
 @dataclass(frozen=True)
 class PageOrigin:
-    """The origin of a page, or of what it shows."""
+    """The origin of a page or of its data."""
 
     date: str
-    """The day, as 2026-11-23."""
+    """The date, as 2026-11-23."""
     version: str
     command: str
-    """As it was typed."""
+    """The command as typed."""
 
 
 def render_page(title: str, body: str, footer: str) -> str:
-    """Return a whole page of drawn parts. Whatever the values hold, the page holds no invisible characters."""
-    # Run folders may be a stranger's; a name with invisible characters could pass for another.
+    """Return a whole page with the drawn body. The page has no invisible characters, whatever the values contain."""
+    # Run folders may be untrusted; a name with invisible characters could imitate another name.
     return printable(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -39,7 +39,7 @@ def heading(title: str, text: str = "") -> str:
 
 
 def note(text: str) -> str:
-    """A paragraph in the softer colour; nothing where there is no text."""
+    """Return a paragraph in the softer colour; empty without text."""
     return f'<p class="soft">{escape(text)}</p>' if text else ""
 
 
@@ -55,12 +55,12 @@ def section(title: str, text: str, content: str) -> str:
 
 
 def details(summary: str, content: str) -> str:
-    """A section that is closed at first."""
+    """Return a collapsed section."""
     return f"<section><details><summary>{escape(summary)}</summary>{content}</details></section>"
 
 
 def tiles(figures: Sequence[tuple[str, str, str]]) -> str:
-    """Draw (name, value, what else there is to say) as tiles."""
+    """Draw (name, value, detail) as tiles."""
     drawn = (
         f"<div class=tile><span>{escape(n)}</span><b>{escape(v)}</b><span>{escape(b)}</span></div>"
         for n, v, b in figures
@@ -69,7 +69,7 @@ def tiles(figures: Sequence[tuple[str, str, str]]) -> str:
 
 
 def bar_rows(rows: Sequence[tuple[str, str, str]]) -> str:
-    """Draw (name, bar, value) in rows; the bar is drawn already."""
+    """Draw rows of (name, bar as SVG, value)."""
     drawn = (
         f'<div class="row"><span>{escape(name)}</span>{bar}<span class="number">{escape(value)}</span></div>'
         for name, bar, value in rows
@@ -78,7 +78,7 @@ def bar_rows(rows: Sequence[tuple[str, str, str]]) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[str]) -> str:
-    """A heading that begins with # stands over numbers."""
+    """Return a table; a heading that begins with # marks a column of numbers."""
     heads = "".join(f"<th{' class=number' if h.startswith('#') else ''}>{escape(h.lstrip('#'))}</th>" for h in headings)
     return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
@@ -88,29 +88,29 @@ def cell(text: str, kind: str = "") -> str:
 
 
 def text_row(cells: Sequence[str], kinds: Sequence[str] = ()) -> str:
-    """A row of texts; `kinds` are the CSS classes of the first of them."""
+    """Return a row of texts; `kinds` are the CSS classes of the first cells."""
     padded = [*kinds, *[""] * (len(cells) - len(kinds))]
     return f"<tr>{''.join(map(cell, cells, padded))}</tr>"
 
 
 def text_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of texts, those below a heading that begins with # aligned as numbers."""
+    """Return a table of texts; columns whose heading begins with # are aligned as numbers."""
     kinds = ["number" if heading.startswith("#") else "" for heading in headings]
     return table(headings, [text_row(row, kinds) for row in rows])
 
 
 def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table without alignment, whatever its headings begin with."""
+    """Return a table without alignment; a leading # in headings has no meaning."""
     return table([heading.lstrip("#") for heading in headings], list(map(text_row, rows)))
 
 
 def preformatted(text: str) -> str:
-    """Text whose line breaks and indents count."""
+    """Return text with its line breaks and indents."""
     return f"<pre>{escape(text)}</pre>"
 
 
 def shorten(text: str, most_characters: int) -> str:
-    """Cut off the end of a text that is far too long, which only a stranger writes."""
+    """Cut off the end of an overlong text, which trainspec itself does not write."""
     if len(text) <= most_characters:
         return text
     return f"{text[:most_characters]}... ({len(text):,} characters)"

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: stacked bars that grow with the page, and lines on logarithmic or even axes. No script, no
+"""Charts as inline SVG: stacked bars that scale with the page, and lines on logarithmic or linear axes. No script, no
 network.
 """
 
@@ -35,17 +35,17 @@ class Segment:
 
 @dataclass(frozen=True)
 class LineSeries:
-    """A line of a chart: (x, y) with x rising; on logarithmic axes both are positive."""
+    """A line of a chart: points (x, y) with increasing x; on logarithmic axes both are positive."""
 
     kind: str
     label: str
     points: Sequence[Point]
     marked: bool = True
-    """It has a dot on every point."""
+    """True if every point has a dot."""
 
 
 def render_bar(segments: Sequence[Segment], scale: float, limit: float | None = None) -> str:
-    """Draw a stack of segments whose lengths are parts of `scale`, and `limit` as a line across."""
+    """Draw a stack of segments relative to `scale`, and `limit` as a line across."""
     drawn = []
     at = 0.0
     for segment in segments:
@@ -74,34 +74,35 @@ def render_legend(segments: Sequence[Segment], with_values: bool = True) -> str:
 
 
 def render_lines(lines: Sequence[LineSeries], x_title: str, y_title: str, ticks: Sequence[tuple[float, str]]) -> str:
-    """Draw a chart on two logarithmic axes, on which even scaling is straight. `ticks` name places of the x axis."""
+    """Draw a chart with two logarithmic axes, on which power laws are straight lines. `ticks` label positions of the x
+    axis."""
     xs, ys = _places(lines)
     frame = _Frame(min(xs), max(xs), min(ys) / 1.15, max(ys) * 1.15)
     return _chart(frame, lines, (x_title, y_title), ticks)
 
 
 def render_curves(lines: Sequence[LineSeries], x_title: str, y_title: str) -> str:
-    """Draw a chart on two even axes; x are whole numbers."""
+    """Draw a chart with two linear axes; x values are whole numbers."""
     xs, ys = _places(lines)
     low = min(ys)
     high = max(ys)
-    # A flat curve would otherwise lie on the frame, or divide by 0.
+    # Otherwise a flat curve would lie on the frame, or cause a division by 0.
     margin = abs(low) * 0.1 or 1.0 if _is_flat(low, high) else 0.05 * (high - low)
     frame = _Frame(min(xs), max(xs), low - margin, high + margin, even=True)
-    # There is no half a step.
+    # Steps are whole numbers, so ticks are too.
     whole = [x for x in even_ticks(min(xs), max(xs)) if x == round(x)]
     return _chart(frame, lines, (x_title, y_title), [(x, f"{x:,.0f}") for x in whole])
 
 
 def thin(points: Sequence[Point], stretches: int) -> list[Point]:
-    """Return what shows of a long line: its first and last point, and the lowest and highest of each stretch."""
+    """Thin a long line to its first and last point, and the lowest and highest point of each stretch."""
     if len(points) <= 2 * stretches:
         return list(points)
     bounds = [len(points) * place // stretches for place in range(stretches + 1)]
     kept = {0, len(points) - 1}
     for begin, end in pairwise(bounds):
         heights = {points[place][1]: place for place in range(begin, end)}
-        # A spike of one step must still show, so extremes are kept and not averages.
+        # Keep extremes instead of averages, so that a spike of one step stays visible.
         kept |= {heights[min(heights)], heights[max(heights)]}
     return [points[place] for place in sorted(kept)]
 
@@ -132,7 +133,7 @@ class _Frame:
     y_low: float
     y_high: float
     even: bool = False
-    """Both axes are even, not logarithmic."""
+    """Both axes are linear, not logarithmic."""
 
     def x(self, value: float) -> float:
         inner = CHART_WIDTH - MARGIN_LEFT - MARGIN_RIGHT
@@ -152,7 +153,7 @@ class _Frame:
             return [(value, _short(value)) for value in nice_ticks(self.y_low, self.y_high)]
         values = even_ticks(self.y_low, self.y_high)
         step = values[1] - values[0] if len(values) > 1 else 1.0
-        # With fewer digits neighbouring ticks of a flat curve would have one label.
+        # With fewer digits, neighbouring ticks of a flat curve would get the same label.
         digits = max(0, -math.floor(math.log10(step)))
         fits = digits < MOST_DIGITS and max(map(abs, values)) < 10**MOST_DIGITS
         return [(value, f"{value:,.{digits}f}" if fits else _short(value)) for value in values]
@@ -175,14 +176,15 @@ def _grid(frame: _Frame, ticks: Sequence[tuple[float, str]]) -> str:
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 times the powers of ten between the two, or the powers alone where there are many."""
+    """Return 1, 2 and 5 times the powers of ten in the range, or only the powers if there are many."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if len(powers) <= 4 else (1,)
     return [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
 
 
 def even_ticks(low: float, high: float) -> list[float]:
-    """Return the multiples of 1, 2 or 5 times a power of ten between the two: the closest of which there are few."""
+    """Return the multiples of 1, 2 or 5 times a power of ten in the range, with the smallest spacing that gives few
+    ticks."""
     span = high - low
     if _is_flat(low, high):
         return [low]
@@ -192,7 +194,7 @@ def even_ticks(low: float, high: float) -> list[float]:
 
 
 def _is_flat(low: float, high: float) -> bool:
-    """Return whether the two differ by less than a float can be divided into."""
+    """Return whether the difference of the two is too small for float arithmetic."""
     return high - low <= 1e-12 * max(abs(low), abs(high))
 
 

@@ -14,7 +14,7 @@ SWEEP_SCHEMA = "trainspec.plan-sweep/1"
 
 
 def plan_as_json(plan: PlanReport) -> JsonObject:
-    """`best` and `run` are null when no layout fits; then `advice` says what would."""
+    """Return a plan as JSON. If no layout fits, `best` and `run` are null and `advice` names changes that would fit."""
     spec = plan.spec
     capacity = plan.capacity
     content: JsonObject = {
@@ -92,14 +92,14 @@ def _candidate(candidate: Candidate) -> JsonObject:
     plain = to_plain(candidate)
     if not candidate.pools:
         plain.pop("pools")
-    # A schedule says nothing where there is no pipeline, nor sequence parallelism where tp is 1.
+    # Leave out the schedule if there is no pipeline, and sequence parallelism if tp is 1: they have no effect.
     layout = to_plain(candidate.layout)
     silent = [*("pipeline_schedule", "virtual_stages", "stage_layers")] if candidate.layout.pp == 1 else []
     silent += ["sequence_parallel"] if candidate.layout.tp == 1 else []
     return {
         **plain,
         "layout": {key: value for key, value in layout.items() if key not in silent},
-        # The fullest stage decides whether a layout fits, so it has the plain name.
+        # The fullest stage decides whether a layout fits, so it gets the key `memory`.
         "memory": to_plain(candidate.fullest_memory),
         "memory_by_stage": plain["memory"],
         "fits": candidate.fits,
@@ -107,7 +107,7 @@ def _candidate(candidate: Candidate) -> JsonObject:
 
 
 def _run(run: RunForecast) -> JsonObject:
-    """Expected values under their plain names; their bounds, nine in ten, under `intervals`."""
+    """Return the forecast as JSON: expected values under their names, and their 90% bounds under `intervals`."""
     intervals = {
         "wall_time_s": run.wall_time_s,
         "goodput": run.goodput.goodput,

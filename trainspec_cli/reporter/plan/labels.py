@@ -1,4 +1,4 @@
-"""Labels of a plan: the names of its parts, in the order in which they are drawn, and its quantities as text."""
+"""Labels of a plan: names of its parts in the order of drawing, and its quantities as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainspec_cli.reporter.plan.trace import TraceReport
 
 
-# The report of a plan, and of the plans of a sweep, which the terminal, the page and the JSON show.
+# The reports of a plan and of a sweep, which terminal, page and JSON show.
 
 
 @dataclass(frozen=True)
@@ -27,40 +27,40 @@ class PlanSection:
     """A wing's part of a plan: a table with text below it."""
 
     key: str
-    """Its key in the plan as JSON."""
+    """Key of `figures` in the plan's JSON."""
     figures: JsonObject
     title: str
     about: str
-    """Follows the title."""
+    """Text after the title."""
     headings: tuple[str, ...]
-    """The first two are those of text."""
+    """The first two columns are text, the others numbers."""
     rows: tuple[tuple[str, ...], ...]
     text: str
     known: str
-    """What is known of it, and where from."""
+    """What is known about it, with the source."""
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan, with those of its parts that were asked for and exist."""
+    """A plan with its optional parts."""
 
     spec: RunSpec
     capacity: CapacityPlan
     run: RunForecast | None = None
-    """None where no layout fits; then `capacity.advice` says what would."""
+    """None if no layout fits; then `capacity.advice` names changes that would fit."""
     blueprint: Blueprint | None = None
     planes: PlanesPlan | None = None
     sections: tuple[PlanSection, ...] = ()
-    """Those of the wings that the recipe uses."""
+    """Sections of the wings that the recipe uses."""
     simulation: Simulation | None = None
     trace: TraceReport | None = None
     pools: PoolsPlan | None = None
-    """The plans on some of the pools of a cluster that has several."""
+    """Plans on subsets of the pools, for a cluster with several."""
     defaults: tuple[str, ...] = ()
-    """Overrides that stand for what nobody has given, where no recipe is named."""
+    """Overrides that were assumed because no recipe was named."""
 
     profile: str = ""
-    """The line of the cluster's profile: what it changed, or why it is not used."""
+    """What the cluster's profile changed, or why it is not used; empty without a profile."""
 
     @property
     def best(self) -> Candidate | None:
@@ -68,12 +68,12 @@ class PlanReport:
 
     @property
     def rejected(self) -> dict[str, int]:
-        """Layouts refused, counted by reason, the most frequent first."""
+        """Number of refused layouts by reason, the most frequent first."""
         return dict(sorted(self.capacity.rejected.items(), key=lambda item: -item[1]))
 
     @property
     def device(self) -> str:
-        """The accelerator's name, or the kind of device where the cluster names none."""
+        """The accelerator's name, or the kind of device if the cluster names no accelerator."""
         cluster = self.spec.cluster
         if cluster.pools:
             return " + ".join(dict.fromkeys(pool.accelerator.name for pool in cluster.pools))
@@ -131,6 +131,8 @@ TIME_PARTS = {
     "data_s": "data wait",
     "host_s": "host",
 }
+OVERHEADS = tuple(key for key in TIME_PARTS if key not in ("matmul_s", "attention_s"))
+"""Phases of a step that are not a model's arithmetic."""
 LOST_PARTS = {
     "restart": "job down, starting again",
     "rework": "work undone by failures",
@@ -154,24 +156,25 @@ AXES = (
 def present(
     breakdown: Mapping[str, float], names: Mapping[str, str], least: float = 5e-4
 ) -> list[tuple[str, str, float]]:
-    """(key, name, value) of the parts that are more than `least` of the whole; the page and the table omit the rest."""
+    """Return (key, name, value) of the parts above the fraction `least` of the whole; page and table omit the rest."""
     whole = sum(breakdown.values()) or 1.0
     return [(key, name, breakdown[key]) for key, name in names.items() if breakdown.get(key, 0.0) / whole > least]
 
 
 def layout_label(layout: Layout) -> str:
-    """`replicate 32 · tp 8 · pp 8 interleaved x2 · zero 1`: what is not 1."""
+    """`replicate 32 · tp 8 · pp 8 interleaved x2 · zero 1`: the axes above 1."""
     words = [f"{name} {getattr(layout, axis)}" for axis, name in AXES if getattr(layout, axis) > 1]
     if layout.pp > 1:
         chunks = f" x{layout.virtual_stages}" if layout.virtual_stages > 1 else ""
         words.append(f"{layout.pipeline_schedule.replace('_', '-')}{chunks}")
+    # A ZeRO stage has no meaning without sharding.
     if layout.dp_shard > 1:
         words.append(f"zero {layout.zero_stage}")
     return " · ".join(words) or "one device"
 
 
 def placed_label(candidate: Candidate) -> str:
-    """The layout, and what each pool has of a cluster of several: `samples 864 + 160`, or `layers 27 + 5`."""
+    """Return the layout, with several pools also the part of each: `samples 864 + 160`, or `layers 27 + 5`."""
     layout = layout_label(candidate.layout)
     shared = "layers" if candidate.pipelines_cross_pools else "samples"
     parts = " + ".join(f"{getattr(part, shared):,}" for part in candidate.pools)
@@ -183,18 +186,18 @@ def cut_label(layout: Layout) -> str:
 
 
 def stages_label(stage_layers: Sequence[int] | None) -> str:
-    """`10 x 6, 11, 9`: the layers of each pipeline stage where they are not cut evenly; else empty."""
+    """`10 x 6, 11, 9`: the layers of each pipeline stage; empty if they are cut evenly."""
     runs = ((layers, sum(1 for _ in run)) for layers, run in groupby(stage_layers or ()))
     return ", ".join(f"{layers} x {number}" if number > 1 else str(layers) for layers, number in runs)
 
 
 def micro_batch_label(candidate: Candidate) -> str:
-    """`2 x 8`: samples in a micro-batch, micro-batches in a step."""
+    """`2 x 8`: samples per micro-batch, micro-batches per step."""
     return f"{candidate.micro_batch_size:g} x {candidate.grad_accum_steps}"
 
 
 def batch_label(plan: PlanReport) -> str:
-    """`1,024`; `1,024 to 8,192` where the batch grows."""
+    """`1,024`, or `1,024 to 8,192` if the batch grows."""
     sizes = [batch.step_samples for batch in plan.run.batches] if plan.run else []
     first = f"{plan.spec.batching.global_batch_size:,}"
     return f"{first} to {max(sizes):,}" if sizes else first
@@ -215,12 +218,12 @@ def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
 
 
 def recompute_label(candidate: Candidate) -> str:
-    """What the layout recomputes to save memory, and whether its optimizer lies in host memory."""
+    """Return what the layout recomputes to save memory, and whether its optimizer is in host memory."""
     return candidate.recompute + ", offload" * (candidate.offload == "optimizer")
 
 
 def sweep_figures(best: Candidate, run: RunForecast, first: Candidate) -> tuple[str, ...]:
-    """(step, units/s, scaling, MFU, goodput, time, energy, money); scaling is the throughput a device, over that of
+    """(step, units/s, scaling, MFU, goodput, time, energy, money); scaling is the throughput per device relative to
     `first`."""
     scaling = best.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu
     return (
@@ -251,7 +254,7 @@ def model_label(plan: PlanReport) -> str:
 
 
 def defaults_label(plan: PlanReport) -> str:
-    """Values that were taken without a recipe, as they would be typed."""
+    """Values that were assumed without a recipe, as one would type them."""
     return f"{' '.join(plan.defaults)}, and the rest of recipe=plan_defaults"
 
 
@@ -264,17 +267,18 @@ def percent(part: float, digits: int = 0) -> str:
 
 
 def chance(candidate: Candidate) -> str:
-    """The probability that a layout fits: `93%`; nothing is certain."""
+    """Return the probability that a layout fits: `93%`; never 0% or 100%."""
     probability = candidate.fit_probability
-    # Rounding to 100% or 0% would promise what a prediction cannot.
+    # A prediction is never certain, so it is not rounded to 100% or 0%.
     return ">99%" if probability >= 0.995 else "<1%" if probability < 0.005 else percent(probability)
 
 
 def choice_lines(capacity: CapacityPlan) -> list[tuple[str, str]]:
-    """Why the first layout was chosen, and what an expert's usual start would take, under a heading each."""
+    """Return (heading, text): why the first layout was chosen, and how it compares with an expert's usual start."""
     best = capacity.best
     fastest = capacity.fastest
     usual = capacity.usual
+    # A single layout needs no reason.
     if best is None or fastest is None or len(capacity.candidates) == 1:
         return []
     why = "the fastest; no simpler layout is within 10% of it"
@@ -300,7 +304,7 @@ def _compared(other: Candidate, best: Candidate) -> str:
 
 
 def safest_label(best: Candidate, safest: Candidate) -> str:
-    """The safest layout of those about as fast as the best."""
+    """Describe the layout that is most likely to fit among those about as fast as the best."""
     if safest == best:
         return f"the first, which fits at {chance(best)}"
     return (
@@ -314,13 +318,13 @@ def goodput_percent(part: float) -> str:
 
 
 def alternative_label(other: Goodput) -> str:
-    """Another way of recovering, and how long the run then takes."""
+    """Describe another recovery mode, and the run's time with it."""
     layout = f" in {other.layout}" if other.layout else ""
     return f"with resilience={other.mode}{layout}: {format_duration(other.wall_time_s)}"
 
 
 def format_energy(joules: float) -> str:
-    """Format an energy in watt-hours, which bills are in."""
+    """Format an energy in watt-hours, the unit of electricity bills."""
     return format_si(joules / 3600, "Wh")
 
 
@@ -337,7 +341,7 @@ def format_money(usd: float) -> str:
 
 
 def format_grouped(value: float) -> str:
-    """Three figures, thousands apart: `11400` -> `11,400`."""
+    """Format with three significant digits and thousands separators: `11400` -> `11,400`."""
     return f"{float(f'{value:.3g}'):,.12g}"
 
 

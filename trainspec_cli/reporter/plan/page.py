@@ -7,7 +7,6 @@ from html import escape
 
 from trainspec_cli.core.printable import format_bytes, format_count, format_duration
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.blueprint import Blueprint
 from trainspec_cli.recipe.results.forecast import Assumption, Goodput, RunForecast
 from trainspec_cli.recipe.results.plan import Candidate
 from trainspec_cli.reporter.page.parts import (
@@ -101,8 +100,11 @@ def body_of(plan: PlanReport) -> Iterator[str]:
         choices = plain_table(choice_headings(plan.spec.model.unit), choice_rows(plan.pools))
         text = "What each pool does in a step of the best layout, and the best plans on fewer."
         yield section("Pools", f"{text} {sentence(plan.pools.verdict)}", parts + choices)
-    if plan.blueprint:
-        yield _blueprint(plan.blueprint)
+    if blueprint := plan.blueprint:
+        order = "; ".join(" ".join(line.split()) for line in describe_order(blueprint))
+        text = f"Fabric {blueprint.fabric}, and the axes whose exchanges reach each tier. {sentence(order)}"
+        drawn = draw_tiers(blueprint) + text_table(HEADINGS, exchange_rows(blueprint))
+        yield section("Communication", text, drawn + "".join(map(note, setting_lines(blueprint))))
     if plan.planes:
         tables = text_table(figure_headings(plan.planes), figure_rows(plan.planes))
         tables += text_table(EVENT_HEADINGS, event_rows(plan.planes))
@@ -145,27 +147,22 @@ def _candidates(plan: PlanReport) -> str:
     unit = plan.spec.model.unit
     capacity = plan.capacity
     headings = ("", "layout", "micro-batch", "recompute", "#step", f"#{unit}/s/device", "#MFU", "#HFU", "memory")
-    rows = [_candidate_row(rank, one) for rank, one in enumerate(capacity.candidates[:TABLED_CANDIDATES], 1)]
+    kinds = ("name", "", "", "number", "number", "number", "number")
+    rows = []
+    for rank, candidate in enumerate(capacity.candidates[:TABLED_CANDIDATES], 1):
+        part = candidate.peak_memory_bytes / candidate.memory_limit_bytes
+        used = Segment("c-used" if part <= 1 else "c-full", "peak", min(part, 1.0), percent(part))
+        limit = f"{labels.gib(candidate.peak_memory_bytes)} of {labels.gib(candidate.memory_limit_bytes)} GiB"
+        chance = f", <span>fits at {escape(labels.chance(candidate))}</span>" if candidate.fits else ""
+        cells = [cell(str(rank)), *map(cell, labels.candidate_cells(candidate), kinds)]
+        cells.append(f'<td class="meter">{render_bar([used], 1.0)}<small>{limit}{chance}</small></td>')
+        rows.append(f"<tr{' class=best' if rank == 1 and candidate.fits else ''}>{''.join(cells)}</tr>")
     considered = f"{capacity.considered:,} layouts were considered; " if capacity.considered else ""
     listed = f"the {len(rows)} best are listed." if plan.best else "none fits; these come nearest."
     safest = capacity.safest and plan.best and labels.safest_label(plan.best, capacity.safest)
     said = "".join(f" {heading}: {text}." for heading, text in labels.choice_lines(capacity))
     said += f" Safest within 10%: {safest}." if safest else ""
     return section("Layouts", f"{considered}{listed}{said}", table(headings, rows))
-
-
-def _candidate_row(rank: int, candidate: Candidate) -> str:
-    part = candidate.peak_memory_bytes / candidate.memory_limit_bytes
-    used = Segment("c-used" if part <= 1 else "c-full", "peak", min(part, 1.0), percent(part))
-    peak = labels.gib(candidate.peak_memory_bytes)
-    limit = labels.gib(candidate.memory_limit_bytes)
-    chance = f", <span>fits at {escape(labels.chance(candidate))}</span>" if candidate.fits else ""
-    cells = [
-        cell(str(rank)),
-        *map(cell, labels.candidate_cells(candidate), ("name", "", "", "number", "number", "number", "number")),
-        f'<td class="meter">{render_bar([used], 1.0)}<small>{peak} of {limit} GiB{chance}</small></td>',
-    ]
-    return f"<tr{' class=best' if rank == 1 and candidate.fits else ''}>{''.join(cells)}</tr>"
 
 
 def _memory(best: Candidate) -> str:
@@ -194,7 +191,7 @@ def _step_times(candidates: Sequence[Candidate]) -> str:
         rows.append((name, render_bar(phases, scale), format_duration(candidate.step_time_s)))
     text = "By phase: work is blue, communication that is not hidden behind it orange, waiting grey. Values: the first."
     first = _segments(vars(shown[0].time), labels.TIME_PARTS, format_duration)
-    # Phases that only other layouts have are in the legend without a value.
+    # Phases that only other layouts have get a legend entry without a value.
     absent = [segment for kind, segment in others.items() if kind not in {segment.kind for segment in first}]
     legend = render_legend(first) + (render_legend(absent, False) if absent else "")
     return section("Step time", text, bar_rows(rows) + legend)
@@ -225,15 +222,6 @@ def _losses(mode: Goodput) -> list[Segment]:
     ]
 
 
-def _blueprint(blueprint: Blueprint) -> str:
-    said = "; ".join(" ".join(line.split()) for line in describe_order(blueprint))
-    notes = "".join(map(note, setting_lines(blueprint)))
-    text = f"Fabric {blueprint.fabric}, and the axes whose exchanges reach each tier. {said[0].upper()}{said[1:]}."
-    return section(
-        "Communication", text, draw_tiers(blueprint) + text_table(HEADINGS, exchange_rows(blueprint)) + notes
-    )
-
-
 def _refusals(rejected: Mapping[str, int]) -> str:
     most = max(rejected.values())
     rows = [
@@ -262,7 +250,7 @@ def _assumptions(of_run: Sequence[Assumption], of_layouts: Sequence[str]) -> str
             f"<tr><td><code>{escape(key)}</code></td>{cell(value, 'number')}{cell(within, 'number')}{source}</tr>"
         )
     rows += [f"<tr><td>layouts</td><td></td><td></td>{cell(text)}</tr>" for text in of_layouts]
-    text = "What the figures rest on, each with the key that changes it; x2 means between half and twice the value."
+    text = "Inputs of the figures, each with the key that changes it; x2 means between half and twice the value."
     return section("Assumptions", text, table(("key", "#value", "#within", "source"), rows))
 
 
@@ -270,13 +258,14 @@ def _segments(breakdown: Mapping[str, float], names: dict[str, str], say: labels
     return [Segment(f"c-{key}", name, value, say(value)) for key, name, value in labels.present(breakdown, names)]
 
 
-# The page of a sweep: how it scales, what each point takes and costs, and one of its plans in detail.
+# The page of a sweep: scaling, time and cost of each point, and one plan in detail.
 
 
 def render_sweep_page(sweep: SweepReport, origin: PageOrigin | None = None) -> str:
-    """The page of a sweep: how it scales, then the plan of the last point that fits (else of the last)."""
+    """Render the page of a sweep: the scaling, then the plan of the last point that fits (if none fits, of the last
+    point)."""
     points = sweep.points
-    # The largest that fits is what a sweep is usually made for.
+    # A sweep usually asks for the largest point that fits.
     shown = next((point for point in reversed(points) if point.plan.best), points[-1])
     chosen = f'<p class="soft below">In detail: <code>{escape(_setting(shown))}</code></p>'
     above = [heading_of(shown.plan), origin_line(origin), _scaling(sweep), *_outcomes(sweep), chosen]
@@ -293,13 +282,24 @@ def _scaling(sweep: SweepReport) -> str:
     chart = _scaling_chart(fitting, f"{unit} a second") if len(fitting) > 1 else ""
     figures = ("step", f"{unit}/s", "scaling", "MFU", "goodput", "time", "energy", "money")
     headings = (sweep.key, "#devices", "best layout", *(f"#{name}" for name in figures))
-    rows = [_scaling_row(point, fitting[0][1] if fitting else None) for point in sweep.points]
-    text = "Throughput of the best layout at each point. Scaling: throughput a device over that of the first that fits."
+    rows = []
+    for point in sweep.points:
+        plan = point.plan
+        start = cell(point.value) + cell(f"{plan.capacity.world_size:,}", "number")
+        if plan.best and plan.run:
+            shown = labels.sweep_figures(plan.best, plan.run, fitting[0][1])
+            start += cell(labels.layout_label(plan.best.layout)) + "".join(cell(text, "number") for text in shown)
+        else:
+            start += f'<td colspan="9">nothing fits: {escape("; ".join(plan.capacity.advice[:1]))}</td>'
+        rows.append(f"<tr>{start}</tr>")
+    text = (
+        "Throughput of the best layout at each point. Scaling: throughput per device relative to the first that fits."
+    )
     return section(f"Scaling over {sweep.key}", text, chart + table(headings, rows))
 
 
 def _outcomes(sweep: SweepReport) -> Iterator[str]:
-    """Draw what each point takes in time, and costs, as bars: values of a swept key need be no numbers."""
+    """Draw time and cost of each point as bars, since values of a swept key need not be numbers."""
     runs = [(point.value, point.plan.run) for point in sweep.points if point.plan.run]
     times = [(value, run.wall_time_s) for value, run in runs]
     costs = [(value, run.cost_usd) for value, run in runs if run.cost_usd]
@@ -314,9 +314,9 @@ def _outcomes(sweep: SweepReport) -> Iterator[str]:
 
 
 def _scaling_chart(fitting: Sequence[tuple[int, Candidate]], rate: str) -> str:
-    """Draw the throughput of the best layouts, each with its number of devices; nothing where two have the same."""
+    """Draw the throughput of the best layouts over the number of devices; empty if two points have the same number."""
     points = sorted((devices, best.tokens_per_s) for devices, best in fitting)
-    # Two points of one size would stand above each other, and no line joins them.
+    # A line cannot join two points with the same number of devices.
     if len({devices for devices, _ in points}) < len(points):
         return ""
     (first_x, first_y), (last_x, _) = points[0], points[-1]
@@ -327,14 +327,3 @@ def _scaling_chart(fitting: Sequence[tuple[int, Candidate]], rate: str) -> str:
     ticks = [(x, f"{x:,}") for x, _ in points]
     legend = render_legend([Segment(line.kind, line.label, 0, "") for line in reversed(lines)])
     return render_lines(lines, "devices", rate, ticks) + legend
-
-
-def _scaling_row(point: SweepPoint, first: Candidate | None) -> str:
-    plan = point.plan
-    best = point.plan.best
-    run = point.plan.run
-    start = cell(point.value) + cell(f"{plan.capacity.world_size:,}", "number")
-    if not best or not run or not first:
-        return f'<tr>{start}<td colspan="9">nothing fits: {escape("; ".join(plan.capacity.advice[:1]))}</td></tr>'
-    figures = "".join(cell(text, "number") for text in labels.sweep_figures(best, run, first))
-    return f"<tr>{start}{cell(labels.layout_label(best.layout))}{figures}</tr>"

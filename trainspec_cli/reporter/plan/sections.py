@@ -1,7 +1,7 @@
-"""The parts of a plan that not every plan has: communication, planes of a network, pools, a simulated disturbance.
+"""The optional parts of a plan: communication, planes of a network, pools, and a simulated disturbance.
 
-Rows and sentences are made once, for the terminal (here) and for the page (`page.py`). A heading that begins with #
-stands over numbers.
+The terminal (here) and the page (`page.py`) share rows and sentences. A heading that begins with # marks a column of
+numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainspec_cli.reporter.rich_text import Text, text_table
 
 HEADINGS = ("axis", "#ranks", "widest tier", "exchange", "#message", "#a step", "by", "#takes", "#flat ring")
 DRAWN_ELEMENTS = 32
-"""The most elements of a tier that the picture shows."""
+"""Largest number of a tier's elements in the picture."""
 PICTURE_WIDTH = 760
 ROW_HEIGHT = 58
 BOX_HEIGHT = 24
@@ -41,7 +41,8 @@ def render_blueprint(blueprint: Blueprint) -> RenderableType:
 
 
 def describe_tiers(blueprint: Blueprint) -> str:
-    """`scale-up domain 4 x 8 at 3.6 Tbit/s, leaf 2 x 16 at 400 Gbit/s, ...`, a device's share each way."""
+    """`scale-up domain 4 x 8 at 3.6 Tbit/s, leaf 2 x 16 at 400 Gbit/s, ...`: the bandwidth per device in each
+    direction."""
     tiers = (
         f"{tier.name} {tier.elements:,} x {tier.devices:,} at {format_si(tier.gbit_per_s * 1e9, 'bit/s')}"
         for tier in blueprint.tiers
@@ -50,7 +51,7 @@ def describe_tiers(blueprint: Blueprint) -> str:
 
 
 def describe_order(blueprint: Blueprint) -> Iterator[str]:
-    """The axes on the nodes, and what their order is worth."""
+    """Yield the order of the axes over the nodes, and how much time a changed order of nodes saves."""
     yield f"order   {' > '.join(blueprint.order) or 'one rank'}, outermost first"
     if blueprint.node_places:
         usual_s = blueprint.unplaced_step_s
@@ -79,12 +80,12 @@ def exchange_rows(blueprint: Blueprint) -> Iterator[tuple[str, ...]]:
 
 
 def _milliseconds(time_s: float) -> str:
-    """Three figures, where a duration would be rounded to whole milliseconds."""
+    """Format with three digits; `format_duration` would round to whole milliseconds."""
     return f"{1e3 * time_s:.3g} ms" if time_s < 0.1 else format_duration(time_s)
 
 
 def setting_lines(blueprint: Blueprint) -> Iterator[str]:
-    """Variables of the workers, with why and who says so."""
+    """Yield the environment variables of the workers, with reason and source."""
     for setting in blueprint.settings:
         yield f"sets    {setting.name}={setting.value}: {setting.reason} ({setting.source})"
     if blueprint.tuner:
@@ -92,7 +93,7 @@ def setting_lines(blueprint: Blueprint) -> Iterator[str]:
 
 
 def draw_tiers(blueprint: Blueprint) -> str:
-    """Draw each tier as a row of its elements, the whole cluster at the top, with the axes that go no further."""
+    """Draw each tier as a row of elements, the whole cluster at the top, with the axes whose widest tier it is."""
     rows = []
     for number, tier in enumerate(reversed(blueprint.tiers)):
         top = number * ROW_HEIGHT
@@ -115,7 +116,7 @@ def draw_tiers(blueprint: Blueprint) -> str:
     return f'<svg class="chart" {box} role="img" aria-label="{label}">{"".join(rows)}</svg>'
 
 
-# A multi-plane fabric: its figures beside an ordinary one's, and what failures of its parts cost the job.
+# A multi-plane fabric compared with a single-plane one, and the cost of failures of its parts.
 
 
 NO_PACKETS = (
@@ -175,14 +176,14 @@ def event_rows(planes: PlanesPlan) -> Iterator[tuple[str, ...]]:
 
 
 def describe_dips(planes: PlanesPlan) -> str:
-    """How the forecast counts failures of the network."""
+    """Describe how the forecast counts failures of the network."""
     return (
         f"The forecast counts {planes.dips_per_day:.3g} failures of the network a day as dips, which cost "
         f"{percent(planes.dip_share, 3)} of the time, instead of ends of the job."
     )
 
 
-# A cluster of several pools: what each does in a step of the best layout, and the plans on fewer of them.
+# A cluster with several pools: the part of each in a step of the best layout, and the plans on fewer pools.
 
 
 PART_HEADINGS = (
@@ -227,7 +228,7 @@ def choice_headings(unit: str) -> tuple[str, ...]:
 
 
 def choice_rows(plan: PoolsPlan) -> Iterator[tuple[str, ...]]:
-    """(pools, what they share, layout, devices, step, units/s, over those of all pools, duration, price, energy)"""
+    """(pools, what they share, layout, devices, step, units/s, speed relative to all pools, duration, price, energy)"""
     whole = plan.choices[0].tokens_per_s
     for choice in plan.choices:
         names = " + ".join(choice.pools) + (" alone" if len(choice.pools) == 1 else "")
@@ -255,7 +256,7 @@ def _figures(choice: PoolChoice, whole: float | None) -> tuple[str, ...]:
     )
 
 
-# A simulated disturbance in the terminal: speed without the scheduler, with it and at best, and what was decided.
+# A simulated disturbance: speed without the scheduler, with it, and in the ideal case, and the decisions.
 
 
 KINDS = {
@@ -274,23 +275,30 @@ SHOWN_EVENTS = 8
 SHOWN_DECISIONS = 20
 CHART_ROWS = 8
 MARGIN = 12
-"""Columns beside the chart, for its labels."""
+"""Columns for the chart's labels."""
 
 
-def render_simulation(simulation: Simulation, width: int) -> RenderableType:
+def render_simulation(simulation: Simulation, width: int, *, verbose: bool = True) -> RenderableType:
+    """Draw the speeds, and with `verbose` the events, the speed by step and each decision."""
     ranks = simulation.data_parallel_ranks
     batch = simulation.global_batch_size
     what = f"{simulation.steps:,} steps of {batch:,} samples over {ranks:,} data-parallel ranks"
+    title = Text(f"Disturbance {simulation.name}, simulated  {what}", style="bold")
+    pace = text_table(PACE_HEADINGS, pace_rows(simulation))
+    if not verbose:
+        return Group(title, pace, Text(describe_won_back(simulation)))
     rows = list(decision_rows(simulation))
     table = text_table(DECISION_HEADINGS, rows[:SHOWN_DECISIONS])
     if len(rows) > SHOWN_DECISIONS:
         table.add_row("", f"and {len(rows) - SHOWN_DECISIONS:,} more", "", "")
+    points = list(enumerate(simulation.on.by_step, 1))
+    chart = "samples/s by step, scheduler on"
     parts: list[RenderableType] = [
-        Text(f"Disturbance {simulation.name}, simulated  {what}", style="bold"),
+        title,
         *map(Text, event_lines(simulation)),
-        text_table(PACE_HEADINGS, pace_rows(simulation)),
+        pace,
         Text(f"{describe_won_back(simulation)}\n{WHERE}"),
-        Text(_chart(simulation, width)),
+        Text(render_chart(points, width=max(20, width - MARGIN), height=CHART_ROWS, title=chart)),
         Text("Decisions", style="bold"),
         table if rows else Text("none"),
     ]
@@ -305,7 +313,7 @@ def event_lines(simulation: Simulation) -> Iterator[str]:
 
 
 def pace_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]:
-    """(who divides the samples, samples a second, of an undisturbed run's, the whole run's time)"""
+    """(who divides the samples, samples per second, relative to an undisturbed run, time of the whole run)"""
     undisturbed = simulation.global_batch_size / simulation.step_s
     yield (
         "undisturbed",
@@ -335,7 +343,7 @@ def describe_won_back(simulation: Simulation) -> str:
 
 
 def decision_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]:
-    """(step, what is decided, why, what it was expected to bring and brought)"""
+    """(step, decision, reason, compute time before, expected and achieved)"""
     for decision in simulation.decisions:
         group = "" if decision.group is None else f" in replica group {decision.group}"
         what = KINDS[decision.kind] + group
@@ -348,10 +356,3 @@ def decision_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]
             decision.reason,
             f"{gain}, was {format_duration(decision.achieved_s)}",
         )
-
-
-def _chart(simulation: Simulation, width: int) -> str:
-    points = [(step, rate) for step, rate in enumerate(simulation.on.by_step, 1)]
-    return render_chart(
-        points, width=max(20, width - MARGIN), height=CHART_ROWS, title="samples/s by step, scheduler on"
-    )

@@ -1,4 +1,5 @@
-"""A plan in the terminal: the ranked layouts, the best one taken apart, and the run it would be."""
+"""Render a plan for the terminal: the answer, the ranked layouts, the best layout in detail, and the forecast of the
+run."""
 
 from __future__ import annotations
 
@@ -11,19 +12,31 @@ from rich.padding import Padding
 from rich.table import Table
 
 from trainspec_cli.core.printable import format_bytes, format_count, format_duration, format_si
+from trainspec_cli.recipe.keys.cluster import ClusterSpec
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.own_code import describe_code
 from trainspec_cli.recipe.results.forecast import Assumption, Interval, RunForecast
-from trainspec_cli.recipe.results.plan import Candidate
+from trainspec_cli.recipe.results.plan import ALWAYS_ASSUMED, Candidate
 from trainspec_cli.reporter.plan import labels
-from trainspec_cli.reporter.plan.labels import PlanReport, PlanSection, SweepPoint, SweepReport, percent
-from trainspec_cli.reporter.plan.sections import render_blueprint, render_planes, render_pools, render_simulation
+from trainspec_cli.reporter.plan.labels import PlanReport, SweepPoint, SweepReport, percent
+from trainspec_cli.reporter.plan.sections import (
+    describe_dips,
+    render_blueprint,
+    render_planes,
+    render_pools,
+    render_simulation,
+    sentence,
+)
 from trainspec_cli.reporter.rich_text import Text, text_table
 
 WIDE = 120
-"""Columns that the whole table of layouts takes."""
+"""Columns that the full table of layouts needs."""
 SHOWN_CANDIDATES = 8
 SHOWN_REASONS = 8
+SHOWN_ADVICE = 4
+SHOWN_CHECKS = 5
+UNKNOWN = "unknown"
+MORE = "memory and step time by part, communication, refused layouts, goodput, failures and checkpoints"
 SHOWN_SIZES = 6
 BAR_WIDTH = 28
 EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -35,40 +48,161 @@ TIME_COLOURS = {key: COMMUNICATION for key in labels.TIME_PARTS if "comm" in key
 )
 
 
-def render_plan(plan: PlanReport, width: int = WIDE) -> RenderableType:
-    """Everything there is to say about one plan, on a terminal of `width` columns."""
-    layouts = _candidates(plan) if width >= WIDE else _candidates_narrow(plan)
-    parts: list[RenderableType] = [_header(plan), layouts]
-    if best := plan.best:
-        parts += [*_stages(best), _memory(best), _time(best)]
+def render_plan(plan: PlanReport, width: int = WIDE, *, verbose: bool = False) -> RenderableType:
+    """Draw one plan on a terminal of `width` columns: the answer, the best layouts, and what needs the reader's
+    attention, in at most 40 lines.
+
+    `verbose` adds the rest: memory and step time by part, communication, refused layouts, all figures of the run, and
+    every assumption with its source.
+    """
+    # The answer comes first, so that it stays visible above a long output and survives `| head -5`.
+    parts: list[RenderableType] = [_pairs(answer_rows(plan), bold=True)]
+    if plan.capacity.advice:
+        advice = plan.capacity.advice if verbose else plan.capacity.advice[:SHOWN_ADVICE]
+        parts.append(Group(Text("What would fit", style="bold green"), _pairs([("→", text) for text in advice])))
+    parts.append(_header(plan))
+    asked = _asked_for(plan, width, verbose)
+    # Show fewer layouts if the recipe or a flag asks for other tables.
+    shown = SHOWN_CANDIDATES if verbose else 1 if plan.trace else 3 if asked else 5
+    parts.append(_candidates(plan, width, shown, verbose))
+    if verbose and (best := plan.best):
+        if cut := labels.cut_label(best.layout):
+            parts.append(Text.assemble(("Layers of the best layout's pipeline stages", "bold"), f"  {cut}"))
+        parts += [_memory(best), _time(best)]
+        if plan.blueprint:
+            parts.append(render_blueprint(plan.blueprint))
+    parts += asked
+    # Why layouts were refused matters to the reader only if none is left.
+    if plan.rejected and (verbose or not plan.best):
+        parts.append(_refusals(plan.rejected))
+    if plan.run and verbose:
+        parts += [_run(plan, plan.run), _assumptions(plan, plan.run)]
+    elif plan.run:
+        if checks := _checks(plan, plan.run):
+            parts.append(_pairs(checks))
+        text = f"--verbose adds {MORE}, and all {len(plan.run.assumptions)} assumptions with their sources."
+        parts.append(Text(text, style="bright_black"))
+    return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts[:-1]), parts[-1])
+
+
+def answer_rows(plan: PlanReport) -> list[tuple[str, str]]:
+    """(label, text) of the lines that answer the question: the layout, time, money, MFU and peak memory, each with its
+    bounds where they are known, and what would change them most."""
+    best = plan.best
+    run = plan.run
+    if best is None or run is None:
+        considered = f"none of {plan.capacity.considered:,} fits {labels.devices_label(plan)}"
+        if not plan.capacity.candidates:
+            return [("layout", considered)]
+        nearest = plan.capacity.candidates[0]
+        needed = f"{labels.gib(nearest.peak_memory_bytes)} of {labels.gib(nearest.memory_limit_bytes)} GiB a device"
+        return [("layout", considered), ("nearest", f"{labels.placed_label(nearest)}: {needed}")]
+    # Use the texts of the run's table, so that both agree.
+    figures = {name: f"{value} ({bounds})" if bounds else value for name, value, bounds, _ in run_rows(plan.spec, run)}
+    within = {assumption.key: assumption.known_within for assumption in run.assumptions}
+    step = figures.get("step", format_duration(best.step_time_s))
+    average = " on average" if run.batches else ""
+    step_within = within.get("step_time_s", 1.0)
+    # MFU is inversely proportional to the step, so the step's factor bounds it too.
+    mfu = Interval(best.mfu, best.mfu / step_within, min(1.0, best.mfu * step_within))
+    memory_within = within.get("peak_memory_bytes", 1.0)
+    peak_bytes = best.peak_memory_bytes
+    peak = Interval(peak_bytes, peak_bytes / memory_within, peak_bytes * memory_within)
+    # Inputs known least, a faster way to recover, then the largest overhead of a step and the largest part of memory.
+    levers = [f"step time within x{step_within:g} (trainspec calibrate)"] if step_within > 1 else []
+    # Costs are proportional to the price, as time is to the step; other inputs change them less.
+    prices = {key: factor for key, factor in within.items() if factor > 1 and "price" in key}
+    if prices:
+        key, factor = max(prices.items(), key=lambda item: item[1])
+        levers.append(f"{key.rpartition('.')[2]} within x{factor:g}")
+    faster = min(run.alternatives, key=lambda other: other.wall_time_s, default=None)
+    if faster and faster.wall_time_s < run.wall_time_s.value:
+        levers.append(f"resilience={faster.mode} ({format_duration(faster.wall_time_s)})")
+    phases = labels.present({key: vars(best.time)[key] for key in labels.OVERHEADS}, labels.TIME_PARTS)
+    if phases:
+        _, name, seconds = max(phases, key=lambda phase: phase[2])
+        levers.append(f"{name} {percent(seconds / best.time.total_s)} of the step")
+    causes = labels.present(vars(best.fullest_memory), labels.MEMORY_PARTS)
+    if causes:
+        _, name, size = max(causes, key=lambda cause: cause[2])
+        levers.append(f"{name} {percent(size / best.fullest_memory.total_bytes)} of the memory")
+    return [
+        ("layout", labels.placed_label(best)),
+        ("time", f"{figures['time']}: {run.steps:,} steps of {step}{average}"),
+        ("money", f"{figures['money']}; energy {figures['energy']}"),
+        (
+            "MFU",
+            f"{_bounded(mfu, lambda part: percent(part, 1))}; peak memory {_bounded(peak, labels.gib)} of "
+            f"{labels.gib(best.memory_limit_bytes)} GiB, fits at {labels.chance(best)}",
+        ),
+        ("levers", "; ".join(levers)),
+    ]
+
+
+def _bounded(figure: Interval, say: labels.Formatter) -> str:
+    return (
+        f"{say(figure.value)} ({labels.format_range(figure, say)})" if figure.low < figure.high else say(figure.value)
+    )
+
+
+def _asked_for(plan: PlanReport, width: int, verbose: bool) -> list[RenderableType]:
+    """Draw the parts that a recipe or a flag asks for: pools, planes, sections of wings, a disturbance, a trace."""
+    parts: list[RenderableType] = []
     if plan.pools:
-        parts.append(render_pools(plan.best, plan.pools, plan.spec.model.unit))
-    if plan.blueprint:
-        parts.append(render_blueprint(plan.blueprint))
+        verdict = Text.assemble(("Pools  ", "bold"), sentence(plan.pools.verdict))
+        parts.append(render_pools(plan.best, plan.pools, plan.spec.model.unit) if verbose else verdict)
     if plan.planes:
-        parts.append(render_planes(plan.planes))
-    parts += map(_section, plan.sections)
+        dips = Text.assemble(("Planes of the network  ", "bold"), describe_dips(plan.planes))
+        parts.append(render_planes(plan.planes) if verbose else dips)
+    for section in plan.sections:
+        headings = [*section.headings[:2], *(f"#{heading}" for heading in section.headings[2:])]
+        title = Text(f"{section.title}  {section.about}", style="bold")
+        lines: list[RenderableType] = [title, text_table(headings, section.rows)]
+        lines += [Text(section.text), Text(f"{section.known}.", style="bright_black")] if verbose else []
+        parts.append(Group(*lines))
     if plan.simulation:
-        parts.append(render_simulation(plan.simulation, min(width, WIDE)))
+        parts.append(render_simulation(plan.simulation, min(width, WIDE), verbose=verbose))
     if plan.trace:
         from trainspec_cli.reporter.plan.trace import render_trace  # loads tables of results
 
         parts.append(render_trace(plan.trace))
-    parts += _refusals(plan)
-    if plan.run:
-        parts += [_run(plan, plan.run), _assumptions(plan, plan.run)]
-    return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
+    return parts
 
 
-def _section(section: PlanSection) -> RenderableType:
-    headings = [*section.headings[:2], *(f"#{heading}" for heading in section.headings[2:])]
-    table = text_table(headings, section.rows)
-    title = Text(f"{section.title}  {section.about}", style="bold")
-    return Group(title, table, Text(section.text), Text(f"{section.known}.", style="bright_black"))
+def _checks(plan: PlanReport, run: RunForecast) -> list[tuple[str, str]]:
+    """(label, text) of inputs that are missing, notes, and assumptions that differ from the defaults."""
+    # Carbon is missing the same input as energy.
+    rows = [
+        (name, f"{value}: {detail}")
+        for name, value, _, detail in run_rows(plan.spec, run)
+        if value == UNKNOWN and name != "carbon"
+    ]
+    rows += [("note", note) for note in run.notes]
+    changed = [assumption for assumption in run.assumptions if _differs(assumption)]
+    if changed:
+        values = [f"{one.key}={labels.format_grouped(one.value)}" for one in changed[:SHOWN_CHECKS]]
+        more = [f"{len(changed) - SHOWN_CHECKS} more"] if len(changed) > SHOWN_CHECKS else []
+        rows.append(("set", ", ".join(values + more)))
+    rows += [("assumed", text) for text in plan.capacity.assumptions if text not in ALWAYS_ASSUMED]
+    if len(rows) > SHOWN_CHECKS:
+        rows = [*rows[: SHOWN_CHECKS - 1], ("", f"{len(rows) - SHOWN_CHECKS + 1} more with --verbose")]
+    return rows
+
+
+def _differs(assumption: Assumption) -> bool:
+    """Return whether a value differs from the package's default. Values of a chosen accelerator, pool or fabric have
+    none."""
+    default: object = ClusterSpec()
+    root, *path = assumption.key.split(".")
+    for name in path:
+        if not hasattr(default, name):
+            return False
+        default = getattr(default, name)
+    return root == "cluster" and default != assumption.value
 
 
 def render_sweep(sweep: SweepReport) -> RenderableType:
-    """One line for each value of the swept key."""
+    """Draw one line for each value of the swept key."""
     unit = sweep.points[0].plan.spec.model.unit
     first = next((point.plan.best for point in sweep.points if point.plan.best), None)
     figures = ("step", f"{unit}/s", "scaling", "MFU", "goodput", "time", "energy", "money", "memory")
@@ -90,29 +224,30 @@ def _header(plan: PlanReport) -> RenderableType:
         lines.append(("profile", plan.profile))
     if plan.defaults:
         lines.append(("assumed", labels.defaults_label(plan)))
-    return _pairs(lines, bold=True)
+    return _pairs(lines)
 
 
-def _candidates(plan: PlanReport) -> RenderableType:
-    shown = plan.capacity.candidates[:SHOWN_CANDIDATES]
-    limit = format_bytes(shown[0].memory_limit_bytes) if shown else ""
+def _candidates(plan: PlanReport, width: int, most: int, verbose: bool) -> RenderableType:
+    """Draw the first `most` layouts (on a narrow terminal in two lines each), and why the first was chosen."""
+    capacity = plan.capacity
+    shown = capacity.candidates[:most]
+    kept = sum(candidate.fits for candidate in capacity.candidates)
+    first = f", the first {most} shown" if 1 < most < len(capacity.candidates) else ""
+    parts: list[RenderableType] = [
+        Text(f"Layouts  {kept} kept of {capacity.considered:,} considered{first}", style="bold")
+    ]
     unit = plan.spec.model.unit
-    table = text_table(("", "layout", "#micro-batch", "#recompute", "#step", f"#{unit}/s/device", "#MFU", "#HFU"))
-    table.add_column(f"memory of {limit}, fits" if limit else "memory", no_wrap=True)
+    if width >= WIDE:
+        limit = format_bytes(shown[0].memory_limit_bytes) if shown else ""
+        table = text_table(("", "layout", "#micro-batch", "#recompute", "#step", f"#{unit}/s/device", "#MFU", "#HFU"))
+        table.add_column(f"memory of {limit}, fits" if limit else "memory", no_wrap=True)
+    else:
+        table = text_table(("", "layout", "#step", f"#{unit}/s", "#MFU", "#memory"))
     for rank, candidate in enumerate(shown, 1):
-        table.add_row(
-            str(rank),
-            *labels.candidate_cells(candidate),
-            _memory_cell(candidate),
-            style="bold" if rank == 1 and candidate.fits else "",
-        )
-    return Group(_count(plan), table, *_choice(plan))
-
-
-def _candidates_narrow(plan: PlanReport) -> RenderableType:
-    """Two lines for each layout, and fewer columns."""
-    table = text_table(("", "layout", "#step", f"#{plan.spec.model.unit}/s", "#MFU", "#memory"))
-    for rank, candidate in enumerate(plan.capacity.candidates[:SHOWN_CANDIDATES], 1):
+        if width >= WIDE:
+            style = "bold" if rank == 1 and candidate.fits else ""
+            table.add_row(str(rank), *labels.candidate_cells(candidate), _memory_cell(candidate), style=style)
+            continue
         how = f"{labels.micro_batch_label(candidate)} samples, recompute {labels.recompute_label(candidate)}"
         table.add_row(
             str(rank),
@@ -122,22 +257,16 @@ def _candidates_narrow(plan: PlanReport) -> RenderableType:
             percent(candidate.mfu, 1),
             _peak(candidate),
         )
-    return Group(_count(plan), table, *_choice(plan))
-
-
-def _choice(plan: PlanReport) -> Iterator[RenderableType]:
-    for heading, text in labels.choice_lines(plan.capacity):
-        yield Text.assemble((f"{heading}  ", "bold"), text)
+    parts.append(table)
+    choice = labels.choice_lines(capacity)
+    # The usual start, and a safest layout that is already the first, do not change what to run.
+    for heading, text in choice if verbose else choice[:1]:
+        parts.append(Text.assemble((f"{heading}  ", "bold"), text))
     best = plan.best
-    safest = plan.capacity.safest
-    if best and safest:
-        yield Text.assemble(("Safest within 10%  ", "bold"), labels.safest_label(best, safest))
-
-
-def _count(plan: PlanReport) -> Text:
-    kept = sum(candidate.fits for candidate in plan.capacity.candidates)
-    shown = f", the first {SHOWN_CANDIDATES} shown" if len(plan.capacity.candidates) > SHOWN_CANDIDATES else ""
-    return Text(f"Layouts  {kept} kept of {plan.capacity.considered:,} considered{shown}", style="bold")
+    safest = capacity.safest
+    if best and safest and (verbose or safest != best):
+        parts.append(Text.assemble(("Safest within 10%  ", "bold"), labels.safest_label(best, safest)))
+    return Group(*parts)
 
 
 def _memory_cell(candidate: Candidate) -> RenderableType:
@@ -147,15 +276,9 @@ def _memory_cell(candidate: Candidate) -> RenderableType:
 
 
 def _peak(candidate: Candidate) -> str:
-    """The peak, with the chance to fit, or how far it is over the limit."""
+    """Format the peak with the chance to fit, or with its ratio to the limit if it is above."""
     over = percent(candidate.peak_memory_bytes / candidate.memory_limit_bytes)
     return f"{labels.gib(candidate.peak_memory_bytes)} GiB {labels.chance(candidate) if candidate.fits else over}"
-
-
-def _stages(best: Candidate) -> Iterator[RenderableType]:
-    """Show the layers of each stage, if they are not cut evenly."""
-    if cut := labels.cut_label(best.layout):
-        yield Text.assemble(("Layers of the best layout's pipeline stages", "bold"), f"  {cut}")
 
 
 def _memory(best: Candidate) -> RenderableType:
@@ -169,26 +292,20 @@ def _memory(best: Candidate) -> RenderableType:
 
 
 def _time(best: Candidate) -> RenderableType:
-    """The phases of a step, as planner/time/step.py adds them up (`StepTime`)."""
+    """Draw the phases of a step as planner/time/step.py computes them (`StepTime`)."""
     title = f"Step of the best layout  {format_duration(best.step_time_s)}, communication where it is not hidden"
     parts = labels.present(vars(best.time), labels.TIME_PARTS)
     rows = [(name, value, format_duration(value), TIME_COLOURS.get(key, COMPUTE)) for key, name, value in parts]
     return _bars(title, rows, best.time.total_s)
 
 
-def _refusals(plan: PlanReport) -> list[RenderableType]:
-    """Why other layouts are not there, and what would make the plan fit when none is."""
-    parts: list[RenderableType] = []
-    if plan.rejected:
-        reasons = list(plan.rejected.items())
-        lines = [(f"{count:,}", reason) for reason, count in reasons[:SHOWN_REASONS]]
-        if len(reasons) > SHOWN_REASONS:
-            lines.append((f"{sum(count for _, count in reasons[SHOWN_REASONS:]):,}", "for other reasons"))
-        parts.append(Group(Text("Refused", style="bold"), _pairs(lines, justify="right")))
-    if plan.capacity.advice:
-        lines = [("→", advice) for advice in plan.capacity.advice]
-        parts.append(Group(Text("What would fit", style="bold green"), _pairs(lines)))
-    return parts
+def _refusals(rejected: Mapping[str, int]) -> RenderableType:
+    """List why other layouts are not in the table."""
+    reasons = list(rejected.items())
+    lines = [(f"{count:,}", reason) for reason, count in reasons[:SHOWN_REASONS]]
+    if len(reasons) > SHOWN_REASONS:
+        lines.append((f"{sum(count for _, count in reasons[SHOWN_REASONS:]):,}", "for other reasons"))
+    return Group(Text("Refused", style="bold"), _pairs(lines, justify="right"))
 
 
 def _run(plan: PlanReport, run: RunForecast) -> RenderableType:
@@ -203,13 +320,14 @@ def _run(plan: PlanReport, run: RunForecast) -> RenderableType:
 
 
 def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, str]]:
-    """(what, expected value, bounds, where it goes) for each figure of the run."""
+    """(name, expected value, bounds, details) for each figure of the run."""
     recovery = run.goodput
     kept = run.goodput.goodput
     losses = labels.present(recovery.lost | {"kept": kept.value}, labels.LOST_PARTS, 5e-5)
     lost = ", ".join(f"{name} {percent(value, 2)}" for _, name, value in losses)
     if run.batches:
-        # `12,000 of 1,024 samples (4.2 s), 9,000 of 2,048 (8.1 s)`; of many sizes the first and the last ones.
+        # `12,000 of 1,024 samples (4.2 s), 9,000 of 2,048 (8.1 s)`; if there are many sizes, the first and the last
+        # ones.
         details = []
         for place, batch in enumerate(run.batches):
             size = f"{batch.step_samples:,}{' samples' * (place == 0)}"
@@ -231,11 +349,11 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
     held = format_duration(recovery.checkpoint_s)
     detail = f"every {steps:,} step{'s' * (steps != 1)}; {written}, holds training up for {held}"
     best_s = recovery.optimal_interval_s
-    # Near the optimum the loss is flat: a quarter more or less costs next to nothing.
+    # Near the optimum the loss is flat: intervals up to a quarter longer or shorter cost almost nothing more.
     if math.isfinite(best_s) and not 0.8 < recovery.checkpoint_interval_s / best_s < 1.25:
         detail += f"; least is lost at one every {format_duration(best_s)}"
     yield "checkpoints", format_duration(recovery.checkpoint_interval_s), "", detail
-    # A figure that is missing names the key that brings it.
+    # A missing figure names the key that it needs.
     power = "the accelerator's power is not known: type cluster.accelerator.tdp_w=<watts>"
     if spec.cluster.pools:
         power = "the power of a pool's accelerator is not known: its accelerator.tdp_w"
@@ -244,19 +362,17 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
     if spec.cluster.pools:
         price = "a pool's price is not known: its price_usd_per_device_hour"
     grid = f"CO2e; grid: {spec.cluster.site.name}"
-    yield _cost_row("energy", run.energy_joules, labels.format_energy, _shares(run.energy_parts_joules), power)
-    yield _cost_row("carbon", run.carbon_kg, labels.format_mass, grid, power)
-    yield _cost_row("money", run.cost_usd, labels.format_money, _shares(run.cost_parts_usd), price)
+    yield _figure_row("energy", run.energy_joules, labels.format_energy, _shares(run.energy_parts_joules), power)
+    yield _figure_row("carbon", run.carbon_kg, labels.format_mass, grid, power)
+    yield _figure_row("money", run.cost_usd, labels.format_money, _shares(run.cost_parts_usd), price)
 
 
-def _cost_row(
-    name: str, cost: Interval | None, say: labels.Formatter, detail: str, needs: str
+def _figure_row(
+    name: str, figure: Interval | None, say: labels.Formatter, detail: str, needs: str = ""
 ) -> tuple[str, str, str, str]:
-    """`needs`: what to type where the cost is not known."""
-    return _figure_row(name, cost, say, detail) if cost else (name, "unknown", "", needs)
-
-
-def _figure_row(name: str, figure: Interval, say: labels.Formatter, detail: str) -> tuple[str, str, str, str]:
+    """`needs`: what to type if the figure is unknown."""
+    if figure is None:
+        return name, UNKNOWN, "", needs
     return name, say(figure.value), labels.format_range(figure, say), detail
 
 
@@ -272,7 +388,7 @@ def _assumptions(plan: PlanReport, run: RunForecast) -> RenderableType:
 
 
 def assumption_row(assumption: Assumption) -> tuple[str, str, str, str]:
-    """A source that was not checked says so."""
+    """(key, value, within, source); an unchecked source is marked."""
     within = f"x{assumption.known_within:.3g}" if assumption.known_within > 1 else ""
     unchecked = "" if assumption.verified else "unchecked: "
     return assumption.key, labels.format_grouped(assumption.value), within, unchecked + assumption.source
@@ -293,7 +409,7 @@ def _sweep_row(point: SweepPoint, first: Candidate | None) -> Iterator[Renderabl
 
 
 def bar(part: float, width: int) -> str:
-    """`part` of `width` cells, to an eighth of a cell."""
+    """Draw a bar over the fraction `part` of `width` cells, to an eighth of a cell."""
     eighths = round(part * width * 8)
     full, rest = divmod(eighths, 8)
     return ("█" * full + (EIGHTHS[rest] if rest else "")).ljust(width)

@@ -1,4 +1,4 @@
-"""A traced step beside the planner's estimate of it."""
+"""Compare a traced step with the planner's estimate."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from trainspec_cli.recipe.results.tools import TraceResult
 
 @dataclass(frozen=True)
 class TraceEstimate:
-    """The planner's figures for what a trace counts: tensors, without the allocator's holes, the collectives' own
-    buffers and the device's context."""
+    """The planner's figures for what a trace counts: tensors, without allocator fragmentation, buffers inside the
+    collectives, and the device's context."""
 
     peak_memory_bytes: float
     peak_by_cause: dict[str, float]
@@ -44,8 +44,8 @@ class TraceReport:
 def compare_trace(
     candidate: Candidate, capacity: CapacityPlan, traced: TraceResult, counted: dict[str, float] | None
 ) -> TraceReport:
-    """Put a trace of `candidate` beside its estimate. `counted`: the engine's memory by cause, where the planner counts
-    that."""
+    """Compare a trace of `candidate` with its estimate. `counted`: the engine's memory by cause, if the planner counts
+    it."""
     memory = candidate.fullest_memory
     by_cause = {
         "parameters": memory.parameters_bytes,
@@ -72,7 +72,7 @@ GROUPS = {
     "logits": ("logits",),
     "collectives": ("collectives",),
 }
-"""The planner's causes -> the trace's."""
+"""Causes shown -> the causes that the engine's memory model and the trace count."""
 
 
 def render_trace(trace: TraceReport) -> RenderableType:

@@ -89,7 +89,7 @@ def run(
         if passed:
             passed.look()
             passed.begin_line()
-        view.say(text)
+        view.show_message(text)
 
     def watch(stop_requested: bool) -> None:
         view.watch(stop_requested)
@@ -98,7 +98,7 @@ def run(
         if passed:
             passed.look()
         if output:
-            output.look(view.note if passed else view.say)
+            output.look(view.note if passed else view.show_message)
 
     with on_stop_signal(requests.add):  # until the result is written and reported
         stopping = console.stopping_run_without_reader(requests.add)

@@ -67,7 +67,7 @@ class SweptRun:
     def look(self) -> None:
         """Read its new events."""
         for event in self._tail.read():
-            self.progress.take(event)
+            self.progress.add(event)
             if isinstance(event, EvalEvent):
                 self.heldout_loss = event.heldout_loss
 

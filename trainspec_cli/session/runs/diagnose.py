@@ -115,7 +115,7 @@ class VerdictLines:
 
             self._watch = DiagnosisWatch(self._run, self._ask)
 
-        self._watch.look(lambda event: self._say(event, say))
+        self._watch.update(lambda event: self._say(event, say))
 
     @staticmethod
     def _say(event: VerdictEvent, say: Callable[[str], None]) -> None:

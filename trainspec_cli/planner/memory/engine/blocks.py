@@ -1,4 +1,4 @@
-"""A layer's forward and backward on a tape, with the operations and the lifetimes of the engine's own blocks."""
+"""Record a layer's forward and backward on a tape, with the operations and lifetimes of the engine's blocks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from trainspec_cli.recipe.keys.model import (
 from trainspec_cli.recipe.keys.run import Recompute
 from trainspec_cli.recipe.keys.training import LoraSpec
 
-# The sizes of a layer (`Shape`), and what layers of all kinds are made of: norms, regions, feed-forwards.
+# The sizes of a layer (`Shape`), and parts of all kinds of layers: norms, regions, feed-forwards.
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Elements are of one rank: tokens of its part of the sequence (context parallelism), heads and widths of its part
-    of the matrices (tensor parallelism)."""
+    """Sizes on one rank: tokens of its part of the sequence (context parallelism), heads and widths of its part of the
+    matrices (tensor parallelism)."""
 
     model: TextModel
     layer: Layer
@@ -41,10 +41,10 @@ class Shape:
     width: float
     """Bytes of an element in the compute format."""
     fp8: bool = False
-    """Linear layers multiply in it."""
+    """The format of linear layers."""
     lora: LoraSpec = field(default_factory=LoraSpec)
     compiled: bool = False
-    """Element-wise operations are fused."""
+    """True if element-wise operations are fused."""
 
     @property
     def tokens(self) -> float:
@@ -87,7 +87,7 @@ def norm(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def linear(tape: Tape, x: Value, shape: Shape, name: str, outputs: int, inputs: int) -> Value:
-    """A rank's part of a matrix, with its adapter beside it, if it has one."""
+    """A rank's part of a matrix, with its adapter, if any."""
     tokens, rank = x.elements / inputs, shape.lora.rank
     if shape.lora.is_quantised:
         y = tape.dequantised_linear(x, outputs * inputs, tokens * outputs)
@@ -100,7 +100,8 @@ def linear(tape: Tape, x: Value, shape: Shape, name: str, outputs: int, inputs: 
 
 
 def region(tape: Tape, x: Value, shape: Shape, part: Part) -> Value:
-    """Record a part between two exchanges over tp. With several samples that along the sequence needs copies."""
+    """Record a part between two exchanges over tp. With several samples, an exchange along the sequence needs
+    copies."""
     tp, whole = shape.layout.tp, shape.tokens * shape.hidden
     if tp == 1:
         return part(tape, x, shape)
@@ -129,7 +130,7 @@ def feed_forward_of(tape: Tape, x: Value, shape: Shape, width: int) -> Value:
 
 
 def activate(tape: Tape, x: Value, shape: Shape) -> Value:
-    """The square of relu takes two steps, and a power's backward two values on the way."""
+    """Squared relu has two steps, and a power's backward two temporaries."""
     if shape.decoder.activation != "relu2":
         return tape.unary(x)
     relu = tape.apply((x,), x.elements, saves_output=True)
@@ -138,8 +139,8 @@ def activate(tape: Tape, x: Value, shape: Shape) -> Value:
 
 # Attention on a tape: grouped heads, windows, sinks, latents, and the sequence spread over ranks.
 #
-# Where a mask or a head's size decides which kernel runs, counted is one that never holds the scores, as the fused
-# ones of GPUs.
+# If a mask or a head's size decides which kernel runs, one is counted that never stores the scores, like fused GPU
+# kernels.
 
 
 def attention(tape: Tape, x: Value, shape: Shape) -> Value:
@@ -158,13 +159,13 @@ def attention(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def rotate(tape: Tape, x: Value) -> Value:
-    """Saves cosines and sines alone, which all layers share."""
+    """Saves only cosines and sines, which all layers share."""
     size = 0.0 if tape.fuses else x.elements * x.width
     return tape.apply((x,), x.elements, scratch=(3 * size, 2.5 * size))
 
 
 def carry_sinks(tape: Tape, q: Value, k: Value, size: int) -> tuple[Value, Value]:
-    """A head's logit beside each of its queries, zeros beside the keys."""
+    """Append a head's sink logit to each of its queries, and zeros to the keys."""
     logit = tape.expand(tape.leaf(1), q.elements / size)
     grown = tape.copy(tape.cat(q, logit), q.elements * (size + SINK_DIMS) / size)
     return grown, tape.copy(k, k.elements * (size + SINK_DIMS) / size)
@@ -193,7 +194,7 @@ def latent_queries(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def latent_keys_values(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value]:
-    """The rotated part of the keys is one for all heads."""
+    """All heads share the rotated part of the keys."""
     model, mla, tokens, heads = shape.decoder, shape.latent, shape.tokens, shape.decoder.num_heads // shape.layout.tp
     rank, shared, plain_size, value = mla.kv_lora_rank, mla.qk_rope_head_dim, mla.qk_nope_head_dim, mla.v_head_dim
     down = tape.linear(x, tape.leaf(model.hidden_size * (rank + shared)), tokens * (rank + shared))
@@ -205,17 +206,17 @@ def latent_keys_values(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value
     return tape.cat(plain, tape.expand(turned, tokens * heads * shared)), v
 
 
-# What crosses the sequence
+# Exchanges along the sequence
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads that a kernel is given, with `samples` times `length` tokens."""
+    """The heads that a kernel processes, with `samples` times `length` tokens."""
 
     samples: int
     length: int
     rows: float
-    """Rows of the queries, over all of their heads."""
+    """Rows of the queries over all heads."""
     window: int | None
     sinks: bool
 
@@ -239,7 +240,7 @@ def core(tape: Tape, q: Value, k: Value, v: Value, shape: Shape) -> Value:
 
 
 def causal_core(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
-    """Kernels take heads of one size."""
+    """Kernels need heads of one size."""
     is_narrow, elements = v.elements < k.elements, q.elements * v.elements / k.elements
     if is_narrow:
         v = tape.copy(v, k.elements)
@@ -248,7 +249,7 @@ def causal_core(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
 
 
 def whole(tape: Tape, q: Value, k: Value, v: Value, *, seq: Heads, share: float = 1.0) -> Value:
-    """Causal; of the first `share` of the sequence."""
+    """Causal attention over the first `share` of the sequence."""
     rows, elements = seq.rows * share, q.elements
     if not seq.sinks:
         return flash(tape, q, k, v, rows)
@@ -258,7 +259,7 @@ def whole(tape: Tape, q: Value, k: Value, v: Value, *, seq: Heads, share: float 
 
 
 def windowed(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
-    """The first block by itself, each other one with the keys of the block before."""
+    """The first block separately, each other one with the keys of the block before."""
     window, elements = float(seq.window or 0), q.elements
     share, blocks = window / seq.length, -(-seq.length // window)
     start = [tape.part(y, y.elements * share) for y in (q, k, v)]
@@ -279,7 +280,7 @@ def windowed(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
 
 
 def beside(tape: Tape, x: Value, share: float) -> Value:
-    """Each block's tokens and those of the one after, so that each stands behind the one before."""
+    """Concatenate each block's tokens with those of the next one."""
     return tape.cat(tape.part(x, x.elements * share), tape.part(x, x.elements * share))
 
 
@@ -288,13 +289,14 @@ def pad_front(tape: Tape, x: Value, longer: float) -> Value:
 
 
 def flash(tape: Tape, q: Value, k: Value, v: Value, rows: float, mask: float = 0.0) -> Value:
-    """Saves its inputs, its output and a logarithm a row."""
+    """Saves its inputs, its output and a logarithm per row."""
     saved = (q, k, v, tape.new(rows, 4.0), tape.new(mask))
     return tape.apply((q, k, v), q.elements, saved=saved, saves_output=True, costly=True)
 
 
 def swap(tape: Tape, x: Value) -> Value:
-    """All-to-all between parts of the sequence and parts of the heads: a copy to send, one received, one in order."""
+    """All-to-all between parts of the sequence and parts of the heads: one copy to send, one received, one
+    reordered."""
     size = 2 * x.elements * x.width
     return tape.copy(x, scratch=(size, size))
 
@@ -302,9 +304,8 @@ def swap(tape: Tape, x: Value) -> Value:
 def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> Value:
     """Record ring attention on the last rank, whose queries meet every part of the keys.
 
-    Keys and values travel with their successors; sums are in fp32, keys of groups repeated for their queries. A
-    selective recomputation keeps each turn's result. The whole stands head by head, and is copied to stand token by
-    token.
+    Keys and values are passed from rank to rank; sums are in fp32, and keys of groups are repeated for their queries. A
+    selective recomputation keeps each turn's result. The result is ordered by head, and copied to be ordered by token.
     """
     width, query, pair = q.width, q.elements, k.elements + v.elements
     travelling = 2 * width * pair
@@ -315,10 +316,11 @@ def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> V
     return tape.copy(tape.apply((q, k, v), query, saved=saved, saves_output=True, scratch=(forward, backward)))
 
 
-# A mixture of experts on a tape: router, tokens sorted by expert, the experts' products, tokens back in their places.
+# A mixture of experts on a tape: router, tokens sorted by expert, the experts' products, tokens restored to their
+# order.
 #
-# Tokens are spread evenly over experts and ranks. The experts' product is GPUs' grouped one: it takes no room beside
-# its result.
+# Tokens are spread evenly over experts and ranks. The experts' product is the grouped GPU kernel, which needs no memory
+# besides its result.
 
 
 def mixture(tape: Tape, x: Value, shape: Shape) -> Value:
@@ -382,7 +384,7 @@ def with_loss(tape: Tape, weights: Value, scores: Value) -> Value:
 
 
 def within_capacity(tape: Tape, weights: Value) -> tuple[Value, Value]:
-    """Choices ordered by weight and by expert, and counted."""
+    """Sort the choices by weight and by expert, and count them."""
     chosen = weights.elements
     indices, kept = tape.new(chosen, INDEX), tape.new(chosen, 1.0)
     return indices, tape.apply((weights,), chosen, saved=(kept,), width=PRECISE, scratch=(6 * INDEX * chosen, 0.0))
@@ -401,7 +403,7 @@ class SortedCopies:
 
 
 def dispatch(tape: Tape, x: Value, indices: Value, weights: Value, shape: Shape) -> Value:
-    """All experts are here."""
+    """All experts are on this rank."""
     copies = sort_by_expert(tape, x, indices, shape)
     return combine(tape, copies, products(tape, copies.x, shape), weights)
 
@@ -422,19 +424,19 @@ def permute(tape: Tape, x: Value, order: Value) -> Value:
 
 def sort_by_expert(tape: Tape, x: Value, indices: Value, shape: Shape) -> SortedCopies:
     source, place = tape.new(indices.elements, INDEX), tape.new(indices.elements, INDEX)
-    copies = take(tape, x, indices.elements * shape.hidden, place)
+    copies = select_rows(tape, x, indices.elements * shape.hidden, place)
     return SortedCopies(copies, source, place, shape.outside_tokens)
 
 
-def take(tape: Tape, x: Value, elements: float, copies: Value) -> Value:
-    """Rows of `x`; backward, their gradients are put in order and then summed."""
+def select_rows(tape: Tape, x: Value, elements: float, copies: Value) -> Value:
+    """Rows of `x`; in the backward, their gradients are reordered and then summed."""
     rows = INDEX * copies.elements
     return tape.apply((x,), elements, saved=(copies,), scratch=(rows, elements * x.width))
 
 
 def combine(tape: Tape, copies: SortedCopies, y: Value, weights: Value) -> Value:
-    """A token's copies, weighed and summed in one product, of which each token is a matrix of one row."""
-    back = take(tape, y, y.elements, copies.source)
+    """A token's copies, weighted and summed in one product; each token is a matrix with one row."""
+    back = select_rows(tape, y, y.elements, copies.source)
     narrow = tape.cast(weights, tape.width)
     summed = y.elements * copies.tokens / weights.elements
     return tape.part(tape.apply((narrow, back), summed, saved=(narrow, back), costly=True), summed)
@@ -464,7 +466,7 @@ def grouped(tape: Tape, x: Value, width: int, rows: float, experts: float) -> Va
 
 
 def add_bias(tape: Tape, y: Value, expert: Value, shape: Shape) -> Value:
-    """Each row's own is put beside it first."""
+    """First expand the bias to one row per token."""
     if not shape.experts.bias:
         return y
     bias = tape.apply((tape.leaf(1),), y.elements, saved=(expert,))
@@ -481,7 +483,7 @@ def activated(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def clamped(tape: Tape, gate: Value, up: Value) -> Value:
-    """gate * sigmoid(1.702 gate) * (up + 1), both bounded."""
+    """gate * sigmoid(1.702 gate) * (up + 1), both clamped."""
     gate, up = tape.unary(gate), tape.unary(up)
     return tape.mul(tape.mul(gate, sigmoid(tape, tape.copy(gate))), tape.copy(up))
 
@@ -491,7 +493,7 @@ def sigmoid(tape: Tape, x: Value) -> Value:
 
 
 def without_dropped(tape: Tape, x: Value, shape: Shape) -> Value:
-    """Zeros in rows that no expert takes."""
+    """Zeros in rows that no expert uses."""
     if shape.experts.capacity_factor is None:
         return x
     taken = tape.new(x.elements / shape.hidden, 1.0)
@@ -500,14 +502,13 @@ def without_dropped(tape: Tape, x: Value, shape: Shape) -> Value:
 
 # Mamba-2's mixer on a tape: projections, convolutions over time, the scan in blocks, the gated norm.
 #
-# Shapes are given as the engine does: B samples, C blocks of Q tokens, G groups, R heads a group, P head size, N
-# state size. A product of matrices wants its batch dimensions to stand in one piece; where they do not, what enters
-# is copied.
+# Shapes are named as in the engine: B samples, C blocks of Q tokens, G groups, R heads per group, P head size, N state
+# size. A batched matrix product needs contiguous batch dimensions; otherwise its inputs are copied.
 
 
 @dataclass(frozen=True)
 class ScanSizes:
-    """Elements of what the scan works with, on one rank."""
+    """Elements of the scan's tensors on one rank."""
 
     samples: int
     seq_len: int
@@ -531,8 +532,8 @@ class ScanSizes:
         return -(-self.seq_len // self.block)
 
     @property
-    def stands_apart(self) -> bool:
-        """Return True if blocks of several samples or groups make a batch, and so do not lie in one piece."""
+    def needs_copies(self) -> bool:
+        """Return whether blocks of several samples or groups form a batch, and thus are not contiguous."""
         return self.samples > 1 or self.groups > 1
 
 
@@ -555,7 +556,7 @@ def mamba(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def convolved(tape: Tape, x: Value, rows: float, shape: Shape) -> Value:
-    """Projected, each channel convolved over time, and activated. Channels come first while it convolves."""
+    """Project, convolve each channel over time, and activate. Channels come first during the convolution."""
     projected = tape.linear(x, tape.leaf(shape.hidden * rows), shape.tokens * rows)
     return tape.unary(conv(tape, tape.copy_in_backward(projected), rows, shape.seq_len))
 
@@ -591,7 +592,7 @@ def selective_scan(tape: Tape, x: Value, dt: Value, b: Value, c: Value, scan: Sc
 
 
 def within_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, scan: ScanSizes) -> Value:
-    """Attention of c on b, faded by the decay between two tokens: B C G R Q Q of them."""
+    """Attention of c on b, weighted by the decay between two tokens, with shape B C G R Q Q."""
     pairs = decay.elements * scan.block
     faded_by = exp(tape, tape.copy(difference(tape, tape.expand(decay, pairs), tape.expand(decay, pairs))))
     scores = product(tape, ordered(tape, c, scan), ordered(tape, b, scan), pairs / scan.heads * scan.groups)
@@ -600,7 +601,7 @@ def within_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, scan: 
 
 
 def from_earlier_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, scan: ScanSizes) -> Value:
-    """Return what the states at each block's beginning (B C G R P N) add to its tokens."""
+    """Return the contribution of the states at each block's start (B C G R P N) to its tokens."""
     to_end = exp(tape, difference(tape, tape.part(decay, decay.elements), decay))
     fading = ordered(tape, scaled(tape, x, tape.cast(to_end, tape.width)), scan)
     states = x.elements / scan.block * scan.states / scan.groups
@@ -615,14 +616,14 @@ def from_earlier_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, 
 
 
 def decay_between_blocks(tape: Tape, decay: Value, scan: ScanSizes) -> Value:
-    """B G R C C of them: totals summed from one block to another."""
+    """Sums from one block to another, with shape B G R C C."""
     pairs = scan.samples * scan.heads * scan.blocks**2
     summed = tape.copy(tape.copy(tape.expand(tape.part(decay, pairs / scan.blocks), pairs)))
     return exp(tape, tape.copy(summed))
 
 
 def ordered(tape: Tape, x: Value, scan: ScanSizes) -> Value:
-    return tape.copy_in_forward(x) if scan.stands_apart else x
+    return tape.copy_in_forward(x) if scan.needs_copies else x
 
 
 def product(tape: Tape, left: Value, right: Value, elements: float) -> Value:
@@ -635,32 +636,33 @@ def exp(tape: Tape, x: Value) -> Value:
 
 
 def difference(tape: Tape, left: Value, right: Value) -> Value:
-    """Saves nothing; backward, the right one's gradient is the negative, in new memory."""
+    """Saves nothing; in the backward, the right side's gradient is negated in new memory."""
     return tape.add(left, tape.negated(right))
 
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """Bytes; what comes in is counted where it was made, what goes out here."""
+    """Bytes; inputs are counted where they were created, outputs here."""
 
     forward: tuple[Stretch, ...]
     backward: tuple[Stretch, ...]
-    """The backward's stretches, with the gradients of the output, which takes its place, and of the parameters."""
+    """The backward's stretches, including the gradients of the output (which reuse its memory) and of the
+    parameters."""
     put_off: float
-    """Kept from a backward of inputs until that of weights, where schedules split them."""
+    """Kept from the backward of inputs until that of weights, if the schedule splits them."""
 
     @property
     def kept(self) -> float:
-        """Bytes kept from forward to backward, the output included."""
+        """Bytes kept from forward to backward, including the output."""
         return self.forward[-1].live
 
 
 def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> BlockProfile:
-    """`block` writes itself down on `tape`, which is new."""
+    """`block` records itself on the new `tape`."""
     tape.is_saving = recompute == "none"
     tape.kept = [] if recompute == "selective" else None
     out = block()
-    if tape.fuses and tape.kept:  # a compiler sees that no backward needs the block's last product
+    if tape.fuses and tape.kept:  # a compiler knows that no backward needs the block's last product
         tape.kept.pop()
     tape.mark()
     forward, tape.stretches, saves = tuple(tape.stretches), [], tape.saves
@@ -694,7 +696,7 @@ def block(tape: Tape, x: Value, shape: Shape) -> Value:
     for mixer in shape.layer.mixers:
         given.append(MIXERS[mixer](tape, norm(tape, x, shape), shape))
         x = tape.add(x, with_bias(tape, given[-1], mixer, shape))
-    return tape.settle(x)
+    return tape.materialise(x)
 
 
 def with_bias(tape: Tape, mixed: Value, mixer: Mixer, shape: Shape) -> Value:

@@ -1,6 +1,6 @@
-"""Convolutional networks on a tape: a ResNet's and a U-Net's parts, with the operations of the engine's own.
+"""Record convolutional networks on a tape: the parts of ResNets and U-Nets, with the engine's operations.
 
-The room that a convolution's kernel takes to work in is its library's choice, and not counted.
+The workspace of convolution kernels depends on the library and is not counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainspec_cli.recipe.keys.run import Recompute
 
 
 class ConvTape(Tape):
-    """Knows the parameters that were used on it."""
+    """A tape that records the parameters used on it."""
 
     def __init__(self, width: float):
         super().__init__(width)
@@ -39,7 +39,7 @@ class ConvTape(Tape):
         return self.apply((x,), x.elements, saves_output=True)
 
     def batch_norm(self, x: Value, channels: int) -> Value:
-        """Statistics in fp32: of what is narrower there is a copy, forward of `x` and backward of the gradient too."""
+        """Statistics are in fp32: narrower inputs are copied, in the backward also the gradient."""
         size, narrow = x.elements * PRECISE, x.width < PRECISE
         forward = 2 * size - x.elements * x.width if narrow else 0.0
         backward = 4 * size - x.elements * x.width if narrow else 2 * size
@@ -52,15 +52,15 @@ class ConvTape(Tape):
 
 @dataclass(frozen=True)
 class ConvPart:
-    """A part of a network that is sharded and recomputed as one, or stands before or behind such parts."""
+    """A part of a network that is sharded and recomputed as one, or comes before or after such parts."""
 
     forward: Callable[[ConvTape, Sequence[Value]], Value]
     entering: tuple[float, ...]
-    """Elements of what comes in: from the part before, and from one that is further up."""
+    """Elements of the inputs: from the part before, and from an earlier part (skip connection)."""
     beside: int | None = None
-    """The number of that one."""
+    """The number of that earlier part."""
     is_first: bool = False
-    """True where the input needs no gradient."""
+    """True if the input needs no gradient."""
 
     def sources(self, tape: Tape) -> list[Value]:
         leaves = [tape.leaf(elements) for elements in self.entering]
@@ -181,7 +181,7 @@ def _pair(
 
 
 def pair(tape: ConvTape, x: Value, channels_in: int, channels: int, dims: int, voxels: float) -> Value:
-    """Two convolutions of width 3; the first may stride."""
+    """Two convolutions of width 3; the first may be strided."""
     first = conv_norm_relu(tape, x, channels_in, channels, dims, voxels)
     return conv_norm_relu(tape, first, channels, channels, dims, voxels)
 
@@ -216,14 +216,14 @@ def _segment(tape: ConvTape, x: Value, channels: int, voxels: float, classes: in
 
 
 def dice_targets(tape: Tape, voxels: float, classes: int) -> Value:
-    """One row of every class a voxel, as indices first."""
+    """One row per voxel with every class, first as indices."""
     indices = tape.new(voxels * classes, INDEX)
     wanted = tape.new(voxels * (classes - 1), PRECISE)
     del indices
     return wanted
 
 
-# A step of a convolutional network replayed: its parts one after another, forward and back.
+# Replay a step of a convolutional network: its parts one after another, forward and backward.
 
 
 @dataclass
@@ -239,7 +239,7 @@ def replay(run: EngineRun, _pipeline_rank: int) -> dict[str, float]:
 
 
 class _ConvReplay:
-    """Samples are divided over ranks, and nothing else is."""
+    """Only samples are divided over ranks."""
 
     def __init__(self, run: EngineRun):
         self.given, self.model = run, cast("ConvModel", run.model)
@@ -292,7 +292,8 @@ class _ConvReplay:
         self.sharding.end_forward()
 
     def _images_bytes(self) -> float:
-        """Bytes of the images' copy in the compute format; 0 in fp32, where the step reads those of the data."""
+        """Return the bytes of the images' copy in the compute format; 0 in fp32, where the step reads the data
+        directly."""
         narrow = self.width < MASTER_WIDTH
         return self.given.samples * self.model.in_channels * prod(self.model.input_size) * self.width * narrow
 
@@ -305,8 +306,8 @@ class _ConvReplay:
             sharding.gather_again(block.own)
             sharding.prefetch(self.blocks[index - 1].own if index else None)
             if held[index]:
-                # The output was used twice, and its two gradients are added. The one from beside lies in one piece with
-                # what it was joined with.
+                # The output was used twice, and its two gradients are added. The skip connection's gradient shares
+                # memory with the tensor that it was concatenated with.
                 self.account.touch(held[index])
                 self.account.add("activations", -held[index])
             self._work(block.profile, forward=False)

@@ -1,4 +1,4 @@
-"""A step of the engine replayed: the pipeline's actions on blocks' profiles, with FSDP2's gathering and reducing."""
+"""Replay a step of the engine: the pipeline's actions on the blocks' profiles, with FSDP2's gathering and reducing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import parts_for
 
 KEPT_BYTES: Point[float] = Point("kept_bytes")
-"""Bytes that a wing keeps on the device for each trained parameter, sharded as the optimizer's state is."""
+"""Bytes that a wing keeps on the device per trained parameter, sharded like the optimizer's state."""
 WIDTHS = {"bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0, "fp64": 8.0}
 
 
@@ -47,7 +47,7 @@ class EngineRun:
     layout: Layout
     seq_len: int
     samples: int
-    """Samples of a micro-batch."""
+    """Samples per micro-batch."""
     micro_batches: int
     compute: str
     reduce: str
@@ -56,9 +56,9 @@ class EngineRun:
     matmul: str = "compute"
     lora: LoraSpec = field(default_factory=LoraSpec)
     compiled: bool = False
-    """Blocks are compiled (torch.compile)."""
+    """True if blocks are compiled (torch.compile)."""
     outer_bytes: float = 0.0
-    """Bytes that an outer optimizer keeps for each trained parameter (`KEPT_BYTES`)."""
+    """Bytes that an outer optimizer keeps per trained parameter (`KEPT_BYTES`)."""
 
 
 def run_of(plan: Plan) -> EngineRun:
@@ -81,18 +81,18 @@ def run_of(plan: Plan) -> EngineRun:
 
 
 def outer_bytes_of(spec: RunSpec) -> float:
-    """Return the bytes that the wings which a recipe uses keep for each trained parameter."""
+    """Return the bytes per trained parameter that the recipe's wings keep."""
     return sum(parts_for(KEPT_BYTES, spec), 0.0)
 
 
 def is_counted(model: ModelSpec, offload: str) -> bool:
-    """The engine builds the model, its family says how to count it, and nothing is offloaded."""
+    """Return whether the engine builds the model, its family can be counted, and nothing is offloaded."""
     return bool(model.record.memory) and model.is_built and offload == "none"
 
 
 def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str) -> bool:
-    """Return whether what a compiler fuses in the model's blocks is counted: those of whole attention and feed-forwards
-    in one format, all trained. Other blocks' compiled graphs were not held against the count."""
+    """Return whether fusion in the model's compiled blocks is counted: blocks of full attention and feed-forwards in
+    one format, fully trained. Other blocks' compiled graphs were not compared with the count."""
     if not has_layer_list(model) or lora.rank or matmul not in ("compute", compute):
         return False
     layers = set(model.layer_list)
@@ -107,7 +107,7 @@ def engine_peak(run: EngineRun, pipeline_rank: int) -> dict[str, float]:
 
 
 class FamilyMemory(Protocol):
-    """The functions of the module that a family's record names (`FamilyRecord.memory`)."""
+    """The functions of the module named by a family's record (`FamilyRecord.memory`)."""
 
     def replay(self, run: EngineRun, pipeline_rank: int) -> dict[str, float]:
         """Bytes by cause (`CAUSES`) at the fullest moment of a step on one rank of the pipeline."""
@@ -116,8 +116,8 @@ class FamilyMemory(Protocol):
 def rank_peaks(run: EngineRun) -> Iterator[dict[str, float]]:
     """Yield the peaks of all pipeline ranks.
 
-    A rank that has no more layers of any kind than one before it holds no more than that one, which keeps them for more
-    micro-batches, and is not counted by itself, unless it has the head.
+    A rank with at most as many layers of each kind as an earlier one needs no more memory, since the earlier one keeps
+    them for more micro-batches; it is not counted separately unless it has the head.
     """
     counted: list[tuple[Counter[Layer], dict[str, float]]] = []
     for rank, layers in enumerate(_layers_of_ranks(run)):
@@ -130,10 +130,10 @@ def rank_peaks(run: EngineRun) -> Iterator[dict[str, float]]:
 
 
 def _layers_of_ranks(run: EngineRun) -> list[Counter[Layer]]:
-    """Layers of each kind on each rank of the pipeline."""
+    """Return the layers of each kind on each pipeline rank."""
     if run.layout.pp == 1:
         return [Counter()]
-    if not has_layer_list(run.model):  # no rank is known to hold as much as another one
+    if not has_layer_list(run.model):  # no rank is known to need at most as much as another
         return [Counter({Layer((), rank): 1}) for rank in range(run.layout.pp)]
     layers = run.model.layer_list
     stages = cut_layers(len(layers), run.layout)
@@ -144,15 +144,15 @@ def _layers_of_ranks(run: EngineRun) -> list[Counter[Layer]]:
 
 
 def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
-    """Bytes of the fullest stage's tensors, blocks eager; None where the engine's memory is not counted."""
+    """Return the bytes of the fullest stage's tensors with eager blocks; None if the engine's memory is not counted."""
     if not is_counted(plan.spec.model, plan.offload):
         return None
     return max(rank_peaks(run_of(plan)), key=lambda peak: sum(peak.values()))
 
 
 CAUSES = ("parameters", "optimizer", "gradients", "gathered", "activations", "logits", "collectives", "temporaries")
-"""Gradients: sharded ones, which the optimizer reads, and whole ones until they are exchanged. Collectives: the buffers
-of data parallelism's exchanges, and pipelines' messages. Within a block's backward its own gradients count as
+"""Gradients: sharded ones, which the optimizer reads, and unsharded ones until they are exchanged. Collectives: the
+buffers of data parallelism's exchanges, and the pipeline's messages. Within a block's backward, its gradients count as
 activations until it ends."""
 
 
@@ -169,21 +169,21 @@ class Account:
             self.touch(0.0)
 
     def touch(self, size: float, cause: str = "temporaries") -> None:
-        """`size` more bytes are live for a moment."""
+        """Record that `size` more bytes are live for a moment."""
         if self._total + size > self._peak:
             self._peak = self._total + size
             self.at_peak = {**self.live, cause: self.live[cause] + size}
 
 
-# FSDP2 (torch 2.13) on an account: units are gathered, let go, and their gradients reduced.
+# FSDP2 (torch 2.13): units are gathered and freed, and their gradients reduced.
 #
-# What it holds is as read from its source: a forward keeps its all-gather's buffer until the next one's parameters are
-# copied out, a backward gathers the unit before while it works on its own, and the buffer of a reduce-scatter lives
-# until the next one.
+# Lifetimes follow its source: a forward keeps its all-gather's buffer until the next one's parameters are copied out, a
+# backward gathers the previous unit while it works on its own, and the buffer of a reduce-scatter lives until the next
+# one.
 
 
 MASTER_WIDTH = 4.0
-"""Bytes of a parameter as it is kept, of its gradient there and of each moment."""
+"""Bytes of a sharded parameter, of its gradient, and of each moment."""
 
 
 @dataclass
@@ -194,22 +194,22 @@ class Sharded:
     is_gathered: bool = False
     prefetched: bool = False
     gradient_bytes: float = 0.0
-    """Unsharded gradients, as autograd made them."""
+    """Unsharded gradients from autograd."""
     accumulated_bytes: float = 0.0
-    """The same in the format of the exchange, waiting for the last micro-batch."""
+    """The same in the exchange's format, waiting for the last micro-batch."""
     has_gradient: bool = False
 
 
 class Sharding:
-    """The sharded parameters of one stage. `keeps`: they are gathered once a step; else they are freed after each
-    forward and each backward."""
+    """The sharded parameters of one stage. `keeps`: they are gathered once per step; otherwise they are freed after
+    each forward and each backward."""
 
     def __init__(self, account: Account, width: float, reduce_width: float, *, keeps: bool):
         self.account, self.width, self.reduce_width, self.keeps = account, width, reduce_width, keeps
         self.buffer_bytes = 0.0
-        """Bytes of the last forward's all-gather."""
+        """Buffer bytes of the last forward's all-gather."""
         self.reduced_bytes = 0.0
-        """Bytes of the last reduce-scatter."""
+        """Buffer bytes of the last reduce-scatter."""
 
     def gather(self, part: Sharded) -> None:
         """Gather the part's parameters in a forward."""
@@ -248,7 +248,7 @@ class Sharding:
         part.prefetched = True
 
     def gather_again(self, part: Sharded) -> None:
-        """Gather the part's parameters in a backward, where the buffer is freed at once."""
+        """Gather the part's parameters in a backward, which frees the buffer immediately."""
         if part.is_gathered:
             return
         size = part.unit.gathered * self.width
@@ -263,7 +263,7 @@ class Sharding:
         part.gradient_bytes += size
 
     def make_gradient(self, part: Sharded, *, put_off: bool = False) -> None:
-        """Or what was put off of it. A second one is added to the first, into new memory."""
+        """Add the gradient (or a deferred part of it); a second gradient is added to the first in new memory."""
         size = (part.unit.trained.full - (part.unit.early if put_off else 0.0)) * self.width
         if part.gradient_bytes:
             self.account.touch(part.unit.trained.largest * self.width, "gradients")
@@ -271,8 +271,8 @@ class Sharding:
         part.gradient_bytes = size
 
     def after_backward(self, part: Sharded, *, exchanges: bool, last: bool) -> None:
-        """Free the parameters, unless micro-batches follow for which they are kept; where nothing is exchanged yet,
-        gradients take the format of the exchange."""
+        """Free the parameters, unless later micro-batches keep them; if nothing is exchanged yet, gradients are
+        converted to the exchange's format."""
         if last or not self.keeps:
             self.free(part)
         if not exchanges and part.gradient_bytes and self.reduce_width != self.width and not part.accumulated_bytes:
@@ -285,7 +285,8 @@ class Sharding:
             self._reduce(part)
 
     def _reduce(self, part: Sharded) -> None:
-        """Copied into one buffer, summed over ranks; the own part stays: over one rank, the buffer itself."""
+        """Copy gradients into one buffer and sum over ranks; this rank's part stays. With one rank, that is the buffer
+        itself."""
         waiting = part.gradient_bytes + part.accumulated_bytes
         if not waiting:
             return
@@ -301,7 +302,7 @@ class Sharding:
         account.add("collectives", -self.reduced_bytes)
         account.add("collectives", size)
         # foreach_reduce frees its list of whole gradients after the copy, but a loop's variable keeps the last one
-        # until the function returns: of a first stage that is the whole embedding's.
+        # until the function returns: on a first stage the whole embedding's gradient.
         last_rows, row = part.unit.trained.matrices[-1]
         last = last_rows * row * (self.reduce_width if part.accumulated_bytes else self.width)
         lingering = last if part.unit.shards > 1 else 0.0
@@ -335,13 +336,13 @@ class _Block:
     profile: BlockProfile
     own: Sharded
     experts: Sharded | None
-    """Experts, where they are spread and sharded by themselves."""
+    """Experts, if they are spread and sharded separately."""
     whole_experts: Unit
-    """Experts, where they are not."""
+    """Experts, if they are not."""
 
     @property
     def units(self) -> list[Sharded]:
-        """Return the units in the order in which their forwards end."""
+        """Return the units in the order of the ends of their forwards."""
         return [self.experts, self.own] if self.experts else [self.own]
 
 
@@ -361,7 +362,7 @@ class _Stage:
 
     @cached_property
     def before(self) -> dict[int, Sharded | None]:
-        """Unit's id -> the unit whose forward ended before it: its backward comes next."""
+        """Unit's id -> the unit whose forward ended before it, whose backward is next."""
         return {id(unit): before for before, unit in zip([None, *self.units], self.units, strict=False)}
 
 
@@ -370,7 +371,7 @@ class _Replay:
         self.given, self.model, self.layout, self.rank = run, model, run.layout, pipeline_rank
         self.micro_batches = run.micro_batches
         if (run.layout.pp == 1 or run.layout.pipeline_schedule != "gpipe") and run.micro_batches % run.layout.pp == 0:
-            # These fill a pipeline, and what follows is the same again; but GPipe holds all micro-batches.
+            # These fill a pipeline, and later ones repeat them; but GPipe holds all micro-batches.
             self.micro_batches = min(run.micro_batches, 3 * run.layout.pp)
         self.width, self.reduce_width = WIDTHS[run.compute], WIDTHS[run.reduce]
         self.split = run.layout.splits_backward
@@ -394,7 +395,7 @@ class _Replay:
         return _Stage(first, last, blocks, outside, sharding, self.micro_batches)
 
     def _maker(self, layer: Layer) -> Callable[[], _Block]:
-        """Return what makes blocks of one kind: all of it is theirs together but what is gathered."""
+        """Return the maker of one kind of blocks: everything is shared by them except gathered parameters."""
         model, layout, lora = self.model, self.layout, self.given.lora
         profile = profile_block(shape_of(self.given, model, layer), self.given.recompute, self.split)
         spread = layout.ep > 1 and "experts" in layer.mixers
@@ -408,7 +409,7 @@ class _Replay:
             _ACTIONS[action.kind](self, action)
         if self.layout.tp > 1 and self.layout.ep == 1:
             # Each rank of tp holds experts whole. Their gradients are summed after the passes: all are copied, and then
-            # into one piece.
+            # flattened.
             shares = sum(block.whole_experts.trained.own for stage in self.stages.values() for block in stage.blocks)
             self.account.touch(2 * shares * MASTER_WIDTH, "gradients")
         self._update()
@@ -417,14 +418,14 @@ class _Replay:
     def _hold_state(self) -> None:
         units = [unit for stage in self.stages.values() for unit in stage.units]
         own = sum(part.unit.own for part in units)
-        # Each stage keeps a table of a token's cosines and sines in fp32, and of its place.
+        # Each stage keeps a table of each token's cosines and sines in fp32, and of its position.
         angles_bytes = 2 * 4 * self.model.rotated_size + 8 if self.model.rotated_size else 0.0
         tables = len(self.stages) * self.given.seq_len * angles_bytes
         quantised = sum(part.unit.quantised_bytes for part in units)
         self.account.add("parameters", own * MASTER_WIDTH + quantised + tables)
         self.account.add("optimizer", self._optimizer_bytes())
         self.account.add("temporaries", 16.0 * self.shape.tokens * self.given.micro_batches)
-        if self.layout.pp > 1:  # one that came early, and one that was sent
+        if self.layout.pp > 1:  # one received early, and one sent
             self.account.add("collectives", 2 * self.message_bytes)
 
     def _optimizer_bytes(self) -> float:
@@ -434,13 +435,13 @@ class _Replay:
         return own + sum(state_bytes(name, unit, in_block=False, outer_bytes=outer_bytes) for unit in outside)
 
     def _trained(self) -> tuple[list[Unit], list[Unit]]:
-        """Return (the units of the blocks that the rank holds, those outside of them)."""
+        """Return (the units of the rank's blocks, those outside of blocks)."""
         stages = self.stages.values()
         blocks = [sharded.unit for stage in stages for block in stage.blocks for sharded in block.units]
         return blocks, [stage.outside.unit for stage in stages]
 
     def _update(self) -> None:
-        """Count the update, at which gradients are left of the passes, besides what lasts."""
+        """Count the update, with the gradients of the passes and persistent tensors."""
         self.account.touch(update_bytes(self.given.optimizer, *self._trained(), self.width))
 
     # Actions
@@ -466,7 +467,7 @@ class _Replay:
         self._backpropagate(self.stages[action.stage], exchanges=False)
 
     def _backward_weight(self, action: Action) -> None:
-        """The products that were put off, one after another; all that they need lives until the last."""
+        """Run the deferred products one after another; everything that they need lives until the last one."""
         stage, account = self.stages[action.stage], self.account
         for block in stage.blocks:
             stage.sharding.make_gradient(block.own, put_off=True)
@@ -484,7 +485,7 @@ class _Replay:
         return not self.given.lora.rank
 
     def _loss(self, stage: _Stage) -> None:
-        """Kept: the gradients of the hidden states, and in fp32 of the head."""
+        """Kept: the gradients of the hidden states, and of the head in fp32."""
         account, hidden, width = self.account, self.model.hidden_size, self.width
         rows, tokens, trained = self.model.vocab_size // self.layout.tp, self.shape.tokens, self._trains_head
         entered = (tokens + (self.shape.outside_tokens if self.layout.tp > 1 else 0.0)) * hidden * width
@@ -523,7 +524,7 @@ class _Replay:
     def _work(
         self, stage: _Stage, block: _Block, stretches: tuple[Stretch, ...], exchanges: bool | None = None
     ) -> None:
-        """A block's forward, or its backward, which `exchanges` gradients or not."""
+        """A block's forward, or its backward, which may exchange gradients (`exchanges`)."""
         live = 0.0
         for stretch in stretches:
             self.account.touch(stretch.peak - live)
@@ -533,7 +534,7 @@ class _Replay:
                 self._shard_experts(stage, block.experts, stretch.then, exchanges)
 
     def _shard_experts(self, stage: _Stage, experts: Sharded, event: Event, exchanges: bool | None) -> None:
-        """A forward that runs again within a backward ends with them, and leaves them gathered."""
+        """A recomputed forward within a backward ends with them, and leaves them gathered."""
         sharding = stage.sharding
         if event == "gather":
             sharding.gather(experts)
@@ -563,8 +564,8 @@ class _Replay:
 
 
 def loss_bytes(run: EngineRun, model: TextModel) -> float:
-    """Return the bytes of a chunk of logits and of what the loss makes of them, or of its product with the hidden
-    states. A chunk's gradient lives into the next chunk."""
+    """Return the bytes of a chunk of logits with the loss's temporaries, or of its product with the hidden states. A
+    chunk's gradient lives into the next chunk."""
     width, rows = WIDTHS[run.compute], model.vocab_size // run.layout.tp
     tokens = run.samples * (run.seq_len // run.layout.cp)
     chunk = min(tokens, loss_chunk_tokens(rows))
@@ -578,7 +579,7 @@ def loss_bytes(run: EngineRun, model: TextModel) -> float:
 
 
 def _without_data(layout: Layout) -> Layout:
-    """Return the part of the layout that a block's sizes follow from, so that layouts share profiles."""
+    """Return the part of the layout that determines a block's sizes, so that layouts share profiles."""
     return Layout(
         tp=layout.tp,
         cp=layout.cp,

@@ -1,8 +1,8 @@
 """Reverse-mode differentiation of sizes: what a block allocates, saves and frees, forward and backward.
 
-A `Value` stands for a tensor and a `Storage` for its memory, which is live as long as something holds it, as in the
-engine: a local variable, a saved input of a node, a gradient on its way. So a block written down here with the
-operations of the engine's block has the same peaks. Sizes are bytes; elements carry their width.
+A `Value` represents a tensor and a `Storage` its memory, which is live as long as something references it, as in the
+engine: a local variable, a saved input of a node, a pending gradient. So a block recorded here with the operations of
+the engine's block has the same peaks. Sizes are bytes; values have a width per element.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Literal
 from trainspec_cli.recipe.keys.training import NF4_BLOCK, NF4_CHUNK
 
 PRECISE = 4.0
-"""Bytes of an element in which scores, decays and statistics are taken."""
+"""Bytes of an element of scores, decays and statistics."""
 INDEX = 8.0
 """Bytes of an index."""
 NF4_INDEX = 2.0
-"""Bytes of the index of a 4-bit weight, two of which share one of 4 bytes."""
+"""Bytes of the index of a 4-bit weight; two weights share one of 4 bytes."""
 Event = Literal["gather", "free", "gather_again", "reduce"]
-"""Events of experts sharded by themselves within a block: before and after their forward, and their backward."""
+"""Events of separately sharded experts within a block: before and after their forward, and their backward."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Stretch:
     """A block's work from one event to the next, or to its end."""
 
     peak: float
-    """Bytes, as the block alone counts them."""
+    """Bytes of the block alone."""
     live: float
     """Bytes that are live at its end."""
     then: Event | None = None
@@ -49,7 +49,7 @@ class Meter:
 
 
 class Storage:
-    """Memory that is freed when the last that holds it lets go."""
+    """Memory that is freed with its last reference."""
 
     __slots__ = ("_meter", "size")
 
@@ -62,7 +62,7 @@ class Storage:
 
 
 class JoinedStorage(Storage):
-    """Several of them, held as one."""
+    """Several storages, referenced as one."""
 
     __slots__ = ("_parts",)
 
@@ -72,18 +72,18 @@ class JoinedStorage(Storage):
 
 
 Backward = Callable[["Value"], Sequence["Value | None"]]
-"""The gradient of an operation's output -> those of its inputs; None where an input needs none."""
+"""Maps the gradient of an operation's output to those of its inputs; None for an input that needs none."""
 
 
 class Node:
-    """An operation that was recorded, or (without inputs) a leaf, which adds up its gradient."""
+    """A recorded operation, or (without inputs) a leaf, which accumulates its gradient."""
 
     def __init__(
         self, number: int, inputs: Sequence[Node | None], backward: Backward | None, *, has_views: bool = False
     ):
         self.number, self.inputs, self.backward = number, inputs, backward
         self.has_views = has_views
-        """Its outputs are parts of one value: their gradients are put side by side and not added."""
+        """True if its outputs are parts of one value, whose gradients are concatenated instead of added."""
         self.gradient: Value | None = None
 
     def __lt__(self, other: Node) -> bool:
@@ -91,7 +91,7 @@ class Node:
 
 
 class Value:
-    """`elements` of `width` bytes each in a storage; `node` made it, where it needs a gradient."""
+    """`elements` of `width` bytes each in a storage, created by `node` if it needs a gradient."""
 
     __slots__ = ("elements", "node", "storage", "width")
 
@@ -100,30 +100,30 @@ class Value:
 
 
 class Tape:
-    """Records operations on values of `width` bytes an element."""
+    """Records operations on values with `width` bytes per element."""
 
     def __init__(self, width: float, *, fp8: bool = False, frozen: bool = False, fuses: bool = False):
-        """`frozen`: parameters need no gradient unless stated otherwise. `fuses`: a compiler makes one kernel of
-        element-wise operations that follow one another, so that what is between them takes no memory."""
+        """`frozen`: parameters need no gradient unless stated otherwise. `fuses`: a compiler fuses consecutive
+        element-wise operations into one kernel, so that values between them need no memory."""
         self.width, self.meter, self.fp8, self.frozen, self.fuses = width, Meter(), fp8, frozen, fuses
         self.is_saving = True
-        """False: nothing is saved for a backward, as in a forward that will be done again."""
+        """False: nothing is saved for a backward, as in a forward that will be recomputed."""
         self.recomputes = False
-        """The forward runs for the second time, for a backward."""
+        """True if the forward is being recomputed for a backward."""
         self.recalls = False
-        """Costly results of the first time are at hand then."""
+        """True if costly results of the first forward were kept."""
         self.kept: list[Storage] | None = None
-        """The place of kept results of costly operations, for a selective recomputation; None: they are not kept."""
+        """Kept results of costly operations, for a selective recomputation; None: they are not kept."""
         self.recalled: deque[Storage] = deque()
-        """Such results, which the second forward takes instead of making them."""
+        """Kept results, which the recomputed forward uses."""
         self.put_off: list[tuple[Storage, Storage]] | None = None
-        """Storages that the weights' gradients need, where they are computed later; None: at once."""
+        """Storages that deferred weight gradients need; None: weight gradients are not deferred."""
         self.saves_left = float("inf")
-        """After so many saves the second forward ends: nothing more is allocated."""
+        """After this many saves the recomputed forward ends, and allocates nothing more."""
         self.saves = 0
         self.stretches: list[Stretch] = []
         self._inner_leaves: list[Node] | None = None
-        """Leaves of the part that is sharded by itself, while it is worked on."""
+        """Leaves of the separately sharded part, while it is recorded."""
         self._numbers = count()
 
     def new(self, elements: float, width: float | None = None) -> Value:
@@ -131,7 +131,7 @@ class Tape:
         return Value(Storage(self.meter, elements * width), elements, width)
 
     def leaf(self, elements: float, *, frozen: bool | None = None) -> Value:
-        """A parameter, or what comes in: its own memory is counted elsewhere."""
+        """A parameter or an input, whose memory is counted elsewhere."""
         if self.frozen if frozen is None else frozen:
             return Value(Storage(Meter(), 0.0), elements, self.width)
         node = Node(next(self._numbers), (), None)
@@ -140,7 +140,7 @@ class Tape:
         return Value(Storage(Meter(), 0.0), elements, self.width, node)
 
     def backward(self, node: Node, gradient: Value) -> None:
-        """Run the backward from `node` to the leaves. Gradients that meet are added into new memory."""
+        """Run the backward from `node` to the leaves. Several gradients of a value are added in new memory."""
         arrived = {node: gradient}
         del gradient
         waiting = [node]
@@ -161,7 +161,7 @@ class Tape:
     def _meet(self, source: Node, first: Value | None, second: Value) -> Value:
         if first is None:
             return second
-        if self.fuses:  # the sum takes the place of what it is summed from
+        if self.fuses:  # the sum is computed in place
             return first
         if source.has_views:
             both = JoinedStorage(self.meter, first.storage, second.storage)
@@ -174,15 +174,15 @@ class Tape:
         node.backward = None
         return gradients
 
-    # What happens to parameters besides
+    # Other events of parameters
 
     def mark(self, then: Event | None = None) -> None:
-        """Here a stretch ends."""
+        """End a stretch."""
         self.stretches.append(Stretch(self.meter.peak, self.meter.live, then))
         self.meter.peak = self.meter.live
 
     def enter(self, x: Value) -> Value:
-        """Into what is sharded by itself. When its backward is done, its gradients are no more the tape's."""
+        """Enter the separately sharded part. After its backward, its gradients no longer belong to the tape."""
         self.mark("gather")
         leaves: list[Node] = []
         self._inner_leaves = leaves
@@ -218,8 +218,8 @@ class Tape:
         scratch: tuple[float, float] = (0.0, 0.0),
         costly: bool = False,
     ) -> Value:
-        """A new value from `inputs`, and in the backward a new gradient for each; `scratch` bytes are live besides
-        while the forward and the backward run."""
+        """Record a new value from `inputs`, with a new gradient for each in the backward; `scratch` more bytes are live
+        during the forward and the backward."""
         if not any(value.node for value in inputs):
             return self._result(elements, width, scratch[0], costly, stopped=self.saves >= self.saves_left)
         if self.fuses and self.recomputes and self.recalls and not costly:
@@ -256,7 +256,7 @@ class Tape:
         return out
 
     def keep(self, size: float) -> None:
-        """Results of costly operations within one that is recorded as a whole."""
+        """Record results of costly operations inside an operation that is recorded as a whole."""
         if self.recalled:
             self.recalled.popleft()
         elif self.kept is not None:
@@ -269,8 +269,9 @@ class Tape:
         return Value(out.storage, out.elements, out.width, node)
 
     def linear(self, x: Value, weight: Value, elements: float) -> Value:
-        """Saves its input, for the gradient of the weight, which is FSDP2's; if that is frozen, the weight alone."""
-        x = self.settle(x)
+        """Saves its input, for the weight's gradient, which belongs to FSDP2; with a frozen weight it saves only the
+        weight."""
+        x = self.materialise(x)
         scratch = casts_to_fp8(x.elements, weight.elements, elements, self.width) if self.fp8 else (0.0, 0.0)
         out = self.apply((x, weight), elements, saved=(x if weight.node else weight,), costly=True, scratch=scratch)
         if self.put_off is None or out.node is None:
@@ -285,7 +286,7 @@ class Tape:
         return out
 
     def dequantised_linear(self, x: Value, weights: float, elements: float) -> Value:
-        """Multiply by a frozen matrix that is dequantised for it, forward and again backward."""
+        """Multiply by a frozen matrix that is dequantised in the forward, and again in the backward."""
         whole = weights * self.width
         scales = PRECISE * weights / NF4_BLOCK
         peak = whole + scales + min(weights, NF4_CHUNK) * (PRECISE + NF4_INDEX)
@@ -304,12 +305,12 @@ class Tape:
         return out
 
     def _pass(self, size: float) -> None:
-        """Hold so many bytes for a moment."""
+        """Hold this many bytes for a moment."""
         self.meter.grow(size)
         self.meter.grow(-size)
 
     def norm(self, x: Value, weight: Value, rows: float) -> Value:
-        """Record a norm of one kernel, which saves its input and a number a row."""
+        """Record a norm with one kernel, which saves its input and one number per row."""
         return self.apply((x, weight), x.elements, saved=(x, self.new(rows, 4.0)))
 
     def unary(self, x: Value) -> Value:
@@ -328,7 +329,7 @@ class Tape:
         out = self._result(left.elements, left.width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
         return self._recorded(out, (left, right), lambda gradient: (gradient, gradient))
 
-    # Of a compiler that fuses
+    # Fusion by a compiler
 
     def _made_late(
         self,
@@ -339,7 +340,7 @@ class Tape:
         width: float | None,
         scratch: tuple[float, float],
     ) -> Value:
-        """Where costly results are at hand, a cheap one is made anew when the backward reads it."""
+        """If costly results are kept, cheap ones are recomputed when the backward reads them."""
         self.saves += len(saved) + saves_output
         held = JoinedStorage(self.meter, *(value.storage for value in (*inputs, *saved)))
         sizes = [(value.elements, value.width) if value.node else None for value in inputs]
@@ -354,19 +355,19 @@ class Tape:
         return self._recorded(out, inputs, backward)
 
     def _deferred(self, *inputs: Value) -> Value:
-        """The result of an element-wise operation as its readers have it: they hold its inputs and compute it again.
+        """Return the result of a fused element-wise operation: its readers keep the inputs and compute it again.
 
-        Backward, gradients of the inputs stand in the place of the one that comes.
+        In the backward, gradients of the inputs reuse the memory of the incoming one.
         """
         held, count = JoinedStorage(self.meter, *(value.storage for value in inputs)), len(inputs)
         out = Value(held, inputs[0].elements, inputs[0].width)
         return self._recorded(out, inputs, lambda gradient: (gradient,) * count)
 
     def _fused_product(self, left: Value, right: Value) -> Value:
-        """Backward, the gradient of `left` stands in the place of the one that comes.
+        """In the backward, the gradient of `left` reuses the memory of the incoming one.
 
-        In a backward that runs the forward again, one kernel makes the product, which the weights' gradient needs, and
-        both gradients, beside all that it reads.
+        In a backward that recomputes the forward, one kernel computes the product, which the weights' gradient needs,
+        and both gradients, in addition to everything it reads.
         """
         saved, again = ((left, right) if self.is_saving else ()), self.recomputes
         if again:
@@ -387,39 +388,39 @@ class Tape:
             out.node.backward = backward
         return out
 
-    def settle(self, x: Value) -> Value:
-        """Write down what was deferred, for a reader that is no element-wise operation."""
+    def materialise(self, x: Value) -> Value:
+        """Materialise a deferred value, for a reader that is not element-wise."""
         if self.recomputes or not isinstance(x.storage, JoinedStorage):
             return x
         out = self._result(x.elements, x.width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
         return self._recorded(out, (x,), lambda gradient: (gradient,))
 
     def copy(self, x: Value, elements: float | None = None, scratch: tuple[float, float] = (0.0, 0.0)) -> Value:
-        """Another of perhaps another size, as collectives make; saves nothing."""
+        """Record a new value, perhaps with another size, like a collective; saves nothing."""
         return self.apply((x,), x.elements if elements is None else elements, width=x.width, scratch=scratch)
 
     def cast(self, x: Value, width: float) -> Value:
         return x if x.width == width else self.apply((x,), x.elements, width=width)
 
     def split(self, x: Value, *sizes: float) -> list[Value]:
-        """Views of parts; backward, their gradients are copied into one."""
+        """Return views of parts; in the backward, their gradients are copied into one."""
         size = x.elements, x.width
         node = Node(next(self._numbers), (x.node,), lambda _: (self.new(*size),), has_views=True)
         passing: Backward = lambda gradient: (gradient,)  # noqa: E731
         return [Value(x.storage, size, x.width, Node(next(self._numbers), (node,), passing)) for size in sizes]
 
     def part(self, x: Value, elements: float) -> Value:
-        """A view; backward, its gradient is copied into zeros."""
+        """Return a view; in the backward, its gradient is copied into zeros."""
         size = x.elements, x.width
         return self._view(x, elements, lambda _: (self.new(*size),))
 
     def expand(self, x: Value, elements: float, width: float | None = None) -> Value:
-        """A view in which `x` is repeated (and read with another width); backward, a sum."""
+        """Return a view that repeats `x` (and may have another width); in the backward, a sum."""
         size = x.elements, x.width
         return self._view(x, elements, lambda _: (self.new(*size),), width)
 
     def cat(self, *parts: Value) -> Value:
-        """Copied into one; backward, gradients are views of the one that comes."""
+        """Concatenate by copying; in the backward, gradients are views of the incoming one."""
         width, sizes = parts[0].width, [part.elements for part in parts]
         out = self._result(sum(sizes), width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
 
@@ -429,11 +430,11 @@ class Tape:
         return self._recorded(out, parts, backward)
 
     def with_side(self, x: Value, loss: Value) -> Value:
-        """`x` itself; backward, the scalar `loss` is minimised too."""
+        """Return `x`; in the backward, the scalar `loss` is minimised too."""
         return self._recorded(x, (x, loss), lambda gradient: (gradient, self.new(1, 4.0)))
 
     def negated(self, x: Value) -> Value:
-        """Negate the right side of a difference: it takes no memory of its own but for its gradient."""
+        """Negate the right side of a difference: only its gradient needs memory."""
         width = x.width
         return self._view(x, x.elements, lambda gradient: (self.new(gradient.elements, width),))
 
@@ -451,9 +452,9 @@ class Tape:
 
 
 def casts_to_fp8(x: float, weight: float, out: float, width: float) -> tuple[float, float]:
-    """Elements of a product -> bytes that torchao's eager casts take besides, (forward, backward).
+    """Return the bytes of temporaries of torchao's eager casts, (forward, backward), for a product with these elements.
 
-    A cast holds the scaled tensor in fp32, that clamped, and the result: 9 bytes an element, of which one stays.
+    A cast holds the scaled tensor in fp32, the clamped one, and the result: 9 bytes per element, and 1 stays.
     """
     held = 2 * out + weight + x * width
     backward = (9 * out, out + 9 * weight, held + 8 * out, held + 9 * x)

@@ -1,4 +1,4 @@
-"""The units that FSDP2 shards as one: a block's parameters, spread experts, or the parameters outside of the blocks."""
+"""The units that FSDP2 shards: a block's parameters, spread experts, or the parameters outside of the blocks."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ NF4_TABLES_BYTES = 4.0 * (2 * 256 + 256)
 class Unit:
     matrices: tuple[Matrix, ...]
     shards: int
-    """Ranks over which rows are spread."""
+    """Number of ranks that share the rows."""
     reorders: bool = False
-    """Rows are not the first dimension: what is exchanged is copied into their order."""
+    """True if rows are not the first dimension, so that exchanged data is reordered by a copy."""
     early: float = 0.0
-    """Elements whose gradients come with those of the inputs, where schedules put off those of linear layers."""
+    """Elements whose gradients are computed with those of the inputs, if the schedule defers those of linear layers."""
     adapters: tuple[Matrix, ...] | None = None
-    """The `matrices` that alone are trained; None: all are."""
+    """The trained ones of `matrices`; None: all."""
     quantised_bytes: float = 0.0
-    """Bytes of matrices in 4 bits, which are not among `matrices`: each rank keeps them whole."""
+    """Bytes of 4-bit matrices, which are not in `matrices`: each rank keeps them whole."""
 
     @cached_property
     def trained(self) -> Unit:
@@ -45,12 +45,12 @@ class Unit:
 
     @cached_property
     def own(self) -> float:
-        """Elements of the first rank, whose part is the largest."""
+        """Elements on the first rank, whose part is the largest."""
         return float(sum(-(-rows // self.shards) * row for rows, row in self.matrices))
 
     @cached_property
     def gathered(self) -> float:
-        """Elements of all ranks' parts, the last ones padded."""
+        """Elements of all ranks' parts, with padding of the last ones."""
         return self.own * self.shards
 
     @cached_property
@@ -79,7 +79,7 @@ def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec) -
 
 
 def freeze(unit: Unit, lora: LoraSpec) -> Unit:
-    """Freeze a unit where there are adapters: nothing else is trained then."""
+    """Freeze a unit if there are adapters: only adapters are trained then."""
     return replace(unit, adapters=()) if lora.rank else unit
 
 
@@ -127,7 +127,7 @@ def _glu(model: DecoderModel, width: int) -> Iterator[Matrix]:
 
 
 def _mixture(model: DecoderModel, layout: Layout) -> Iterator[Matrix]:
-    """The experts' own matrices are a unit of their own where they are spread."""
+    """Spread experts' matrices are a separate unit."""
     spec, hidden = model.experts, model.hidden_size
     assert spec is not None
     yield spec.num_experts, hidden
@@ -151,8 +151,8 @@ def expert_matrices(model: DecoderModel, ep: int) -> Iterator[tuple[int, int, in
 
 
 def experts_unit(model: TextModel, layout: Layout) -> Unit:
-    """Return the experts of one rank of ep, sharded over the ranks that ep leaves: by experts where these divide, else
-    by rows."""
+    """Return the experts of one rank of ep, sharded over the remaining ranks: by experts if these divide, otherwise by
+    rows."""
     decoder = model.as_decoder
     shards = layout.expert_ranks // layout.ep
     shapes = list(expert_matrices(decoder, layout.ep))
@@ -162,7 +162,7 @@ def experts_unit(model: TextModel, layout: Layout) -> Unit:
 
 
 def whole_experts(model: TextModel, layer: Layer, layout: Layout) -> Unit:
-    """Return the experts that are part of a block's own unit."""
+    """Return the experts that are part of a block's unit."""
     decoder = model.as_decoder
     held = expert_matrices(decoder, 1) if "experts" in layer.mixers and layout.ep == 1 else ()
     return Unit(tuple((experts, rows * row) for experts, rows, row in held), layout.shards)
@@ -184,7 +184,7 @@ _MIXERS: dict[str, Callable[[DecoderModel, int], Iterator[Matrix]]] = {
 
 
 def outside_unit(model: TextModel, layout: Layout, first: bool, last: bool) -> Unit:
-    """Embedding, positions, norm and head, as far as a stage has them."""
+    """Return embedding, positions, norm and head, as far as a stage has them."""
     table = (model.vocab_size // layout.tp, model.hidden_size)
     matrices = [table] if first or (last and model.tied_embeddings) else []
     if first and model.learned_positions:
@@ -194,23 +194,23 @@ def outside_unit(model: TextModel, layout: Layout, first: bool, last: bool) -> U
     return Unit(tuple(matrices), layout.shards)
 
 
-# The state of the optimizers of the engine, tensor by tensor, and what an update allocates beside it.
+# The state of the engine's optimizers, tensor by tensor, and an update's temporaries.
 
 
 MOMENT = 4.0
-"""Bytes of a moment that is not quantised, and of a block's scale."""
+"""Bytes of an unquantised moment, and of a block's scale."""
 CHUNK_VALUES = 2**24
-"""Values that adamw8bit updates at a time (`engine/optim/adamw8bit.py`)."""
+"""Number of values that adamw8bit updates at a time (`engine/optim/adamw8bit.py`)."""
 CHUNK_BYTES = 22.0
 """Bytes of each of them: gradient and moments in fp32, and, while one is quantised, its blocks and their codes."""
 MATRICES_AT_ONCE = 9
-"""Copies of the largest matrix, or stack of small ones, that muon has at a time in the format that it computes in:
-Newton-Schulz's own five, the parts that are exchanged and those that arrive."""
+"""Copies of the largest matrix, or stack of small ones, that muon holds at a time in its compute format: five of
+Newton-Schulz, the sent parts and the received ones."""
 
 
 def state_bytes(optimizer: KeptState, unit: Unit, *, in_block: bool, outer_bytes: float = 0.0) -> float:
-    """Return the bytes of the optimizer's state of a unit's trained parameters, on the rank with the largest part;
-    `outer_bytes`: of a parameter, those of an outer optimizer."""
+    """Return the bytes of optimizer state for a unit's trained parameters, on the rank with the largest part.
+    `outer_bytes`: bytes per parameter of an outer optimizer."""
     own = sum(
         _bytes_of_row(optimizer, (rows, row), in_block) * -(-rows // unit.shards) for rows, row in unit.trained.matrices
     )
@@ -231,16 +231,16 @@ def _bytes_of_row(optimizer: KeptState, matrix: Matrix, in_block: bool) -> float
 
 
 def is_hidden(matrix: Matrix) -> bool:
-    """Return whether muon orthogonalises a matrix of a block; vectors and the taps of convolutions it leaves to adamw.
+    """Return whether muon orthogonalises a matrix of a block; vectors and convolution kernels use adamw.
 
-    Stacked biases count as matrices, as they are few.
+    Stacked biases count as matrices, since they are few.
     """
     return matrix[1] not in (1, CONV_TAPS)
 
 
 def update_bytes(optimizer: KeptState, blocks: Iterable[Unit], outside: Iterable[Unit], width: float) -> float:
-    """Return the bytes of an update's temporaries, of which the largest parameter has the most; muon computes in a
-    format of `width` bytes."""
+    """Return the bytes of an update's temporaries, which are largest for the largest parameter. `width`: bytes of
+    muon's compute format."""
     of_blocks = [matrix for unit in blocks for matrix in unit.trained.matrices]
     own = [-(-rows // unit.shards) * row for unit in (*blocks, *outside) for rows, row in unit.trained.matrices]
     if optimizer == "adamw8bit":
