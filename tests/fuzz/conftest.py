@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.__main__ import EXIT_FAULT, run
+from trainspec_cli.__main__ import run
+from trainspec_cli.cli.main import EXIT_FAULT
 from trainspec_cli.core.errors import EXIT_CODES
 
 ALARM_S = 60
