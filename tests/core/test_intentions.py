@@ -62,7 +62,7 @@ def test_another_word_stands_for_what_is_allowed_where_it_is_typed() -> None:
     assert closest_path("optm.zzz", ["optim.lr", "run.dir"]) is None
 
 
-LISTS = re.compile(r"(Options|options|Groups|groups|commands|there are|recipes that have a name|has): ")
+LISTS = re.compile(r"(Options|options|Groups|groups|commands|there are|has): ")
 """Before a list of all that there is, which holds every word."""
 
 

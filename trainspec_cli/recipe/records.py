@@ -1,7 +1,7 @@
-"""Records that trainspec writes and reads: dataclasses whose annotations say which values a field may have on disk.
+"""Records that trainspec writes and reads: dataclasses whose annotations state which values a field may have on disk.
 
-A record is read leniently where versions differ and strictly where a file is damaged: unknown keys are passed over,
-a missing key is filled from the field's default, and a value of the wrong kind raises FieldError.
+Reading tolerates other versions and refuses damaged files: unknown keys are ignored, a missing key gets the field's
+default, and a value of the wrong kind raises FieldError.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-# Dataclasses as JSON and back, and a run's digest. Workers read what `to_plain` wrote, without Hydra.
+# Conversion of dataclasses to JSON and back, and a run's digest. Workers read the output of `to_plain` without Hydra.
 
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ ABSENT = Absent.ABSENT
 
 
 def to_plain(value: DataclassInstance) -> JsonObject:
-    """Return a dataclass as what JSON holds: dicts, lists, numbers, text. Fields that are `ABSENT` are left out."""
+    """Convert a dataclass to JSON values: dicts, lists, numbers, text. Fields that are `ABSENT` are left out."""
     items = ((key_of(field), getattr(value, field.name)) for field in dataclasses.fields(value))
     return {key: _plain(item) for key, item in items if item is not ABSENT}
 
@@ -64,9 +64,9 @@ def _plain(value: Any) -> JsonValue:
 
 
 def from_plain(cls: type[T], data: object) -> T:
-    """Build a dataclass from the output of `to_plain`. Raises RecipeError with every key that does not fit."""
+    """Build a dataclass from the output of `to_plain`. Raises RecipeError that lists every key that does not fit."""
     if not isinstance(data, Mapping):
-        raise RecipeError(f"{type(data).__name__} in the place of the fields of {cls.__name__}", code="wrong_type")
+        raise RecipeError(f"found {type(data).__name__} where {cls.__name__}'s fields are needed", code="wrong_type")
     built, problems = build(cls, data)
     if problems:
         raise RecipeError(problems)
@@ -87,7 +87,7 @@ def digest(spec: RunSpec) -> str:
 
 
 class FieldError(ValueError):
-    """A field is missing, or holds a value that is not of its kind."""
+    """A field is missing, or its value has the wrong kind."""
 
 
 @dataclass(frozen=True)
@@ -95,20 +95,20 @@ class ValueKind:
     """The values that a field may have."""
 
     name: str
-    """The kind as an error names it."""
+    """The kind's name in error messages."""
     read: Callable[[object], Any]
-    """Returns the value as the record holds it. Raises FieldError where it is not of this kind."""
+    """Returns the value as the record holds it. Raises FieldError for a value of another kind."""
     schema: JsonObject = field(default_factory=dict, compare=False)
-    """The JSON Schema of these values; an empty one allows anything."""
+    """The JSON Schema of these values; an empty schema allows anything."""
     section: type | None = None
-    """The dataclass that `from_plain` builds of such a value, whose schema it then has."""
+    """The dataclass that `from_plain` builds from such a value; its schema applies."""
 
 
 def number(low: float, high: float, *, whole: bool = False, may_diverge: bool = False) -> ValueKind:
-    """`may_diverge`: accept NaN and infinity too."""
+    """Return the kind of a number from `low` to `high`. `may_diverge`: accept NaN and infinity too."""
 
     def read(value: object) -> float:
-        # Not isinstance: a boolean is an int in Python, and `true` is no count.
+        # Not isinstance: a boolean is an int in Python, and `true` is not a count.
         if type(value) is int or (type(value) is float and not whole):
             if low <= value <= high:
                 return value
@@ -125,11 +125,12 @@ def number(low: float, high: float, *, whole: bool = False, may_diverge: bool = 
 # Other JSON readers hold numbers as doubles, which are exact up to 2**53.
 Count = Annotated[int, number(0, 2**53, whole=True)]
 Rank = Annotated[int, number(-1, 1e7, whole=True)]
-"""-1 stands for the supervisor."""
+"""-1 is the supervisor."""
 WorldSize = Annotated[int, number(1, 1e6, whole=True)]
 Seconds = Annotated[float, number(-1e12, 1e12)]
 Rate = Annotated[float, number(0, 1e30)]
-"""A loss or the like is a plain float. The writer puts null for one that is not finite, so its field allows None."""
+"""A loss and similar values are plain floats. The writer replaces one that is not finite by null, so such a field
+allows None."""
 
 
 def _exactly(wanted: type[T], value: object) -> T:
@@ -145,7 +146,7 @@ PLAIN: dict[Any, ValueKind] = {
     bool: ValueKind("true or false", partial(_exactly, bool), {"type": "boolean"}),
     object: ValueKind("anything", lambda value: value),
 }
-"""The values of fields whose annotation says nothing of them."""
+"""Kinds of the fields whose annotation is a plain type."""
 
 
 def _object_of(item: ValueKind) -> ValueKind:
@@ -166,8 +167,8 @@ def _any_of(kinds: Sequence[ValueKind]) -> ValueKind:
 
 
 def _kind_of(annotation: Any) -> ValueKind:
-    """Return the values that a field of a type may have. `Absent` in a union says that the key may miss, which the
-    field's default says too."""
+    """Return the kind of values that a field with this annotation may have. `Absent` in a union means that the key may
+    be missing; the field's default states that too."""
     origin = typing.get_origin(annotation)
     members = typing.get_args(annotation)
     if origin is Annotated:
@@ -185,7 +186,7 @@ def _kind_of(annotation: Any) -> ValueKind:
     if origin is dict:
         return _object_of(_kind_of(members[1]))
     if origin is typing.Literal:
-        # A newer version may write a word that this one does not know, and its file is read all the same.
+        # A newer version may write a word that this one does not know, and its file must stay readable.
         return PLAIN[str]
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return ValueKind("an object", lambda value: read_record(annotation, _exactly(dict, value)))
@@ -209,8 +210,8 @@ def _fields_of(cls: type[Any]) -> tuple[_Field, ...]:
 
 
 def read_record(cls: type[T], plain: Mapping[str, object]) -> T:
-    """Return the dataclass `cls` with the values of `plain`. Raises FieldError that says what is wrong with the first
-    field that does not fit."""
+    """Build the dataclass `cls` from the values of `plain`. Raises FieldError that describes the first field that does
+    not fit."""
     values = {}
     record: Any = cls
     for one in _fields_of(record):

@@ -1,7 +1,8 @@
-"""Build a RunSpec from a dict, and report every wrong key, type and choice at once. Knows types, not files.
+"""Build a RunSpec from a dict, and report every wrong key, type and choice together. This module knows types, not
+files.
 
-`1e3` is a whole number and `1` a number; true and false are neither. Text is never read as a number: what
-YAML or the command line parsed as text was meant as text, or is a mistake.
+`1e3` is a whole number and `1` a number; true and false are neither. Text is never read as a number: if YAML or the
+command line parsed a value as text, the author meant text or made a mistake.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ from trainspec_cli.core.intentions import FORMER_KEYS, FORMER_WORDS, Former, clo
 from trainspec_cli.recipe.field_types import LARGEST, MISSING, largest_of
 from trainspec_cli.recipe.keys.run import RunSpec
 
-# UNKNOWN: a placeholder in a draft for a missing or wrong value, so that other rules can still be checked.
-#
-# Computing with it raises `UnknownTouched`; a rule that does so cannot be decided yet.
+# UNKNOWN: a placeholder in a draft for a missing or wrong value, so that other rules can still be checked. Computing
+# with it raises `UnknownTouched`, which means that the rule cannot be decided yet.
 
 
 class UnknownTouched(Exception):  # noqa: N818 - an undecidable rule, not an error
-    """A rule needs a value that is not known."""
+    """A rule needs a value that is unknown."""
 
 
 class Unknown:
@@ -50,10 +50,10 @@ UNKNOWN: Any = Unknown()
 
 MAX_GUESSES = 3
 MAX_ITEMS = 1_000
-"""The most items in a list."""
+"""The largest number of items in a list."""
 MAX_TEXT_CHARS = 100_000
 LISTED_CHARS = 250
-"""The longest list of a section's keys in a message; longer ones are in `trainspec explain`."""
+"""The longest list of a section's keys in a message; `trainspec explain` shows longer ones."""
 SHOWN_CHARS = 80
 
 OPTION_SECTIONS = frozenset({
@@ -61,7 +61,7 @@ OPTION_SECTIONS = frozenset({
     *("checkpoint", "resilience", "scheduler"),
     *("cluster.fabric", "cluster.reliability", "cluster.site", "cluster.power", "cluster.cost", "cluster.slurm"),
 })  # fmt: skip
-"""Sections of a recipe that an option of a folder of conf/ fills."""
+"""Sections of a recipe that an option from a folder of conf/ fills."""
 
 T = TypeVar("T")
 _PLAIN = re.compile(r"[\w./:+-]+")
@@ -69,7 +69,7 @@ _PLAIN = re.compile(r"[\w./:+-]+")
 
 
 class WrongValueError(ValueError):
-    """The value is not of the wanted type. Raised by `convert`."""
+    """The value has the wrong type. Raised by `convert`."""
 
 
 def build(cls: type[T], data: Mapping[str, object], path: str = "") -> tuple[T, list[Problem]]:
@@ -79,14 +79,15 @@ def build(cls: type[T], data: Mapping[str, object], path: str = "") -> tuple[T, 
     problems: list[Problem] = []
     for key in data:
         former = FORMER_KEYS.get((cls.__name__, str(key)))
-        # An old file may still state what has become the only behaviour: that is right, and no reason to refuse it.
+        # An old file may still state a former choice that is now the only behaviour. That is correct, so it is
+        # accepted.
         if key in fields or (former is not None and former.always == data[key]):
             continue
         problems.append(_unknown_key(cls, str(key), path, data[key], former))
     values: dict[str, object] = {}
     for key, field in fields.items():
         name = field.name
-        # `???` asks for a value even where the field has a default: the author of the recipe meant a choice.
+        # `???` asks for a value even if the field has a default: the author of the recipe wants the user to choose.
         if data.get(key, MISSING) == MISSING and (key in data or is_required(field)):
             values[name] = UNKNOWN
             problems += _missing(hints[name], f"{path}{key}")
@@ -104,7 +105,7 @@ def build(cls: type[T], data: Mapping[str, object], path: str = "") -> tuple[T, 
 
 
 def key_of(field: dataclasses.Field[Any]) -> str:
-    """Return the key as recipes write it: the field `from_` is `from`, a Python keyword."""
+    """Return the key as recipes write it: the field `from_` is the key `from`, a Python keyword."""
     return field.name.removesuffix("_")
 
 
@@ -127,15 +128,15 @@ def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]
             allowed = f"a section of keys{' or null' * (type(None) in members_of(wanted))}"
         message = f"`{path}` is {show_value(value)}; {allowed} is needed"
         code = "wrong_choice" if _only_choices(wanted) else "wrong_type"
-        # The draft goes on with UNKNOWN, so that one run of the check reports the mistakes of all other keys too.
+        # The draft continues with UNKNOWN, so that one check reports the mistakes of all other keys too.
         return UNKNOWN, [Problem(code=code, path=path, message=message, hint=_hint(wanted, value, path))]
-    # Rules are not checked on a number, alone or in a list, that is too large: loops over it would not end.
+    # No rule is checked with too large a number, alone or in a list: loops over it would not end.
     for number in converted if isinstance(converted, tuple) else (converted,):
         if isinstance(number, (int, float)) and abs(number) > (most := largest_of(path, number)):
             message = f"`{path}` is {show_value(number)}; at most {most:,} is allowed"
             return UNKNOWN, [Problem("out_of_range", message, path, f"type {path}={most} or less")]
     if isinstance(converted, tuple) and len(converted) > MAX_ITEMS:
-        message = f"`{path}` has {len(converted):,} values; at most {MAX_ITEMS} are read"
+        message = f"`{path}` has {len(converted):,} values; at most {MAX_ITEMS} are allowed"
         return UNKNOWN, [Problem("out_of_range", message, path)]
     return converted, []
 
@@ -146,14 +147,15 @@ def _build_items(wanted: Any, items: Mapping[Any, object], path: str) -> tuple[d
 
 
 def choose_section(wanted: Any, value: Mapping[str, object]) -> type | None:
-    """Return the dataclass that a mapping fills: of several, the one whose `family` it names, else the first."""
+    """Return the dataclass that a mapping fills: among several, the one whose `family` the mapping names, else the
+    first."""
     sections = sections_of(wanted)
     named = [section for section in sections if value.get("family") in choices_of(hints_of(section).get("family"))]
     return next(iter([*named, *sections]), None)
 
 
 def sections_of(wanted: Any) -> list[type]:
-    """Return the dataclass itself, or those of a union."""
+    """Return the dataclass itself, or the dataclasses of a union."""
     return [member for member in members_of(wanted) if isinstance(member, type) and dataclasses.is_dataclass(member)]
 
 
@@ -172,7 +174,7 @@ def _is_union(wanted: Any) -> bool:
 
 
 def convert(wanted: Any, value: Any) -> Any:
-    """Convert `value` to a type; of a union, to the first member that accepts it. Raises WrongValueError."""
+    """Convert `value` to a type, for a union to the first member that accepts it. Raises WrongValueError."""
     if typing.get_origin(wanted) is Literal:
         for choice in typing.get_args(wanted):
             # True == 1 in Python: `true` must not pass for the choice 1.
@@ -195,7 +197,7 @@ def convert(wanted: Any, value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
             raise WrongValueError
         if wanted is float and abs(value) > LARGEST:
-            value = 2 * LARGEST if value > 0 else -2 * LARGEST  # reported as too large, whatever its digits
+            value = 2 * LARGEST if value > 0 else -2 * LARGEST  # reported as too large, however it is written
         # YAML reads 1e3 as a float, and people write it for 1000.
         if wanted is int and value != int(value):
             raise WrongValueError
@@ -208,7 +210,8 @@ def convert(wanted: Any, value: Any) -> Any:
 
 
 def _can_be_written(text: str) -> bool:
-    """Return False for text with NUL (which would cut a path), half a surrogate pair (no UTF-8), or too much text."""
+    """Return False for text that is too long, contains NUL (which would cut a path) or half a surrogate pair (not
+    UTF-8)."""
     if len(text) > MAX_TEXT_CHARS or "\0" in text:
         return False
     try:
@@ -233,20 +236,20 @@ def _missing(wanted: Any, path: str) -> list[Problem]:
 
 
 def _unknown_key(cls: type, key: str, path: str, value: object, former: Former | None) -> Problem:
-    """Return a problem for a key that its section does not have. Of a section with one key in it, as `optm.lr=1` on the
-    command line gives, the hint names the whole key."""
+    """Return a problem for a key that its section does not have. If the value is a section with one key, as in
+    `optm.lr=1` on the command line, the hint names the whole key."""
     if former is not None:
         message = f"`{path}{key}` is no longer a setting: {former.why}"
         return Problem("unknown_key", message, f"{path}{key}", former.hint)
-    # A model of another family may have it: that says more than a key of this one with a like name.
+    # A model of another family may have the key. That is a better hint than a similar key of this family.
     kinds = sections_of(hints_of(RunSpec).get(path[:-1]))
     having = [kind for kind in kinds if key in map(key_of, dataclasses.fields(kind))]
     if families := [str(family) for kind in having for family in choices_of(hints_of(kind).get("family"))]:
-        hint = f"the family {_join_or(families)} has it: `trainspec list {path[:-1]}` shows the family of each option"
+        hint = f"the family {_join_or(families)} has this key: `trainspec list {path[:-1]}` shows each option's family"
         if families == ["own"]:
             hint = f"type {path[:-1]}=own too"
         return Problem("unknown_key", f"unknown key `{path}{key}`", f"{path}{key}", hint)
-    # The dotted path of the one value in nested sections; "" for a plain value, and where there are several.
+    # The dotted path of the only value in nested sections; "" for a plain value, or for several values.
     names: list[str] = []
     while isinstance(value, Mapping) and len(value) == 1:
         ((name, value),) = value.items()
@@ -254,7 +257,7 @@ def _unknown_key(cls: type, key: str, path: str, value: object, former: Former |
     tail = "" if isinstance(value, Mapping) else ".".join(names)
     siblings = [key_of(field) for field in dataclasses.fields(cls)]
     near = closest(key, siblings)
-    # Walking all sections takes time, and only a key that resembles none of its neighbours needs it.
+    # Walking all sections takes time, so it is done only for a key that resembles none of its neighbours.
     paths = list(dict.fromkeys(known_paths(RunSpec))) if tail or not near else []
     if tail and f"{path}{near}.{tail}" in paths:
         meant = [f"{path}{near}.{tail}"]
@@ -274,14 +277,14 @@ def _unknown_key(cls: type, key: str, path: str, value: object, former: Former |
 
 
 def _guess(key: str, paths: list[str]) -> list[str]:
-    """Guess the intended key of a wrong section: keys that equal, contain or resemble it.
+    """Guess the intended key of a wrong section: keys that equal, contain or resemble `key`.
 
-    Of names that contain it, one that contains another such name is left out.
+    A name that contains another matching name is left out.
     """
     names: dict[str, list[str]] = {}
     for known in paths:
         names.setdefault(known.rpartition(".")[2], []).append(known)
-    # Three letters occur in too many keys to point at one.
+    # A name of up to three letters occurs in too many keys to point at one.
     within = [name for name in names if len(key) > 3 and key in name]
     holding = [
         known for name in within if not any(other in name for other in within if other != name) for known in names[name]
@@ -300,14 +303,14 @@ def known_paths(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def only_key_named(name: str) -> str:
-    """Return the one dotted path whose last word is `name`; "" where none is, or several are."""
+    """Return the only dotted path whose last word is `name`; "" if no path or several paths match."""
     found = {path for path in known_paths(RunSpec) if path.rpartition(".")[2] == name}
     return found.pop() if len(found) == 1 else ""
 
 
 def known_choices(cls: type, path: str) -> list[str]:
-    """Return the words that the value of a dotted path may be: choices, auto, true and false. Empty for a number, text,
-    and a path that is not there."""
+    """Return the words that the value of a dotted path may be: choices, auto, true and false. Empty for numbers, text
+    and unknown paths."""
     name, _, rest = path.partition(".")
     found: list[str] = []
     for field in dataclasses.fields(cls):
@@ -327,12 +330,12 @@ def _hint(wanted: Any, value: Any, path: str) -> str:
             return "put a space after the colon"
         if isinstance(value, str) and path in OPTION_SECTIONS:  # `model: llama_tiny` in a recipe
             option = f"- override /{path.rpartition('.')[2]}: {value}"
-            return f"to take an option of that name, write `{option}` in the recipe's defaults"
+            return f"to select the option of that name, write `{option}` in the recipe's defaults"
         if isinstance(value, str) and path == "cluster.accelerator":
             return f"type cluster.accelerator={value} on the command line, or write a file in conf/cluster"
-        return f"its keys are set one by one, such as {path}.{key_of(dataclasses.fields(sections[0])[0])}"
+        return f"set its keys one by one, such as {path}.{key_of(dataclasses.fields(sections[0])[0])}"
     if typing.get_origin(wanted) is tuple and choices_of(wanted):
-        return f"type {path}=[{', '.join(map(str, choices_of(wanted)))}], or some of them"
+        return f"type {path}=[{', '.join(map(str, choices_of(wanted)))}], or a part of this list"
     listed = next((member for member in members_of(wanted) if typing.get_origin(member) is tuple), None)
     if listed is not None and isinstance(value, (str, int, float)) and _PLAIN.fullmatch(str(value)):
         with contextlib.suppress(WrongValueError):  # one item, without the brackets
@@ -345,19 +348,20 @@ def _hint(wanted: Any, value: Any, path: str) -> str:
     if wanted is bool:
         return f"type {path}=true or {path}=false"
     if wanted in (str, str | None) and isinstance(value, (int, float)):
-        hint = f"""quote it, to make it text: '{path}="{show_value(value)}"'"""
+        hint = f"""quote it to make it text: '{path}="{show_value(value)}"'"""
         if isinstance(value, int) and not isinstance(value, bool) and value >= 60:
-            # YAML 1.1 reads 2:00:00 as a number to the base of 60: who wrote that means other text than the number's.
+            # YAML 1.1 reads 2:00:00 as a number in base 60, so whoever wrote that meant other text than the number's
+            # digits.
             minutes, seconds = divmod(value, 60)
             hours, minutes = divmod(minutes, 60)
             written = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-            hint += f'; or "{written}", which YAML reads as that number without the quotation marks'
+            hint += f'; or "{written}", which YAML reads as that number if it is not quoted'
         return hint
     return f"type {path}=<{describe(wanted)}>"
 
 
 def choices_of(wanted: Any) -> tuple[Any, ...]:
-    """Return the allowed words, if the type is a choice of words."""
+    """Return the allowed words if the type is a choice of words."""
     if typing.get_origin(wanted) is Literal:
         return typing.get_args(wanted)
     return tuple(choice for member in typing.get_args(wanted) for choice in choices_of(member))

@@ -123,9 +123,9 @@ def test_unknown_recipe(tmp_path: Path, write) -> None:
             "did you mean recipe=quickstart? `trainspec list recipe` shows all",
         )
     ]
-    assert told(compose("zzzz", [], tmp_path))[0][3] == f"options: {RECIPES}; or name a .yaml file"
+    assert told(compose("zzzz", [], tmp_path))[0][3] == f"options: {RECIPES}; or give the path of a .yaml file"
     assert told(compose("old", [], tmp_path))[0][3] == "its file must end in .yaml, not .yml: rename it"
-    assert f"no such file is in {tmp_path}" in told(compose("x/y.yaml", [], tmp_path))[0][3]
+    assert f"no such file in {tmp_path}" in told(compose("x/y.yaml", [], tmp_path))[0][3]
     write("beside.yml", RECIPE)
     for name in ("beside", "beside.yaml", "beside.yml"):
         assert told(compose(name, [], tmp_path))[0][3] == "its file must end in .yaml, not .yml: rename it"
@@ -213,7 +213,7 @@ def test_what_a_named_section_lacks_is_missing_in_its_file(tmp_path: Path, write
 def test_a_list_for_a_section_is_refused(tmp_path: Path) -> None:
     (problem,) = compose("tiny", ["cluster=h100", "cluster.accelerator=[h100_sxm,a40]"], tmp_path).problems
     assert (problem.path, problem.code) == ("cluster.accelerator", "wrong_type")
-    assert "name one option" in problem.hint
+    assert "or the name of an option" in problem.hint
 
 
 def test_an_option_that_a_defaults_list_chooses_twice(tmp_path: Path, write) -> None:

@@ -1,4 +1,5 @@
-"""Parse the command line's `key=value` arguments with Hydra's grammar; all faults are collected, none raised."""
+"""Parse the command line's `key=value` arguments with Hydra's grammar. All mistakes are collected instead of
+raised."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from trainspec_cli.core.json_value import JsonValue
 from trainspec_cli.recipe.compose.folders import COMMAND_LINE, DISTURB, RECIPE, Origin
 
 TEXTS = (RECIPE, DISTURB, "fault")
-"""Keys whose value is taken as plain text, without Hydra's grammar for brackets."""
+"""Keys whose value is read as plain text, without Hydra's grammar for brackets."""
 TEXTS_OF_DIGITS = ("cluster.slurm.time", "cluster.slurm.mem", "cluster.slurm.gpus_per_node")
-"""Keys of text that sbatch takes as a bare number too: `time=90` are minutes. In a file they are quoted, because YAML
-reads 2:00:00 as the number 7200."""
+"""Text keys whose value sbatch also accepts as a bare number: `time=90` means minutes. In a file these values are
+quoted, because YAML reads 2:00:00 as the number 7200."""
 MAX_CHARS = 16_384
-"""The longest argument: Hydra's grammar reads some thousand characters per second."""
+"""The longest argument. Hydra's grammar parses only some thousand characters per second."""
 SHOWN_CHARS = 60
 _KEY = re.compile(r"[A-Za-z_][\w-]*([./][A-Za-z_0-9][\w-]*)*")
 _BRACKETS = {"[": "]", "{": "}", "(": ")"}
@@ -36,7 +37,7 @@ class Argument:
     key: str
     value: JsonValue = None
     deletes: bool = False
-    """True for `~key`, which deletes the key from the recipe."""
+    """True for `~key`, which removes the key from the recipe."""
 
     @property
     def origin(self) -> Origin:
@@ -44,7 +45,7 @@ class Argument:
 
 
 def parse_arguments(texts: Sequence[str]) -> tuple[list[Argument], list[Problem]]:
-    """Parse all arguments. If a key is given twice, the last one is kept and a problem names both."""
+    """Parse all arguments. If a key is given twice, the last value is kept and a problem names both."""
     arguments: dict[str, Argument] = {}
     given: dict[str, Argument] = {}
     problems: list[Problem] = []
@@ -62,7 +63,7 @@ def parse_arguments(texts: Sequence[str]) -> tuple[list[Argument], list[Problem]
 
 
 def find_argument(texts: Sequence[str], key: str) -> Argument | None:
-    """Return the argument that gives `key`; None where none does."""
+    """Return the argument that sets `key`, or None."""
     return next((argument for argument in parse_arguments(texts)[0] if argument.key == key), None)
 
 
@@ -71,7 +72,7 @@ def _parse(number: int, text: str) -> Argument | Problem:
     key, equals, value = text.partition("=")
     if len(text) > MAX_CHARS:
         shown = key if len(key) <= SHOWN_CHARS else f"{key[:SHOWN_CHARS]}..."
-        message = f"the argument `{shown}` has {len(text):,} characters; at most {MAX_CHARS:,} are read"
+        message = f"the argument `{shown}` has {len(text):,} characters; at most {MAX_CHARS:,} are allowed"
         return at.problem("bad_override", message, "write the value into a recipe: recipe=FILE.yaml")
     if not equals and not text.startswith("~"):
         message = f"`{text}` is not of the form key=value"
@@ -91,11 +92,11 @@ def _parse(number: int, text: str) -> Argument | Problem:
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
         return Argument(number, text, name, value[1:-1] if quoted else value)
     if not _KEY.fullmatch(name):
-        message = f"`{key}` is not a key: words joined by dots are, such as optim.lr"
+        message = f"`{key}` is not a key; a key is words joined by dots, such as optim.lr"
         bare = key.strip().lstrip("+~-").strip(".")
         item = re.fullmatch(r"(.+)\[\d+]", bare)
         if "@" in key:
-            hint = "write the key alone: packages (`@`) are not used here"
+            hint = "write only the key: packages (`@`) are not supported"
         elif item:
             hint = f"give the whole list: {item[1]}=[...]"
         elif _KEY.fullmatch(bare):
@@ -104,7 +105,7 @@ def _parse(number: int, text: str) -> Argument | Problem:
             hint = "write key=value without spaces"
         return at.problem("bad_override", message, hint)
     if name.partition(".")[0].partition("/")[0] == "hydra":
-        message = f"`{name}` belongs to Hydra's own launcher, which is not used here"
+        message = f"`{name}` belongs to Hydra's own launcher, which trainspec does not use"
         return at.problem("unknown_key", message, "leave it out", name)
     try:
         override = OverridesParser.create().parse_override(text)
@@ -112,9 +113,9 @@ def _parse(number: int, text: str) -> Argument | Problem:
     except (HydraException, RecursionError, ValueError):
         return _bad_value(at, name, value)
     if override.is_sweep_override():
-        message = f"`{name}` is given several values; a run takes one"
+        message = f"`{name}` has several values; a run needs one"
         one = shlex.quote(assign(name, value))
-        hint = f"for a run of each, type --sweep {shlex.quote(text)}; if it is one text, type {one}"
+        hint = f"for one run per value, type --sweep {shlex.quote(text)}; for one text, type {one}"
         return at.problem("bad_override", message, hint, name)
     if name in TEXTS_OF_DIGITS and type(read) is int:
         read = value.strip()
@@ -129,7 +130,7 @@ def assign(key: str, text: str) -> str:
 
 
 def _bad_value(at: Origin, key: str, value: str) -> Problem:
-    # Hydra's parser names only a column; people want to know which bracket or quote they left open.
+    # Hydra's parser reports only a column, so find the bracket or quote that was left open.
     expected: list[tuple[str, str]] = []
     quote = ""
     for character in value:
@@ -144,7 +145,7 @@ def _bad_value(at: Origin, key: str, value: str) -> Problem:
     unclosed = quote or (expected[-1][0] if expected else None)
     if unclosed:
         return at.problem("bad_override", f"`{unclosed}` is not closed in {value}", f"close the {unclosed}", key)
-    message = f"the value {value} holds characters that must be quoted"
+    message = f"the value {value} contains characters that must be quoted"
     return at.problem("bad_override", message, f"type {shlex.quote(assign(key, value))}", key)
 
 

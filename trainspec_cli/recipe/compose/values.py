@@ -1,8 +1,9 @@
-"""A recipe's values as plain dicts: laid over one another, their references `${...}` resolved, and shown as YAML.
+"""Operations on a recipe's values as plain dicts: merging them, resolving their references `${...}`, and showing them
+as YAML.
 
-Each reference is resolved once, and with a bounded result: OmegaConf resolves one again wherever it occurs, so thirty
-lines that each double the one before would fill the memory. `shipped` is the only resolver: a recipe means the same
-whenever and wherever it is read.
+Each reference is resolved once, and its result is bounded: OmegaConf resolves a reference again wherever it occurs, so
+thirty lines that each double the previous one would fill the memory. `shipped` is the only resolver, so that a recipe
+means the same whenever and wherever it is read.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from trainspec_cli.recipe.field_types import MISSING
 SHIPPED = "shipped"
 """The resolver in `${shipped:recipes/FILE}`, the path of a file that ships with trainspec."""
 MAX_CHARS = 100_000
-"""The longest text, with its references written out."""
+"""The longest text after its references are resolved."""
 MAX_VALUES = 5_000
-"""The most values in a section, with its references written out."""
+"""The most values in a section after its references are resolved."""
 MAX_DEPTH = 40
 """The deepest chain of references and sections."""
 SHOWN_CHARS = 200
@@ -40,10 +41,10 @@ Path = tuple[str | int, ...]
 
 
 def overlaid(below: JsonObject, above: JsonObject) -> JsonObject:
-    """Return `above` laid over `below`, section by section. A value that it asks for by `???` is open again: a recipe
-    that needs `init.from` would otherwise train from scratch.
+    """Return `above` merged over `below`, section by section. A `???` in `above` opens the value again: otherwise a
+    recipe that needs `init.from` would train from scratch.
 
-    What comes from `above` is a copy: aliases in its YAML are one object at several places.
+    Values from `above` are copied, because aliases in its YAML are one object at several paths.
     """
     whole = dict(below)
     for key, value in above.items():
@@ -66,7 +67,7 @@ def all_paths(data: JsonObject, prefix: str = "") -> Iterator[str]:
 
 
 def resolve(written: JsonObject) -> tuple[JsonObject, list[Problem]]:
-    """Return the values with references written out, `???` for those that are open or cannot be resolved, and the
+    """Return the values with references resolved (`???` for those that are open or cannot be resolved) and the
     problems."""
     resolver = Resolver(written)
     problems: list[Problem] = []
@@ -94,14 +95,14 @@ def resolve(written: JsonObject) -> tuple[JsonObject, list[Problem]]:
 
 
 class InterpolationError(ValueError):
-    """A value cannot be resolved; the message says why."""
+    """A value cannot be resolved; the message states why."""
 
 
 @dataclass(frozen=True)
 class _Resolved:
     value: JsonValue
     values: int
-    """The number of values it holds, itself included."""
+    """The number of values that it holds, itself included."""
 
 
 class Resolver:
@@ -121,7 +122,7 @@ class Resolver:
             if path in self._under_way:
                 raise InterpolationError("Recursive interpolation detected")
             if len(self._under_way) > MAX_DEPTH:
-                raise InterpolationError(f"it leads through more than {MAX_DEPTH} references and sections")
+                raise InterpolationError(f"it is a chain of more than {MAX_DEPTH} references and sections")
             self._under_way.append(path)
             try:
                 self._known[path] = self._resolve_written(path, self._at(path))
@@ -130,7 +131,7 @@ class Resolver:
         return self._known[path]
 
     def _at(self, path: Path) -> JsonValue:
-        """Return the value at `path` as written; references on the way there are followed."""
+        """Return the value at `path` as written, following references on the way."""
         node: JsonValue = self._written
         for depth, key in enumerate(path):
             if isinstance(node, str) and "${" in node:
@@ -156,7 +157,7 @@ class Resolver:
 
     def _section(self, value: JsonValue, items: Iterable[_Resolved]) -> _Resolved:
         values = 1 + sum(item.values for item in items)
-        # References double: thirty lines that each name the one before twice would fill the memory.
+        # References can double: thirty lines that each name the previous one twice would fill the memory.
         if values > MAX_VALUES:
             raise InterpolationError(f"it expands to more than {MAX_VALUES:,} values")
         return _Resolved(value, values)
@@ -179,7 +180,7 @@ class Resolver:
         except OmegaConfBaseException as error:
             raise InterpolationError(str(error).partition("\n")[0]) from error
         except RecursionError as error:
-            raise InterpolationError("it is nested too deep") from error
+            raise InterpolationError("it is nested too deeply") from error
         if isinstance(value, str) and len(value) > MAX_CHARS:
             raise InterpolationError(f"it expands to a text of more than {MAX_CHARS:,} characters")
         return _Resolved(value, sum(counts) if isinstance(value, (dict, list)) else 1)
@@ -187,7 +188,7 @@ class Resolver:
     def _call(self, name: str, args: tuple[object, ...], args_str: tuple[str, ...]) -> str:
         if name != SHIPPED:
             allowed = f"${{{SHIPPED}:...}} and ${{section.key}}"
-            raise InterpolationError(f"there is no resolver `{name}` in a recipe, only {allowed}")
+            raise InterpolationError(f"a recipe has no resolver `{name}`, only {allowed}")
         if len(args_str) != 1:
             raise InterpolationError(f"${{{SHIPPED}:...}} takes one value, not {len(args_str)}")
         return str(shipped_data() / args_str[0])
@@ -203,7 +204,7 @@ def _target(key: str, path: Path) -> Path:
     return (*path[: len(path) - ups], *keys) if ups else keys
 
 
-# Shown as YAML, each value with the file:line it comes from.
+# The values as YAML, each with the file and line of its origin.
 
 
 def render_yaml(data: JsonObject, origins: Origins, paint_origin: Callable[[str], str] = str) -> str:
@@ -217,7 +218,7 @@ def render_yaml(data: JsonObject, origins: Origins, paint_origin: Callable[[str]
 
 
 def render_value(value: JsonValue) -> str:
-    """Return a value on one line of YAML; in ASCII if it holds invisible characters."""
+    """Return a value on one line of YAML; in ASCII if it contains invisible characters."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
     if not is_printable(text):
         text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
