@@ -370,6 +370,24 @@ def test_an_accelerator_is_chosen_by_its_name_whole(tmp_path: Path, write) -> No
     assert compose("llama3_8b", ["cluster.accelerator=null"], tmp_path).data["cluster"]["accelerator"] is None
 
 
+def test_a_problem_of_a_chosen_section_is_located_at_the_choice(tmp_path: Path, write) -> None:
+    """The remedy is another choice; a key that is missing below it is missing in its file."""
+    write("recipes/mine.yaml", "defaults: [tiny, override /framework: megatron, _self_]\n")
+
+    def place(arguments: list[str], path: str) -> str:
+        composed = compose("mine", arguments, tmp_path)
+        (problem,) = composed.locate([Problem("contradiction", "", path)])
+        return problem.where()
+
+    assert place(["train.seed=1", "cluster.accelerator=rtx_4090"], "cluster.accelerator") == "command line:3"
+    assert place(["cluster=h100"], "cluster.accelerator") == "command line:2"
+    assert place(["cluster=h100"], "cluster") == "command line:2"
+    assert place([], "framework") == "recipes/mine.yaml:1:18"
+    assert place(["framework=torchtitan"], "framework") == "command line:2"
+    chosen_by_default = place([], "optim.schedule")
+    assert chosen_by_default.split(":")[0].endswith("conf/optim/adamw.yaml")
+
+
 @pytest.mark.parametrize("argument", ["accelerator=rtx_4090", "+accelerator=rtx_4090"])
 def test_a_group_that_no_recipe_chooses_from_leads_to_its_section(argument: str, tmp_path: Path) -> None:
     (problem,) = compose("llama3_8b", [argument], tmp_path).problems

@@ -103,6 +103,8 @@ class MergedFile:
     replaces: bool = False
     """Discards all values that were there before: mixing the fields of two accelerators would describe a chip that
     nobody sells."""
+    chosen_at: Origin | None = None
+    """The argument, or the line of a recipe, that chose the file; None for a default."""
 
 
 @dataclass
@@ -156,7 +158,9 @@ class Selection:
                 while options and (found := self.parts_of(entry.key, *options[-1])) is None:
                     self.failed.add(entry.key)
                     options.pop()
-                parts += found or () if options else ()
+                if options and found:
+                    at = options[-1][1]
+                    parts += found if at == entry.origin else [replace(part, chosen_at=at) for part in found]
         return parts
 
     def is_choice(self, argument: Argument) -> bool:
@@ -443,10 +447,12 @@ class Composed:
     """All problems that can be found without interpreting the values, with their locations."""
     failed: frozenset[str] = frozenset()
     """Groups (and `recipe`, and keys) that could not be read as requested; other problems there may be consequences."""
+    chosen_at: Origins = field(default_factory=dict)
+    """Section -> the argument, or the line of a recipe, that chose the option which fills it."""
 
     def locate(self, problems: Iterable[Problem]) -> list[Problem]:
         """Add the location of the value to problems that only have a path."""
-        return locate(problems, self.origins, self.arguments, self.cwd)
+        return locate(problems, self.origins, self.arguments, self.cwd, self.chosen_at)
 
 
 @dataclass(frozen=True)
@@ -504,7 +510,8 @@ def compose_arguments(
         origin = argument.origin
         group = NAMED_SECTIONS[argument.key]
         found = selection.parts_of(group, str(argument.value), origin, argument.key, argument.key)
-        parts += [replace(found[0], replaces=True), *found[1:]] if found else []
+        found = [replace(part, chosen_at=origin) for part in found or ()]
+        parts += [replace(part, replaces=True) for part in found[:1]] + found[1:]
     values = [argument for argument in values if argument not in named]
     data, origins = _merge(parts)
     misplaced = [problem for problem in problems if (problem.code, problem.path) == ("bad_override", RECIPE)]
@@ -516,6 +523,9 @@ def compose_arguments(
     problems += [*selection.problems, *_apply_arguments(data, values)]
     problems += _write_out_pools(data, selection)
     origins = _with_arguments(origins, values)
+    # The remedy for a problem of a whole section is another choice and not an edit of the option's file.
+    chosen = {part.package: part.chosen_at for part in parts if part.chosen_at}
+    chosen = {path: at for path, at in chosen.items() if path not in {argument.key for argument in values}}
     # A later file that gives one alternative of a key replaces the alternative that an earlier file gave.
     _keep_last(data, origins, [part.read.start.file for part in parts])
     unchosen = frozenset(
@@ -533,8 +543,9 @@ def compose_arguments(
         origins=origins,
         arguments=tuple(arguments),
         cwd=cwd,
-        problems=tuple(locate([*problems, *more], origins, arguments, cwd)),
+        problems=tuple(locate([*problems, *more], origins, arguments, cwd, chosen)),
         failed=frozenset(selection.failed | incomplete),
+        chosen_at=chosen,
     )
 
 

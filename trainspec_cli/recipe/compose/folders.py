@@ -131,8 +131,15 @@ def show_path(path: Path, cwd: Path) -> str:
     return str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
 
 
-def locate(problems: Iterable[Problem], origins: Origins, arguments: Sequence[str], cwd: Path) -> list[Problem]:
-    """Add to each problem its file, line and column (found by its path), and the text of that line."""
+def locate(
+    problems: Iterable[Problem],
+    origins: Origins,
+    arguments: Sequence[str],
+    cwd: Path,
+    chosen_at: Origins | None = None,
+) -> list[Problem]:
+    """Add to each problem its file, line and column (found by its path), and the text of that line. `chosen_at`:
+    where a whole section was chosen by the name of an option."""
 
     @lru_cache(maxsize=1)  # many lines of one large file may have mistakes
     def lines_of(file: str) -> Sequence[str]:
@@ -145,7 +152,7 @@ def locate(problems: Iterable[Problem], origins: Origins, arguments: Sequence[st
 
     located = []
     for problem in problems:
-        origin = None if problem.file else find_origin(problem.path, origins)
+        origin = None if problem.file else (chosen_at or {}).get(problem.path) or find_origin(problem.path, origins)
         if origin is not None:
             problem = replace(problem, file=origin.file, line=origin.line, column=origin.column)
         if problem.file is not None and problem.line is not None and not problem.excerpt:
