@@ -1,6 +1,6 @@
-"""Documents that one's own code gives (`data.source=FILE.py:NAME`), prepared as those of other sources are.
+"""Documents from user-defined code (`data.source=FILE.py:NAME`), prepared like those of other sources.
 
-The code is called once: its documents are written aside, since preparing reads text three times.
+The code is called once, and its documents are written to a file, because preparing reads text three times.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ALLOWED = "text, {'text': text} or a list of token ids is needed"
 ID_TYPE: Dtype = "uint32"
 MAX_ID = 2**31 - 1
 TextWriter = Callable[[DataSpec, Path], None]
-"""Takes a file of JSON lines, and the settings by which it is read."""
+"""Takes a file of JSON lines, and the settings for reading it."""
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,26 @@ class OwnDocument:
 
 
 def source_files(data: DataSpec) -> list[Path]:
-    """Return the files of the code, where it has some that can be read."""
+    """Return the source files of the code, if they can be read."""
     return files_of(find(SOURCE.named(data.source, data.options)[0]))
 
 
 def source_facts(data: DataSpec) -> dict[str, object]:
-    """Return what the prepared data depends on: the code by its digest, its options, and the field that is read."""
+    """Return the facts that the prepared data depends on: the code's digest, its options, and the field that is
+    read."""
     files = [source_sha256(file) for file in source_files(data)]
     name = data.source.rpartition(":")[2]
     return {"name": name, "code": files, "options": data.options, "text_field": data.text_field}
 
 
 def write_own(data: DataSpec, folder: Path, write_text: TextWriter) -> None:
-    """Write the documents that the code gives into `folder`, as tokens; `write_text` turns a file of JSON lines into
-    them. Raises RecipeError for what the code raises, and for documents that are none."""
+    """Write the documents of the code into `folder`, as tokens; `write_text` tokenises a file of JSON lines. Raises
+    RecipeError for exceptions of the code, and for invalid documents."""
     (extension,) = SOURCE.named(data.source, data.options)
     documents = _limited(_documents(extension, data), data.max_bytes)
     first = next(documents, None)
     if first is None:
-        raise RecipeError(Problem("empty_data", f"`data.source`: {data.source} gave no document", "data.source"))
+        raise RecipeError(Problem("empty_data", f"`data.source`: {data.source} yielded no document", "data.source"))
     every = chain([first], documents)
     if first.text is None:
         _write_ids(extension, data, every, folder)
@@ -134,11 +135,11 @@ def _refuse(extension: Extension, number: int, what: str) -> RecipeError:
 
 def _mixed(extension: Extension, document: OwnDocument) -> RecipeError:
     kinds = ("text", "token ids") if document.text is not None else ("token ids", "text")
-    return _refuse(extension, document.number, f"is {kinds[0]}, and the first one is {kinds[1]}")
+    return _refuse(extension, document.number, f"is {kinds[0]}, but the first one is {kinds[1]}")
 
 
 def _limited(documents: Iterable[OwnDocument], max_bytes: int | None) -> Iterator[OwnDocument]:
-    """Yield documents up to the one that reaches `max_bytes` of text, so that the code may go on for ever."""
+    """Yield documents up to the one that reaches `max_bytes` of text, so that the code may yield documents forever."""
     left_bytes = sys.maxsize if max_bytes is None else max_bytes
     for document in documents:
         yield document
@@ -148,15 +149,15 @@ def _limited(documents: Iterable[OwnDocument], max_bytes: int | None) -> Iterato
 
 
 def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocument], folder: Path) -> None:
-    """Write ids one after another, as the code gave them. Documents are held out by a hash of their ids; the ids have
-    no tokenizer, so nothing is known of the text."""
+    """Write ids one after another, as the code yielded them. Documents are held out by a hash of their ids. The ids
+    have no tokenizer, so their text is unknown."""
     given = {
         "data.max_bytes": data.max_bytes is not None,
         "data.tokenizer.path": data.tokenizer.path is not None,
         "data.tokenizer.code": data.tokenizer.code != "",
     }
     for path in (path for path, is_given in given.items() if is_given):
-        message = f"`{path}` is given, and {extension.text} gives token ids, whose text is not known"
+        message = f"`{path}` is set, but {extension.text} yields token ids, whose text is unknown"
         raise RecipeError(Problem("unsupported", message, path, f"leave it out: ~{path}"))
     aside = folder / "documents.bin"
     lengths = list[int]()
@@ -173,7 +174,7 @@ def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocu
             largest = max(largest, int(document.ids.max(initial=0)))
     chosen = hold_out(names, data.heldout_fraction)
     is_heldout = [name in chosen for name in names]
-    if not chosen:  # all are alike: the end of the last one
+    if not chosen:  # all documents are equal: hold out the end of the last one
         rest = min(max(round(lengths[-1] * data.heldout_fraction), 1), lengths[-1])
         lengths[-1:], is_heldout[-1:] = [lengths[-1] - rest, rest], [False, True]
     every = np.memmap(aside, dtype="<u4", mode="r")

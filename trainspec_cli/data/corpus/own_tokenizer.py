@@ -1,6 +1,6 @@
-"""A tokenizer of one's own (`data.tokenizer.code=FILE.py:NAME`): text to token ids and back by the user's code.
+"""A user-defined tokenizer (`data.tokenizer.code=FILE.py:NAME`): the user's code converts text to token ids and back.
 
-A token folder keeps its digest alone, and none of its code: text is written by the tokenizer that the recipe names.
+A token folder stores only its digest and none of its code: text is decoded by the tokenizer that the recipe names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LARGEST_VOCABULARY = 2**31
 
 
 class OwnTokenizer:
-    """Calls the user's code, and checks what it returns. Raises RecipeError until a run has begun, then WorkerError."""
+    """Calls the user's code and checks its results. Raises RecipeError before a run has begun, then WorkerError."""
 
     def __init__(self, data: DataSpec, error: type[RecipeError | WorkerError] = RecipeError):
         (self._extension,) = TOKENIZER.named(data.tokenizer.code, data.tokenizer.options)
@@ -37,7 +37,7 @@ class OwnTokenizer:
             ids = [int(one) for one in self._inner.encode(text)]
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             wrong = next(one for one in ids if not 0 <= one < self.vocab_size)
-            raise self._refuse(f"gives the id {wrong}, and has a `vocab_size` of {self.vocab_size}")
+            raise self._refuse(f"returns the id {wrong}, but has a `vocab_size` of {self.vocab_size}")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -56,12 +56,12 @@ class OwnTokenizer:
 
     def _refuse(self, what: str) -> RecipeError | WorkerError:
         message = f"`{self._extension.path}`: {self._extension.text} {what}"
-        hint = "it has vocab_size, end_of_document (an id), encode(text) and decode(ids)"
+        hint = "a tokenizer has vocab_size, end_of_document (an id), encode(text) and decode(ids)"
         return self._error(Problem("own_code", message, self._extension.path, hint))
 
 
 def tokenizer_sha256(data: DataSpec) -> str:
-    """Return what identifies a tokenizer of one's own: the digest of its name, code and options."""
+    """Return the identity of a user-defined tokenizer: the digest of its name, code and options."""
     (extension,) = TOKENIZER.named(data.tokenizer.code, data.tokenizer.options)
     digests = [source_sha256(file) for file in source_files(find(extension))]
     facts: dict[str, object] = {

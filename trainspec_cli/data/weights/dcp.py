@@ -1,6 +1,7 @@
-"""The tensors of a distributed checkpoint of torch (torch.distributed.checkpoint): `.metadata`, and what it names.
+"""The tensors of a distributed checkpoint of torch (torch.distributed.checkpoint): `.metadata`, and the files that it
+names.
 
-`.metadata` is a pickle, which is read without unpickling; each box of a tensor is a file of torch.save within a file.
+`.metadata` is a pickle, which is read without unpickling; each box of a tensor is a torch.save file within a file.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _STORAGE = "torch.distributed.checkpoint.filesystem._StorageInfo"
 
 
 class Checkpoint:
-    """What `.metadata` says. Raises MachineError where it cannot be read."""
+    """The content of `.metadata`. Raises MachineError if it cannot be read."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -34,15 +35,15 @@ class Checkpoint:
         except UnreadableFileError:
             raise
         except (ValueError, KeyError, TypeError) as error:
-            raise damaged(self._file, f"is no metadata of a distributed checkpoint: {error}") from error
+            raise damaged(self._file, f"is not the metadata of a distributed checkpoint: {error}") from error
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """The shape of every tensor."""
+        """Return the shape of every tensor."""
         return {name: shape for name, (shape, _chunks) in self._tensors.items()}
 
     def open(self, name: str) -> PartedTensor:
-        """Return where a tensor lies. Raises MachineError that names the tensor or the file."""
+        """Return the location of a tensor. Raises MachineError that names the tensor or the file."""
         shape, chunks = self._tensors[name]
         parts = tuple(self._part(name, start, size) for start, size in chunks)
         whole = PartedTensor(shape, parts)
@@ -56,21 +57,21 @@ class Checkpoint:
 
     def _part(self, name: str, start: Shape, size: Shape) -> Part:
         if (name, start) not in self._places:
-            raise damaged(self._file, f"does not say where {name} lies from {list(start)} on")
+            raise damaged(self._file, f"does not state the location of {name} from {list(start)}")
         file, offset, length = self._places[name, start]
-        # The pickle may be untrusted: a name with a folder in it could lead to any file of this machine.
+        # The pickle may be untrusted: a name with a folder in it could refer to any file on this machine.
         if Path(file).name != file or "\0" in file:
-            raise damaged(self._file, f"names {file!r} for {name}, which is not a file beside it")
+            raise damaged(self._file, f"names {file!r} for {name}, which is not a file in its folder")
         if not (self._folder / file).is_file():
-            raise damaged(self._folder / file, f"is missing, and holds {name}")
+            raise damaged(self._folder / file, f"is missing, but contains {name}")
         held = read_tensor(self._folder / file, offset, length, name)
         if held.shape != size:
-            raise damaged(self._folder / file, f"holds {name} as {list(held.shape)}, and .metadata says {list(size)}")
+            raise damaged(self._folder / file, f"has {name} as {list(held.shape)}, but .metadata states {list(size)}")
         return Part(start, held)
 
 
 def _tensors(described: dict[Value, Value]) -> Iterable[tuple[str, tuple[Shape, list[tuple[Shape, Shape]]]]]:
-    """-> (name, (shape, (start, size) of each box)); what is no tensor is left out."""
+    """Yield (name, (shape, (start, size) of each box)); values that are not tensors are left out."""
     for name, value in described.items():
         if isinstance(name, str) and isinstance(value, Made) and value.of == _TENSOR:
             held = fields_of(value, _TENSOR)
@@ -82,18 +83,18 @@ def _tensors(described: dict[Value, Value]) -> Iterable[tuple[str, tuple[Shape, 
 
 
 def _places(described: dict[Value, Value]) -> Iterable[tuple[tuple[str, Shape], tuple[str, int, int]]]:
-    """-> ((name, start of the box), (file, offset, bytes)) of each box of a tensor."""
+    """Yield ((name, start of the box), (file, offset, bytes)) for each box of a tensor."""
     for key, value in described.items():
         index = fields_of(key, f"{_RECORDS}.MetadataIndex")
         place = fields_of(value, _STORAGE)
         name = index["fqn"]
         file = place["relative_path"]
         offset = index.get("offset")
-        if offset is None:  # no tensor
+        if offset is None:  # not a tensor
             continue
         if not isinstance(name, str) or not isinstance(file, str):
             raise ValueError("a box has no name or no file")
         if place.get("transform_descriptors"):
-            raise ValueError(f"{name} is compressed, which is not read")
+            raise ValueError(f"{name} is compressed, which is not supported")
         at, length = as_shape((place["offset"], place["length"]))
         yield (name, as_shape(offset)), (file, at, length)

@@ -1,7 +1,8 @@
 """The values that a pickle describes, read as a list of instructions: no class is looked up and nothing is called.
 
-A class or function that the pickle names stays its name, and what the pickle would have it make is a record of the
-name, the arguments and the state. So a stranger's file can name whatever it likes. The work is linear in its size.
+A class or function in the pickle becomes its name, and an object that the pickle would create becomes a record of the
+name, the arguments and the state. So an untrusted file can name anything without effect. The work is linear in its
+size.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Name:
 
 @dataclass(eq=False)
 class Made:
-    """What a class or function that is named `of` would have been called to make."""
+    """The object that a call of the class or function named `of` would have created."""
 
     of: str
     arguments: Value
@@ -49,7 +50,7 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def read_pickle(content: bytes) -> Value:
-    """Return what `content` describes. Raises ValueError that says what is wrong."""
+    """Return the value that `content` describes. Raises ValueError that states the mistake."""
     reader = _Reader()
     try:
         for opcode, argument, _position in pickletools.genops(content):
@@ -57,12 +58,12 @@ def read_pickle(content: bytes) -> Value:
                 return reader.pop()
             reader.apply(opcode.name, argument)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"it is no pickle that can be read: {error}") from error
-    raise ValueError("it is no pickle that can be read: it has no end")
+        raise ValueError(f"it is not a readable pickle: {error}") from error
+    raise ValueError("it is not a readable pickle: it has no end")
 
 
 class _Reader:
-    """The stack and the memo of a pickle that is being read."""
+    """The stack and the memo of a pickle during reading."""
 
     def __init__(self) -> None:
         self._stack: list[Value] = []
@@ -113,18 +114,18 @@ class _Reader:
                 arguments = stack.pop()
                 of = stack.pop()
                 if not isinstance(of, Name):
-                    raise ValueError("something is made of what is no name")
+                    raise ValueError("an object is made of something that is not a name")
                 stack.append(Made(of.path, arguments))
             case "BUILD":
                 state = stack.pop()
                 held = stack[-1]
                 if not isinstance(held, Made):
-                    raise ValueError("a state is given to what was not made")
+                    raise ValueError("a state is set on something that is not an object")
                 held.state = state if held.state is None else held.state
             case "BINPERSID":
                 stack.append(Made("persistent", stack.pop()))
             case _:
-                raise ValueError(f"the instruction {name} is none that a checkpoint needs")
+                raise ValueError(f"the instruction {name} does not occur in checkpoints")
 
     def _from_mark(self) -> list[Value]:
         start = self._marks.pop()
@@ -135,7 +136,7 @@ class _Reader:
     def _extend(self, items: list[Value]) -> None:
         held = self._stack[-1]
         if not isinstance(held, list):
-            raise ValueError("items are added to what is no list")
+            raise ValueError("items are added to something that is not a list")
         held.extend(items)
 
     def _update(self, items: list[Value]) -> None:
@@ -144,7 +145,7 @@ class _Reader:
             held.state = {} if held.state is None else held.state
             held = held.state
         if not isinstance(held, dict):
-            raise ValueError("entries are added to what is no dict")
+            raise ValueError("entries are added to something that is not a dict")
         held.update(zip(items[::2], items[1::2], strict=True))
 
 
@@ -155,7 +156,7 @@ def _whole(value: Value) -> int:
 
 
 def as_dict(value: Value) -> dict[Value, Value]:
-    """Return a dict, or the entries of an OrderedDict. Raises ValueError of anything else."""
+    """Return a dict, or the entries of an OrderedDict. Raises ValueError for anything else."""
     held = value.state or {} if isinstance(value, Made) and value.of == "collections.OrderedDict" else value
     if not isinstance(held, dict):
         raise ValueError("a dict is missing")
@@ -163,20 +164,20 @@ def as_dict(value: Value) -> dict[Value, Value]:
 
 
 def fields_of(value: Value, of: str) -> dict[Value, Value]:
-    """Return the fields of a record of class `of`. Raises ValueError of anything else."""
+    """Return the fields of a record of class `of`. Raises ValueError for anything else."""
     if not isinstance(value, Made) or value.of != of or not isinstance(value.state, dict):
         raise ValueError(f"a record of {of.rpartition('.')[2]} is missing")
     return value.state
 
 
 def as_shape(value: Value) -> tuple[int, ...]:
-    """Return a tuple of whole numbers, or a torch.Size, as a tuple. Raises ValueError of anything else."""
+    """Return a tuple of whole numbers, or a torch.Size, as a tuple. Raises ValueError for anything else."""
     if isinstance(value, Made) and value.of == "torch.Size" and isinstance(value.arguments, tuple):
         value = value.arguments[0] if value.arguments else ()
     if not isinstance(value, (tuple, list)) or len(value) > MAX_DIMS:
         raise ValueError("a shape is missing")
     if not all(type(extent) is int and 0 <= extent < MAX_EXTENT for extent in value):
-        raise ValueError("a shape has an extent below 0, or one that no tensor has")
+        raise ValueError("a shape has a size below 0, or an impossibly large one")
     return tuple(value)
 
 
