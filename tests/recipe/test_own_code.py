@@ -147,7 +147,7 @@ def test_what_is_wrong_is_said_with_what_to_type(
 def test_a_file_that_others_may_write_is_not_run(folder: Path) -> None:
     (folder / "mine.py").chmod(0o666)
     (problem,) = problems_of(named("mine.py:make"))
-    assert problem.code == "not_trusted" and "may be written by every user" in problem.message
+    assert problem.code == "not_trusted" and "can be written by every user" in problem.message
 
 
 def test_files_are_named_absolutely_and_nothing_else_is() -> None:

@@ -1,4 +1,4 @@
-"""The names of this node: its own in the job, and its CPU's."""
+"""The name of this node in the job, the name of its CPU, and the user's cache and state folders."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def node_name() -> str:
-    """Return the name by which Slurm knows this node, else its hostname."""
+    """Return Slurm's name of this node, else its hostname."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
-    """Return the maker's name for the CPU, else its architecture."""
+    """Return the vendor's name of the CPU, else its architecture."""
     return _cpu_line("model name", cpuinfo) or platform.processor() or platform.machine()
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """Return the instructions that the CPU has; empty where the system does not list them (macOS)."""
+    """Return the CPU's instruction-set flags; empty if the system does not list them (macOS)."""
     return frozenset(_cpu_line("flags", cpuinfo).split())
 
 
 def _cpu_line(key: str, cpuinfo: Path) -> str:
-    """Return the first value of `key`; empty where there is none."""
+    """Return the first value of `key`, or ""."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -40,17 +40,17 @@ def _cpu_line(key: str, cpuinfo: Path) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
 
 
-# The user's cache: prepared data, what was measured of machines, profiles of clusters, limits of memory; and the
-# folder of the list of runs.
+# The user's cache (prepared data, measurements of machines, profiles of clusters, memory limits) and the folder of the
+# list of runs.
 
 
-CHOOSE_ANOTHER = f"choose a folder of your own for prepared data and measured figures: {CACHE}=FOLDER"
+CHOOSE_ANOTHER = f"choose your own folder for prepared data and measured figures: {CACHE}=FOLDER"
 
 
 def cache_dir() -> Path:
-    """`$TRAINSPEC_CACHE`, else `$XDG_CACHE_HOME/trainspec`, else `~/.cache/trainspec`; it may not exist yet.
+    """Return `$TRAINSPEC_CACHE`, else `$XDG_CACHE_HOME/trainspec`, else `~/.cache/trainspec`; it may not exist yet.
 
-    Raises MachineError if it belongs to another user or every user may write it: a run would train on data that others
+    Raises MachineError if it belongs to another user or every user can write it: a run would train on data that others
     put there.
     """
     folder = _location()
@@ -60,8 +60,8 @@ def cache_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """`$TRAINSPEC_CACHE`, else `$XDG_STATE_HOME/trainspec`, else `~/.local/state/trainspec`, for what cannot be made
-    again from elsewhere; it may not exist yet. Raises MachineError as `cache_dir` does."""
+    """Return `$TRAINSPEC_CACHE`, else `$XDG_STATE_HOME/trainspec`, else `~/.local/state/trainspec`, for data that
+    cannot be restored from elsewhere; it may not exist yet. Raises MachineError as `cache_dir` does."""
     if os.environ.get(CACHE):
         return cache_dir()
     base = os.environ.get("XDG_STATE_HOME")
@@ -72,7 +72,7 @@ def state_dir() -> Path:
 
 
 def make_cache() -> None:
-    """Create the cache for this user alone, if it does not exist.
+    """Create the cache, accessible to this user only, if it does not exist.
 
     Raises MachineError as `cache_dir` does, and if it cannot be written.
     """
@@ -96,10 +96,10 @@ def cannot_write(folder: Path, error: OSError) -> MachineError:
         return MachineError(
             f"no space left to write {folder}",
             code="disk_full",
-            hint=f"free some space on the disk of {folder.parent}, or choose another folder ({CACHE}=FOLDER)",
+            hint=f"free space on the disk of {folder.parent}, or choose another folder ({CACHE}=FOLDER)",
         )
     return MachineError(
         f"cannot write {folder}: {error.strerror or error}",
         code="cannot_write",
-        hint=f"choose a folder that you may write ({CACHE}=FOLDER for prepared data)",
+        hint=f"choose a folder that you can write to ({CACHE}=FOLDER for prepared data)",
     )

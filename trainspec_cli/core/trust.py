@@ -1,7 +1,7 @@
-"""Check which files can be trusted on a shared machine, and make files for this user alone.
+"""Check which files can be trusted on a shared machine, and make files for this user only.
 
 A file is trusted if it belongs to this user or to root and is not world-writable. Sharing with a group is the owner's
-choice: group permissions are left alone.
+choice: group permissions are ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ its own: `latest-run`, and `debug-core.log`, which leads to its cache in the use
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Make all files created in the block, by this process and its children, accessible to this user alone."""
+    """Make all files created in the block, by this process and its children, accessible to this user only."""
     before = os.umask(PRIVATE_UMASK)
     try:
         yield
@@ -36,7 +36,7 @@ def private_files() -> Iterator[None]:
 
 
 def make_folder(folder: Path, hint: str) -> None:
-    """Create `folder` for this user alone; leave an existing one as it is.
+    """Create `folder`, accessible to this user only; leave an existing one unchanged.
 
     Raises MachineError as `check_folder` does.
     """
@@ -70,12 +70,12 @@ def check_private(folder: Path, hint: str) -> None:
 
 
 def check_tree(root: Path) -> None:
-    """Raise MachineError if anything below `root` cannot be trusted, or is a link that leads out of it.
+    """Raise MachineError if anything below `root` cannot be trusted, or is a link to a target outside of it.
 
-    `root` itself may be a link of this user's own. The folders in `NEVER_READ` are checked and their content is not.
+    `root` itself may be a link of this user. The folders in `NEVER_READ` are checked, but not their content.
     """
     real = root.resolve()
-    copy = f"use a copy of your own: cp -rP {shlex.quote(str(root))} {shlex.quote(f'./{real.name}-copy')}"
+    copy = f"use your own copy: cp -rP {shlex.quote(str(root))} {shlex.quote(f'./{real.name}-copy')}"
     check_folder(root, f"if you trust everyone who can write it, {copy}")
     for name, found in _walk(real, tuple(real / folder for folder in NEVER_READ)):
         path = root / name.relative_to(real)
@@ -86,13 +86,13 @@ def check_tree(root: Path) -> None:
             if not target.is_relative_to(real):
                 remove = f"remove the link: rm {shlex.quote(str(path))}"
                 hint = f"{remove}; if the run needs its target, put a copy in its place"
-                raise _refuse(f"{path} is a link that leads out of {real}, to {target}", hint)
+                raise _refuse(f"{path} is a link to a target outside of {real}: {target}", hint)
         elif not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
             raise _refuse(f"{path} is neither a file nor a folder", f"remove it: rm {shlex.quote(str(path))}")
 
 
 def create_private(path: Path, content: bytes) -> None:
-    """Write a file for this user alone, where there must be none yet, and flush it to disk. Raises OSError."""
+    """Write a new file, accessible to this user only, and flush it to disk. Raises OSError, also if the file exists."""
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, PRIVATE_FILE)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
@@ -101,14 +101,15 @@ def create_private(path: Path, content: bytes) -> None:
 
 
 def read_private(path: Path, max_bytes: int) -> bytes:
-    """Return up to `max_bytes` of a regular file. Raises OSError where it is another user's, or others may open it."""
+    """Return up to `max_bytes` of a regular file. Raises OSError if it belongs to another user, or others can open
+    it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file")
+            raise OSError(errno.EINVAL, "it is not a regular file")
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & PRIVATE_UMASK:
-            raise OSError(errno.EPERM, "it belongs to another user, or others may read it")
+            raise OSError(errno.EPERM, "it belongs to another user, or others can read it")
         return file.read(max_bytes)
 
 
@@ -118,13 +119,14 @@ def is_plain_name(name: object) -> bool:
 
 
 def _walk(root: Path, closed: tuple[Path, ...]) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield everything below `root`; a folder comes before its content, which is left out of those in `closed`."""
+    """Yield everything below `root`, a folder before its content. The content of the folders in `closed` is left
+    out."""
     folders = [str(root)]
     while folders:
         try:
             found = list(_scan(folders.pop()))
         except OSError as error:
-            hint = f"list what cannot be read: find {shlex.quote(str(root))} > /dev/null"
+            hint = f"list the unreadable files: find {shlex.quote(str(root))} > /dev/null"
             raise _refuse(f"not all of {root} can be read: {error.strerror}", hint) from error
         yield from ((Path(path), facts) for path, facts in found)
         folders += [path for path, facts in found if stat.S_ISDIR(facts.st_mode) and Path(path) not in closed]
@@ -139,11 +141,11 @@ def _scan(folder: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def why_not_trusted(found: os.stat_result) -> str:
-    """Return why a file of this owner and mode cannot be trusted; empty if it can."""
+    """Return why a file with this owner and mode cannot be trusted; "" if it can."""
     if found.st_uid not in (os.geteuid(), 0):
         return f"belongs to {_user(found.st_uid)}"
     if found.st_mode & stat.S_IWOTH and not stat.S_ISLNK(found.st_mode):
-        return "may be written by every user of this machine"
+        return "can be written by every user of this machine"
     return ""
 
 

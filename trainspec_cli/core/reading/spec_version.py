@@ -1,6 +1,6 @@
-"""The version of the training spec that a file keeps to, which the file states as `spec_version`.
+"""The version of the training spec that a file follows, which the file states as `spec_version`.
 
-A file that states none is of 0.1, which had no such key.
+A file without this key has version 0.1, which did not have it.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ KEY = "spec_version"
 CURRENT = "1.0"
 UNSTATED = "0.1"
 VERSIONS = (UNSTATED, CURRENT)
-"""All versions that there have been, oldest first; each of them is read."""
+"""All versions, oldest first; each of them can be read."""
 VERSION_LINE = f'{KEY}: "{CURRENT}"\n'
 """The first line of a recipe's keys."""
 NEWER, UNKNOWN = "newer_version", "unknown_version"
-"""The codes of what is wrong with a version."""
+"""The codes of problems with a version."""
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
 SHOWN_CHARS = 40
 
 
 @dataclass(frozen=True)
 class VersionFault:
-    """Why a file of a stated version is not read."""
+    """The reason why a file with a stated version cannot be read."""
 
     code: str
     why: str
-    """It follows the file's name."""
+    """Completes a sentence that begins with the file's name."""
     hint: str
 
 
 def find_fault(stated: object) -> VersionFault | None:
-    """Return what is wrong with the version that a file states; None where it is read."""
+    """Return the problem of the version that a file states; None if the file can be read."""
     if isinstance(stated, str) and stated in VERSIONS:
         return None
     known = " and ".join(VERSIONS)
     shown = repr(stated)[:SHOWN_CHARS]
-    # A newer file gets another remedy than a misspelt version: upgrade, do not edit.
+    # A newer file needs another remedy than a misspelled version: upgrade instead of editing.
     if is_newer(stated):
-        why = f"was made by a newer trainspec: it is of version {stated} of the training spec; this one reads {known}"
-        return VersionFault(NEWER, why, "install that one: pip install --upgrade trainspec")
+        why = f"was made by a newer trainspec: it has version {stated} of the training spec; this one reads {known}"
+        return VersionFault(NEWER, why, "upgrade: pip install --upgrade trainspec")
     if not isinstance(stated, str):
         return VersionFault(UNKNOWN, f"has {shown} as `{KEY}`; text is needed", f'write {KEY}: "{CURRENT}"')
-    why = f"is of version {shown} of the training spec, which there has not been; there are {known}"
+    why = f"has an unknown `{KEY}`, {shown} (known: {known})"
     return VersionFault(UNKNOWN, why, f'write {KEY}: "{CURRENT}"')
 
 
 def check_version(path: Path, stated: object, line: int | None = None) -> None:
-    """Raise UnreadableFileError for a version that is not read. `line`: where it stands."""
+    """Raise UnreadableFileError for a version that cannot be read. `line`: its line in the file."""
     if fault := find_fault(stated):
         problem = Problem(fault.code, f"{path} {fault.why}", "", fault.hint, str(path), line, environment=True)
         raise UnreadableFileError(problem)
 
 
 def is_newer(stated: object, than: str = CURRENT) -> bool:
-    """Return whether a version comes after another."""
+    """Return whether a version is later than another."""
     found = _VERSION.fullmatch(stated) if isinstance(stated, str) else None
     return found is not None and _order(found[0]) > _order(than)
 
@@ -70,7 +70,7 @@ def _order(version: str) -> tuple[int, ...]:
 
 
 def with_version(content: JsonObject) -> JsonObject:
-    """Return what a file of the current version holds: its version first."""
+    """Return the content of a file of the current version, with the version first."""
     return {KEY: CURRENT, **content}
 
 
