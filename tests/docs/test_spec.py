@@ -6,7 +6,7 @@ import re
 
 from lab import clauses
 
-from trainspec_cli.core.reading.spec_version import CURRENT, VERSIONS
+from trainspec_cli.core.reading.files import CURRENT, VERSIONS
 from trainspec_cli.recipe import own_code
 from trainspec_cli.recipe.own_code import ExtensionKind
 from trainspec_cli.run.folder.forms import FORMS

@@ -12,9 +12,9 @@ from fuzz.conftest import STRANGE, damaged_bytes, ends, tell
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainspec_cli.recipe.compose.arguments import parse_arguments
+from trainspec_cli.recipe.compose.values import parse_arguments
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.structure import known_paths
+from trainspec_cli.recipe.records import known_paths
 
 RECIPE = """\
 defaults:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from trainspec_cli.core.reading.spec_version import CURRENT, UNSTATED
+from trainspec_cli.core.reading.files import CURRENT, UNSTATED
 from trainspec_cli.run.folder.forms import FORMS, Form
 
 CHECKOUT = Path(__file__).parents[2]

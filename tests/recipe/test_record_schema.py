@@ -13,7 +13,7 @@ import pytest
 from jsonschema import Draft7Validator
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.core.reading.spec_version import KEY, without_version
+from trainspec_cli.core.reading.files import VERSION_KEY, without_version
 from trainspec_cli.recipe.json_schema import record_schema
 from trainspec_cli.recipe.records import ABSENT, Absent, Count, FieldError, from_plain, number, read_record
 from trainspec_cli.recipe.results.certificate import Certificate
@@ -50,7 +50,7 @@ def real(kind: str) -> list[Any]:
         return lines(RUN / "directives.jsonl")
     if kind == "certificate":
         return [json.loads((FILES / "certificate.json").read_text())]
-    return [{KEY: "1.0", **json.loads((RUN / f"{kind}.json").read_text())}]
+    return [{VERSION_KEY: "1.0", **json.loads((RUN / f"{kind}.json").read_text())}]
 
 
 def is_read(kind: str, content: Any) -> bool:
@@ -80,7 +80,7 @@ def changed(content: Any, path: tuple[Any, ...], change: Callable[[Any, Any], No
 
 def mutants(content: Any) -> Iterator[tuple[str, Any]]:
     """Yield what differs from `content` in one value, and what lacks one: of a long file every so many places."""
-    every = [path for path in places(content) if path != (KEY,)]
+    every = [path for path in places(content) if path != (VERSION_KEY,)]
     for turn, path in enumerate(every[:: max(1, len(every) // MOST_PLACES)]):
         yield f"{path} left out", changed(content, path, lambda node, key: node.__delitem__(key))
         for value in (STRANGE * 2)[turn % len(STRANGE) :][:3]:
@@ -119,7 +119,7 @@ def test_real_files_keep_to_their_schema_and_no_mutant_is_taken_that_is_not_read
 def test_a_file_states_the_current_version(kind: str) -> None:
     (content,) = real(kind)
     assert not VALIDATORS[kind].is_valid(without_version(content))
-    assert not VALIDATORS[kind].is_valid({**content, KEY: "0.1"})
+    assert not VALIDATORS[kind].is_valid({**content, VERSION_KEY: "0.1"})
 
 
 def test_every_type_of_event_has_a_schema_and_strangers_are_passed_over() -> None:

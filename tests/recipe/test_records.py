@@ -18,6 +18,7 @@ from trainspec_cli.recipe.records import (
     ABSENT,
     Absent,
     FieldError,
+    build,
     canonical_json,
     digest,
     from_plain,
@@ -26,7 +27,6 @@ from trainspec_cli.recipe.records import (
     to_plain,
 )
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.structure import build
 
 
 def test_a_plan_survives_json(make_spec) -> None:

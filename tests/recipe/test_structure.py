@@ -16,8 +16,7 @@ from trainspec_cli.core.intentions import FORMER_KEYS, FORMER_WORDS
 from trainspec_cli.recipe.compose.folders import find_folders
 from trainspec_cli.recipe.json_schema import path_of_group
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec
-from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.structure import (
+from trainspec_cli.recipe.records import (
     OPTION_SECTIONS,
     UNKNOWN,
     UnknownTouched,
@@ -29,6 +28,7 @@ from trainspec_cli.recipe.structure import (
     known_paths,
     sections_of,
 )
+from trainspec_cli.recipe.results.plan import Plan
 
 
 def told(data: dict[str, Any]) -> list[tuple[str, str, str, str]]:

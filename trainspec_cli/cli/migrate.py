@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.core.reading.spec_version import CURRENT, KEY
+from trainspec_cli.core.reading.files import CURRENT, VERSION_KEY
 from trainspec_cli.recipe.json_text import json_text
 
 Paths = Annotated[
@@ -40,7 +40,7 @@ def migrate(paths: Paths, dry_run: DryRun = False, to: To = CURRENT, as_json: As
             }
             for one in migrations
         ]
-        print(json_text({KEY: CURRENT, "dry_run": dry_run, "files": files}))
+        print(json_text({VERSION_KEY: CURRENT, "dry_run": dry_run, "files": files}))
         return
     changing = [one for one in migrations if one.changes]
     for one in changing:

@@ -20,16 +20,17 @@ from typing import Any, Literal
 
 from trainspec_cli.core.intentions import FORMER_KEYS
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.core.reading.spec_version import CURRENT, KEY, VERSIONS
+from trainspec_cli.core.reading.files import CURRENT, VERSION_KEY, VERSIONS
 from trainspec_cli.recipe.field_types import AUTO, Range, largest_of, ranges_of
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, PoolSpec
 from trainspec_cli.recipe.keys.kernels import KERNELS, KernelSpec
 from trainspec_cli.recipe.keys.model import AUTO_FAMILY
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.keys.training import ScheduleSpec
-from trainspec_cli.recipe.records import PLAIN, Absent
-from trainspec_cli.recipe.structure import (
+from trainspec_cli.recipe.records import (
     MAX_ITEMS,
+    PLAIN,
+    Absent,
     describe,
     hints_of,
     is_required,
@@ -189,7 +190,7 @@ def recipe_schema(groups: Iterable[str]) -> JsonObject:
     parent = _text("A base recipe, or _self_.")
     doc = "The options that this recipe selects, and its base recipes."
     version: JsonObject = {
-        KEY: {
+        VERSION_KEY: {
             "description": "The version of the training spec that the recipe is written for; 0.1 if it states none.",
             "enum": [*VERSIONS],
         }
@@ -402,7 +403,7 @@ def plan_schema(title: str, root: type) -> JsonObject:
     keys = found["properties"]
     needed = found.get("required", [])
     assert isinstance(keys, dict) and isinstance(needed, list), "as _SchemaWriter leaves them"
-    whole = {**found, "properties": {KEY: STATED, **keys, "sha256": DIGEST}, "required": [KEY, *needed]}
+    whole = {**found, "properties": {VERSION_KEY: STATED, **keys, "sha256": DIGEST}, "required": [VERSION_KEY, *needed]}
     return {"$schema": DRAFT, "title": f"trainspec: {title}", **whole, "definitions": definitions}
 
 
@@ -414,7 +415,7 @@ def record_schema(title: str, record: type, *, left_out: Collection[str] = (), i
     keys = found["properties"]
     needed = found["required"]
     assert isinstance(keys, dict) and isinstance(needed, list), "as `record` returns them"
-    stated: JsonObject = {KEY: STATED} if is_versioned else {}
+    stated: JsonObject = {VERSION_KEY: STATED} if is_versioned else {}
     whole = {**found, "properties": {**stated, **keys}, "required": [*stated, *needed]}
     return {"$schema": DRAFT, "title": f"trainspec: {title}", **whole, "definitions": writer.definitions()}
 
@@ -430,7 +431,7 @@ def events_schema(
     assert isinstance(keys, dict), "as `record` returns them"
     names: list[JsonValue] = [*kinds]
     stated_type: JsonObject = {"type": {"enum": names}} if closed else {}
-    keys |= {KEY: STATED, **stated_type}
+    keys |= {VERSION_KEY: STATED, **stated_type}
     cases: list[JsonValue] = []
     for name, kind in kinds.items():
         reference = writer.refer(kind)

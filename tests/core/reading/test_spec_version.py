@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.core.errors import MachineError
-from trainspec_cli.core.reading.spec_version import (
+from trainspec_cli.core.reading.files import (
     CURRENT,
     NEWER,
     UNKNOWN,

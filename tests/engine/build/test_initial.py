@@ -16,8 +16,8 @@ from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.engine.tools.export import export
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import InitSpec
+from trainspec_cli.recipe.records import build
 from trainspec_cli.recipe.results.tools import ExportRequest
-from trainspec_cli.recipe.structure import build
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_process")

@@ -26,7 +26,7 @@ from trainspec_cli.engine.build.initial import load_tensors
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.engine.tools import export_other
 from trainspec_cli.recipe.keys.model import DecoderModel, RopeScaling
-from trainspec_cli.recipe.structure import build
+from trainspec_cli.recipe.records import build
 
 MODELS = {
     "llama": DecoderModel(2, 16, 4, 2, 4, 24, 40),

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from trainspec_cli.recipe.compose.arguments import MAX_CHARS, assign, parse_arguments, value_paths
+from trainspec_cli.recipe.compose.values import MAX_ARGUMENT_CHARS, assign, parse_arguments, value_paths
 
 
 def told(*texts: str) -> list[tuple[str, str, str]]:
@@ -97,11 +97,12 @@ def test_faults_are_numbered_by_argument_and_hide_no_others() -> None:
 
 
 def test_an_argument_may_have_so_many_characters() -> None:
-    longest = MAX_CHARS - len("data.path=")
+    longest = MAX_ARGUMENT_CHARS - len("data.path=")
     assert told("data.path=" + "x" * longest) == []
     ((code, message, hint),) = told("data.path=" + "x" * (longest + 1))
     assert (code, hint) == ("bad_override", "write the value into a recipe: recipe=FILE.yaml")
-    assert message == f"the argument `data.path` has {MAX_CHARS + 1:,} characters; at most {MAX_CHARS:,} are allowed"
+    limit = f"{MAX_ARGUMENT_CHARS + 1:,} characters; at most {MAX_ARGUMENT_CHARS:,} are allowed"
+    assert message == f"the argument `data.path` has {limit}"
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.keys.training import RampStage
+from trainspec_cli.recipe.records import build
 from trainspec_cli.recipe.rules.check import check, check_engine
 from trainspec_cli.recipe.rules.run import largest_size, measurable_noise, noise_hindrance
-from trainspec_cli.recipe.structure import build
 
 PATH = "batching.schedule"
 LARGEST = f"{PATH}.max_global_batch_size"

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from trainspec_cli.recipe.field_types import Range, ranges_of
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.records import UNKNOWN, build, sections_of, to_plain
 from trainspec_cli.recipe.rules.check import check, check_engine, check_machine, close_axes
-from trainspec_cli.recipe.structure import UNKNOWN, build, sections_of
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 

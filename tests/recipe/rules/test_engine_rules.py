@@ -6,10 +6,9 @@ import pytest
 
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.records import build, to_plain
 from trainspec_cli.recipe.rules.check import check_built, check_engine, check_machine
 from trainspec_cli.recipe.rules.run import framework_has
-from trainspec_cli.recipe.structure import build
 
 
 def test_a_plain_recipe_is_trained(make_spec):

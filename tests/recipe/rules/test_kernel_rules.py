@@ -13,10 +13,10 @@ from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.kernels import KERNELS
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import build
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules import check as kernel_rules
 from trainspec_cli.recipe.rules.check import backend_is_used, check, check_machine, find_compiler, why_untried
-from trainspec_cli.recipe.structure import build
 
 Make = Callable[..., RunSpec]
 CPU, GPU = Machine("here", 2, 2**34), Machine("here", 2, 2**34, gpu_names=("NVIDIA H200",) * 2)

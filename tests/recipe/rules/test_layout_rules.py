@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.records import build, to_plain
 from trainspec_cli.recipe.rules.check import check_engine
-from trainspec_cli.recipe.structure import build
 
 NF4 = {"lora.rank": 4, "lora.base": "nf4"}
 

@@ -12,9 +12,9 @@ from trainspec_cli.recipe.keys.layout import LayoutSpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec
 from trainspec_cli.recipe.keys.training import LayoutChangeSpec, SchedulerSpec
+from trainspec_cli.recipe.records import UNKNOWN
 from trainspec_cli.recipe.rules.check import apply
 from trainspec_cli.recipe.rules.layout import RELAYOUT_RULES, changed_specs
-from trainspec_cli.recipe.structure import UNKNOWN
 from trainspec_cli.wings.certify.families import FAMILIES
 
 

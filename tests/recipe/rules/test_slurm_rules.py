@@ -10,9 +10,9 @@ from recipe.conftest import SPEC
 
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, SlurmSpec
+from trainspec_cli.recipe.records import UNKNOWN
 from trainspec_cli.recipe.rules.check import check
 from trainspec_cli.recipe.rules.run import time_limit_s
-from trainspec_cli.recipe.structure import UNKNOWN
 
 
 def problems_of(slurm: SlurmSpec, device: str = "cuda") -> list[Problem]:

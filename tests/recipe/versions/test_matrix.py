@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft7Validator
 
-from trainspec_cli.core.reading.spec_version import CURRENT, KEY, VERSIONS
+from trainspec_cli.core.reading.files import CURRENT, VERSION_KEY, VERSIONS
 from trainspec_cli.recipe.compose.compose import compose
 from trainspec_cli.reporter.collect import collect
 from trainspec_cli.run.folder.events import read_log
@@ -41,7 +41,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "events": ("run", lambda path: [list(read_log(one)) for one in sorted((path / "events").glob("*.jsonl"))]),
     "directives": ("run", lambda path: list(read_log(RunDir(path).directives))),
     "report": ("run", lambda path: collect(path)),
-    "composed": ("run", lambda path: read_composed(RunDir(path)).removeprefix(f'{KEY}: "{CURRENT}"\n')),
+    "composed": ("run", lambda path: read_composed(RunDir(path)).removeprefix(f'{VERSION_KEY}: "{CURRENT}"\n')),
     "code": ("others", lambda path: read_code(RunDir(path))),
     "error": ("others", lambda path: read_error(RunDir(path).error(1), WorkerErrorRecord)),
     "node": ("others", lambda path: read_error(RunDir(path).node_error(1), NodeErrorRecord)),
@@ -89,7 +89,7 @@ def test_migrated_files_state_the_version_and_are_not_migrated_again(files: Path
         before[str(path.relative_to(files))] for path in migrated
     }
     for path in migrated:
-        assert KEY in path.read_text().split("\n{", 1)[0], path
+        assert VERSION_KEY in path.read_text().split("\n{", 1)[0], path
     after = content(files)
     assert apply(find_migrations(names)) == {}
     assert content(files) == after

@@ -1,4 +1,4 @@
-"""Read bytes and text of files that other programs wrote: regular files of a limited size, or a precise error.
+"""Read files that other programs wrote: regular files of a limited size and a known version, or a precise error.
 
 A named pipe or a device in place of a file would block the reader, or never end.
 """
@@ -14,6 +14,7 @@ import struct
 import types
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
 from typing import BinaryIO, TypeVar, get_origin, overload
@@ -362,3 +363,72 @@ def _check_end(text: str, start: int, line: int) -> None:
 
 def _excerpt(text: str, at: int) -> str:
     return f"`{text[at : at + SHOWN_CHARS].splitlines()[0]}`"
+
+
+# The version of the training spec that a file follows, which it states as `spec_version`. A file without this key has
+# version 0.1, which did not have it.
+
+
+VERSION_KEY = "spec_version"
+CURRENT = "1.0"
+UNSTATED = "0.1"
+VERSIONS = (UNSTATED, CURRENT)
+"""All versions, oldest first; each of them can be read."""
+VERSION_LINE = f'{VERSION_KEY}: "{CURRENT}"\n'
+"""The first line of a recipe's keys."""
+NEWER, UNKNOWN = "newer_version", "unknown_version"
+"""The codes of problems with a version."""
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
+
+
+@dataclass(frozen=True)
+class VersionFault:
+    """The reason why a file with a stated version cannot be read."""
+
+    code: str
+    why: str
+    """Completes a sentence that begins with the file's name."""
+    hint: str
+
+
+def find_fault(stated: object) -> VersionFault | None:
+    """Return the problem of the version that a file states; None if the file can be read."""
+    if isinstance(stated, str) and stated in VERSIONS:
+        return None
+    known = " and ".join(VERSIONS)
+    shown = repr(stated)[:40]
+    # A newer file needs another remedy than a misspelled version: upgrade instead of editing.
+    if is_newer(stated):
+        why = f"was made by a newer trainspec: it has version {stated} of the training spec; this one reads {known}"
+        return VersionFault(NEWER, why, "upgrade: pip install --upgrade trainspec")
+    if isinstance(stated, str):
+        why = f"has an unknown `{VERSION_KEY}`, {shown} (known: {known})"
+    else:
+        why = f"has {shown} as `{VERSION_KEY}`; text is needed"
+    return VersionFault(UNKNOWN, why, f'write {VERSION_KEY}: "{CURRENT}"')
+
+
+def check_version(path: Path, stated: object, line: int | None = None) -> None:
+    """Raise UnreadableFileError for a version that cannot be read. `line`: its line in the file."""
+    if fault := find_fault(stated):
+        problem = Problem(fault.code, f"{path} {fault.why}", "", fault.hint, str(path), line, environment=True)
+        raise UnreadableFileError(problem)
+
+
+def is_newer(stated: object, than: str = CURRENT) -> bool:
+    """Return whether a version is later than another."""
+    found = _VERSION.fullmatch(stated) if isinstance(stated, str) else None
+    return found is not None and _order(found[0]) > _order(than)
+
+
+def _order(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def with_version(content: JsonObject) -> JsonObject:
+    """Return the content of a file of the current version, with the version first."""
+    return {VERSION_KEY: CURRENT, **content}
+
+
+def without_version(content: JsonObject) -> JsonObject:
+    return {key: value for key, value in content.items() if key != VERSION_KEY}

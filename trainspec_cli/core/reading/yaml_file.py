@@ -9,8 +9,14 @@ from typing import Any
 import yaml
 
 from trainspec_cli.core.json_value import JsonValue
-from trainspec_cli.core.reading.files import read_text, unreadable
-from trainspec_cli.core.reading.spec_version import KEY, UNSTATED, check_version, without_version
+from trainspec_cli.core.reading.files import (
+    UNSTATED,
+    VERSION_KEY,
+    check_version,
+    read_text,
+    unreadable,
+    without_version,
+)
 
 MAX_BYTES = 512 * 2**10
 MAX_DEPTH = 32
@@ -99,7 +105,7 @@ def read_versioned_yaml(path: Path) -> JsonValue:
     content = read_yaml(path)
     if not isinstance(content, dict):
         return content
-    check_version(path, content.get(KEY, UNSTATED))
+    check_version(path, content.get(VERSION_KEY, UNSTATED))
     return without_version(content)
 
 

@@ -10,7 +10,7 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.core.reading.files import describe_kind, is_kind, show_kind
 from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec
-from trainspec_cli.recipe.structure import is_required
+from trainspec_cli.recipe.records import is_required
 
 T = TypeVar("T")
 

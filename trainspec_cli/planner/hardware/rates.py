@@ -12,12 +12,10 @@ from typing import Any, TypeVar, cast
 
 from trainspec_cli.core.errors import Problem, RecipeError, TrainspecError
 from trainspec_cli.core.json_value import JsonObject
-from trainspec_cli.core.reading.files import UnreadableFileError, read_text, show_kind, unreadable
-from trainspec_cli.core.reading.spec_version import KEY
+from trainspec_cli.core.reading.files import VERSION_KEY, UnreadableFileError, read_text, show_kind, unreadable
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.recipe.keys.model import ModelSpec
-from trainspec_cli.recipe.records import from_plain
-from trainspec_cli.recipe.structure import choose_section
+from trainspec_cli.recipe.records import choose_section, from_plain
 
 REFERENCE_W_PER_TFLOP = 0.7
 """Board power over bf16 peak of the chips whose best matmul was measured (H100 SXM); with less, the clock falls."""
@@ -300,7 +298,7 @@ def build_accelerator(values: JsonObject) -> AcceleratorSpec:
 
 def without_defaults(values: JsonObject) -> JsonObject:
     """Return the values without keys that say something of the file."""
-    return {key: value for key, value in values.items() if key not in ("defaults", KEY)}
+    return {key: value for key, value in values.items() if key not in ("defaults", VERSION_KEY)}
 
 
 VARIANTS = frozenset({"pcie", "nvl", "500w", "hbm2e"})

@@ -18,9 +18,7 @@ from typing import Any
 from trainspec_cli.core.errors import Problem, RecipeError, closest, did_you_mean
 from trainspec_cli.core.intentions import FORMER_OPTIONS
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.core.reading.files import exists, expand
-from trainspec_cli.core.reading.spec_version import KEY, find_fault
-from trainspec_cli.recipe.compose.arguments import Argument, parse_arguments, value_paths
+from trainspec_cli.core.reading.files import VERSION_KEY, exists, expand, find_fault
 from trainspec_cli.recipe.compose.folders import (
     ABOUT_FILE,
     COMMAND_LINE,
@@ -41,7 +39,7 @@ from trainspec_cli.recipe.compose.folders import (
     read_yaml,
     show_path,
 )
-from trainspec_cli.recipe.compose.values import all_paths, overlaid, resolve
+from trainspec_cli.recipe.compose.values import Argument, all_paths, overlaid, parse_arguments, resolve, value_paths
 from trainspec_cli.recipe.field_types import MISSING
 
 # Alternative keys: a value given later replaces the alternatives that were given before.
@@ -208,7 +206,7 @@ class Selection:
         file = self._read(self.folders.find_config(name))
         if file is not None and file.version and (fault := find_fault(file.version[0])):
             origin = file.version[1]
-            self.problems.append(origin.problem(fault.code, f"{origin.file} {fault.why}", fault.hint, KEY))
+            self.problems.append(origin.problem(fault.code, f"{origin.file} {fault.why}", fault.hint, VERSION_KEY))
             file = None
         if file is None:
             self.failed.add(RECIPE)
@@ -426,7 +424,7 @@ NOT_HERE = {
         "describes disturbances that `trainspec plan` simulates, not a run",
         "leave it out, or type trainspec plan",
     ),
-    KEY: (
+    VERSION_KEY: (
         "states the version of the training spec that a file was written for; a command line always has this version",
         "leave it out; `trainspec migrate` converts a recipe to this version",
     ),

@@ -16,8 +16,7 @@ import yaml
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject
-from trainspec_cli.core.reading.files import UnreadableFileError, exists, read_text
-from trainspec_cli.core.reading.spec_version import KEY as VERSION_KEY
+from trainspec_cli.core.reading.files import VERSION_KEY, UnreadableFileError, exists, read_text
 from trainspec_cli.core.reading.yaml_file import MAX_BYTES, YamlLimitError, compose_yaml, construct_yaml
 
 ROOT = "trainspec"

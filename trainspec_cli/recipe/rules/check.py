@@ -1,6 +1,6 @@
 """All checks of a recipe: on its own, for the engine, and on a machine.
 
-A rule yields problems. A rule that uses an unknown value (`structure.UNKNOWN`: missing, mistyped or out of range) stops
+A rule yields problems. A rule that uses an unknown value (`records.UNKNOWN`: missing, mistyped or out of range) stops
 there, so that one wrong number does not hide the problems of other keys, and no rule divides by zero.
 """
 
@@ -29,6 +29,7 @@ from trainspec_cli.recipe.keys.layout import MESH_AXES
 from trainspec_cli.recipe.keys.model import TextModel
 from trainspec_cli.recipe.keys.resilience import SitesSpec
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import UNKNOWN, UnknownTouched
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.layout import (
     COMM_RULES,
@@ -56,7 +57,6 @@ from trainspec_cli.recipe.rules.run import (
     TEXT_RULES,
     forget_out_of_range,
 )
-from trainspec_cli.recipe.structure import UNKNOWN, UnknownTouched
 
 WITHOUT_PATH = {"python_stdlib": "data=text or data=jsonl", "phantom": "data=images or data=volumes"}
 """Sources that read no file, and what to type for sources that do."""

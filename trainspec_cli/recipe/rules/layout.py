@@ -16,7 +16,7 @@ from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
 from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel, TextModel
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.keys.training import NF4_BLOCK, TARGETS, FaultSyntaxError, parse_faults
-from trainspec_cli.recipe.structure import UNKNOWN
+from trainspec_cli.recipe.records import UNKNOWN
 
 
 def size_of(layout: LayoutSpec, axis: str) -> int:

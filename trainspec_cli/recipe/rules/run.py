@@ -31,8 +31,8 @@ from trainspec_cli.recipe.own_code import (
     problems_of,
     worker_code_of,
 )
+from trainspec_cli.recipe.records import UNKNOWN
 from trainspec_cli.recipe.rules.layout import size_of
-from trainspec_cli.recipe.structure import UNKNOWN
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 

@@ -17,8 +17,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from trainspec_cli.core.json_value import JsonObject
-from trainspec_cli.core.reading.files import open_regular, parse_json, unreadable
-from trainspec_cli.core.reading.spec_version import KEY, check_version, with_version
+from trainspec_cli.core.reading.files import (
+    VERSION_KEY,
+    check_version,
+    open_regular,
+    parse_json,
+    unreadable,
+    with_version,
+)
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import FieldError, to_plain
 from trainspec_cli.run.folder.event_types.events import Event, parse_event
@@ -124,8 +130,8 @@ def read_log(path: Path, last_bytes: int | None = None) -> Iterator[Event]:
     """
     for number, plain in _numbered(path, last_bytes):
         line = number if last_bytes is None else None
-        if KEY in plain:
-            check_version(path, plain[KEY], line)
+        if VERSION_KEY in plain:
+            check_version(path, plain[VERSION_KEY], line)
         try:
             yield parse_event(plain)
         except FieldError as fault:

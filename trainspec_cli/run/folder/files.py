@@ -15,8 +15,16 @@ from pathlib import Path
 from typing import TypeVar, overload
 
 from trainspec_cli.core.json_value import JsonObject
-from trainspec_cli.core.reading.files import read_json, read_object, unreadable
-from trainspec_cli.core.reading.spec_version import CURRENT, KEY, UNSTATED, check_version, without_version
+from trainspec_cli.core.reading.files import (
+    CURRENT,
+    UNSTATED,
+    VERSION_KEY,
+    check_version,
+    read_json,
+    read_object,
+    unreadable,
+    without_version,
+)
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import FieldError, read_record
 
@@ -77,14 +85,14 @@ Record = TypeVar("Record")
 
 def write_versioned(path: Path, content: Mapping[str, object]) -> None:
     """Write a file of the current version. Raises as `write_json`."""
-    write_json(path, {KEY: CURRENT, **content})
+    write_json(path, {VERSION_KEY: CURRENT, **content})
 
 
 def read_versioned(path: Path) -> JsonObject:
     """Return the object in a file of any version that this trainspec reads, without its version. Raises
     UnreadableFileError as `read_object`, and where a newer trainspec wrote it."""
     content = read_object(path)
-    check_version(path, content.get(KEY, UNSTATED))
+    check_version(path, content.get(VERSION_KEY, UNSTATED))
     return without_version(content)
 
 

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from trainspec_cli.core.json_value import JsonObject
-from trainspec_cli.core.reading.spec_version import KEY, UNSTATED, VERSIONS, with_version, without_version
+from trainspec_cli.core.reading.files import UNSTATED, VERSION_KEY, VERSIONS, with_version, without_version
 
 Step = Callable[[JsonObject], JsonObject]
 
@@ -108,7 +108,7 @@ FORMS = (
 
 def bring_to_current(form: Form, content: JsonObject) -> JsonObject:
     """Return what a file of the current version holds in the place of `content`, whose version is one of `VERSIONS`."""
-    for version in VERSIONS[VERSIONS.index(str(content.get(KEY, UNSTATED))) : -1]:
+    for version in VERSIONS[VERSIONS.index(str(content.get(VERSION_KEY, UNSTATED))) : -1]:
         if step := form.steps.get(version):
             content = step(content)
     return with_version(without_version(content))

@@ -21,8 +21,7 @@ import psutil
 
 from trainspec_cli import __version__
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
-from trainspec_cli.core.reading.files import parse_json, read_object, read_text, unreadable
-from trainspec_cli.core.reading.spec_version import VERSION_LINE
+from trainspec_cli.core.reading.files import VERSION_LINE, parse_json, read_object, read_text, unreadable
 from trainspec_cli.core.trust import PRIVATE_FOLDER, check_folder, private_files
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text

@@ -11,7 +11,7 @@ import yaml
 from trainspec_cli import __version__
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.node import cache_dir, cpu_name, make_cache
-from trainspec_cli.core.reading.spec_version import VERSION_LINE
+from trainspec_cli.core.reading.files import VERSION_LINE
 from trainspec_cli.core.reading.yaml_file import read_versioned_yaml
 from trainspec_cli.planner.calibration import PACE, efficiency_with
 from trainspec_cli.planner.hardware.cluster import chip_of

@@ -14,23 +14,27 @@ from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.core.reading.files import open_regular, parse_json, read_bytes, read_object, unreadable
-from trainspec_cli.core.reading.spec_version import (
+from trainspec_cli.core.reading.files import (
     CURRENT,
-    KEY,
     NEWER,
     UNSTATED,
+    VERSION_KEY,
     VERSION_LINE,
     VERSIONS,
     find_fault,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_object,
+    unreadable,
     without_version,
 )
 from trainspec_cli.core.reading.yaml_file import compose_yaml, construct_yaml, read_yaml
 from trainspec_cli.core.trust import check_tree, private_files, why_not_trusted
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import key_of
 from trainspec_cli.recipe.results.tables import ClusterProfile
-from trainspec_cli.recipe.structure import key_of
 from trainspec_cli.run.folder.events import MAX_LINE_BYTES
 from trainspec_cli.run.folder.files import replace_head
 from trainspec_cli.run.folder.forms import FORMS, PROFILE, RECIPE, Form, bring_to_current
@@ -41,7 +45,7 @@ from trainspec_cli.session.recipe.load import require
 # What a file is to begin with once it is of the current version of the training spec; comments and layout stay.
 
 
-RECIPE_KEYS = {"defaults", KEY, *(key_of(one) for one in fields(RunSpec))}
+RECIPE_KEYS = {"defaults", VERSION_KEY, *(key_of(one) for one in fields(RunSpec))}
 PROFILE_KEYS = {key_of(one) for one in fields(ClusterProfile)}
 BOM = "\ufeff"
 
@@ -67,7 +71,7 @@ def migrated_head(path: Path, form: Form) -> Head:
 def _head_of_json(path: Path, form: Form) -> Head:
     content = read_object(path)
     old = read_bytes(path)
-    version = _checked(path, content.get(KEY, UNSTATED))
+    version = _checked(path, content.get(VERSION_KEY, UNSTATED))
     if missing := next((key for key in form.needs if key not in content), None):
         raise RecipeError(Problem("no_form", f"{path} is no {form.kind} file: it has no `{missing}`", file=str(path)))
     new = old if version == CURRENT else (json_text(bring_to_current(form, content)) + "\n").encode()
@@ -80,7 +84,7 @@ def _head_of_events(path: Path, form: Form) -> Head:
     with open_regular(path) as file:
         while line := file.readline(MAX_LINE_BYTES):
             if (event := _event(line)) is not None:
-                version = _checked(path, event.get(KEY, UNSTATED))
+                version = _checked(path, event.get(VERSION_KEY, UNSTATED))
                 new = json_text(bring_to_current(form, event), indent=None).encode() + b"\n"
                 return Head(version, old + line, old + (line if version == CURRENT else new))
             old += line
@@ -119,12 +123,12 @@ def _head_of_yaml(path: Path) -> Head:
     text = old.decode()
     root = compose_yaml(text.removeprefix(BOM))
     values = _values(text)
-    version = _checked(path, values.get(KEY, UNSTATED))
+    version = _checked(path, values.get(VERSION_KEY, UNSTATED))
     if version == CURRENT:
         return Head(version, old, old)
     assert root is not None, "`yaml_form` has seen its keys"
     before = len(text) - len(text.removeprefix(BOM))
-    stated = next((value for key, value in root.value if key.value == KEY), None)
+    stated = next((value for key, value in root.value if key.value == VERSION_KEY), None)
     if stated is not None:
         new = f'{text[: before + stated.start_mark.index]}"{CURRENT}"{text[before + stated.end_mark.index :]}'
     else:
@@ -147,7 +151,7 @@ def _values(text: str) -> JsonObject:
 def _checked(path: Path, stated: JsonValue) -> str:
     """Return the version that a file states. Raises RecipeError where this trainspec does not know it."""
     if fault := find_fault(stated):
-        raise RecipeError(Problem(fault.code, f"{path} {fault.why}", KEY, fault.hint, file=str(path)))
+        raise RecipeError(Problem(fault.code, f"{path} {fault.why}", VERSION_KEY, fault.hint, file=str(path)))
     return str(stated)
 
 

@@ -10,8 +10,8 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.recipe.compose.compose import NAMES, SECTION, Completion, given, section_of
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import UnknownTouched, build
 from trainspec_cli.recipe.rules.run import forget_out_of_range
-from trainspec_cli.recipe.structure import UnknownTouched, build
 
 WARMUP = "optim.schedule.warmup_steps"
 _PERCENT = re.compile(r"(\d+(?:\.\d*)?)\s*%")

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from trainspec_cli.core.errors import Problem, RecipeError, closest
-from trainspec_cli.core.reading.spec_version import VERSION_LINE
+from trainspec_cli.core.reading.files import VERSION_LINE
 from trainspec_cli.recipe.field_types import MISSING
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.wings.interop import READERS, TARGETS, Heard, Target, guess_engine, listen, nest, read_source

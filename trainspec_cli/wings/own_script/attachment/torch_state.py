@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.json_value import JsonObject
-from trainspec_cli.core.reading.spec_version import NEWER, UNKNOWN
+from trainspec_cli.core.reading.files import NEWER, UNKNOWN
 from trainspec_cli.run.folder.files import read_versioned, write_versioned
 from trainspec_cli.run.folder.paths import CHECKPOINT_MANIFEST
 
