@@ -102,32 +102,28 @@ def explain(root: type, key: str, prefix: str = "") -> Iterator[KeyMeaning]:
 
 def explain_field(owner: type, field: dataclasses.Field[Any], path: str) -> KeyMeaning:
     """Return the meaning of one field of a dataclass; `path` is the key to display."""
-    sections = sections_of(hints_of(owner)[field.name])
+    wanted = hints_of(owner)[field.name]
+    sections = sections_of(wanted)
+    value = "a section"
+    if not sections:
+        limits = ranges_of(owner).get(field.name)
+        value = describe(wanted) + (f", {limits.describe()}" if limits else "")
+    default = None
+    if field.default is not dataclasses.MISSING:
+        default = show_value(field.default)
+    elif field.default_factory is not dataclasses.MISSING:
+        made = field.default_factory()
+        default = "the defaults of its keys" if dataclasses.is_dataclass(made) else show_value(made)
     return KeyMeaning(
         key=path,
         of=owner.__name__,
         doc=docs_of(owner).get(field.name, ""),
-        value="a section" if sections else _allowed(owner, field),
+        value=value,
         unit=next((UNITS[end] for end in sorted(UNITS, key=len, reverse=True) if field.name.endswith(end)), ""),
-        default=_shown_default(field),
+        default=default,
         choices=tuple(known_choices(owner, key_of(field))),
         below=tuple(dict.fromkeys(key_of(one) for section in sections for one in dataclasses.fields(section))),
     )
-
-
-def _allowed(owner: type, field: dataclasses.Field[Any]) -> str:
-    """Return the allowed values, such as `a whole number, at least 1`."""
-    limits = ranges_of(owner).get(field.name)
-    return describe(hints_of(owner)[field.name]) + (f", {limits.describe()}" if limits else "")
-
-
-def _shown_default(field: dataclasses.Field[Any]) -> str | None:
-    if field.default is not dataclasses.MISSING:
-        return show_value(field.default)
-    if field.default_factory is dataclasses.MISSING:
-        return None
-    value = field.default_factory()
-    return "the defaults of its keys" if dataclasses.is_dataclass(value) else show_value(value)
 
 
 @cache

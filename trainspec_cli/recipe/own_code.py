@@ -556,7 +556,8 @@ def own_errors(
 
 
 def _problem(extension: Extension, when: str, error: Exception) -> Problem:
-    message = f"`{extension.path}`: {extension.text} raised {describe_error(error)} {when}"
+    shown = f"{type(error).__name__}: {error}".strip().rstrip(":")  # as Python prints it
+    message = f"`{extension.path}`: {extension.text} raised {shown} {when}"
     frame = _own_frame(error)
     hint = ""
     if isinstance(error, ModuleNotFoundError) and error.name:
@@ -571,11 +572,6 @@ def _problem(extension: Extension, when: str, error: Exception) -> Problem:
     text = linecache.getline(file, line).strip()
     message += f" ({file}:{line}{f', in {function}' if function else ''}{f': {text[:SHOWN_CHARS]}' if text else ''})"
     return Problem("own_code", message, extension.path, hint, file, line)
-
-
-def describe_error(error: Exception) -> str:
-    """Return the error as Python shows it: `ValueError: the message`."""
-    return f"{type(error).__name__}: {error}".strip().rstrip(":")
 
 
 def _own_frame(error: Exception) -> tuple[str, int, str] | None:

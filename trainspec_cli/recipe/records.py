@@ -151,13 +151,6 @@ PLAIN: dict[Any, ValueKind] = {
 """Kinds of the fields whose annotation is a plain type."""
 
 
-def _object_of(item: ValueKind) -> ValueKind:
-    def read(value: object) -> dict[str, object]:
-        return {key: item.read(one) for key, one in _exactly(dict, value).items()}
-
-    return ValueKind(f"an object, each value {item.name},", read)
-
-
 def _any_of(kinds: Sequence[ValueKind]) -> ValueKind:
     def read(value: Any) -> Any:
         for kind in kinds:
@@ -186,7 +179,11 @@ def _kind_of(annotation: Any) -> ValueKind:
         item = _kind_of(members[0])
         return ValueKind(f"a list, each item {item.name},", lambda value: tuple(map(item.read, _exactly(list, value))))
     if origin is dict:
-        return _object_of(_kind_of(members[1]))
+        one = _kind_of(members[1])
+        return ValueKind(
+            f"an object, each value {one.name},",
+            lambda value: {key: one.read(inner) for key, inner in _exactly(dict, value).items()},
+        )
     if origin is typing.Literal:
         # A newer version may write a word that this one does not know, and its file must stay readable.
         return PLAIN[str]

@@ -225,7 +225,10 @@ class TokenFolder:
     def __init__(self, path: Path, manifest: ShardManifest):
         self.path = path
         self.manifest = manifest
-        self._maps = {split: self._map(split) for split in SPLITS}
+        if manifest.tokenizer_sha256 and not (path / TOKENIZER_FILE).is_file():
+            raise self._damaged(TOKENIZER_FILE, "is missing")
+        dtype = _on_disk(manifest.dtype)
+        self._maps = {split: [self._map_shard(one, dtype) for one in manifest.split(split).shards] for split in SPLITS}
         self._starts = {
             split: np.cumsum([0, *(shard.tokens for shard in manifest.split(split).shards)]) for split in SPLITS
         }
@@ -276,12 +279,6 @@ class TokenFolder:
             with (self.path / name).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != expected:
                     raise self._damaged(name, "was altered: its sha256 differs from the manifest's")
-
-    def _map(self, split: Split) -> list[np.ndarray]:
-        dtype = _on_disk(self.manifest.dtype)
-        if self.manifest.tokenizer_sha256 and not (self.path / TOKENIZER_FILE).is_file():
-            raise self._damaged(TOKENIZER_FILE, "is missing")
-        return [self._map_shard(shard, dtype) for shard in self.manifest.split(split).shards]
 
     def _map_shard(self, shard: Shard, dtype: np.dtype) -> np.ndarray:
         file = self.path / shard.file

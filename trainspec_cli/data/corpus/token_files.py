@@ -105,21 +105,19 @@ def _read_megatron(data: DataSpec, files: Sequence[Path]) -> tuple[Dtype, list[S
         message = f"{data.path} has ids of different sizes ({', '.join(sorted(dtypes))})"
         raise RecipeError(Problem("unsupported", message, "data.path", "mix them as separate sources"))
     dtype = dtypes.pop()
-    shards = [_megatron_shard(file, ends, dtype) for file, (_, ends) in zip(files, read, strict=True)]
+    shards = []
+    for file, (_, ends) in zip(files, read, strict=True):
+        tokens = int(ends[-1])
+        if (size := file.stat().st_size) != tokens * TOKEN_BYTES[dtype]:
+            message = f"{file} has {size:,} bytes, but its index lists {tokens:,} {dtype} ids"
+            raise MachineError(message, code="bad_token_file")
+        shards.append(Shard(str(file.absolute()), tokens, ""))
     *train, last = shards
     ends = read[-1][1]
     # Split between documents, so that no document is in both splits.
     cut = int(np.searchsorted(ends, last.tokens * (1 - data.heldout_fraction)))
     first, rest = _split(last, int(ends[min(cut, len(ends) - 2)]), dtype)
     return dtype, [*train, first], [rest]
-
-
-def _megatron_shard(file: Path, ends: np.ndarray, dtype: Dtype) -> Shard:
-    tokens = int(ends[-1])
-    if (size := file.stat().st_size) != tokens * TOKEN_BYTES[dtype]:
-        message = f"{file} has {size:,} bytes, but its index lists {tokens:,} {dtype} ids"
-        raise MachineError(message, code="bad_token_file")
-    return Shard(str(file.absolute()), tokens, "")
 
 
 def _read_index(file: Path) -> tuple[Dtype, np.ndarray]:

@@ -272,7 +272,9 @@ def write_conversations(
                 ids = list(encoding.ids)
                 learnt = _learnt(conversation.spans, encoding)
                 if conversation.is_chat:
-                    learnt = _with_ends(learnt, ids, special)
+                    # A special token right after a reply ends the turn, which the model must learn.
+                    is_special = np.array([token in special for token in ids], dtype=bool)
+                    learnt = learnt | (np.concatenate(([False], learnt[:-1])) & is_special)
                 # Some tokenizers append the end themselves; two ends would teach the model to end twice.
                 elif ids[-1:] != [end_id]:
                     ids.append(end_id)
@@ -318,10 +320,3 @@ def _learnt(spans: Sequence[Span], encoding: Encoding) -> np.ndarray:
         # text do not.
         learnt |= (offsets[:, 1] > start) & (offsets[:, 0] < end) & (offsets[:, 1] > offsets[:, 0])
     return learnt
-
-
-def _with_ends(learnt: np.ndarray, ids: Sequence[int], special: frozenset[int]) -> np.ndarray:
-    """Also mark a special token right after a reply: it ends the turn, which the model must learn."""
-    is_special = np.array([token in special for token in ids], dtype=bool)
-    marked: np.ndarray = learnt | (np.concatenate(([False], learnt[:-1])) & is_special)
-    return marked

@@ -515,8 +515,11 @@ def compose_arguments(
     misplaced = [problem for problem in problems if (problem.code, problem.path) == ("bad_override", RECIPE)]
     if misplaced:  # a single word, as in `trainspec launch tiyn`; the missing recipe is a consequence
         names = selection.folders.recipe_names()
-        words = {problem.line: arguments[(problem.line or 1) - 1] for problem in misplaced}
-        problems = [_with_nearest_recipe(one, words[one.line], names) if one in misplaced else one for one in problems]
+        for problem in misplaced:
+            word = arguments[(problem.line or 1) - 1]
+            if word not in names and (near := closest(word, names)):
+                hinted = replace(problem, hint=f"to choose a recipe, type {RECIPE}={near}")
+                problems = [hinted if one is problem else one for one in problems]
         selection.problems = [one for one in selection.problems if (one.code, one.path) != ("missing_value", RECIPE)]
     problems += [*selection.problems, *_apply_arguments(data, values)]
     problems += _write_out_pools(data, selection)
@@ -545,12 +548,6 @@ def compose_arguments(
         failed=frozenset(selection.failed | incomplete),
         chosen_at=chosen,
     )
-
-
-def _with_nearest_recipe(problem: Problem, word: str, names: Sequence[str]) -> Problem:
-    """Return the problem of a single word with a hint at the recipe whose name is most similar."""
-    near = None if word in names else closest(word, names)
-    return replace(problem, hint=f"to choose a recipe, type {RECIPE}={near}") if near else problem
 
 
 def amend(recipe: str, values: JsonObject, arguments: Sequence[str], completions: Iterable[Complete]) -> Composed:

@@ -282,7 +282,9 @@ def parse_arguments(texts: Sequence[str]) -> tuple[list[Argument], list[Problem]
             continue
         whole = isinstance(read.value, dict)
         paths = [path for path in value_paths(read.key, read.value) if not (whole and path == read.key)]
-        problems += [_duplicate(path, given[path], read) for path in paths if path in given]
+        for path in (path for path in paths if path in given):
+            message = f"`{path}` is given twice: {given[path].text} (argument {given[path].number}) and {read.text}"
+            problems.append(read.origin.problem("duplicate_override", message, "keep one of them", path))
         given.update(dict.fromkeys(paths, read))
         arguments[read.key] = read
     return list(arguments.values()), problems
@@ -373,11 +375,6 @@ def _bad_value(at: Origin, key: str, value: str) -> Problem:
         return at.problem("bad_override", f"`{unclosed}` is not closed in {value}", f"close the {unclosed}", key)
     message = f"the value {value} contains characters that must be quoted"
     return at.problem("bad_override", message, f"type {shlex.quote(assign(key, value))}", key)
-
-
-def _duplicate(path: str, first: Argument, second: Argument) -> Problem:
-    message = f"`{path}` is given twice: {first.text} (argument {first.number}) and {second.text}"
-    return second.origin.problem("duplicate_override", message, "keep one of them", path)
 
 
 def value_paths(key: str, value: JsonValue) -> Iterator[str]:

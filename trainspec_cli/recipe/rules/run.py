@@ -336,7 +336,7 @@ def _out_of_range(path: str, value: float | tuple[float, ...], allowed: Range) -
     return Problem("out_of_range", f"`{path}` is {kind} of {allowed.describe()} is needed", path, hint)
 
 
-def slurm_text(spec: RunSpec) -> Iterator[Problem]:
+def text_on_lines(spec: RunSpec) -> Iterator[Problem]:
     """Refuse control characters: a line break would begin a new line in job.sbatch, and others could hide text in it.
 
     `setup` is shell, which may have several lines.
@@ -347,9 +347,6 @@ def slurm_text(spec: RunSpec) -> Iterator[Problem]:
         path = f"cluster.slurm.{field.name}"
         for text in value if isinstance(value, tuple) else (value,):
             yield from _check_text(path, text, may_have_lines=field.name == "setup")
-
-
-def run_folder(spec: RunSpec) -> Iterator[Problem]:
     yield from _check_text("run.dir", spec.run.dir)
 
 
@@ -363,7 +360,7 @@ def _check_text(path: str, text: object, *, may_have_lines: bool = False) -> Ite
     yield Problem("bad_text", message, path, "remove the characters that are shown with a backslash")
 
 
-TEXT_RULES = (slurm_text, run_folder)
+TEXT_RULES = (text_on_lines,)
 
 
 # Rules for the options of a Slurm job: formats of times, sizes and GPUs as in sbatch(1), and additional options that

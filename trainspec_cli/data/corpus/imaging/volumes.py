@@ -83,7 +83,11 @@ class VolumeFolder:
             raise MachineError(message, code="unreadable_file") from error
 
     def _read_part(self, pair: tuple[Path, Path], start: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        image = self._channels_first(open_array(pair[0]), pair[0])
+        image = open_array(pair[0])
+        if image.ndim == len(self.model.input_size):
+            image = image[None]
+        elif pair[0].suffix != ".npy":
+            image = np.moveaxis(np.asarray(image), -1, 0)  # NIfTI has its contrasts last
         label = open_array(pair[1])
         # Air (0) fills most of a scan and would determine the scale, so only tissue counts; each file is read once as a
         # whole for this.
@@ -103,11 +107,6 @@ class VolumeFolder:
             )
             raise MachineError(message, code="wrong_classes", hint=hint)
         return self._pad(voxels), self._pad(classes[None])[0]
-
-    def _channels_first(self, array: Any, path: Path) -> Any:
-        if array.ndim == len(self.model.input_size):
-            return array[None]
-        return array if path.suffix == ".npy" else np.moveaxis(np.asarray(array), -1, 0)
 
     def _pad(self, array: np.ndarray) -> np.ndarray:
         """Pad with zeros at the end if a volume is smaller than the model's input."""
