@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.data.corpus.own_tokenizer import OwnTokenizer, tokenizer_sha256
 from trainspec_cli.data.corpus.prepare import cached_folder, prepare_into
 from trainspec_cli.data.corpus.shards import TokenFolder
 from trainspec_cli.data.corpus.sources import check_tokenizers
+from trainspec_cli.data.corpus.user_code import OwnTokenizer, tokenizer_sha256
 from trainspec_cli.recipe.keys.run import DataSpec, TokenizerSpec
 
 CODE = """

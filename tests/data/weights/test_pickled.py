@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.data.weights.pickled import Made, as_dict, as_shape, fields_of, read_pickle
+from trainspec_cli.data.weights.torch_file import Made, as_dict, as_shape, fields_of, read_pickle
 
 
 class Record:

@@ -11,8 +11,8 @@ import pytest
 
 from trainspec_cli.recipe.keys.model import ConvModel, OwnModel
 from trainspec_cli.recipe.keys.run import PartSpec, RunSpec
-from trainspec_cli.recipe.own_code import own_code_of
 from trainspec_cli.recipe.rules.check import check, check_engine
+from trainspec_cli.recipe.user_code import user_code_of
 from trainspec_cli.session.recipe.load import examine
 
 CODE = """
@@ -139,7 +139,7 @@ def test_code_of_parts_is_checked_and_named_like_the_others(make_spec: Make, sou
     part = PartSpec(source, options={"count": 2})
     spec = with_part(make_spec, part)
     assert check(spec) == []
-    assert [(one.path, one.text, one.options) for one in own_code_of(spec)] == [
+    assert [(one.path, one.text, one.options) for one in user_code_of(spec)] == [
         ("data.validation.v.source", source, ("count",))
     ]
 

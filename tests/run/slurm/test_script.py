@@ -298,7 +298,7 @@ def test_text_is_refused_or_reaches_slurm_as_it_is(
 
 
 def as_spec(slurm: SlurmSpec) -> Any:
-    return SimpleNamespace(cluster=SimpleNamespace(slurm=slurm))
+    return SimpleNamespace(cluster=SimpleNamespace(slurm=slurm), run=SimpleNamespace(dir="auto"))
 
 
 def is_refused(root: Path) -> bool:

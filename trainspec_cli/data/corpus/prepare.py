@@ -15,13 +15,12 @@ from trainspec_cli.core.reading.files import expand
 from trainspec_cli.data.corpus import token_files
 from trainspec_cli.data.corpus.bpe import MIN_VOCAB_SIZE, load
 from trainspec_cli.data.corpus.chat import ChatFormat, describe
-from trainspec_cli.data.corpus.own_source import source_facts, source_files, write_own
-from trainspec_cli.data.corpus.own_tokenizer import tokenizer_sha256
 from trainspec_cli.data.corpus.rows import Packed
 from trainspec_cli.data.corpus.shards import SCHEMA, TOKENIZER_FILE, TokenFolder, publishing
 from trainspec_cli.data.corpus.source_files import find_files
 from trainspec_cli.data.corpus.sources import READERS, documents, write_collection
 from trainspec_cli.data.corpus.tokenise import OnProgress, tokens_before_reply, write_tokens
+from trainspec_cli.data.corpus.user_code import source_facts, source_files, tokenizer_sha256, write_own
 from trainspec_cli.recipe.keys.run import DataSpec
 
 

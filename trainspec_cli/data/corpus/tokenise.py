@@ -19,7 +19,6 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.reading.files import expand
 from trainspec_cli.data.corpus import bpe
 from trainspec_cli.data.corpus.chat import ANY_SHAPE, ChatFormat, Conversation, describe_formats
-from trainspec_cli.data.corpus.own_tokenizer import OwnTokenizer, tokenizer_sha256
 from trainspec_cli.data.corpus.samples import HeldoutRule, SplitScan, pieces
 from trainspec_cli.data.corpus.shards import (
     SCHEMA,
@@ -34,6 +33,7 @@ from trainspec_cli.data.corpus.shards import (
     write_manifest,
 )
 from trainspec_cli.data.corpus.sources import Document, documents
+from trainspec_cli.data.corpus.user_code import OwnTokenizer, tokenizer_sha256
 from trainspec_cli.data.huggingface.chat_template import CHATML_TOKENS, Span
 from trainspec_cli.recipe.keys.run import DataSpec
 

@@ -13,10 +13,9 @@ from trainspec_cli.data.huggingface.config import read_model
 from trainspec_cli.data.huggingface.folder import CONFIG, check_count, compare_tensors, list_names, read_config
 from trainspec_cli.data.huggingface.safetensors import DTYPE_BYTES, tensor_shapes
 from trainspec_cli.data.weights import litgpt_config
-from trainspec_cli.data.weights.dcp import Checkpoint
 from trainspec_cli.data.weights.naming import Naming, OtherTensor, RowRange, other_spellings, other_tensors
 from trainspec_cli.data.weights.stored import Part, PartedTensor, Shape, StridedTensor
-from trainspec_cli.data.weights.torch_file import read_state
+from trainspec_cli.data.weights.torch_file import Checkpoint, read_state
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import DCP_FILE, LITGPT_FILE
 

@@ -208,6 +208,6 @@ class KernelTable:
         figures = self.figures.get(op, {})
         return next((backend for backend, figure in figures.items() if figure.verdict == "chosen"), TORCH)
 
-    def settle(self, wanted: KernelSpec) -> KernelSpec:
+    def resolve(self, wanted: KernelSpec) -> KernelSpec:
         """Return `wanted` with `auto` replaced by the chosen backends."""
         return replace(wanted, **{op: self.chosen(op) for op in wanted.open_ops})

@@ -19,8 +19,10 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import HybridModel, ModelSpec, OwnModel, TextModel, has_layer_list
 from trainspec_cli.recipe.keys.run import SOURCES, DataSpec, Documents, PartSpec, RunSpec
 from trainspec_cli.recipe.keys.training import BLOCK, ON_DEVICE, OPTIMIZERS, QUANTISED_ROW, QUANTISED_SIZE, RampStage
-from trainspec_cli.recipe.own_code import BLOCK as OWN_BLOCK
-from trainspec_cli.recipe.own_code import (
+from trainspec_cli.recipe.records import UNKNOWN
+from trainspec_cli.recipe.rules.layout import size_of
+from trainspec_cli.recipe.user_code import BLOCK as OWN_BLOCK
+from trainspec_cli.recipe.user_code import (
     CALLBACK,
     LOSS,
     OPTIMIZER,
@@ -31,8 +33,6 @@ from trainspec_cli.recipe.own_code import (
     problems_of,
     worker_code_of,
 )
-from trainspec_cli.recipe.records import UNKNOWN
-from trainspec_cli.recipe.rules.layout import size_of
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -176,7 +176,7 @@ OPTIM_RULES = (muon_models, offloaded_state, blocks_of_changed_layouts)
 
 
 # Rules for user-defined code: it exists, it can be called as the engine does, and the recipe states what it needs. None
-# of it is executed: `own_code.find` reads the source.
+# of it is executed: `user_code.find` reads the source.
 
 
 BLOCK_PARAMS = "model.block_params"

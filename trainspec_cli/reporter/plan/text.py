@@ -12,9 +12,9 @@ from rich.table import Table
 
 from trainspec_cli.core.printable import format_bytes, format_count, format_duration, format_si
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.own_code import describe_code
 from trainspec_cli.recipe.results.forecast import Assumption, Interval, RunForecast
 from trainspec_cli.recipe.results.plan import Candidate
+from trainspec_cli.recipe.user_code import describe_code
 from trainspec_cli.reporter.plan import labels
 from trainspec_cli.reporter.plan.labels import PlanReport, PlanSection, SweepPoint, SweepReport, percent
 from trainspec_cli.reporter.plan.sections import render_blueprint, render_planes, render_pools, render_simulation

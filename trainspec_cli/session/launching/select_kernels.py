@@ -26,7 +26,7 @@ def select_kernels(
     if table is None:
         console.report("kernels: not measured yet; the first launch does that, in about a minute")
         return plan, None
-    selected = replace(plan, kernels=table.settle(plan.kernels))
+    selected = replace(plan, kernels=table.resolve(plan.kernels))
     console.report(f"kernels: {describe_choice(selected.kernels, table)}")
     return selected, table
 

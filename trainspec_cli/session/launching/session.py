@@ -31,10 +31,10 @@ from trainspec_cli.recipe.compose.folders import show_path
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.own_code import describe_code
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import parts_for
+from trainspec_cli.recipe.user_code import describe_code
 from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.reporter.text import describe_plan
 from trainspec_cli.run.backend import OpenBackend

@@ -7,8 +7,8 @@ from pathlib import Path
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.core.reading.files import expand
 from trainspec_cli.recipe.compose.compose import Complete, Completion
-from trainspec_cli.recipe.own_code import KINDS, absolute_reference
 from trainspec_cli.recipe.rules.check import WING_KEYS
+from trainspec_cli.recipe.user_code import KINDS, absolute_reference
 
 GROUPS = ("mixture", "validation")
 """Sections of the data with several sources by name."""

@@ -90,7 +90,7 @@ KINDS = (SOURCE, TOKENIZER, BLOCK, LOSS, OPTIMIZER, CALLBACK, TRACKER)
 """The extension points, in the order in which a run reaches them."""
 
 
-def own_code_of(spec: RunSpec) -> Iterator[Extension]:
+def user_code_of(spec: RunSpec) -> Iterator[Extension]:
     """Yield the user-defined code that the recipe names; nothing if everything it names ships with trainspec."""
     for key, part in spec.data.own_parts.items():
         yield Extension(SOURCE, key, part.source, tuple(part.options))
@@ -113,7 +113,7 @@ def worker_code_of(spec: RunSpec) -> Iterator[Extension]:
 
 def describe_code(spec: RunSpec) -> Iterator[str]:
     """Yield a line for each piece of code that a run of the recipe executes. The recipe must be checked already."""
-    for extension in own_code_of(spec):
+    for extension in user_code_of(spec):
         yield f"{extension.path} runs {find(extension).describe()}"
 
 
@@ -454,7 +454,7 @@ def load(extension: Extension) -> Callable[..., Any]:
     """Import the code and return the named function or class, whose signature fits the engine's call. Raises
     RecipeError for everything that is wrong with it, including exceptions during the import."""
     source = find(extension)
-    with own_errors(extension, "while it was imported", RecipeError):
+    with user_code_errors(extension, "while it was imported", RecipeError):
         module = _import(extension, source)
     try:
         found = getattr(module, source.name)
@@ -537,7 +537,7 @@ def _import(extension: Extension, source: Source) -> ModuleType:
 
 
 @contextmanager
-def own_errors(
+def user_code_errors(
     extension: Extension,
     when: str,
     kind: type[TrainspecError] = WorkerError,
@@ -558,7 +558,7 @@ def own_errors(
 def _problem(extension: Extension, when: str, error: Exception) -> Problem:
     shown = f"{type(error).__name__}: {error}".strip().rstrip(":")  # as Python prints it
     message = f"`{extension.path}`: {extension.text} raised {shown} {when}"
-    frame = _own_frame(error)
+    frame = _user_frame(error)
     hint = ""
     if isinstance(error, ModuleNotFoundError) and error.name:
         module = error.name.partition(".")[0]
@@ -574,7 +574,7 @@ def _problem(extension: Extension, when: str, error: Exception) -> Problem:
     return Problem("own_code", message, extension.path, hint, file, line)
 
 
-def _own_frame(error: Exception) -> tuple[str, int, str] | None:
+def _user_frame(error: Exception) -> tuple[str, int, str] | None:
     """Return file, line and function of the innermost frame of the user's code, as opposed to frames of trainspec and
     of libraries that the user's code calls, if such a frame exists."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
@@ -588,7 +588,7 @@ def _own_frame(error: Exception) -> tuple[str, int, str] | None:
     return chosen.filename, chosen.lineno, function
 
 
-def came_through_own_code(error: BaseException) -> bool:
+def came_through_user_code(error: BaseException) -> bool:
     """Return whether the error passed through code of neither trainspec nor a library."""
     return any(not _is_library(frame.filename) for frame in _frames_outside(error))
 

@@ -1,6 +1,6 @@
-"""Documents from user-defined code (`data.source=FILE.py:NAME`), prepared like those of other sources.
+"""User-defined code for data: documents (`data.source=FILE.py:NAME`), and tokenizers.
 
-The code is called once, and its documents are written to a file, because preparing reads text three times.
+The code of a source is called once, and its documents are written to a file, because preparing reads text three times.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.errors import Problem, RecipeError, WorkerError
 from trainspec_cli.data.corpus.records import excerpt
 from trainspec_cli.data.corpus.samples import hold_out
 from trainspec_cli.data.corpus.shards import (
@@ -28,8 +28,18 @@ from trainspec_cli.data.corpus.shards import (
 )
 from trainspec_cli.data.corpus.sources import check_encodable
 from trainspec_cli.recipe.keys.run import DataSpec
-from trainspec_cli.recipe.own_code import SOURCE, Extension, find, load, own_errors, source_sha256
-from trainspec_cli.recipe.own_code import source_files as files_of
+from trainspec_cli.recipe.records import canonical_json
+from trainspec_cli.recipe.user_code import (
+    SOURCE,
+    TOKENIZER,
+    Extension,
+    arguments,
+    find,
+    load,
+    source_sha256,
+    user_code_errors,
+)
+from trainspec_cli.recipe.user_code import source_files as files_of
 
 ALLOWED = "text, {'text': text} or a list of token ids is needed"
 ID_TYPE: Dtype = "uint32"
@@ -91,7 +101,7 @@ def write_own(data: DataSpec, folder: Path, write_text: TextWriter) -> None:
 def _documents(extension: Extension, data: DataSpec) -> Iterator[OwnDocument]:
     call = load(extension)
     number = 0
-    with own_errors(extension, "when it was called", RecipeError):
+    with user_code_errors(extension, "when it was called", RecipeError):
         made = call(**data.options)
     if not isinstance(made, Iterable) or isinstance(made, (str, bytes, Mapping)):
         message = f"`{extension.path}`: {extension.text} returned {type(made).__name__}; documents are needed"
@@ -99,7 +109,7 @@ def _documents(extension: Extension, data: DataSpec) -> Iterator[OwnDocument]:
     given: Iterator[Any] = iter(made)
     while True:
         number += 1
-        with own_errors(extension, f"at document {number}", RecipeError):
+        with user_code_errors(extension, f"at document {number}", RecipeError):
             try:
                 document = next(given)
             except StopIteration:
@@ -200,3 +210,65 @@ def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocu
         heldout=summaries["heldout"],
     )
     write_manifest(folder, manifest)
+
+
+# A user-defined tokenizer (`data.tokenizer.code=FILE.py:NAME`): the user's code converts text to token ids and back. A
+# token folder stores only its digest and none of its code: text is decoded by the tokenizer that the recipe names.
+
+
+TRIAL_TEXT = "Tokens, and back: 3 + 4 = 7.\n"
+LARGEST_VOCABULARY = 2**31
+
+
+class OwnTokenizer:
+    """Calls the user's code and checks its results. Raises RecipeError before a run has begun, then WorkerError."""
+
+    def __init__(self, data: DataSpec, error: type[RecipeError | WorkerError] = RecipeError):
+        (self._extension,) = TOKENIZER.named(data.tokenizer.code, data.tokenizer.options)
+        self._error = error
+        call = load(self._extension)
+        with user_code_errors(self._extension, "when the tokenizer was made", error):
+            self._inner: Any = call(**arguments(data.tokenizer.options))
+        self.vocab_size = self._number("vocab_size", LARGEST_VOCABULARY)
+        self.end_of_document = self._number("end_of_document", self.vocab_size - 1)
+        self.decode(self.encode(TRIAL_TEXT))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of `text`, without an end of document."""
+        with user_code_errors(self._extension, "in `encode`", self._error):
+            ids = [int(one) for one in self._inner.encode(text)]
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            wrong = next(one for one in ids if not 0 <= one < self.vocab_size)
+            raise self._refuse(f"returns the id {wrong}, but has a `vocab_size` of {self.vocab_size}")
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        with user_code_errors(self._extension, "in `decode`", self._error):
+            text = self._inner.decode(list(ids))
+        if not isinstance(text, str):
+            raise self._refuse(f"decodes to {type(text).__name__}; text is needed")
+        return text
+
+    def _number(self, name: str, largest: int) -> int:
+        value = getattr(self._inner, name, None)
+        if not isinstance(value, int) or not 0 <= value <= largest:
+            got = "no" if value is None else f"{value!r} as"
+            raise self._refuse(f"has {got} `{name}`; a whole number from 0 to {largest} is needed")
+        return value
+
+    def _refuse(self, what: str) -> RecipeError | WorkerError:
+        message = f"`{self._extension.path}`: {self._extension.text} {what}"
+        hint = "a tokenizer has vocab_size, end_of_document (an id), encode(text) and decode(ids)"
+        return self._error(Problem("own_code", message, self._extension.path, hint))
+
+
+def tokenizer_sha256(data: DataSpec) -> str:
+    """Return the identity of a user-defined tokenizer: the digest of its name, code and options."""
+    (extension,) = TOKENIZER.named(data.tokenizer.code, data.tokenizer.options)
+    digests = [source_sha256(file) for file in files_of(find(extension))]
+    facts: dict[str, object] = {
+        "name": extension.text.rpartition(":")[2],
+        "code": " ".join(digests) or extension.text,  # compiled code cannot be read
+        "options": data.tokenizer.options,
+    }
+    return hashlib.sha256(canonical_json(facts).encode()).hexdigest()

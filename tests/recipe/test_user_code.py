@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.core.errors import RecipeError, WorkerError
-from trainspec_cli.recipe.own_code import (
+from trainspec_cli.recipe.user_code import (
     NEIGHBOURS,
     OPTIMIZER,
     Extension,
     absolute_reference,
     find,
     load,
-    own_errors,
     problems_of,
     source_files,
+    user_code_errors,
 )
 
 GOOD = """
@@ -250,8 +250,8 @@ def test_an_error_of_a_library_is_said_at_the_line_that_called_it(folder: Path) 
     file.write_text("import json\n\ndef make(groups, lr):\n    return json.loads(groups)\n")
     extension = named(f"{file}:make")
     call = load(extension)
-    with pytest.raises(WorkerError, match="in an update") as caught, own_errors(extension, "in an update"):
+    with pytest.raises(WorkerError, match="in an update") as caught, user_code_errors(extension, "in an update"):
         call("{", lr=1)
     assert f"({file}:4, in make: return json.loads(groups))" in str(caught.value)
-    with pytest.raises(KeyError), own_errors(extension, "here", passes=lambda error: isinstance(error, KeyError)):
+    with pytest.raises(KeyError), user_code_errors(extension, "here", passes=lambda error: isinstance(error, KeyError)):
         raise KeyError
