@@ -109,7 +109,7 @@ def read_private(path: Path, max_bytes: int) -> bytes:
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file")
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & PRIVATE_UMASK:
-            raise OSError(errno.EPERM, "it belongs to another user, or others can read it")
+            raise OSError(errno.EPERM, "it belongs to another user, or others may read it")
         return file.read(max_bytes)
 
 
