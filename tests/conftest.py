@@ -52,7 +52,7 @@ LONGEST = ("engine", "integration", "planner", "run", "cli", "wings", "slurm", "
 PROBING = "test_probe.py"
 """It measures this machine, which whole runs wait for: one process does while the others are at the engine's tests."""
 LATE_IN_CI = "CI's time for slow tests is over"
-EXCUSED_IN_CI = ("needs a GPU", "needs macOS", "runs on CUDA alone", LATE_IN_CI, NOT_IN_CI)
+EXCUSED_IN_CI = ("needs a GPU", "needs macOS", "only on CUDA", LATE_IN_CI, NOT_IN_CI)
 
 MACHINE = Machine("host", cpu_cores=2, memory_bytes=2**34, bf16=True)
 SPEC = RunSpec(

@@ -64,7 +64,7 @@ def test_what_the_cluster_has_not_is_shown_in_its_line(capsys: pytest.CaptureFix
 @pytest.mark.parametrize("command", ["launch", "validate", "show"])
 def test_a_run_is_not_disturbed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([command, "recipe=quickstart", "disturb=slow_device"]) == 2
-    assert "`disturb` describes what `trainspec plan` simulates" in capsys.readouterr().err
+    assert "`disturb` describes disturbances that `trainspec plan` simulates" in capsys.readouterr().err
 
 
 def test_a_sweep_takes_no_disturbance(capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,7 +154,7 @@ def test_a_noise_that_the_layout_hides_is_named_with_its_line(capsys, write) -> 
     code, (found,) = errors(capsys, "recipe=mine")
     assert (code, found["code"], found["path"]) == (2, "unsupported", "batching.schedule.kind")
     assert f"{found['file']}:{found['line']}" == "recipes/mine.yaml:7"
-    assert "noise, which is measured between data-parallel ranks, and there is 1" in found["message"]
+    assert "noise, which is measured between data-parallel ranks, but there is only" in found["message"]
     assert found["hint"].startswith("type cluster.devices_per_node=2 or more with room for data parallelism")
     assert errors(capsys, "recipe=mine", "layout.tp=1", "layout.dp_shard=2") == (0, [])
 

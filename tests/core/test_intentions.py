@@ -13,7 +13,7 @@ import pytest
 from trainspec_cli.__main__ import run
 from trainspec_cli.core.intentions import NAMES_BY_KEY, OTHER_WORDS, WITHOUT_KEY, closest, closest_path, hint_for
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.structure import known_choices, known_paths
+from trainspec_cli.recipe.records import known_choices, known_paths
 
 PATHS = set(known_paths(RunSpec))
 NAMES = [*" ".join(NAMES_BY_KEY.values()).split(), *WITHOUT_KEY]
@@ -62,7 +62,7 @@ def test_another_word_stands_for_what_is_allowed_where_it_is_typed() -> None:
     assert closest_path("optm.zzz", ["optim.lr", "run.dir"]) is None
 
 
-LISTS = re.compile(r"(Options|options|Groups|groups|commands|there are|recipes that have a name|has): ")
+LISTS = re.compile(r"(Options|options|Groups|groups|commands|there are|has): ")
 """Before a list of all that there is, which holds every word."""
 
 

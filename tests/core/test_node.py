@@ -55,7 +55,7 @@ def test_a_cache_that_strangers_could_fill_is_refused(shared, stranger, monkeypa
     stranger("mkdir -m 755 $1", shared / "theirs")
     (shared / "everybodys").mkdir()
     (shared / "everybodys").chmod(0o777)
-    for name, why in (("theirs", "belongs to another user"), ("everybodys", "may be written by every user")):
+    for name, why in (("theirs", "belongs to another user"), ("everybodys", "can be written by every user")):
         monkeypatch.setenv("TRAINSPEC_CACHE", str(shared / name))
         for use in (node.cache_dir, node.make_cache):
             with pytest.raises(MachineError, match=why) as caught:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from trainspec_cli.core.reading.yaml_file import read_yaml
 from trainspec_cli.recipe.json_schema import path_of_group
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.structure import hints_of, key_of, sections_of
+from trainspec_cli.recipe.records import hints_of, key_of, sections_of
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "recipes.md"

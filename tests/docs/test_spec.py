@@ -7,8 +7,8 @@ import re
 from lab import clauses
 
 from trainspec_cli.core.reading.files import CURRENT_VERSION, VERSIONS
-from trainspec_cli.recipe import own_code
-from trainspec_cli.recipe.own_code import ExtensionKind
+from trainspec_cli.recipe import user_code
+from trainspec_cli.recipe.user_code import ExtensionKind
 from trainspec_cli.run.folder.forms import FORMS
 from trainspec_cli.wings.certify.clauses import spec_version
 
@@ -55,6 +55,6 @@ def test_the_version_is_that_of_the_pages() -> None:
 
 def test_names_that_are_in_use_are_registered() -> None:
     registry = (clauses.SPEC / "extensions.md").read_text(encoding="utf-8")
-    groups = [one.group for one in vars(own_code).values() if isinstance(one, ExtensionKind)]
+    groups = [one.group for one in vars(user_code).values() if isinstance(one, ExtensionKind)]
     schemas = [form.schema for form in FORMS if form.schema]
     assert [name for name in (*groups, *schemas) if f"`{name}`" not in registry] == []

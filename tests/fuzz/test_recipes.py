@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab.drawing import slow_after
 
-from trainspec_cli.recipe.compose.arguments import parse_arguments
+from trainspec_cli.recipe.compose.values import parse_arguments
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.structure import known_paths
+from trainspec_cli.recipe.records import known_paths
 
 RECIPE = """\
 defaults:

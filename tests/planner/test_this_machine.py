@@ -32,10 +32,9 @@ from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.run import CheckpointSpec, DataSpec, PrecisionSpec, RunSpec, TrainSection
 from trainspec_cli.recipe.keys.training import BatchingSpec, LoraSpec, OptimSpec
-from trainspec_cli.recipe.records import from_plain, to_plain
+from trainspec_cli.recipe.records import build, from_plain, to_plain
 from trainspec_cli.recipe.results.plan import LocalPrediction, Plan, PlannedLink
 from trainspec_cli.recipe.results.tools import Curve, MachineProbe, MatmulCurves, Passes, Reference
-from trainspec_cli.recipe.structure import build
 from trainspec_cli.run.folder.event_types.events import PARTS
 
 MODEL = DecoderModel(4, 64, 2, 2, 32, 128, 512, tied_embeddings=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.structure import build
+from trainspec_cli.recipe.records import build
 
 SHORTEST: dict[str, Any] = {
     "model": {

@@ -8,7 +8,7 @@ from typing import Literal
 from trainspec_cli.recipe.field_types import NonNegativeFloat, PositiveInt
 from trainspec_cli.recipe.json_schema import KeyMeaning, explain
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.structure import known_paths
+from trainspec_cli.recipe.records import known_paths
 
 
 @dataclass(frozen=True)

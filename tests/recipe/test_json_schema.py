@@ -20,8 +20,8 @@ from trainspec_cli.recipe.field_types import AUTO, AutoInt, PositiveInt, Range
 from trainspec_cli.recipe.json_schema import SHORT_FORMS, group_schema, plain_schema, recipe_schema, sections_of_group
 from trainspec_cli.recipe.keys.kernels import KERNELS, KernelSpec
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import build, hints_of, key_of, known_paths
 from trainspec_cli.recipe.rules.run import forget_out_of_range
-from trainspec_cli.recipe.structure import build, hints_of, key_of, known_paths
 from trainspec_cli.run.folder.event_types.events import event_types
 from trainspec_cli.run.folder.file_schemas import FILE_SCHEMAS
 

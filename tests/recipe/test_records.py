@@ -18,6 +18,7 @@ from trainspec_cli.recipe.records import (
     ABSENT,
     Absent,
     FieldError,
+    build,
     canonical_json,
     digest,
     from_plain,
@@ -26,7 +27,6 @@ from trainspec_cli.recipe.records import (
     to_plain,
 )
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.structure import build
 
 
 def test_a_plan_survives_json(make_spec) -> None:
@@ -76,7 +76,7 @@ def test_canonical_json_is_one_text_for_one_content() -> None:
 
 @pytest.mark.parametrize(("data", "name"), [([1, 2], "list"), ("text", "str"), (None, "NoneType")])
 def test_what_has_no_fields_is_refused(data, name: str) -> None:
-    with pytest.raises(RecipeError, match=f"{name} in the place of the fields of Machine") as raised:
+    with pytest.raises(RecipeError, match=f"{name} where Machine's fields") as raised:
         from_plain(Machine, data)
     assert [problem.code for problem in raised.value.problems] == ["wrong_type"]
 

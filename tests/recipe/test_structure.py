@@ -16,8 +16,7 @@ from trainspec_cli.core.intentions import FORMER_KEYS, FORMER_WORDS
 from trainspec_cli.recipe.compose.folders import find_folders
 from trainspec_cli.recipe.json_schema import path_of_group
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec
-from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.structure import (
+from trainspec_cli.recipe.records import (
     OPTION_SECTIONS,
     UNKNOWN,
     UnknownTouched,
@@ -29,6 +28,7 @@ from trainspec_cli.recipe.structure import (
     known_paths,
     sections_of,
 )
+from trainspec_cli.recipe.results.plan import Plan
 
 
 def told(data: dict[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -87,7 +87,7 @@ def test_what_is_accepted(data, path: str, given: Any, taken: Any) -> None:
          "type compile=true or compile=false"),
         ("compile", 1, "wrong_type", "`compile` is 1; true or false is needed", "type compile=true or compile=false"),
         ("sample.prompt", 5, "wrong_type", "`sample.prompt` is 5; text is needed",
-         "quote it, to make it text: 'sample.prompt=\"5\"'"),
+         "quote it to make it text: 'sample.prompt=\"5\"'"),
         ("data.path", {"x": 1}, "wrong_type", "`data.path` is a section (keys x); text or null is needed",
          "type data.path=<text or null>"),
         ("optim.schedule.kind", "cosin", "wrong_choice",
@@ -115,9 +115,9 @@ def test_what_is_accepted(data, path: str, given: Any, taken: Any) -> None:
          "loss, loss_options, callbacks is needed", "put a space after the colon"),
         ("sample", None, "wrong_type",
          "`sample` is null; a section with the keys prompt, max_new_tokens, temperature is needed",
-         "its keys are set one by one, such as sample.prompt"),
+         "set its keys one by one, such as sample.prompt"),
         ("model", "llama_tiny", "wrong_type", "`model` is 'llama_tiny'; a section of keys is needed",
-         "to take an option of that name, write `- override /model: llama_tiny` in the recipe's defaults"),
+         "to select the option of that name, write `- override /model: llama_tiny` in the recipe's defaults"),
     ],
 )  # fmt: skip
 def test_what_is_refused(data, path: str, value: Any, code: str, message: str, hint: str) -> None:
@@ -142,7 +142,7 @@ def test_what_is_refused(data, path: str, value: Any, code: str, message: str, h
         ("optim.zzz", "`optim` has: lr, name, beta1, beta2, eps, momentum, weight_decay, grad_clip_norm, schedule, "
          "options, state_bytes"),
         ("model.block", "type model=own too"),
-        ("model.num_classes", "the family conv has it: `trainspec list model` shows the family of each option"),
+        ("model.num_classes", "the family conv has this key: `trainspec list model` shows each option's family"),
         ("zzz", f"a recipe has: {', '.join(field.name for field in dataclasses.fields(RunSpec))}"),
     ],
 )  # fmt: skip
@@ -202,7 +202,7 @@ def test_the_largest_value_counts_below_zero_too(data, value: int) -> None:
 def test_a_list_has_a_greatest_length_and_its_numbers_a_largest_value(data) -> None:
     assert told(with_value(data, "layout.stage_layers", [1] * 1000)) == []
     ((code, _, message, _),) = told(with_value(data, "layout.stage_layers", [1] * 1001))
-    assert (code, message) == ("out_of_range", "`layout.stage_layers` has 1,001 values; at most 1000 are read")
+    assert (code, message) == ("out_of_range", "`layout.stage_layers` has 1,001 values; at most 1000 are allowed")
     assert told(with_value(data, "layout.stage_layers", [1, 10**15 + 1]))[0][0] == "out_of_range"
 
 

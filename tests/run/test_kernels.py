@@ -83,10 +83,10 @@ def test_a_gain_that_comes_and_goes_is_none() -> None:
 
 
 def test_what_failed_or_was_not_tried_says_why() -> None:
-    broken, untried = KernelTrial(failure="RuntimeError: no"), KernelTrial(untried="it runs on CUDA alone")
+    broken, untried = KernelTrial(failure="RuntimeError: no"), KernelTrial(untried="it runs only on CUDA")
     figures = judge_operation([{TORCH: DEFAULT, "broken": broken, "untried": untried}])
     assert (figures["broken"].verdict, figures["broken"].reason) == ("failed", "RuntimeError: no")
-    assert (figures["untried"].verdict, figures["untried"].reason) == ("not tried", "it runs on CUDA alone")
+    assert (figures["untried"].verdict, figures["untried"].reason) == ("not tried", "it runs only on CUDA")
 
 
 def test_processes_without_the_operation_have_no_say() -> None:

@@ -51,7 +51,7 @@ def test_it_is_measured_once(measured: list[Plan], make_plan: Callable[..., Plan
     assert measure(make_plan(), machine) == first
     assert len(measured) == 1
     assert first.chosen("rope") == "halves"
-    assert first.settle(KernelSpec(rope="auto", swiglu="auto", adamw="for_loop")) == KernelSpec(
+    assert first.resolve(KernelSpec(rope="auto", swiglu="auto", adamw="for_loop")) == KernelSpec(
         rope="halves", adamw="for_loop"
     )
     measure(make_plan(), machine, again=True)

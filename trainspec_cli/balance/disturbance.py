@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.planner.time.samples import Tier
 from trainspec_cli.recipe.field_types import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Range
+from trainspec_cli.recipe.records import build
 from trainspec_cli.recipe.rules.run import forget_out_of_range
-from trainspec_cli.recipe.structure import build
 
 MAX_STEPS = 100_000
 MAX_EVENTS = 1_000

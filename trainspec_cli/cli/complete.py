@@ -83,7 +83,7 @@ def _keys(word: str, *, takes_recipe: bool) -> Iterator[str]:
     """Yield recipes' keys level by level: `optim=`, `optim.`, and below it `optim.lr=`."""
     from trainspec_cli.recipe.compose.folders import find_folders
     from trainspec_cli.recipe.keys.run import RunSpec
-    from trainspec_cli.recipe.structure import known_paths
+    from trainspec_cli.recipe.records import known_paths
 
     if takes_recipe:
         yield "recipe="
@@ -108,7 +108,7 @@ def _values(word: str) -> Iterator[str]:
         values = options
     else:
         from trainspec_cli.recipe.keys.run import RunSpec
-        from trainspec_cli.recipe.structure import known_choices
+        from trainspec_cli.recipe.records import known_choices
 
         values = known_choices(RunSpec, key)
     yield from (f"{key}={value}" for value in values)

@@ -17,7 +17,7 @@ from trainspec_cli.recipe.json_schema import KeyMeaning, path_of_group
 from trainspec_cli.recipe.json_schema import explain as explain_key
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.structure import known_paths, only_key_named
+from trainspec_cli.recipe.records import known_paths, only_key_named
 
 WIDTH = 100
 

@@ -254,9 +254,9 @@ def _usage_problem(name: str, error: Any) -> Problem:
 
 
 def _meant_option(context: Any, option: str) -> str:
-    """Return what to type instead of an unknown option: a similar option, or a key of the recipe; empty if nothing is
-    similar."""
-    from trainspec_cli.recipe.structure import only_key_named  # the help does without
+    """Return what to type for an option that a command does not have: another option, or a value of the recipe; empty
+    where nothing is near."""
+    from trainspec_cli.recipe.records import only_key_named  # the help does without
 
     if option in FORMER_FLAGS:
         return f"type {FORMER_FLAGS[option]}"

@@ -9,9 +9,9 @@ import typer
 from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.core.printable import format_count, format_params
 from trainspec_cli.recipe.keys.model import OwnModel
-from trainspec_cli.recipe.own_code import describe_code
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import check_machine, check_packages_of_data
+from trainspec_cli.recipe.user_code import describe_code
 from trainspec_cli.reporter.problems import render_json
 from trainspec_cli.session.recipe.data import check_data
 from trainspec_cli.session.recipe.load import (

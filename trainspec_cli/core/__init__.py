@@ -1,1 +1,1 @@
-"""What every room needs: errors, units, bounded readers, trust, and one authenticated channel."""
+"""What every other part needs: errors, units, bounded readers, trust, and one authenticated channel."""

@@ -24,14 +24,14 @@ EXIT_DONE = 0
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, and what to do about it."""
+    """One mistake, and how to correct it."""
 
     code: str
     """A stable identifier for programs: `unknown_key`, `wrong_type`, `not_divisible`, ..."""
     message: str
-    """The value found, and what is allowed."""
+    """The value found, and the allowed values."""
     path: str = ""
-    """The dotted key that it concerns, such as `optim.lr`."""
+    """The dotted key with the problem, such as `optim.lr`."""
     hint: str = ""
     """The command or key to type next."""
     file: str | None = None
@@ -42,7 +42,7 @@ class Problem:
     excerpt: str = ""
     """The text of that line or argument, for display."""
     environment: bool = False
-    """True if the recipe is valid and the machine lacks something."""
+    """True if the recipe is valid but the machine lacks something."""
 
     def as_json(self) -> JsonObject:
         fields = asdict(self)
@@ -66,7 +66,7 @@ class TrainspecError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        """Return the messages, also of an error that is an OSError with a file name."""
+        """Return the messages, also for an error that is an OSError with a file name."""
         return "; ".join(problem.message for problem in self.problems)
 
 
@@ -108,6 +108,6 @@ EXIT_CODES = {
 
 
 def did_you_mean(got: str, allowed: Iterable[str]) -> str:
-    """Return a hint, or "" if nothing is near."""
+    """Return a hint, or "" if no allowed word is similar."""
     word = closest(got, allowed)
     return f"did you mean `{word}`?" if word else ""

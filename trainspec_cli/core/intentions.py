@@ -1,8 +1,8 @@
-"""What somebody meant who typed a key, value, option or command that trainspec does not have; all hints come from here.
+"""The intended meaning of keys, values, options and commands that trainspec does not have; all hints come from here.
 
-Keys have the names that torch, Hugging Face's configurations and TrainingArguments (with TRL and PEFT), DeepSpeed,
-Megatron-LM, torchtitan, Lightning, nanoGPT, axolotl, torchrun and vLLM give them. `tests/core/mistypings.txt` has
-examples with the word that was meant.
+Keys have other names in torch, Hugging Face's configurations and TrainingArguments (with TRL and PEFT), DeepSpeed,
+Megatron-LM, torchtitan, Lightning, nanoGPT, axolotl, torchrun and vLLM. `tests/core/mistypings.txt` has examples with
+the intended word.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ NAMES_BY_KEY: Mapping[str, str] = {
     "tracking.wandb": "use_wandb enable_wandb wandb_log",
     "tracking.tensorboard": "enable_tensorboard tensorboard_dir",
 }
-"""A key of a recipe, or `KEY=VALUE`, and the names that are used for it elsewhere."""
+"""A recipe key, or `KEY=VALUE`, and its names in other programs."""
 _MICRO_BATCHES = (
     "a rank's micro-batches of a step follow from `batching.global_batch_size` and `batching.micro_batch_size`"
 )
@@ -114,7 +114,7 @@ WITHOUT_KEY: Mapping[str, str] = {
     "eval_strategy": "an evaluation is made every `train.eval_interval_steps`",
     "save_strategy": "a checkpoint is written every `checkpoint.interval_steps`",
 }
-"""What the recipe says in another way than by one key: the name, and how."""
+"""A name without a corresponding key, and how the recipe expresses it."""
 
 OTHER_WORDS: Mapping[str, str] = {
     # values of keys, and options of groups
@@ -127,7 +127,7 @@ OTHER_WORDS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adam"), "adamw"),
     **dict.fromkeys(("adamw_bnb_8bit", "adam8bit"), "adamw8bit"),
-    "linear": "wsd",  # falls linearly, over the whole run with a decay_fraction of 1
+    "linear": "wsd",  # falls linearly; over the whole run if decay_fraction is 1
     **dict.fromkeys(("zero", "zero3", "deepspeed"), "fsdp deepspeed"),
     "llama3": "llama3_8b",
     "h100": "h100_sxm",
@@ -158,19 +158,19 @@ OTHER_WORDS: Mapping[str, str] = {
     **dict.fromkeys(("env", "collect_env", "health"), "doctor"),
     **dict.fromkeys(("options", "presets"), "list"),
 }
-"""A word of other programs -> the words here that it may stand for; the first of them that is allowed counts."""
+"""A word of other programs -> the words here that it may mean; the first allowed one counts."""
 
 
 @dataclass(frozen=True)
 class Former:
-    """A key, word or option that recipes could have before."""
+    """A key, word or option of earlier versions."""
 
     why: str
-    """It follows "is no longer a setting: "."""
+    """Completes "is no longer a setting: "."""
     hint: str
     always: JsonValue = None
-    """Of a key: the value that trainspec uses in its place. The composed recipes and plans of earlier runs state every
-    key, so a former key with this value is passed over; any other is refused."""
+    """For a key: the value that trainspec always uses now. Recipes and plans composed by earlier versions state every
+    key, so a former key with this value is ignored; any other value is refused."""
 
 
 _LOW_RANK = Former("it changed the loss, and `auto` never chose it", "type comm=int8, or comm=bf16 to lose less")
@@ -179,22 +179,22 @@ FORMER_KEYS: Mapping[tuple[str, str], Former] = {
     ("CommSpec", "rank"): _RANK,
     ("WireFormats", "rank"): _RANK,
     ("SitesSpec", "max_interval_steps"): Former(
-        "the interval stays as the recipe has it",
-        "leave it out, and give resilience.sites.interval_steps what `trainspec plan` shows for the links",
+        "the interval stays at the recipe's value",
+        "leave it out, and set resilience.sites.interval_steps to the value that `trainspec plan` shows",
     ),
-    ("PhantomSpec", "seed"): Former("every run has the same phantoms, in an order by `train.seed`", "leave it out", 0),
-    ("PlanesSpec", "detect_s"): Former("a lost path is always noticed after 1 ms", "leave it out", 0.001),
+    ("PhantomSpec", "seed"): Former("every run has the same phantoms, ordered by `train.seed`", "leave it out", 0),
+    ("PlanesSpec", "detect_s"): Former("a lost path is always detected after 1 ms", "leave it out", 0.001),
     ("PlanesSpec", "probe_s"): Former("a lost path is always probed every second", "leave it out", 1.0),
 }
-"""By the class of the section, which may stand at several paths (pools have sections of their own), and the key."""
+"""By the class of the section, which may occur at several paths (pools have their own sections), and the key."""
 FORMER_WORDS: Mapping[tuple[str, str, str], Former] = {
     (section, key, "low_rank"): _LOW_RANK
     for section in ("CommSpec", "WireFormats")
     for key in ("gradients", "across_nodes")
 }
-"""By the class of the section, the key, and the value that it no longer takes."""
+"""By the class of the section, the key, and the former value."""
 FORMER_OPTIONS: Mapping[tuple[str, str], Former] = {("comm", "low_rank"): _LOW_RANK}
-"""By the group, and the option that it no longer has."""
+"""By the group and the former option."""
 
 FORMER_FLAGS: Mapping[str, str] = {
     "webhook": "--notify URL",
@@ -203,18 +203,17 @@ FORMER_FLAGS: Mapping[str, str] = {
     "sites-secret": "resilience.sites.secret=FILE",
     "site-listen": "resilience.sites.listen=HOST:PORT",
 }
-"""An option that commands had -> what is typed in its place."""
+"""A former option of commands -> what to type instead."""
 
 CONTAINED_CHARS = 3
-"""The shortest word that is looked for inside of others: 4090 in rtx_4090."""
+"""The shortest word that is searched inside others: 4090 in rtx_4090."""
 
 _KEYS = {name: key for key, names in NAMES_BY_KEY.items() for name in names.split()}
 
 
 def closest(got: str, allowed: Iterable[str]) -> str | None:
-    """Return the nearest of `allowed` to a word that is not one of them, or None if none is near: one with another
-    spelling, one that means the same, the only one of the same letters (tyni for tiny), or the only one that contains
-    it."""
+    """Return the member of `allowed` that is nearest to an unknown word, or None: a similar spelling, the same meaning,
+    the only one with the same letters (tyni for tiny), or the only one that contains the word."""
     from difflib import get_close_matches
 
     by_shape = {_shape(word): word for word in allowed}
@@ -229,9 +228,8 @@ def closest(got: str, allowed: Iterable[str]) -> str | None:
 
 
 def closest_path(got: str, paths: Iterable[str]) -> str | None:
-    """Return the nearest dotted path that differs from `got` in the spelling of its words, each as near as `closest`
-    asks for: compared as a whole, a long last word
-    would hide a wrong section."""
+    """Return the nearest dotted path that differs from `got` only in the spelling of its words, each as near as
+    `closest` requires. Compared as a whole, a long last word would hide a wrong section."""
     words = got.split(".")
     left = [path.split(".") for path in paths if path.count(".") == len(words) - 1]
     for place, word in enumerate(words):
@@ -246,11 +244,11 @@ def _shape(word: str) -> str:
 
 
 def key_of(name: str) -> str:
-    """Return the key of a recipe, or `KEY=VALUE`, that has this name in another program; "" for other names."""
+    """Return the recipe key, or `KEY=VALUE`, that has this name in another program; "" for other names."""
     return _KEYS.get(_shape(name), "")
 
 
 def hint_for(name: str) -> str:
-    """Return what to type in place of a key that has another program's name; "" for other names."""
+    """Return what to type instead of a key with another program's name; "" for other names."""
     key = key_of(name)
     return f"did you mean `{key}`?" if key else WITHOUT_KEY.get(_shape(name), "")

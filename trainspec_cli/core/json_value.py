@@ -1,4 +1,4 @@
-"""Plain values on their way to or from a JSON file or a socket."""
+"""Plain values that are read from or written to a JSON file or a socket."""
 
 from __future__ import annotations
 

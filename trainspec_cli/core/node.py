@@ -21,22 +21,22 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def node_name() -> str:
-    """Return the name by which Slurm knows this node, else its hostname."""
+    """Return Slurm's name of this node, else its hostname."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
-    """Return the maker's name for the CPU, else its architecture."""
+    """Return the vendor's name of the CPU, else its architecture."""
     return _cpu_line("model name", cpuinfo) or platform.processor() or platform.machine()
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """Return the instructions that the CPU has; empty where the system does not list them (macOS)."""
+    """Return the CPU's instruction-set flags; empty if the system does not list them (macOS)."""
     return frozenset(_cpu_line("flags", cpuinfo).split())
 
 
 def _cpu_line(key: str, cpuinfo: Path) -> str:
-    """Return the first value of `key`; empty where there is none."""
+    """Return the first value of `key`, or ""."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -44,17 +44,17 @@ def _cpu_line(key: str, cpuinfo: Path) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
 
 
-# The user's cache: prepared data, what was measured of machines, profiles of clusters, limits of memory; and the
-# folder of the list of runs.
+# The user's cache (prepared data, measurements of machines, profiles of clusters, memory limits) and the folder of the
+# list of runs.
 
 
-CHOOSE_ANOTHER = f"choose a folder of your own for prepared data and measured figures: {CACHE}=FOLDER"
+CHOOSE_ANOTHER = f"choose your own folder for prepared data and measured figures: {CACHE}=FOLDER"
 
 
 def cache_dir() -> Path:
-    """`$TRAINSPEC_CACHE`, else `$XDG_CACHE_HOME/trainspec`, else `~/.cache/trainspec`; it may not exist yet.
+    """Return `$TRAINSPEC_CACHE`, else `$XDG_CACHE_HOME/trainspec`, else `~/.cache/trainspec`; it may not exist yet.
 
-    Raises MachineError if it belongs to another user or every user may write it: a run would train on data that others
+    Raises MachineError if it belongs to another user or every user can write it: a run would train on data that others
     put there.
     """
     folder = _location()
@@ -64,8 +64,8 @@ def cache_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """`$TRAINSPEC_CACHE`, else `$XDG_STATE_HOME/trainspec`, else `~/.local/state/trainspec`, for what cannot be made
-    again from elsewhere; it may not exist yet. Raises MachineError as `cache_dir` does."""
+    """Return `$TRAINSPEC_CACHE`, else `$XDG_STATE_HOME/trainspec`, else `~/.local/state/trainspec`, for data that
+    cannot be restored from elsewhere; it may not exist yet. Raises MachineError as `cache_dir` does."""
     if os.environ.get(CACHE):
         return cache_dir()
     base = os.environ.get("XDG_STATE_HOME")
@@ -76,7 +76,7 @@ def state_dir() -> Path:
 
 
 def make_cache() -> None:
-    """Create the cache for this user alone, if it does not exist.
+    """Create the cache, accessible to this user only, if it does not exist.
 
     Raises MachineError as `cache_dir` does, and if it cannot be written.
     """
@@ -100,19 +100,19 @@ def cannot_write(folder: Path, error: OSError) -> MachineError:
         return MachineError(
             f"no space left to write {folder}",
             code="disk_full",
-            hint=f"free some space on the disk of {folder.parent}, or choose another folder ({CACHE}=FOLDER)",
+            hint=f"free space on the disk of {folder.parent}, or choose another folder ({CACHE}=FOLDER)",
         )
     return MachineError(
         f"cannot write {folder}: {error.strerror or error}",
         code="cannot_write",
-        hint=f"choose a folder that you may write ({CACHE}=FOLDER for prepared data)",
+        hint=f"choose a folder that you can write to ({CACHE}=FOLDER for prepared data)",
     )
 
 
 # Which files can be trusted on a shared machine, and how files are made for this user alone.
 #
 # A file is trusted if it belongs to this user or to root and is not world-writable. Sharing with a group is the owner's
-# choice: group permissions are left alone.
+# choice: group permissions are ignored.
 
 
 PRIVATE_UMASK = 0o077
@@ -125,7 +125,7 @@ its own: `latest-run`, and `debug-core.log`, which leads to its cache in the use
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Make all files created in the block, by this process and its children, accessible to this user alone."""
+    """Make all files created in the block, by this process and its children, accessible to this user only."""
     before = os.umask(PRIVATE_UMASK)
     try:
         yield
@@ -134,7 +134,7 @@ def private_files() -> Iterator[None]:
 
 
 def make_folder(folder: Path, hint: str) -> None:
-    """Create `folder` for this user alone; leave an existing one as it is.
+    """Create `folder`, accessible to this user only; leave an existing one unchanged.
 
     Raises MachineError as `check_folder` does.
     """
@@ -168,12 +168,12 @@ def check_private(folder: Path, hint: str) -> None:
 
 
 def check_tree(root: Path) -> None:
-    """Raise MachineError if anything below `root` cannot be trusted, or is a link that leads out of it.
+    """Raise MachineError if anything below `root` cannot be trusted, or is a link to a target outside of it.
 
-    `root` itself may be a link of this user's own. The folders in `NEVER_READ` are checked and their content is not.
+    `root` itself may be a link of this user. The folders in `NEVER_READ` are checked, but not their content.
     """
     real = root.resolve()
-    copy = f"use a copy of your own: cp -rP {shlex.quote(str(root))} {shlex.quote(f'./{real.name}-copy')}"
+    copy = f"use your own copy: cp -rP {shlex.quote(str(root))} {shlex.quote(f'./{real.name}-copy')}"
     check_folder(root, f"if you trust everyone who can write it, {copy}")
     for name, found in _walk(real, tuple(real / folder for folder in NEVER_READ)):
         path = root / name.relative_to(real)
@@ -184,13 +184,13 @@ def check_tree(root: Path) -> None:
             if not target.is_relative_to(real):
                 remove = f"remove the link: rm {shlex.quote(str(path))}"
                 hint = f"{remove}; if the run needs its target, put a copy in its place"
-                raise _refuse(f"{path} is a link that leads out of {real}, to {target}", hint)
+                raise _refuse(f"{path} is a link to a target outside of {real}: {target}", hint)
         elif not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
             raise _refuse(f"{path} is neither a file nor a folder", f"remove it: rm {shlex.quote(str(path))}")
 
 
 def create_private(path: Path, content: bytes) -> None:
-    """Write a file for this user alone, where there must be none yet, and flush it to disk. Raises OSError."""
+    """Write a new file, accessible to this user only, and flush it to disk. Raises OSError, also if the file exists."""
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, PRIVATE_FILE)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
@@ -199,12 +199,13 @@ def create_private(path: Path, content: bytes) -> None:
 
 
 def read_private(path: Path, max_bytes: int) -> bytes:
-    """Return up to `max_bytes` of a regular file. Raises OSError where it is another user's, or others may open it."""
+    """Return up to `max_bytes` of a regular file. Raises OSError if it belongs to another user, or others can open
+    it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file")
+            raise OSError(errno.EINVAL, "it is not a regular file")
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & PRIVATE_UMASK:
             raise OSError(errno.EPERM, "it belongs to another user, or others may read it")
         return file.read(max_bytes)
@@ -216,13 +217,14 @@ def is_plain_name(name: object) -> bool:
 
 
 def _walk(root: Path, closed: tuple[Path, ...]) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield everything below `root`; a folder comes before its content, which is left out of those in `closed`."""
+    """Yield everything below `root`, a folder before its content. The content of the folders in `closed` is left
+    out."""
     folders = [str(root)]
     while folders:
         try:
             found = list(_scan(folders.pop()))
         except OSError as error:
-            hint = f"list what cannot be read: find {shlex.quote(str(root))} > /dev/null"
+            hint = f"list the unreadable files: find {shlex.quote(str(root))} > /dev/null"
             raise _refuse(f"not all of {root} can be read: {error.strerror}", hint) from error
         yield from ((Path(path), facts) for path, facts in found)
         folders += [path for path, facts in found if stat.S_ISDIR(facts.st_mode) and Path(path) not in closed]
@@ -237,11 +239,11 @@ def _scan(folder: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def why_not_trusted(found: os.stat_result) -> str:
-    """Return why a file of this owner and mode cannot be trusted; empty if it can."""
+    """Return why a file with this owner and mode cannot be trusted; "" if it can."""
     if found.st_uid not in (os.geteuid(), 0):
         return f"belongs to {_user(found.st_uid)}"
     if found.st_mode & stat.S_IWOTH and not stat.S_ISLNK(found.st_mode):
-        return "may be written by every user of this machine"
+        return "can be written by every user of this machine"
     return ""
 
 

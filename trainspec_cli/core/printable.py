@@ -1,8 +1,8 @@
 """Text for terminals. Control characters, and characters that hide or reorder others, become escapes.
 
-Recipes, run folders, data and file names may be untrusted, and a terminal obeys their control characters: it changes
-its title, moves the cursor, hides or recolours text. So `printing_safely` replaces stdout and stderr by a
-`PrintableStream`, through which everything is printed; below it a `LastingStream` outlives its terminal.
+Recipes, run folders, data and file names may be untrusted, and control characters make a terminal change its title,
+move the cursor, or hide and recolour text. So `printing_safely` replaces stdout and stderr by a `PrintableStream` for
+all output; below it a `LastingStream` outlives its terminal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def printable(text: str) -> str:
 
 
 def on_one_line(text: str) -> str:
-    """Escape as `printable` does, and newlines and tabs too."""
+    """Escape as `printable` does, including newlines and tabs."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -52,7 +52,7 @@ def without_colours(text: str) -> str:
 
 def _escape(character: str) -> str:
     number = ord(character)
-    if 0xDC80 <= number <= 0xDCFF:  # Python's stand-in for one undecodable byte
+    if 0xDC80 <= number <= 0xDCFF:  # Python's replacement for one undecodable byte
         number -= 0xDC00
     if number < 0x100:
         return f"\\x{number:02x}"
@@ -62,7 +62,7 @@ def _escape(character: str) -> str:
 class PrintableStream:
     """A text stream that makes everything written to it printable, except for the program's own colours.
 
-    Those begin with `escape` instead of ESC, a string that differs for every stream, so that no other text can contain
+    These begin with `escape` instead of ESC, a string that differs for every stream, so that no other text can contain
     it. Rich finds the wrapped stream in `rich_proxied_file`; its consoles escape by themselves (session/console.py).
     """
 
@@ -71,10 +71,10 @@ class PrintableStream:
         self.escape = f"\x1b{os.urandom(8).hex()}"
 
     def write(self, text: str) -> int:
-        # Only the program knows this stream's escape, so a colour code inside of foreign text stays visible text.
+        # Only the program knows this stream's escape, so a colour code in foreign text stays visible text.
         safe = "\x1b".join(map(printable, text.split(self.escape)))
         encoding = self.rich_proxied_file.encoding or "utf-8"
-        # A terminal in another encoding must not end a command with an error about a character.
+        # A terminal with another encoding must not end a command with an error about a character.
         self.rich_proxied_file.write(safe.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
@@ -87,8 +87,8 @@ class PrintableStream:
 
 
 class LastingStream:
-    """A text stream that drops what is written after its terminal was closed, where a write fails with EIO: that is no
-    reason to end a command. A terminal that is closed says so by SIGHUP. `ends_at` are the errors of a stream's end."""
+    """A text stream that drops output after its terminal was closed, when a write fails with EIO; that is no reason to
+    end a command. (A closing terminal also sends SIGHUP.) `ends_at` are the errors that mark the end of a stream."""
 
     def __init__(self, stream: TextIO, ends_at: Sequence[int] = (errno.EIO,)):
         self._stream = stream
@@ -105,7 +105,7 @@ class LastingStream:
 
     @contextmanager
     def _dropping_where_gone(self) -> Iterator[None]:
-        """Lead the stream to /dev/null from the first write that fails on; what it still holds goes there too."""
+        """Redirect the stream to /dev/null after the first failed write; its buffered output goes there too."""
         try:
             yield
         except OSError as error:
@@ -121,7 +121,7 @@ class LastingStream:
 
 @contextmanager
 def printing_safely() -> Iterator[None]:
-    """Pass everything that is printed in the block through a `PrintableStream`, above a `LastingStream`."""
+    """Pass all output of the block through a `PrintableStream`, above a `LastingStream`."""
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (PrintableStream(LastingStream(stream)) for stream in streams)
     try:
@@ -131,7 +131,7 @@ def printing_safely() -> Iterator[None]:
 
 
 def cut_middle(text: str, most_chars: int) -> str:
-    """Return a text of at most `most_chars` characters, its beginning and its end."""
+    """Return a text of at most `most_chars` characters: the beginning and the end of `text`."""
     if len(text) <= most_chars:
         return text
     kept = most_chars - len(" ... ")
@@ -150,7 +150,7 @@ _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")
 
 
 def format_si(value: float, unit: str = "", digits: int = 3) -> str:
-    """Format with an SI prefix: `1.25e12` -> `1.25 T`; values below 1,000 get none."""
+    """Format with an SI prefix: `1.25e12` -> `1.25 T`; values below 1,000 have no prefix."""
     for scale, prefix in _SI:
         if abs(value) >= scale:
             return f"{value / scale:.{digits}g} {prefix}{unit}".rstrip()

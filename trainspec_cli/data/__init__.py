@@ -1,1 +1,1 @@
-"""Text and images to token shards; tokenizers; weights of other tools, in and out."""
+"""Conversion of text and images to token shards; tokenizers; import and export of other tools' weights."""

@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.recipe.own_code import Extension
+from trainspec_cli.recipe.user_code import Extension
 
 
 def refused(extension: Extension, what: str, hint: str = "", code: str = "own_code") -> RecipeError:

@@ -1,4 +1,4 @@
-"""Types of a recipe's fields: numbers with a range, the largest that are accepted, and `auto`."""
+"""Types of a recipe's fields: numbers with a range, the largest accepted values, and `auto`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Range:
         return above and below
 
     def describe(self) -> str:
-        """`at least 1`, `more than 0 and less than 1`."""
+        """Return `at least 1`, or `more than 0 and less than 1`."""
         low = f"{'at least' if self.includes_low else 'more than'} {self.low:g}"
         high = f"{'at most' if self.includes_high else 'less than'} {self.high:g}"
         return low if math.isinf(self.high) else f"{low} and {high}"
@@ -36,18 +36,19 @@ NonNegativeFloat = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
 
 MISSING = "???"
-"""The marker of a value that the recipe or the command line must give, as Hydra has it."""
+"""Marks a value that the recipe or the command line must give (Hydra's notation)."""
 AUTO: Literal["auto"] = "auto"
 """A value that the planner resolves before launch. A worker never sees one."""
 Auto = Literal["auto"]
 AutoInt = PositiveInt | Auto
 Option = bool | int | float | str | tuple[float, ...] | None
-"""An argument of one's own code."""
+"""An argument of user-defined code."""
 
 
 @cache
 def ranges_of(section: type) -> Mapping[str, Range]:
-    """Return the ranges of a dataclass's own numbers, by field. Those of a list hold for each of its values."""
+    """Return the ranges of a dataclass's own numbers by field name. The range of a list applies to each of its
+    values."""
     hints = typing.get_type_hints(section, include_extras=True)
     found = {field.name: _range_in(hints[field.name]) for field in fields(section)}
     return {name: allowed for name, allowed in found.items() if allowed}
@@ -83,7 +84,7 @@ _NAMES_BY_LARGEST = {
     10**12: ("max_steps",),
 }
 LARGEST_OF = {name: largest for largest, names in _NAMES_BY_LARGEST.items() for name in names}
-"""A key's last word -> its largest value: far beyond any real run, and small enough for loops over it to end."""
+"""Last word of a key -> its largest value: far beyond any real run, and small enough for loops over it to end."""
 
 
 def largest_of(path: str, value: int | float) -> int | float:

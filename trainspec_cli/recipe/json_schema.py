@@ -1,8 +1,8 @@
-"""The meaning of a recipe's keys, and JSON Schemas: of recipes, of the files of a group, and of records.
+"""The meaning of a recipe's keys, and JSON Schemas of recipes, of group files, and of records.
 
-Editors check YAML by them, complete it and explain its keys. They are written in draft-07, which yaml-language-server
-knows best. Nothing is required in a recipe: it is composed, and its other values stand elsewhere. How keys depend on
-one another is left to `trainspec validate`.
+Editors use the schemas to check and complete YAML and to explain its keys. They are written in draft-07, which
+yaml-language-server supports best. A recipe has no required keys, because it is composed and its other values are
+elsewhere. Dependencies between keys are left to `trainspec validate`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from trainspec_cli.recipe.keys.kernels import KERNELS, KernelSpec
 from trainspec_cli.recipe.keys.model import AUTO_FAMILY
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.keys.training import ScheduleSpec
-from trainspec_cli.recipe.records import PLAIN, Absent
-from trainspec_cli.recipe.structure import (
+from trainspec_cli.recipe.records import (
     MAX_ITEMS,
+    PLAIN,
+    Absent,
     describe,
     hints_of,
     is_required,
@@ -41,7 +42,7 @@ from trainspec_cli.recipe.structure import (
     show_value,
 )
 
-# The meaning of a key: the doc that stands under its field, its type, range, unit and default.
+# The meaning of a key: the docstring under its field, its type, range, unit and default.
 
 
 UNITS = {
@@ -50,9 +51,9 @@ UNITS = {
     "_tb_per_s": "TB/s (decimal)",
     "_tbit_per_s": "Tbit/s",
     "_g_per_kwh": "g/kWh",
-    "_usd_per_kwh": "US dollars a kWh",
-    "_usd_per_hour": "US dollars an hour",
-    "_usd_per_device_hour": "US dollars a device-hour",
+    "_usd_per_kwh": "US dollars per kWh",
+    "_usd_per_hour": "US dollars per hour",
+    "_usd_per_device_hour": "US dollars per device-hour",
     "_per_hour": "an hour",
     "_tflops": "TFLOP/s",
     "_usd": "US dollars",
@@ -66,27 +67,27 @@ UNITS = {
     "_s": "seconds",
     "_w": "watts",
 }
-"""The end of a key -> its unit; the longest that fits counts."""
+"""Suffix of a key -> its unit; the longest match counts."""
 
 
 @dataclass(frozen=True)
 class KeyMeaning:
     key: str
     of: str
-    """The dataclass that has the field: families of models have a key of one name each."""
+    """The dataclass that has the field: different model families have keys of the same name."""
     doc: str
     value: str
-    """The values that are allowed."""
+    """The allowed values."""
     unit: str
     default: str | None
-    """None where a value must be given."""
+    """None if the user must set a value."""
     choices: tuple[str, ...]
     below: tuple[str, ...]
     """The keys of a section."""
 
 
 def explain(root: type, key: str, prefix: str = "") -> Iterator[KeyMeaning]:
-    """Yield what a dotted key below `root` means, once for each section that has it."""
+    """Yield the meaning of a dotted key below `root`, once for each section that has it."""
     name, _, rest = key.partition(".")
     for field in dataclasses.fields(root):
         if key_of(field) != name:
@@ -100,38 +101,34 @@ def explain(root: type, key: str, prefix: str = "") -> Iterator[KeyMeaning]:
 
 
 def explain_field(owner: type, field: dataclasses.Field[Any], path: str) -> KeyMeaning:
-    """Return what one field of a dataclass means; `path` is its key, as it is shown."""
-    sections = sections_of(hints_of(owner)[field.name])
+    """Return the meaning of one field of a dataclass; `path` is the key to display."""
+    wanted = hints_of(owner)[field.name]
+    sections = sections_of(wanted)
+    value = "a section"
+    if not sections:
+        limits = ranges_of(owner).get(field.name)
+        value = describe(wanted) + (f", {limits.describe()}" if limits else "")
+    default = None
+    if field.default is not dataclasses.MISSING:
+        default = show_value(field.default)
+    elif field.default_factory is not dataclasses.MISSING:
+        made = field.default_factory()
+        default = "the defaults of its keys" if dataclasses.is_dataclass(made) else show_value(made)
     return KeyMeaning(
         key=path,
         of=owner.__name__,
         doc=docs_of(owner).get(field.name, ""),
-        value="a section" if sections else _allowed(owner, field),
+        value=value,
         unit=next((UNITS[end] for end in sorted(UNITS, key=len, reverse=True) if field.name.endswith(end)), ""),
-        default=_shown_default(field),
+        default=default,
         choices=tuple(known_choices(owner, key_of(field))),
         below=tuple(dict.fromkeys(key_of(one) for section in sections for one in dataclasses.fields(section))),
     )
 
 
-def _allowed(owner: type, field: dataclasses.Field[Any]) -> str:
-    """Return `a whole number, at least 1`."""
-    limits = ranges_of(owner).get(field.name)
-    return describe(hints_of(owner)[field.name]) + (f", {limits.describe()}" if limits else "")
-
-
-def _shown_default(field: dataclasses.Field[Any]) -> str | None:
-    if field.default is not dataclasses.MISSING:
-        return show_value(field.default)
-    if field.default_factory is dataclasses.MISSING:
-        return None
-    value = field.default_factory()
-    return "that of its keys" if dataclasses.is_dataclass(value) else show_value(value)
-
-
 @cache
 def docs_of(owner: type) -> Mapping[str, str]:
-    """Return the text under each field of a dataclass, from its source."""
+    """Return the docstring under each field of a dataclass, from its source."""
     found: dict[str, str] = {}
     for base in reversed(owner.__mro__[:-1]):
         (body,) = ast.parse(inspect.getsource(base)).body
@@ -144,13 +141,13 @@ def docs_of(owner: type) -> Mapping[str, str]:
     return found
 
 
-# Schemas of recipes and of the files of a group.
+# Schemas of recipes and of group files.
 
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 REFERENCE: JsonObject = {
     "title": "reference",
-    "$comment": "A reference such as ${model.vocab_size}, or ??? for a value that is given elsewhere.",
+    "$comment": "A reference such as ${model.vocab_size}, or ??? for a value that is set elsewhere.",
     "type": "string",
     "pattern": r"\$\{|^\?\?\?$",
 }
@@ -161,7 +158,7 @@ GROUPED_NUMBER: JsonObject = {
     "pattern": r"^[-+]?[0-9]+(_[0-9]+)+(\.[0-9_]*)?([eE][-+]?[0-9]+)?$",
 }
 SHARED: JsonObject = {"reference": REFERENCE, "grouped_number": GROUPED_NUMBER}
-"""Definitions beside those of the sections, which have the names of their dataclasses."""
+"""Definitions in addition to those of the sections, which are named like their dataclasses."""
 NAME: JsonObject = {"title": "name", "$comment": "The name of an option.", "type": "string"}
 SHORT_POOL: JsonObject = {"type": "string", "pattern": r"^[^*\s]+\s*\*\s*\d+(\s*x\s*\d+)?$"}
 SHORT_FORMS: dict[tuple[type, str], tuple[JsonObject, ...]] = {
@@ -172,12 +169,12 @@ SHORT_FORMS: dict[tuple[type, str], tuple[JsonObject, ...]] = {
         {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
     ),
 }
-"""What may stand in the place of a value: `write_out_pools` and `complete_warmup` put the value there."""
+"""Short forms that may replace a value: `write_out_pools` and `complete_warmup` expand them."""
 TYPE_NAMES = {str: "string", bool: "boolean", type(None): "null"}
 
 
 def recipe_schema(groups: Iterable[str]) -> JsonObject:
-    """Return the schema of a recipe; `groups` are those whose options it may choose."""
+    """Return the schema of a recipe; `groups` are the groups whose options it may select."""
     keys: JsonObject = {f"override /{group}": _text(f"An option of conf/{group}.") for group in groups}
     entry: JsonObject = {
         "type": "object",
@@ -186,11 +183,11 @@ def recipe_schema(groups: Iterable[str]) -> JsonObject:
         "minProperties": 1,
         "maxProperties": 1,
     }
-    parent = _text("A recipe that this one builds on, or _self_.")
-    doc = "The options that this recipe chooses, and the recipes that it builds on."
+    parent = _text("A base recipe, or _self_.")
+    doc = "The options that this recipe selects, and its base recipes."
     version: JsonObject = {
         VERSION_KEY: {
-            "description": "The version of the training spec that the recipe is written for; 0.1 where it states none.",
+            "description": "The version of the training spec that the recipe is written for; 0.1 if it states none.",
             "enum": [*VERSIONS],
         }
     }
@@ -198,7 +195,7 @@ def recipe_schema(groups: Iterable[str]) -> JsonObject:
 
 
 def group_schema(group: str, groups: Iterable[str]) -> JsonObject:
-    """Return the schema of the files of conf/GROUP, of which `sections_of_group` is not empty."""
+    """Return the schema of the files of conf/GROUP, for which `sections_of_group` is not empty."""
     names = "|".join(map(re.escape, groups))
     entry: JsonObject = {
         "type": "object",
@@ -215,27 +212,28 @@ def group_schema(group: str, groups: Iterable[str]) -> JsonObject:
 
 
 def plain_schema(name: str, section: type) -> JsonObject:
-    """Return the schema of the files of conf/NAME, which are read by themselves: without defaults and references."""
+    """Return the schema of the files of conf/NAME, which are read without defaults and references."""
     return _SchemaWriter(has_references=False).document(f"an option of conf/{name}", [section], {})
 
 
 def written_sections(roots: Iterable[type]) -> JsonObject:
-    """Return definitions of what `from_plain` reads, by the names of the dataclasses: JSON that trainspec has written,
+    """Return definitions of the input of `from_plain`, by the names of the dataclasses: JSON written by trainspec,
     without references, and with every key that has no default."""
     writer = _SchemaWriter(has_references=False, is_written=True)
     return writer.define(roots)
 
 
 def sections_of_group(group: str) -> list[type]:
-    """Return the dataclasses that an option of a group may be; empty if no section of a recipe has the group's name."""
+    """Return the dataclasses that an option of a group can be; empty if no section of a recipe is named like the
+    group."""
     path = path_of_group(group)
     return _sections_at(RunSpec, path) if path else []
 
 
 def path_of_group(group: str) -> str:
-    """Return the section that an option of a group fills; empty if no section of a recipe has the group's name.
+    """Return the section that an option of a group fills; empty if no section of a recipe is named like the group.
 
-    `optim` is `optim`, `fabric` is `cluster.fabric`: of several the one nearest to the root.
+    `optim` is `optim`, `fabric` is `cluster.fabric`: among several sections, the one nearest to the root.
     """
     ending = f".{group.replace('/', '.')}"
     paths = [path for path in dict.fromkeys(known_paths(RunSpec)) if f".{path}".endswith(ending)]
@@ -260,16 +258,16 @@ def _defaults(description: str, *items: JsonObject) -> JsonObject:
 
 
 class _SchemaWriter:
-    """Writes one schema. Every section below the root becomes a definition, to which the keys refer."""
+    """Writes one schema. Every section below the root becomes a definition, which the keys reference."""
 
     def __init__(self, *, has_references: bool = True, is_written: bool = False):
-        """`is_written`: the file is JSON of trainspec's own, not YAML of a person's."""
+        """`is_written`: the file is JSON written by trainspec, as opposed to YAML written by a person."""
         self._has_references = has_references
         self._is_written = is_written
         self._definitions: JsonObject = {}
 
     def document(self, title: str, roots: list[type], further: JsonObject) -> JsonObject:
-        """Return the schema of a file that is one of `roots`, with the keys of `further` besides."""
+        """Return the schema of a file that is one of `roots`, with the additional keys of `further`."""
         alternatives = [self._section(root, further) for root in roots]
         return {
             "$schema": DRAFT,
@@ -289,7 +287,8 @@ class _SchemaWriter:
         needed: list[JsonValue] = [key_of(field) for field in dataclasses.fields(section) if is_required(field)]
         required: JsonObject = {"required": needed} if self._is_written and needed else {}
         if self._is_written:
-            # Files of earlier versions state every key of their time, and `build` passes over these where they agree.
+            # Files of earlier versions state every key of their time, and `build` accepts former keys with the expected
+            # value.
             for (owner, key), former in FORMER_KEYS.items():
                 if owner == section.__name__ and former.always is not None:
                     keys[key] = {"description": f"No longer a setting: {former.why}.", "const": former.always}
@@ -297,7 +296,7 @@ class _SchemaWriter:
 
     def _key(self, owner: type, field: dataclasses.Field[Any]) -> JsonObject:
         wanted = _wanted(owner, field.name)
-        # Editors show the description alone, so it repeats the unit, the allowed values and the default.
+        # Editors show only the description, so it repeats the unit, the allowed values and the default.
         meaning = explain_field(owner, field, key_of(field))
         paragraphs = [" ".join(paragraph.split()) for paragraph in meaning.doc.split("\n\n")]
         default = "No default." if meaning.default is None else f"Default: {meaning.default}."
@@ -311,7 +310,7 @@ class _SchemaWriter:
         return found | _any_of([*alternatives, *short])
 
     def _alternatives(self, wanted: Any, limits: Range | None, name: str) -> Iterator[JsonObject]:
-        """Yield a schema for each member of a union; where text is not one, a reference may stand for any of them."""
+        """Yield a schema for each member of a union. If text is not a member, a reference may replace any of them."""
         members = members_of(wanted)
         for member in members:
             yield self._alternative(member, limits, name)
@@ -337,13 +336,13 @@ class _SchemaWriter:
 
     def _refer(self, section: type) -> JsonObject:
         if section.__name__ not in self._definitions:
-            self._definitions[section.__name__] = {}  # a section that holds itself refers to what is being written
+            self._definitions[section.__name__] = {}  # a recursive section refers to this one
             self._definitions[section.__name__] = self._section(section, {})
         return {"$ref": f"#/definitions/{section.__name__}"}
 
 
 def _wanted(owner: type, name: str) -> Any:
-    """Return the type of what may be written for a key: that of the field, but for words that other rules know."""
+    """Return the type that may be written for a key: the field's type, except for words that other rules know."""
     wanted: Any = hints_of(owner)[name]
     if owner is KernelSpec:
         return Literal[(AUTO, *KERNELS[name])]
@@ -351,14 +350,16 @@ def _wanted(owner: type, name: str) -> Any:
 
 
 def _any_of(alternatives: list[JsonObject]) -> JsonObject:
-    """Return the only one, or their union. What stands beside a `$ref` is not read, so it is never alone."""
+    """Return the only alternative, or their union. Keywords next to a `$ref` are ignored, so a reference is always in a
+    union."""
     if len(alternatives) == 1 and "$ref" not in alternatives[0]:
         return alternatives[0]
     return {"anyOf": [*alternatives]}
 
 
 def _number(wanted: type, limits: Range | None, name: str) -> JsonObject:
-    """Return the schema of a number; a whole one may be written as 1e9, which is no `integer` for some editors."""
+    """Return the schema of a number. A whole number may be written as 1e9, which some editors do not accept as
+    `integer`."""
     most = largest_of(name, wanted(0))
     limits = limits or Range(-most)
     below = "minimum" if limits.includes_low else "exclusiveMinimum"
@@ -373,7 +374,7 @@ def _plain(number: float) -> int | float:
 
 
 def _default(field: dataclasses.Field[Any]) -> JsonObject:
-    """Return the default of a key that is no section, which editors write behind the key."""
+    """Return the default of a key that is not a section; editors insert it after the key."""
     value: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     if value is dataclasses.MISSING or dataclasses.is_dataclass(value):
         return {}
@@ -381,34 +382,33 @@ def _default(field: dataclasses.Field[Any]) -> JsonObject:
     return {"default": plain}
 
 
-# Schemas of records, by the annotations that `read_record` reads them by. They are of what this version writes. Keys
-# that a record does not know are passed over, as its reader does; where a field is a choice of words, a reader passes
-# over those of later versions, and the schema does not.
+# Schemas of records, from the annotations that `read_record` uses. They describe what this version writes. Readers are
+# more tolerant than the schemas: they ignore unknown keys, and unknown words of later versions in a choice of words.
 
 
 STATED: JsonObject = {
-    "description": "The version of the training spec that the file keeps to.",
+    "description": "The version of the training spec that the file follows.",
     "const": CURRENT_VERSION,
 }
-DIGEST: JsonObject = {"description": "SHA-256 of all other keys but the version.", "type": "string"}
+DIGEST: JsonObject = {"description": "SHA-256 of all other keys except the version.", "type": "string"}
 NULL: JsonObject = {"type": "null"}
 
 
 def plan_schema(title: str, root: type) -> JsonObject:
-    """Return the schema of a file of which `from_plain` builds `root`, and which states its version."""
+    """Return the schema of a file from which `from_plain` builds `root`, and which states its version."""
     definitions = written_sections([root])
     found = definitions.pop(root.__name__)
     assert isinstance(found, dict), "a section"
     keys = found["properties"]
     needed = found.get("required", [])
-    assert isinstance(keys, dict) and isinstance(needed, list), "as the writer of schemas leaves them"
+    assert isinstance(keys, dict) and isinstance(needed, list), "as _SchemaWriter leaves them"
     whole = {**found, "properties": {VERSION_KEY: STATED, **keys, "sha256": DIGEST}, "required": [VERSION_KEY, *needed]}
     return {"$schema": DRAFT, "title": f"trainspec: {title}", **whole, "definitions": definitions}
 
 
 def record_schema(title: str, record: type, *, left_out: Collection[str] = (), is_versioned: bool = True) -> JsonObject:
-    """Return the schema of a file that holds a record. `left_out`: fields that are not in the file. `is_versioned`:
-    it states its version; else it has a schema of its own, under a digest."""
+    """Return the schema of a file that holds a record. `left_out`: fields that are not in the file. `is_versioned`: the
+    file states its version; otherwise it has its own schema, under a digest."""
     writer = _RecordWriter()
     found = writer.record(record, left_out)
     keys = found["properties"]
@@ -422,8 +422,8 @@ def record_schema(title: str, record: type, *, left_out: Collection[str] = (), i
 def events_schema(
     title: str, base: type, kinds: Mapping[str, type], one_of: Mapping[str, Collection[str]], *, closed: bool = False
 ) -> JsonObject:
-    """Return the schema of a line of a file of events. `base` has the fields of all of them, `kinds` those of each
-    type, of which `one_of` names some that do not all miss. `closed`: no other types stand in the file."""
+    """Return the schema of a line of an events file. `base` has the fields of all events, `kinds` those of each type,
+    of which at least one of `one_of` must be present. `closed`: the file has no other types."""
     writer = _RecordWriter()
     found = writer.record(base, ())
     keys = found["properties"]
@@ -442,7 +442,7 @@ def events_schema(
 
 
 class _RecordWriter:
-    """Writes one schema. Every record below the root becomes a definition, to which the keys refer."""
+    """Writes one schema. Every record below the root becomes a definition, which the keys reference."""
 
     def __init__(self) -> None:
         self._definitions: JsonObject = {}
@@ -464,13 +464,13 @@ class _RecordWriter:
 
     def refer(self, record: type) -> JsonObject:
         if record.__name__ not in self._definitions:
-            self._definitions[record.__name__] = {}  # as for sections: a record may hold itself
+            self._definitions[record.__name__] = {}  # as for sections: a record may be recursive
             self._definitions[record.__name__] = self.record(record, ())
         return {"$ref": f"#/definitions/{record.__name__}"}
 
     def _value(self, annotation: Any) -> JsonObject:
-        """Return the schema of what `read_record` reads as a type. A reference stands alone in a union of one, since
-        what stands beside a `$ref` is not read."""
+        """Return the schema of the values that `read_record` accepts for a type. A reference is put in a union with one
+        member, because keywords next to a `$ref` are ignored."""
         origin = typing.get_origin(annotation)
         members = typing.get_args(annotation)
         if origin is typing.Annotated:

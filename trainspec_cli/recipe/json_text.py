@@ -8,15 +8,15 @@ from typing import Any
 
 
 def json_text(content: object, *, indent: int | None = 2) -> str:
-    """Return `content` as ASCII JSON, which is safe on a terminal and holds file names in any encoding.
+    """Return `content` as ASCII JSON, which is safe on a terminal and can hold file names in any encoding.
 
-    A number that is not finite becomes null, since JSON has none.
+    A number that is not finite becomes null, since JSON has no such numbers.
     """
     return json.dumps(finite_or_none(content), indent=indent, allow_nan=False)
 
 
 def finite_or_none(value: Any) -> Any:
-    """Replace each float that is infinite or NaN by None."""
+    """Replace each infinite or NaN float by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -29,7 +29,7 @@ def test_every_version_that_there_has_been_is_read(version: str) -> None:
 def test_a_newer_version_is_told_by_name(version: str) -> None:
     fault = find_fault(version)
     assert fault is not None and fault.code == NEWER_VERSION
-    assert f"was made by a newer trainspec: it is of version {version}" in fault.why
+    assert f"was made by a newer trainspec: it has version {version}" in fault.why
     assert fault.why.endswith("this one reads 0.1 and 1.0") and "pip install --upgrade trainspec" in fault.hint
 
 
@@ -37,15 +37,15 @@ def test_a_newer_version_is_told_by_name(version: str) -> None:
 @pytest.mark.parametrize(
     ("stated", "why"),
     [
-        ("0.7", "has an unknown spec_version, '0.7' (known: 0.1 and 1.0)"),
-        ("1", "has an unknown spec_version, '1'"),
-        ("1.0.0", "has an unknown spec_version, '1.0.0'"),
-        ("99999.0", "has an unknown spec_version, '99999.0'"),
-        ("", "has an unknown spec_version, ''"),
+        ("0.7", "has an unknown `spec_version`, '0.7' (known: 0.1 and 1.0)"),
+        ("1", "has an unknown `spec_version`, '1' (known"),
+        ("1.0.0", "has an unknown `spec_version`, '1.0.0' ("),
+        ("99999.0", "has an unknown `spec_version`, '99999.0' ("),
+        ("", "has an unknown `spec_version`, '' ("),
         (1.0, "has 1.0 as `spec_version`; text is needed"),
         (None, "has None as `spec_version`; text is needed"),
         (["1.0"], "has ['1.0'] as `spec_version`; text is needed"),
-        ("x" * 99, f"has an unknown spec_version, '{'x' * 39} (known"),
+        ("x" * 99, f"has an unknown `spec_version`, '{'x' * 39} ("),
     ],
 )
 def test_what_is_no_version_is_told_with_what_to_write(stated: object, why: str) -> None:

@@ -134,7 +134,7 @@ def test_a_line_that_never_ends_is_refused(
     server.sendall(b'{"n": 10}\n')
     assert made.receive(20) == {"n": 10}
     server.sendall(b"12345678901")
-    with pytest.raises(ConnectionError, match="sent a line without an end"):
+    with pytest.raises(ConnectionError, match="sent a line that is too long"):
         made.receive(20)
 
 

@@ -119,5 +119,5 @@ def test_a_template_may_spell_special_tokens_and_text_may_not(stdlib_folder):
 
 def test_a_tokenizer_without_tokens_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(Tokenizer(models.BPE()).to_str())
-    with pytest.raises(RecipeError, match="is a tokenizer without any token"):
+    with pytest.raises(RecipeError, match="is a tokenizer without tokens"):
         bpe.load(tmp_path / "tokenizer.json")

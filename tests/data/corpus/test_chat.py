@@ -93,7 +93,7 @@ def test_what_is_too_long_loses_its_end(prepared):
     assert (Packed(folder, "train", longest).cut, Packed(folder, "train", longest - 1).cut) == (0, 1)
     data = DataSpec(64, "chat")
     (note,) = Collection.open(folder.path).check(data, 400)
-    assert note == "1 conversations are longer than data.seq_len=64, and lose their ends"
+    assert note == "1 conversations are longer than data.seq_len=64 and lose their ends"
     assert max(short.counted(index) for index in range(len(short))) <= 64
 
 
@@ -143,20 +143,20 @@ def test_prepared_conversations_without_a_reply_in_a_row_are_refused_too(prepare
 
 
 def test_a_line_that_is_no_conversation_is_named(prepared):
-    with pytest.raises(RecipeError, match=r"there is no `messages`: \{'text': 'plain'\}") as raised:
+    with pytest.raises(RecipeError, match=r"`messages` is missing: \{'text': 'plain'\}") as raised:
         prepared([TALK, {"text": "plain"}])
     assert raised.value.problems[0].line == 2 and '{"messages": [{"role": ' in raised.value.problems[0].hint
 
 
 def test_conversations_need_a_template_and_completions_none(prepared):
-    with pytest.raises(RecipeError, match="there is no tokenizer with a template"):
+    with pytest.raises(RecipeError, match="no tokenizer with a chat template"):
         prepared([TALK], chat_template=None)
     prepared([{"prompt": f"{number} is ", "completion": str(number)} for number in range(9)], chat_template=None)
 
 
 def test_nothing_to_learn_is_told(prepared):
     silent = [{"messages": [{"role": "user", "content": f"hello {number}"}]} for number in range(5)]
-    with pytest.raises(RecipeError, match="no conversation holds a reply to learn"):
+    with pytest.raises(RecipeError, match="no conversation has a reply to train on"):
         prepared(silent)
 
 

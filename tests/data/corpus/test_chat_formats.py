@@ -127,8 +127,8 @@ def test_a_first_record_of_no_format_is_told_all(record: dict) -> None:
         ("ShareGPT", ALPACA, "a record of Alpaca among those of ShareGPT", "a file has one format"),
         ("Alpaca", MESSAGES, "a record of messages among those of Alpaca", "first record is Alpaca"),
         ("messages", SHAREGPT, "a record of ShareGPT among those of messages", "a file has one format"),
-        ("Alpaca", {"output": "a"}, "there is no `instruction`", '{"instruction": '),
-        ("completions", {"prompt": "a"}, "there is no `completion`", '{"prompt": '),
+        ("Alpaca", {"output": "a"}, "`instruction` is missing", '{"instruction": '),
+        ("completions", {"prompt": "a"}, "`completion` is missing", '{"prompt": '),
     ],
 )
 def test_a_file_has_one_format(first: Any, record: dict, got: str, allowed: str) -> None:
@@ -152,18 +152,18 @@ SYSTEM = {"from": "system", "value": "be"}
     ("record", "got", "allowed"),
     [
         (share({"from": "humann", "value": "a"}), "`conversations[0].from` is 'humann'", "system, human, user"),
-        (share(HUMAN, {"from": "gpt"}), "there is no `conversations[1].value`", '"value": ...'),
-        (share(HUMAN, {"value": "a"}), "there is no `conversations[1].from`", '"from": "human"'),
+        (share(HUMAN, {"from": "gpt"}), "`conversations[1].value` is missing", '"value": ...'),
+        (share(HUMAN, {"value": "a"}), "`conversations[1].from` is missing", '"from": "human"'),
         (share(HUMAN, {"from": "gpt", "value": 3}), "`conversations[1].value` is 3, not text", '"value": ...'),
         (share(HUMAN, {"from": "observation", "value": "a"}), "is 'observation'; tools are not", '"tools"'),
         (share(HUMAN, {"from": "function_call", "value": "a"}), "tools are not read from ShareGPT", '"tools"'),
         (share(HUMAN, tools='[{"name": "a"}]'), "`tools` are not read from ShareGPT", '"messages"'),
-        (share(HUMAN, SYSTEM), "`conversations[1].from` is 'system', which the first turn", "keep one"),
-        (share(SYSTEM, HUMAN, system="be"), "`conversations[0].from` is 'system', which the first turn", "keep one"),
+        (share(HUMAN, SYSTEM), "`conversations[1].from` is 'system', which is allowed only", "keep one"),
+        (share(SYSTEM, HUMAN, system="be"), "`conversations[0].from` is 'system', which is allowed only", "keep one"),
         (share("a"), "`conversations[0]` is 'a'", '"conversations"'),
         (share(), "`conversations` is empty", '"conversations"'),
         ({"conversations": "a"}, "`conversations` is 'a'", '"conversations"'),
-        ({"instruction": "a"}, "there is no `output`", '"output"'),
+        ({"instruction": "a"}, "`output` is missing", '"output"'),
         ({"instruction": 3, "output": "b"}, "`instruction` is 3, not text", '"instruction"'),
         (ALPACA | {"input": 3}, "`input` is 3, not text", '"input"'),
         (ALPACA | {"system": 3}, "`system` is 3, not text", '"instruction"'),
@@ -171,7 +171,7 @@ SYSTEM = {"from": "system", "value": "be"}
         (talk("hello"), "`messages[0]` is 'hello'", '"messages"'),
         ({"messages": "hello"}, "`messages` is 'hello'", '"messages"'),
         (talk(), "`messages` is empty", '"messages"'),
-        (talk({"content": "a"}), "there is no `messages[0].role`", '"role"'),
+        (talk({"content": "a"}), "`messages[0].role` is missing", '"role"'),
         (talk({"role": "user"}), "`messages[0]` has no `content`", '"content"'),
         (talk({"role": "asistant", "content": "a"}), "`messages[0].role` is 'asistant'", "did you mean assistant?"),
         (talk({"role": "gpt", "content": "a"}), "`messages[0].role` is 'gpt'", "did you mean assistant?"),
@@ -227,12 +227,12 @@ def test_preference_pairs_are_refused_once(tmp_path: Path, read: Read, turns: Ca
         check_text(data, 2**20)
     (problem,) = error.value.problems
     assert (problem.code, problem.line) == ("bad_document", 1)
-    assert "preference training (DPO and the like) is not supported" in problem.message
+    assert "preference training (such as DPO) is not supported" in problem.message
     assert " 99 other lines" in problem.message and '{"prompt": ..., "completion": ...}' in problem.hint
 
 
 def test_half_a_surrogate_pair_is_refused(read: Read) -> None:
-    with pytest.raises(RecipeError, match=r"holds half a surrogate pair, \\ud800"):
+    with pytest.raises(RecipeError, match=r"contains half a surrogate pair, \\ud800"):
         check_text(read("a.jsonl", json.dumps(ALPACA | {"output": "\ud800"})), 2**20)
 
 
@@ -242,14 +242,14 @@ def test_an_array_that_is_not_utf8_or_too_large_is_named(read: Read, monkeypatch
     with pytest.raises(RecipeError, match=r"byte 21 \(0xff\) is not UTF-8"):
         check_text(data, 2**20)
     monkeypatch.setattr("trainspec_cli.data.corpus.records.MAX_ARRAY_BYTES", 8)
-    with pytest.raises(RecipeError, match="which is read whole") as error:
+    with pytest.raises(RecipeError, match="which is read as a whole") as error:
         check_text(data, 2**20)
-    assert error.value.problems[0].hint == "write an object a line: jq -c '.[]' a.json > a.jsonl"
+    assert error.value.problems[0].hint == "write one object per line: jq -c '.[]' a.json > a.jsonl"
 
 
 def test_below_a_folder_json_is_read_where_a_glob_asks_for_it(read: Read, tmp_path: Path) -> None:
     data = replace(read("a.json", json.dumps([ALPACA])), path=str(tmp_path))
-    with pytest.raises(RecipeError, match=r"holds no \.jsonl or \.parquet or \.arrow file") as error:
+    with pytest.raises(RecipeError, match=r"has no \.jsonl or \.parquet or \.arrow file") as error:
         check_text(data, 2**20)
-    assert error.value.problems[0].hint == "name the files by a glob: data.path='FOLDER/**/*.json'"
+    assert error.value.problems[0].hint == "name the files with a glob: data.path='FOLDER/**/*.json'"
     assert check_text(replace(data, path=f"{tmp_path}/*.json"), 2**20) == {"Alpaca"}

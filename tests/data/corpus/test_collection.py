@@ -133,7 +133,7 @@ def test_ids_that_the_model_has_no_row_for_are_refused_before_it_starts(files, t
     collection = Collection.open(prepare(data))
     ids = collection.main.manifest.vocab_size
     assert collection.check(data, ids) == []
-    with pytest.raises(RecipeError, match=rf"the tokenizer has {ids} ids, and the model {ids - 1} rows"):
+    with pytest.raises(RecipeError, match=rf"the tokenizer has {ids} ids, but the model has {ids - 1} rows"):
         collection.check(data, ids - 1)
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.data.corpus.own_tokenizer import OwnTokenizer, tokenizer_sha256
 from trainspec_cli.data.corpus.prepare import cached_folder, prepare_into
 from trainspec_cli.data.corpus.shards import TokenFolder
 from trainspec_cli.data.corpus.sources import check_tokenizers
+from trainspec_cli.data.corpus.user_code import OwnTokenizer, tokenizer_sha256
 from trainspec_cli.recipe.keys.run import DataSpec, TokenizerSpec
 
 CODE = """
@@ -70,7 +70,7 @@ def test_other_code_and_other_options_are_other_tokenizers(data: DataSpec, tmp_p
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("Bytes.encode = lambda self, text: [300]", "gives the id 300, and has a `vocab_size` of 257"),
+        ("Bytes.encode = lambda self, text: [300]", "returns the id 300, but has a `vocab_size` of 257"),
         ("Bytes.encode = lambda self, text: text", "raised ValueError: invalid literal for int() with base 10: 'T'"),
         ("Bytes.decode = lambda self, ids: ids", "decodes to list; text is needed"),
         ("Bytes.end_of_document = 257", "has 257 as `end_of_document`; a whole number from 0 to 256 is needed"),

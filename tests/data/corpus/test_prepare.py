@@ -115,7 +115,7 @@ def test_text_shorter_than_a_sample_is_refused(cache, text_data):
 
 
 def test_empty_text_is_refused(cache, text_data):
-    with pytest.raises(RecipeError, match=r"there is no text in .* \(2 files, all empty\)"):
+    with pytest.raises(RecipeError, match=r"no text in .* \(2 files, all empty\)"):
         prepare(text_data("", ""))
     assert not list(cache.iterdir())
 

@@ -99,7 +99,7 @@ def test_what_is_no_token_folder_is_the_recipes_fault(tmp_path, make):
     path = tmp_path / "t"
     if make:
         path.mkdir()
-    with pytest.raises(RecipeError, match="holds no manifest.json" if make else "does not exist") as error:
+    with pytest.raises(RecipeError, match="has no manifest.json" if make else "does not exist") as error:
         TokenFolder.open(path)
     assert "trainspec data prepare" in error.value.problems[0].hint
 

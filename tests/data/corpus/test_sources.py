@@ -76,7 +76,7 @@ def test_jsonl_gives_one_document_a_line_and_skips_blank_ones(tmp_path):
         ('["a"]', 'not a JSON object: ["a"]'),
         ('{"body": "a", "id": 3}', "no field `text`; it has: body, id"),
         ('{"text": 3}', "field `text` is not a string: 3"),
-        ('{"text": "\\ud800"}', "field `text` holds half a surrogate pair, \\ud800"),
+        ('{"text": "\\ud800"}', "field `text` contains half a surrogate pair, \\ud800"),
     ],
 )
 def test_a_bad_json_line_is_named_with_what_was_got(tmp_path, line, message):
@@ -119,7 +119,7 @@ def test_a_missing_path_is_the_recipes_fault(tmp_path, monkeypatch, path):
 
 def test_a_folder_without_jsonl_says_so(tmp_path):
     (tmp_path / "x.txt").write_text("a")
-    with pytest.raises(RecipeError, match=r"holds no \.jsonl file"):
+    with pytest.raises(RecipeError, match=r"has no \.jsonl file"):
         find_files(DataSpec(seq_len=8, source="jsonl", path=str(tmp_path)))
 
 
@@ -166,7 +166,7 @@ def test_a_file_that_goes_before_it_is_read_is_named(tmp_path):
 
 def test_no_python_source_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    with pytest.raises(MachineError, match="holds no Python source"):
+    with pytest.raises(MachineError, match="has no Python source"):
         find_files(DataSpec(seq_len=8, source="python_stdlib"))
 
 

@@ -61,7 +61,7 @@ def test_the_text_is_the_one_of_transformers(hf_folder):
 
 def test_a_template_is_looked_for_in_its_places(tmp_path: Path):
     tokenizer, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
-    with pytest.raises(RecipeError, match=r"there is no chat template beside"):
+    with pytest.raises(RecipeError, match=r"no chat template in the folder of"):
         find_template(tokenizer, None)
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
     config.write_text(json.dumps({"chat_template": named, "eos_token": {"content": "</s>"}}))
@@ -94,7 +94,7 @@ def test_a_template_that_ends_its_process_does_not_end_the_next(monkeypatch):
 def test_only_the_default_of_several_templates_is_taken(tmp_path: Path):
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": [{"name": "rag", "template": "no"}]}))
-    with pytest.raises(RecipeError, match="there is no chat template beside"):
+    with pytest.raises(RecipeError, match="no chat template in the folder of"):
         find_template(tmp_path / "tokenizer.json", None)
     config.write_text("{")
     with pytest.raises(RecipeError) as raised:

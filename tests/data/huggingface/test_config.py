@@ -5,7 +5,7 @@ import pytest
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.huggingface.config import differences, model_type, read_model, write_config
 from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec, HybridModel, LatentAttentionSpec, RopeScaling
-from trainspec_cli.recipe.structure import build
+from trainspec_cli.recipe.records import build
 
 LLAMA = DecoderModel(2, 64, 4, 2, 16, 160, 512, rope_theta=5e5)
 MODELS = {

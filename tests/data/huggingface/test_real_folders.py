@@ -17,7 +17,7 @@ from trainspec_cli.data.huggingface.config import read_model
 from trainspec_cli.data.huggingface.folder import read_config
 from trainspec_cli.data.huggingface.safetensors import _read_index, parameters
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.structure import build
+from trainspec_cli.recipe.records import build
 
 transformers = pytest.importorskip("transformers")
 

@@ -67,7 +67,7 @@ def test_quantised_weights_are_refused(tmp_path):
 
 
 def test_a_folder_without_weights(tmp_path):
-    with pytest.raises(RecipeError, match=r"holds neither model.safetensors nor"):
+    with pytest.raises(RecipeError, match=r"has neither model.safetensors nor"):
         open_checkpoint(tmp_path)
 
 
@@ -94,7 +94,7 @@ def test_each_format_has_its_size(tmp_path, dtype, size):
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", 7, "a\0b"])
 def test_an_index_that_leads_elsewhere_is_refused(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(MachineError, match="is not a file beside it"):
+    with pytest.raises(MachineError, match="is not a file in its folder"):
         open_checkpoint(tmp_path)
 
 

@@ -177,8 +177,8 @@ def test_faults_of_a_folders_tensors() -> None:
     entries[f"{LAYER}.self_attn.rotary_emb.inv_freq"] = entries["odd"]
     assert [problem.message for problem in checkpoint.find_faults(entries, MODEL, here)] == [
         "here lacks lm_head.weight",
-        "here holds tensors that the model lacks: odd",
-        "here has wrong shapes: model.norm.weight is 9 and should be 8",
+        "here has tensors that the model lacks: odd",
+        "here has wrong shapes: model.norm.weight is 9 but should be 8",
     ]
 
 
@@ -197,7 +197,7 @@ def test_weights_are_opened_where_they_match(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(header + bytes(sum(entry.bytes for entry in wanted.values())))
     found = checkpoint.open_weights(tmp_path, MODEL)
     assert {name: entry.shape for name, entry in found.items()} == {name: one.shape for name, one in wanted.items()}
-    with pytest.raises(RecipeError, match=r"shapes: model.embed_tokens.weight is 20 x 8 and should be 21 x 8"):
+    with pytest.raises(RecipeError, match=r"shapes: model.embed_tokens.weight is 20 x 8 but should be 21 x 8"):
         checkpoint.open_weights(tmp_path, replace(MODEL, vocab_size=21))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.data.weights.pickled import Made, as_dict, as_shape, fields_of, read_pickle
+from trainspec_cli.data.weights.torch_file import Made, as_dict, as_shape, fields_of, read_pickle
 
 
 class Record:
@@ -56,7 +56,7 @@ def test_nothing_is_called(protocol: int, tmp_path: Path) -> None:
     [b"", b"no pickle", b"\x80\x04.", b"\x80\x04]", b"h\x01.", b"\x80\x04)R.", b"(i__main__\nx\n.", b"\x8a\xff\x01."],
 )
 def test_what_is_no_pickle_is_refused(content: bytes) -> None:
-    with pytest.raises(ValueError, match="no pickle"):
+    with pytest.raises(ValueError, match="not a readable pickle"):
         read_pickle(content)
 
 

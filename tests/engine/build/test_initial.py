@@ -16,8 +16,8 @@ from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.engine.tools.export import export
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import InitSpec
+from trainspec_cli.recipe.records import build
 from trainspec_cli.recipe.results.tools import ExportRequest
-from trainspec_cli.recipe.structure import build
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -125,8 +125,8 @@ def test_tensors_that_are_not_the_models_are_named(hf_folder):
     said = [problem.message for problem in raised.value.problems]
     assert said == [
         f"{folder} lacks model.norm.weight",
-        f"{folder} holds tensors that the model lacks: model.layers.7.surplus",
-        f"{folder} has wrong shapes: model.layers.0.mlp.up_proj.weight is 3 x 4 and should be 48 x 32",
+        f"{folder} has tensors that the model lacks: model.layers.7.surplus",
+        f"{folder} has wrong shapes: model.layers.0.mlp.up_proj.weight is 3 x 4 but should be 48 x 32",
     ]
 
 

@@ -21,8 +21,8 @@ from trainspec_cli.planner.workload import flops_per_token
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import OwnModel
 from trainspec_cli.recipe.keys.run import Recompute
-from trainspec_cli.recipe.own_code import LOSS, Extension
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.user_code import LOSS, Extension
 from trainspec_cli.wings.certify.cases import Case, build_plan
 from trainspec_cli.wings.certify.families import FAMILIES, LOSSES
 

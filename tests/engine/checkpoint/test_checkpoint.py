@@ -192,7 +192,7 @@ def flip_a_bit(path):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (flip_a_bit, "was altered: its sha256 is not the manifest's"),
+        (flip_a_bit, "was altered: its sha256 differs from the manifest's"),
         (lambda path: path.write_bytes(path.read_bytes()[:-10]), "bytes, the manifest says"),
         (lambda path: path.unlink(), "is missing"),
     ],

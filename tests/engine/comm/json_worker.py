@@ -12,7 +12,7 @@ from trainspec_cli.core.errors import MachineError, Problem, RecipeError, Trains
 from trainspec_cli.engine.comm import json_collectives
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.comm.json_collectives import agree_on_error, broadcast_json, gather_json, raise_together
-from trainspec_cli.recipe.structure import convert
+from trainspec_cli.recipe.records import convert
 
 RANK, WORLD = int(sys.argv[1]), 3
 DAMAGED = {

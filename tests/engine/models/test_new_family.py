@@ -21,12 +21,11 @@ from trainspec_cli.planner.capacity import plan_capacity
 from trainspec_cli.planner.hardware.rates import find_accelerator
 from trainspec_cli.planner.memory.engine import step as run_memory
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.recipe import structure
 from trainspec_cli.recipe.keys import model as models
 from trainspec_cli.recipe.keys import run as recipe
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.records import from_plain, to_plain
+from trainspec_cli.recipe.records import from_plain, hints_of, to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import check, check_engine
 
@@ -56,15 +55,15 @@ def new_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunSpec]:
         module = ModuleType(name.removesuffix(".py").replace("/", "."))
         exec(compile(files[name], name, "exec"), vars(module))
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    structure.hints_of.cache_clear()
+    hints_of.cache_clear()
     yield from_plain(RunSpec, RECIPE | {"model": yaml.safe_load(files[code[2]])})
-    structure.hints_of.cache_clear()
+    hints_of.cache_clear()
 
 
 def test_a_new_family_is_checked_by_the_rules_and_by_its_own_refusals(new_family: RunSpec) -> None:
     assert (check(new_family), check_engine(new_family)) == ([], [])
     wide = replace(new_family, layout=replace(new_family.layout, tp=2))
-    assert [problem.message for problem in check_engine(wide)] == ["`layout.tp` cannot be used here: a mean is not cut"]
+    assert [problem.message for problem in check_engine(wide)] == ["`layout.tp` cannot be used: a mean is not cut"]
     assert [problem.path for problem in check(replace(new_family, model=replace(new_family.model, ffn_size=0)))] == [
         "model.ffn_size"
     ]

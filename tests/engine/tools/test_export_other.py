@@ -26,7 +26,7 @@ from trainspec_cli.engine.build.initial import load_tensors
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.engine.tools import export_other
 from trainspec_cli.recipe.keys.model import DecoderModel, RopeScaling
-from trainspec_cli.recipe.structure import build
+from trainspec_cli.recipe.records import build
 
 MODELS = {
     "llama": DecoderModel(2, 16, 4, 2, 4, 24, 40),
@@ -166,14 +166,16 @@ def test_litgpts_config_says_what_the_model_is(scaling: Any, tmp_path: Path) -> 
     (tmp_path / "model_config.yaml").write_text(litgpt_config.write_config(model, 16))
     assert build(DecoderModel, read_other_model(tmp_path)) == (model, [])
     (tmp_path / "model_config.yaml").write_text("norm_class_name: LayerNorm\n")
-    with pytest.raises(RecipeError, match=r"has `norm_class_name` 'LayerNorm'; the engine's decoder has 'RMSNorm'"):
+    with pytest.raises(
+        RecipeError, match=r"has `norm_class_name` 'LayerNorm'; the engine's decoder supports 'RMSNorm'"
+    ):
         read_other_model(tmp_path)
 
 
 def test_a_distributed_checkpoint_needs_a_config_to_say_its_model(write: Any) -> None:
     model = MODELS["qwen3"]
     folder, _ = write(model, "torchtitan")
-    with pytest.raises(RecipeError, match=r"holds weights without config\.json"):
+    with pytest.raises(RecipeError, match=r"has weights without config\.json"):
         read_other_model(folder)
     (folder / "config.json").write_text(json.dumps(write_config(model, 16, "float32")))
     read = build(DecoderModel, read_other_model(folder))[0]
@@ -194,7 +196,7 @@ def test_tensors_that_are_not_the_models_are_named(write: Any, tmp_path: Path) -
     told = [problem.message for problem in raised.value.problems]
     assert told[0].startswith(f"{folder} lacks model.layers.0.self_attn.q_norm.weight")
     assert "lacks: model.layers.1." in told[1]
-    assert "mlp.gate_proj.weight is 24 x 16 and should be 32 x 16" in told[2]
+    assert "mlp.gate_proj.weight is 24 x 16 but should be 32 x 16" in told[2]
     dcp.save({"some": torch.zeros(2)}, checkpoint_id=tmp_path / "other", no_dist=True)
     with pytest.raises(RecipeError, match=r"holds none of model\.embed_tokens\.weight, .*, but some"):
         open_other(tmp_path / "other", MODELS["llama"])
@@ -238,12 +240,12 @@ def test_a_strangers_metadata_and_files_run_nothing(tmp_path: Path) -> None:
     made = tmp_path / "made"
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful(made)))
     with pytest.raises(
-        MachineError, match="is no metadata of a distributed checkpoint: a record of Metadata is missing"
+        MachineError, match="is not the metadata of a distributed checkpoint: a record of Metadata is missing"
     ):
         open_other(tmp_path, MODELS["llama"])
     (tmp_path / ".metadata").unlink()
     with zipfile.ZipFile(tmp_path / "lit_model.pth", "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps({"lm_head.weight": Harmful(made)}))
-    with pytest.raises(MachineError, match=r"holds lm_head\.weight in a way that cannot be read"):
+    with pytest.raises(MachineError, match=r"has lm_head\.weight in a form that cannot be read"):
         open_other(tmp_path, MODELS["llama"])
     assert not made.exists()

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from trainspec_cli.recipe.compose.arguments import MAX_CHARS, assign, parse_arguments, value_paths
+from trainspec_cli.recipe.compose.values import MAX_ARGUMENT_CHARS, assign, parse_arguments, value_paths
 
 
 def told(*texts: str) -> list[tuple[str, str, str]]:
@@ -47,11 +47,13 @@ def test_tilde_takes_a_key_out() -> None:
         ("optim.lr", "`optim.lr` is not of the form key=value", "type optim.lr=<value>, without spaces"),
         ("optim.lr: 3", "`optim.lr: 3` is not of the form key=value", "type optim.lr=3"),
         ("", "an argument is empty", "leave it out, or write key=value"),
-        ("a..b=1", "`a..b` is not a key: words joined by dots are, such as optim.lr", "write key=value without spaces"),
-        ("-train.seed=1", "`-train.seed` is not a key: words joined by dots are, such as optim.lr",
+        ("a..b=1", "`a..b` is not a key; a key is words joined by dots, such as optim.lr",
+         "write key=value without spaces"),
+        ("-train.seed=1", "`-train.seed` is not a key; a key is words joined by dots, such as optim.lr",
          "did you mean `train.seed`?"),
-        ("a[0]=1", "`a[0]` is not a key: words joined by dots are, such as optim.lr", "give the whole list: a=[...]"),
-        ("data.path=~/text", "the value ~/text holds characters that must be quoted", "type 'data.path=\"~/text\"'"),
+        ("a[0]=1", "`a[0]` is not a key; a key is words joined by dots, such as optim.lr",
+         "give the whole list: a=[...]"),
+        ("data.path=~/text", "the value ~/text contains characters that must be quoted", "type 'data.path=\"~/text\"'"),
         ("data.path=[a", "`[` is not closed in [a", "close the ["),
         ("sample.prompt='a", "`'` is not closed in 'a", "close the '"),
     ],
@@ -62,7 +64,7 @@ def test_says_what_is_wrong_with_an_argument(text: str, message: str, hint: str)
 
 @pytest.mark.parametrize("text", ["train.seed=1,2", "train.seed=choice(1,2)", "train.seed=range(1,3)"])
 def test_a_run_takes_one_value(text: str) -> None:
-    assert told(text)[0][:2] == ("bad_override", "`train.seed` is given several values; a run takes one")
+    assert told(text)[0][:2] == ("bad_override", "`train.seed` has several values; a run needs one")
 
 
 @pytest.mark.parametrize("value", ["~/x", 'dé"f', "a=b", "it's", "#1 \\ 2\\"])
@@ -72,7 +74,7 @@ def test_the_quoting_that_is_advised_works(value: str) -> None:
 
 
 def test_hydras_own_keys_are_refused() -> None:
-    message = "`hydra.run.dir` belongs to Hydra's own launcher, which is not used here"
+    message = "`hydra.run.dir` belongs to Hydra's own launcher, which trainspec does not use"
     assert told("hydra.run.dir=x") == [("unknown_key", message, "leave it out")]
 
 
@@ -95,16 +97,17 @@ def test_faults_are_numbered_by_argument_and_hide_no_others() -> None:
 
 
 def test_an_argument_may_have_so_many_characters() -> None:
-    longest = MAX_CHARS - len("data.path=")
+    longest = MAX_ARGUMENT_CHARS - len("data.path=")
     assert told("data.path=" + "x" * longest) == []
     ((code, message, hint),) = told("data.path=" + "x" * (longest + 1))
     assert (code, hint) == ("bad_override", "write the value into a recipe: recipe=FILE.yaml")
-    assert message == f"the argument `data.path` has {MAX_CHARS + 1:,} characters; at most {MAX_CHARS:,} are read"
+    limit = f"{MAX_ARGUMENT_CHARS + 1:,} characters; at most {MAX_ARGUMENT_CHARS:,} are allowed"
+    assert message == f"the argument `data.path` has {limit}"
 
 
 @pytest.mark.parametrize(
     ("text", "hint"),
-    [("--json", "options come before the first `--`"), ("model@other=x", "write the key alone: packages (`@`)")],
+    [("--json", "options come before the first `--`"), ("model@other=x", "write only the key: packages (`@`)")],
 )
 def test_options_and_packages_are_no_keys(text: str, hint: str) -> None:
     ((_, _, found),) = told(text)

@@ -123,9 +123,9 @@ def test_unknown_recipe(tmp_path: Path, write) -> None:
             "did you mean recipe=quickstart? `trainspec list recipe` shows all",
         )
     ]
-    assert told(compose("zzzz", [], tmp_path))[0][3] == f"options: {RECIPES}; or name a .yaml file"
+    assert told(compose("zzzz", [], tmp_path))[0][3] == f"options: {RECIPES}; or give the path of a .yaml file"
     assert told(compose("old", [], tmp_path))[0][3] == "its file must end in .yaml, not .yml: rename it"
-    assert f"no such file is in {tmp_path}" in told(compose("x/y.yaml", [], tmp_path))[0][3]
+    assert f"no such file in {tmp_path}" in told(compose("x/y.yaml", [], tmp_path))[0][3]
     write("beside.yml", RECIPE)
     for name in ("beside", "beside.yaml", "beside.yml"):
         assert told(compose(name, [], tmp_path))[0][3] == "its file must end in .yaml, not .yml: rename it"
@@ -213,7 +213,7 @@ def test_what_a_named_section_lacks_is_missing_in_its_file(tmp_path: Path, write
 def test_a_list_for_a_section_is_refused(tmp_path: Path) -> None:
     (problem,) = compose("tiny", ["cluster=h100", "cluster.accelerator=[h100_sxm,a40]"], tmp_path).problems
     assert (problem.path, problem.code) == ("cluster.accelerator", "wrong_type")
-    assert "name one option" in problem.hint
+    assert "or the name of an option" in problem.hint
 
 
 def test_an_option_that_a_defaults_list_chooses_twice(tmp_path: Path, write) -> None:
@@ -370,6 +370,24 @@ def test_an_accelerator_is_chosen_by_its_name_whole(tmp_path: Path, write) -> No
     assert compose("llama3_8b", ["cluster.accelerator=null"], tmp_path).data["cluster"]["accelerator"] is None
 
 
+def test_a_problem_of_a_chosen_section_is_located_at_the_choice(tmp_path: Path, write) -> None:
+    """The remedy is another choice; a key that is missing below it is missing in its file."""
+    write("recipes/mine.yaml", "defaults: [tiny, override /framework: megatron, _self_]\n")
+
+    def place(arguments: list[str], path: str) -> str:
+        composed = compose("mine", arguments, tmp_path)
+        (problem,) = composed.locate([Problem("contradiction", "", path)])
+        return problem.where()
+
+    assert place(["train.seed=1", "cluster.accelerator=rtx_4090"], "cluster.accelerator") == "command line:3"
+    assert place(["cluster=h100"], "cluster.accelerator") == "command line:2"
+    assert place(["cluster=h100"], "cluster") == "command line:2"
+    assert place([], "framework") == "recipes/mine.yaml:1:18"
+    assert place(["framework=torchtitan"], "framework") == "command line:2"
+    chosen_by_default = place([], "optim.schedule")
+    assert chosen_by_default.split(":")[0].endswith("conf/optim/adamw.yaml")
+
+
 @pytest.mark.parametrize("argument", ["accelerator=rtx_4090", "+accelerator=rtx_4090"])
 def test_a_group_that_no_recipe_chooses_from_leads_to_its_section(argument: str, tmp_path: Path) -> None:
     (problem,) = compose("llama3_8b", [argument], tmp_path).problems
@@ -433,8 +451,8 @@ def test_a_command_line_has_no_version(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stated", "code", "message"),
     [
-        ('"1.2"', "newer_version", "recipes/old.yaml was made by a newer trainspec: it is of version 1.2"),
-        ('"0.3"', "unknown_version", "recipes/old.yaml has an unknown spec_version, '0.3'"),
+        ('"1.2"', "newer_version", "recipes/old.yaml was made by a newer trainspec: it has version 1.2"),
+        ('"0.3"', "unknown_version", "recipes/old.yaml has an unknown `spec_version`, '0.3' (known: 0.1 and 1.0)"),
         ("1.0", "unknown_version", "recipes/old.yaml has 1.0 as `spec_version`; text is needed"),
     ],
 )

@@ -64,7 +64,7 @@ def test_what_a_reference_leads_to(written: str, resolved: object) -> None:
         ({"here": "${here}"}, "Recursive interpolation detected"),
         ({"here": "${there}", "there": "${here}"}, "Recursive interpolation detected"),
         ({"here": "${open}", "open": "???"}, "`open` has no value"),
-        ({"here": "${env:HOME}"}, r"there is no resolver `env` in a recipe, only \$\{shipped:...\} and"),
+        ({"here": "${env:HOME}"}, r"a recipe has no resolver `env`, only \$\{shipped:...\} and"),
         ({"here": "${shipped:a,b}"}, r"\$\{shipped:...\} takes one value, not 2"),
     ],
 )

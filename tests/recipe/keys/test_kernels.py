@@ -49,5 +49,5 @@ def test_a_table_settles_what_is_open(verdicts: dict[str, str], chosen: str) -> 
     assert table.chosen("attention") == chosen
     assert table.chosen("rope") == TORCH
     wanted = KernelSpec(attention="auto", rope="halves")
-    assert table.settle(wanted) == replace(wanted, attention=chosen)
-    assert table.settle(KernelSpec(attention="math")) == KernelSpec(attention="math")
+    assert table.resolve(wanted) == replace(wanted, attention=chosen)
+    assert table.resolve(KernelSpec(attention="math")) == KernelSpec(attention="math")

@@ -66,9 +66,9 @@ def test_several_faults() -> None:
     ("text", "says"),
     [
         ("kill", "is not a fault; write, for example, kill(group=1,step=40)"),
-        ("kil(step=4)", "there is no fault `kil`; there are kill, stop, hang"),
+        ("kil(step=4)", "unknown fault `kil` (known: kill, stop, hang"),
         ("kill(group=1)", "has no step; write, for example, kill(step=40)"),
-        ("kill(step=4,node=1)", "a fault has no `node`; it has step, group, rank"),
+        ("kill(step=4,node=1)", "a fault has no argument `node`; it has step, group, rank"),
         ("kill(step=soon)", "`step=soon` needs a number"),
         ("kill(step=-1)", "`step=-1` is below 0"),
     ],

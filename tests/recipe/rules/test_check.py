@@ -17,9 +17,8 @@ from lab.drawing import slow_after
 from trainspec_cli.recipe.field_types import Range, ranges_of
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.records import UNKNOWN, build, sections_of, to_plain
 from trainspec_cli.recipe.rules.check import check, check_engine, check_machine, close_axes
-from trainspec_cli.recipe.structure import UNKNOWN, build, sections_of
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
@@ -77,17 +76,17 @@ def test_every_number_of_a_spec_has_a_range() -> None:
 
 DIVISION = [
     ({"layout.dp_shard": 3}, "layout.dp_shard",
-     "the cluster has 1 x 2 = 2 processes (nodes x devices), the layout asks for dp_shard=3, "
-     "which does not divide them",
-     "type layout.dp_shard=auto; where the other axes stay, it may be 1, 2"),
+     "the cluster has 1 x 2 = 2 processes (nodes x devices), but the layout asks for dp_shard=3, "
+     "which does not divide the processes",
+     "type layout.dp_shard=auto; with the other axes unchanged, it may be 1, 2"),
     ({"layout.dp_shard": 4, "layout.dp_replicate": 1}, "layout.dp_shard",
-     "the cluster has 1 x 2 = 2 processes (nodes x devices), the layout asks for dp_shard=4, which makes 4",
-     "type layout.dp_shard=auto; where the other axes stay, it may be 1, 2"),
+     "the cluster has 1 x 2 = 2 processes (nodes x devices), but the layout asks for dp_shard=4, which makes 4",
+     "type layout.dp_shard=auto; with the other axes unchanged, it may be 1, 2"),
     ({"layout.dp_shard": 1, "layout.dp_replicate": 1}, "layout.dp_shard",
-     "the cluster has 1 x 2 = 2 processes (nodes x devices), the layout asks for every axis=1, which makes 1",
-     "type layout.dp_shard=auto; where the other axes stay, it may be 1, 2"),
+     "the cluster has 1 x 2 = 2 processes (nodes x devices), but the layout asks for every axis=1, which makes 1",
+     "type layout.dp_shard=auto; with the other axes unchanged, it may be 1, 2"),
     ({"layout.dp_shard": 3, "layout.dp_replicate": 3, "cluster.num_nodes": 2}, "layout.dp_shard",
-     "the cluster has 2 x 2 = 4 processes (nodes x devices), the layout asks for dp_replicate=3 x dp_shard=3, "
+     "the cluster has 2 x 2 = 4 processes (nodes x devices), but the layout asks for dp_replicate=3 x dp_shard=3, "
      "which makes 9", "choose axes whose product divides 4, or change cluster.devices_per_node"),
 ]  # fmt: skip
 
@@ -142,16 +141,16 @@ def test_data_files(make_spec, tmp_path, monkeypatch) -> None:
     for path in ("a.txt", "*.txt", "."):
         assert check(make_spec({"data.source": "text", "data.path": path})) == []
     assert told(check(make_spec({"data.path": "b.txt"}))) == [
-        ("missing_file", "data.path", f"`data.path` is b.txt; there is no such file, folder or glob in {tmp_path}",
+        ("missing_file", "data.path", f"`data.path` is b.txt; no such file, folder or glob in {tmp_path}",
          "type data.path=<the file, folder or glob's path>")
     ]  # fmt: skip
     assert told(check(make_spec({"data.source": "tokens", "data.path": "/no/where"}))) == [
-        ("missing_file", "data.path", "`data.path` is /no/where; there is no such folder",
+        ("missing_file", "data.path", "`data.path` is /no/where; no such folder",
          "type data.path=<the folder's path>")
     ]  # fmt: skip
     for source in ("tokens", "images", "volumes"):
         is_a_file = check(make_spec({"data.source": source, "data.path": "a.txt"}))
-        message = f"`data.path` is a.txt; there is no such folder in {tmp_path}"
+        message = f"`data.path` is a.txt; no such folder in {tmp_path}"
         assert message in [problem.message for problem in is_a_file]
         missing = check(make_spec({"data.source": source, "data.path": None}))
         assert f"`data.path` is null; data={source} reads a folder" in [problem.message for problem in missing]
@@ -160,11 +159,11 @@ def test_data_files(make_spec, tmp_path, monkeypatch) -> None:
          "type data.path=<path>")
     ]  # fmt: skip
     assert told(check(make_spec({"data.source": "python_stdlib", "data.path": "a.txt"}))) == [
-        ("unsupported", "data.path", "`data.path` is a.txt, but data=python_stdlib reads no file of yours",
+        ("unsupported", "data.path", "`data.path` is a.txt, but data=python_stdlib reads no file",
          "type data=text or data=jsonl")
     ]  # fmt: skip
     assert told(check(make_spec({"data.path": None, "data.tokenizer.path": "t.json"}))) == [
-        ("missing_file", "data.tokenizer.path", f"`data.tokenizer.path` is t.json; there is no such file in {tmp_path}",
+        ("missing_file", "data.tokenizer.path", f"`data.tokenizer.path` is t.json; no such file in {tmp_path}",
          "type data.tokenizer.path=<the file's path>")
     ]  # fmt: skip
 
@@ -177,8 +176,8 @@ def test_gpus_that_lack_are_the_machines_fault(make_spec) -> None:
     spec = make_spec({"cluster.device": "cuda"})
     (none,), (few,) = check_machine(spec, host()), check_machine(spec, host("H200"))
     assert (none.code, none.environment, few.code, few.environment) == ("no_gpu", True, "too_few_gpus", True)
-    assert none.message == "`cluster.device` is cuda, and box shows no GPU"
-    assert few.message == "`cluster.devices_per_node` is 2, and box has 1 GPUs"
+    assert none.message == "`cluster.device` is cuda, but box has no GPU"
+    assert few.message == "`cluster.devices_per_node` is 2, but box has 1 GPUs"
     assert few.hint == "type cluster.devices_per_node=1, or auto"
     assert check_machine(spec, host("H200", "H200")) == []
     assert check_machine(make_spec({"cluster.device": "cpu"}), host()) == []
@@ -366,14 +365,14 @@ def test_what_a_machine_lacks_for_tables_fp8_and_memory_copies(make_spec, monkey
     parts = {"data.source": "parquet", "data.path": str(tmp_path), "data.validation": {"v": {"source": "arrow"}}}
     tables = check_machine(make_spec(parts | {"precision.matmul": "fp8", "tracking.wandb": True}), host())
     assert told(tables) == [
-        ("missing_package", "tracking.wandb", "`tracking.wandb` is true, and the package wandb is not installed",
+        ("missing_package", "tracking.wandb", "`tracking.wandb` is true, but the package wandb is not installed",
          "type pip install 'trainspec[wandb]'"),
-        ("missing_package", "data.source", "`data.source` is parquet, and the package pyarrow is not installed",
+        ("missing_package", "data.source", "`data.source` is parquet, but the package pyarrow is not installed",
          "type pip install 'trainspec[hf]'"),
         ("missing_package", "data.validation.v.source",
-         "`data.validation.v.source` is arrow, and the package pyarrow is not installed",
+         "`data.validation.v.source` is arrow, but the package pyarrow is not installed",
          "type pip install 'trainspec[hf]'"),
-        ("missing_package", "precision.matmul", "`precision.matmul` is fp8, and the package torchao is not installed",
+        ("missing_package", "precision.matmul", "`precision.matmul` is fp8, but the package torchao is not installed",
          "type pip install 'trainspec[float8]'"),
     ]  # fmt: skip
     assert {problem.environment for problem in tables} == {True}

@@ -6,10 +6,9 @@ import pytest
 
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.records import build, to_plain
 from trainspec_cli.recipe.rules.check import check_built, check_engine, check_machine
 from trainspec_cli.recipe.rules.run import framework_has
-from trainspec_cli.recipe.structure import build
 
 
 def test_a_plain_recipe_is_trained(make_spec):
@@ -27,7 +26,7 @@ def test_a_value_that_only_the_planner_knows_is_refused(make_spec, path, value, 
     (problem,) = check_engine(make_spec({path: value}))
     assert problem.code == "unsupported"
     assert problem.message == f"`{path}` is {value}; this version trains with {choices}"
-    assert problem.hint.startswith(f"type {path}={choices.split()[0]}, or trainspec plan")
+    assert problem.hint.startswith(f"type {path}={choices.split()[0]}, or predict it with trainspec plan")
 
 
 def test_every_refusal_is_told_at_once(make_spec):
@@ -122,7 +121,7 @@ def test_a_detector_is_refused(told):
 
 
 @pytest.mark.parametrize(
-    ("axis", "reason"), [("tp", "not cut"), ("cp", "no sequence"), ("pp", "differ in shape"), ("ep", "experts")]
+    ("axis", "reason"), [("tp", "not sharded"), ("cp", "no sequence"), ("pp", "differ in shape"), ("ep", "experts")]
 )
 def test_convolutions_are_spread_over_data_alone(told, axis, reason):
     found = told(RESNET, layout={axis: 2})

@@ -28,8 +28,8 @@ def test_whole_elements_inside_one_another_are_taken(make_spec: Callable[..., Ru
 @pytest.mark.parametrize(
     ("tiers", "path", "message"),
     [
-        ([DOMAIN], "", "has one tier, `nvlink`; the scale-up domain and a network are needed"),
-        ([DOMAIN, {"name": "leaf"}, SPINE], ".1.devices", "only the first tier and the last take it from the cluster"),
+        ([DOMAIN], "", "has one tier, `nvlink`; a scale-up domain and a network are needed"),
+        ([DOMAIN, {"name": "leaf"}, SPINE], ".1.devices", "only the first and the last tier take it from the cluster"),
         (
             [DOMAIN, {"name": "leaf", "devices": 20}, SPINE],
             ".1.devices",
@@ -37,7 +37,7 @@ def test_whole_elements_inside_one_another_are_taken(make_spec: Callable[..., Ru
         ),
         ([DOMAIN, {"name": "leaf", "devices": 64}, {"name": "spine", "devices": 64}], ".2.devices", "one of `leaf`"),
         ([DOMAIN, {"name": "leaf", "devices": 8}, SPINE], ".1.devices", "more than one of `nvlink`, which has 8"),
-        ([DOMAIN, LEAF, {"name": "spine", "devices": 32}], ".2.devices", "is 32, and the cluster has 64 devices"),
+        ([DOMAIN, LEAF, {"name": "spine", "devices": 32}], ".2.devices", "is 32, but the cluster has 64 devices"),
         ([{"name": "nvlink", "kind": "roce"}, SPINE], ".0.kind", "the first tier is the devices' own links"),
         ([DOMAIN, {"name": "spine", "oversubscription": 0.5}], ".1.oversubscription", "at least 1"),
     ],
@@ -68,7 +68,7 @@ def test_a_size_that_fits_is_named(make_spec: Callable[..., RunSpec]) -> None:
         (
             {"planes": 1, "nic_gbit_per_s": 800, "switch_tbit_per_s": 6.4},
             "switch_tiers",
-            "is 2, which join 32 NICs, and the cluster has 64 devices",
+            "is 2, which connect 32 NICs, but the cluster has 64 devices",
         ),
         ({"planes": 1, "nic_gbit_per_s": 800, "switch_tbit_per_s": 6.4, "switch_tiers": 3}, None, ""),
     ],

@@ -13,10 +13,10 @@ from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.kernels import KERNELS
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import build
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules import check as kernel_rules
 from trainspec_cli.recipe.rules.check import backend_is_used, check, check_machine, find_compiler, why_untried
-from trainspec_cli.recipe.structure import build
 
 Make = Callable[..., RunSpec]
 CPU, GPU = Machine("here", 2, 2**34), Machine("here", 2, 2**34, gpu_names=("NVIDIA H200",) * 2)
@@ -67,7 +67,7 @@ def test_auto_asks_for_no_operation_in_particular(make_spec: Make) -> None:
             {"kernels.rms_norm": "liger"},
             CPU,
             "package",
-            "`kernels.rms_norm` is liger: it runs on CUDA alone -> type kernels.rms_norm=torch",
+            "`kernels.rms_norm` is liger: it runs only on CUDA -> type kernels.rms_norm=torch",
         ),
         ({"kernels.rope": "compiled"}, CPU, "compiler", "no C++ compiler (g++, clang++) is on the PATH"),
         ({"kernels.rope": "halves"}, CPU, "compiler", ""),
@@ -96,11 +96,11 @@ def planned(spec: RunSpec) -> Plan:
 @pytest.mark.parametrize(
     ("op", "name", "changes", "values", "words"),
     [
-        ("attention", "math", {}, {}, "it takes more memory than the plan counts"),
-        ("rope", "liger", {}, {}, "CUDA alone"),
-        ("rope", "compiled", {"compile": True}, {}, "blocks are compiled as they are"),
-        ("rope", "compiled", {}, {"recompute": "selective"}, "recompute=selective follows single operations"),
-        ("linear_cross_entropy", "native", {}, {"layout": Layout(tp=2)}, "layout.tp cuts the vocabulary"),
+        ("attention", "math", {}, {}, "it needs more memory than the plan counts"),
+        ("rope", "liger", {}, {}, "only on CUDA"),
+        ("rope", "compiled", {"compile": True}, {}, "compiled blocks keep the default"),
+        ("rope", "compiled", {}, {"recompute": "selective"}, "recompute=selective observes single operations"),
+        ("linear_cross_entropy", "native", {}, {"layout": Layout(tp=2)}, "layout.tp shards the vocabulary"),
     ],
 )
 def test_what_auto_does_not_consider(op: str, name: str, changes, values, words: str, make_spec: Make) -> None:
@@ -151,7 +151,7 @@ def test_the_operations_of_other_families(data) -> None:
 )
 def test_a_cuda_kernel_runs_where_the_run_does(device: str, machine: Machine, refused: bool, make_spec: Make) -> None:
     told = problems(make_spec({"kernels.attention": "efficient", "cluster.device": device}), machine)
-    assert any("it runs on CUDA alone" in words for words in told) is refused
+    assert any("it runs only on CUDA" in words for words in told) is refused
 
 
 @pytest.mark.parametrize(

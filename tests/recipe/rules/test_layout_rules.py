@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.records import build, to_plain
 from trainspec_cli.recipe.rules.check import check_engine
-from trainspec_cli.recipe.structure import build
 
 NF4 = {"lora.rank": 4, "lora.base": "nf4"}
 
@@ -17,14 +16,14 @@ NF4 = {"lora.rank": 4, "lora.base": "nf4"}
     [
         ({"lora.rank": 4, "layout.pp": 2, "layout.pipeline_schedule": "zbv"}, "layout.pipeline_schedule", "adapters"),
         ({"lora.rank": 4, "lora.targets": []}, "lora.targets", "`lora.targets` is []"),
-        ({"lora.base": "nf4"}, "lora.base", "weights that are trained are kept in full"),
+        ({"lora.base": "nf4"}, "lora.base", "trained weights are stored in full"),
         (NF4 | {"offload": "optimizer"}, "offload", "4-bit ones stay on the device"),
         (NF4 | {"model.experts": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 64}}, "lora.base", "routed experts"),
         (NF4 | {"model.mla": {"kv_lora_rank": 8}}, "lora.base", "latent attention"),
         (NF4 | {"model.ffn_size": 129}, "lora.base", "rows of 129 (`model.ffn_size`) do not divide by 2"),
         (NF4 | {"layout.tp": 2, "model.ffn_size": 192}, "layout.tp", "(`model.ffn_size`) do not divide into 2"),
         ({"data.document_masks": True, "model.learned_positions": 64}, "data.document_masks", "rotary positions"),
-        ({"data.document_masks": True, "layout.cp": 2}, "layout.cp", "documents' masks"),
+        ({"data.document_masks": True, "layout.cp": 2}, "layout.cp", "document masks"),
         ({"layout.cp": 2, "model.attention_sinks": True}, "layout.context_method", "`model.attention_sinks`"),
         ({"layout.cp": 2, "model.mla": {"kv_lora_rank": 8}}, "layout.context_method", "`model.mla`"),
     ],
@@ -44,7 +43,7 @@ def test_adapters_and_documents_are_for_decoders_alone(make_spec, family):
     plain = to_plain(make_spec({"lora.rank": 4, "data.document_masks": True})) | {"model": models[family]}
     spec, _ = build(RunSpec, plain)
     found = {problem.path: problem.message for problem in check_engine(spec)}
-    assert found["lora.rank"] == f"adapters are for decoders, and `model.family` is {family}"
+    assert found["lora.rank"] == f"adapters are for decoders; `model.family` is {family}"
     assert "rotary positions" in found["data.document_masks"]
 
 
@@ -85,4 +84,4 @@ def test_one_expert_rank_needs_no_experts_and_a_capacity_no_cut(make_spec):
     for axis in ("cp", "tp"):
         found = check_engine(make_spec({"layout.tp": 1, "layout.cp": 1, "layout.ep": 1, f"layout.{axis}": 2}))
         assert [problem.path for problem in found] == [f"layout.{axis}"], axis
-        assert "cuts the sequence" in found[0].message
+        assert "divides the sequence" in found[0].message

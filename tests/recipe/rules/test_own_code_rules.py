@@ -11,8 +11,8 @@ import pytest
 
 from trainspec_cli.recipe.keys.model import ConvModel, OwnModel
 from trainspec_cli.recipe.keys.run import PartSpec, RunSpec
-from trainspec_cli.recipe.own_code import own_code_of
 from trainspec_cli.recipe.rules.check import check, check_engine
+from trainspec_cli.recipe.user_code import user_code_of
 from trainspec_cli.session.recipe.load import examine
 
 CODE = """
@@ -59,8 +59,8 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, TOKENS | {"data.tokenizer.options": {"a": 1}}, KEY, "define it as Tokens(*, a)"),
         ({}, {"data.tokenizer.options": {"a": 1}}, "data.tokenizer.options", f"or type {KEY}=FILE.py:NAME"),
         ({}, TOKENS | {"data.tokenizer.path": "x.json"}, "data.tokenizer.path", "type data.tokenizer.path=null"),
-        ({}, TOKENS | {"data.source": "chat", "data.path": "."}, KEY, "it goes with python_stdlib, text, jsonl"),
-        ({}, TOKENS | {"data.source": "nanogpt", "data.path": "."}, KEY, "and one's own source"),
+        ({}, TOKENS | {"data.source": "chat", "data.path": "."}, KEY, "it works with python_stdlib, text, jsonl"),
+        ({}, TOKENS | {"data.source": "nanogpt", "data.path": "."}, KEY, "and user-defined sources"),
         ({}, {"layout.tp": 2}, "layout.tp", "type layout.tp=1"),
         ({}, {"layout.cp": 2}, "layout.cp", "type layout.cp=1"),
         ({}, {"layout.ep": 2}, "layout.ep", "type layout.ep=1"),
@@ -93,7 +93,7 @@ def test_a_loss_of_ones_own_is_for_text_and_sees_the_whole_vocabulary(make_spec:
     (problem,) = check_engine(cut)
     assert (problem.path, problem.hint) == ("layout.tp", "type layout.tp=1")
     images = replace(cut, model=ConvModel("unet", (16, 16), (8, 16)))
-    assert any("`train.loss` is for models of text" in problem.message for problem in check(images))
+    assert any("`train.loss` is for text models" in problem.message for problem in check(images))
 
 
 # A source that is one of several: what is wrong with it is said of its own key.
@@ -139,7 +139,7 @@ def test_code_of_parts_is_checked_and_named_like_the_others(make_spec: Make, sou
     part = PartSpec(source, options={"count": 2})
     spec = with_part(make_spec, part)
     assert check(spec) == []
-    assert [(one.path, one.text, one.options) for one in own_code_of(spec)] == [
+    assert [(one.path, one.text, one.options) for one in user_code_of(spec)] == [
         ("data.validation.v.source", source, ("count",))
     ]
 

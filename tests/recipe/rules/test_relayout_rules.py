@@ -12,9 +12,9 @@ from trainspec_cli.recipe.keys.layout import LayoutSpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec
 from trainspec_cli.recipe.keys.training import LayoutChangeSpec, SchedulerSpec
+from trainspec_cli.recipe.records import UNKNOWN
 from trainspec_cli.recipe.rules.check import apply
 from trainspec_cli.recipe.rules.layout import RELAYOUT_RULES, changed_specs
-from trainspec_cli.recipe.structure import UNKNOWN
 from trainspec_cli.wings.certify.families import FAMILIES
 
 
@@ -43,8 +43,8 @@ def test_what_a_change_leaves_out_is_as_in_the_recipe() -> None:
 def test_an_illegal_layout_is_named_by_its_change() -> None:
     ((path, message, hint),) = found(with_changes(LayoutChangeSpec(5), LayoutChangeSpec(10, pp=2, stage_layers=(9, 1))))
     assert path == "scheduler.changes.1.stage_layers"
-    assert message.startswith("the layout from step 10 on: `layout.stage_layers` is [9, 1]: 2 stages with 10 layers")
-    assert hint == "in scheduler.changes.1: type stage_layers=[1,1], or null to cut by planned times"
+    assert message.startswith("the layout from step 10: `layout.stage_layers` is [9, 1]: 2 stages with 10 layers")
+    assert hint == "in scheduler.changes.1: type stage_layers=[1,1], or null to divide by planned times"
 
 
 def test_a_network_of_convolutions_gets_no_pipeline() -> None:
@@ -52,7 +52,7 @@ def test_a_network_of_convolutions_gets_no_pipeline() -> None:
     spec = with_changes(LayoutChangeSpec(10, pp=2), model=FAMILIES["resnet"], data=data)
     ((path, message, _),) = found(spec)
     assert path == "scheduler.changes.0.pp"
-    assert "`layout.pp` cannot be used here" in message
+    assert "`layout.pp` cannot be used" in message
 
 
 @pytest.mark.parametrize(("steps", "place"), [((10, 10), 1), ((10, 15, 12), 2), ((20,), 0), ((10, 200), 1)])

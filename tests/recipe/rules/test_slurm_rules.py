@@ -10,9 +10,9 @@ from recipe.conftest import SPEC
 
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, SlurmSpec
+from trainspec_cli.recipe.records import UNKNOWN
 from trainspec_cli.recipe.rules.check import check
 from trainspec_cli.recipe.rules.run import time_limit_s
-from trainspec_cli.recipe.structure import UNKNOWN
 
 
 def problems_of(slurm: SlurmSpec, device: str = "cuda") -> list[Problem]:
@@ -37,7 +37,7 @@ def test_a_time_within_its_own_warning_is_refused() -> None:
     (problem,) = problems_of(SlurmSpec(time="2:00"))
     assert "`2:00`, 120 s:" in problem.message and problem.path == "cluster.slurm.time"
     (problem,) = problems_of(SlurmSpec(time="2"))
-    assert "`2`, 120 s (a number alone is minutes)" in problem.message
+    assert "`2`, 120 s (a plain number is minutes)" in problem.message
     assert problems_of(SlurmSpec(time="2:00", warn_s=60)) == []
 
 
@@ -54,7 +54,7 @@ def test_memory_is_a_number_and_a_letter(text: str, is_right: bool) -> None:
         *[("h100:8", ""), ("8", ""), ("h100", ""), ("1g.10gb:8", "")],
         ("gpu:h100:8", "h100:8, a number or a type is needed"),
         ("h100:0", "a number or a type is needed"),
-        ("h100:4", "asks for 4 GPUs of a node, and `cluster.devices_per_node` uses 8"),
+        ("h100:4", "requests 4 GPUs per node, but `cluster.devices_per_node` uses 8"),
     ],
 )
 def test_gpus_are_type_and_number(text: str, said: str) -> None:
@@ -69,7 +69,7 @@ def test_what_is_not_known_is_not_judged(key: str) -> None:
 
 def test_gpus_are_not_both_asked_for_and_not() -> None:
     (problem,) = problems_of(SlurmSpec(gpus_per_node="8", gpu_request="none"))
-    assert "asks for no GPUs" in problem.message
+    assert "requests no GPUs" in problem.message
 
 
 @pytest.mark.parametrize(

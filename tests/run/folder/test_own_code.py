@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.core.errors import MachineError
-from trainspec_cli.data.corpus.own_tokenizer import tokenizer_sha256
+from trainspec_cli.data.corpus.user_code import tokenizer_sha256
 from trainspec_cli.run.folder.own_code import check_code, describe_changed_code, keep_code, read_code
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.certify.cases import Case, build_plan

@@ -175,7 +175,7 @@ def test_a_folder_in_which_others_write_is_no_place_for_a_run(shared: Path, stra
     stranger("mkdir $1", shared / "theirs")
     (shared / "everybodys").mkdir()
     (shared / "everybodys").chmod(0o777)
-    for name, why in (("theirs", "belongs to another user, nobody"), ("everybodys", "may be written by every user")):
+    for name, why in (("theirs", "belongs to another user, nobody"), ("everybodys", "can be written by every user")):
         for use in (check_free, lambda place: make_folder(place, "tiny")):
             with pytest.raises(MachineError, match=why) as caught:
                 use(str(shared / name))

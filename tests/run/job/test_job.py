@@ -68,7 +68,7 @@ def test_a_compile_cache_that_another_may_write_is_refused(
     folder = Path(job_environment(make_plan(), machine, "id")["TORCHINDUCTOR_CACHE_DIR"])
     assert (folder.parent, folder.stat().st_mode & 0o777) == (tmp_path, 0o700)
     folder.chmod(0o777)
-    with pytest.raises(MachineError, match="may be written by every user"):
+    with pytest.raises(MachineError, match="can be written by every user"):
         job_environment(make_plan(), machine, "id")
 
 

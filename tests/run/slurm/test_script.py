@@ -23,7 +23,7 @@ from trainspec_cli.core.printable import is_printable
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, SlurmSpec
 from trainspec_cli.recipe.results.blueprint import Blueprint
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.rules.run import gpus_of_node, slurm_text
+from trainspec_cli.recipe.rules.run import gpus_of_node, text_on_lines
 from trainspec_cli.run.slurm.container import mounts
 from trainspec_cli.run.slurm.script import check_folder, render_script, start_command
 
@@ -282,7 +282,7 @@ def test_text_is_refused_or_reaches_slurm_as_it_is(
 ) -> None:
     """No value is more than the value of its own option, whatever stands in it."""
     slurm, root = SlurmSpec(**texts), tmp_path / f"{name} 0"
-    assert not list(slurm_text(as_spec(slurm)))
+    assert not list(text_on_lines(as_spec(slurm)))
     assume(not is_refused(root))
     text = render(slurm, name=name, recipe=recipe, argv=("sbatch", argument))
     plain = options(render(SlurmSpec(job_name="x"), name="run"))
@@ -298,7 +298,7 @@ def test_text_is_refused_or_reaches_slurm_as_it_is(
 
 
 def as_spec(slurm: SlurmSpec) -> Any:
-    return SimpleNamespace(cluster=SimpleNamespace(slurm=slurm))
+    return SimpleNamespace(cluster=SimpleNamespace(slurm=slurm), run=SimpleNamespace(dir="auto"))
 
 
 def is_refused(root: Path) -> bool:
@@ -325,14 +325,14 @@ def assert_runs_nothing(text: str, root: Path, folder: Path) -> None:
 def test_control_characters_are_refused(name: str, before: str, control: str, after: str) -> None:
     text = f"{before}{control}{after}"
     slurm = SlurmSpec(sbatch_lines=(text,)) if name == "sbatch_lines" else SlurmSpec(**{name: text})
-    (problem,) = slurm_text(as_spec(slurm))
+    (problem,) = text_on_lines(as_spec(slurm))
     assert (problem.code, problem.path) == ("bad_text", f"cluster.slurm.{name}")
     assert is_printable(problem.message) and "\n" not in problem.message
 
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_setup_may_have_lines_and_hides_nothing(control: str) -> None:
-    refused = list(slurm_text(as_spec(SlurmSpec(setup=("module load cuda", f"true{control}false")))))
+    refused = list(text_on_lines(as_spec(SlurmSpec(setup=("module load cuda", f"true{control}false")))))
     assert [problem.path for problem in refused] == ["cluster.slurm.setup"] * (control not in "\n\t")
 
 

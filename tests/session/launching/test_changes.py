@@ -102,6 +102,6 @@ def test_tokens_of_another_tokenizer_are_refused(run_on: RunDir, texts: tuple[Pa
 
 
 def test_what_is_wrong_with_other_data_is_said(run_on: RunDir, console: RunConsole, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="there is no such file") as refused:
+    with pytest.raises(RecipeError, match="no such file") as refused:
         prepare_resume(run_on, [f"data.path={tmp_path}/nothing.jsonl"], NodeOptions(), console)
     assert refused.value.problems[0].where() == "command line:1"

@@ -165,7 +165,7 @@ def test_no_run_in_which_others_can_write_is_taken_part_in(
     monkeypatch.setattr(nodes, "run_agent", lambda *_: pytest.fail("nothing of it is run"))
     generations.begin(run)
     run.root.chmod(0o777)
-    with pytest.raises(MachineError, match="may be written by every user"):
+    with pytest.raises(MachineError, match="can be written by every user"):
         nodes.join(str(run.root), 1, console, wait_s=0.2)
 
 

@@ -137,7 +137,7 @@ def test_a_layout_that_cannot_read_the_8_bit_state_is_refused_before_the_start(
         prepare(run, "layout.tp=2", "layout.dp_replicate=1")
     (problem,) = refused.value.problems
     assert (problem.path, problem.file, problem.line) == ("layout.tp", "command line", 1)
-    assert "layout.tp 1 and 2 cut rows of model." in problem.message
+    assert "layout.tp 1 and 2 divide rows of model." in problem.message
     assert problem.hint == "type layout.tp=1, which the run has saved"
     assert prepare(run, "layout.dp_replicate=1", "layout.dp_shard=2").plan.layout.dp_shard == 2
 

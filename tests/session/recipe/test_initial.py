@@ -54,7 +54,7 @@ def test_a_name_of_the_hub_is_the_checkpoint_in_its_cache(
     monkeypatch.delenv("TRAINSPEC_HUB_MIRROR", raising=False)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     (found,) = examine(["recipe=tiny", "model=auto", "init.from=hf:some-org/tiny"]).problems
-    assert f"the Hub's cache {tmp_path}/cache does not hold some-org/tiny (main)" in found.message
+    assert f"the Hub's cache {tmp_path}/cache does not have some-org/tiny (main)" in found.message
     assert "type hf download some-org/tiny; " in found.hint
     (snapshots / ("a" * 40)).symlink_to(folder)
     examined = examine(["recipe=tiny", "model=auto", "init.from=hf:some-org/tiny"])
@@ -105,7 +105,7 @@ def test_a_recipe_that_asks_for_weights_names_them_first(
 
 def test_folders_that_hold_nothing(tmp_path: Path) -> None:
     assert told("recipe=tiny", "model=auto", f"init.from=hf:{tmp_path}") == [
-        ("init.from", f"{tmp_path} holds no config.json")
+        ("init.from", f"{tmp_path} has no config.json")
     ]
     assert told("recipe=tiny", f"init.from={tmp_path}") == [
         ("init.from", f"`init.from` is {tmp_path}, which holds no run of trainspec")
@@ -138,7 +138,7 @@ def test_faults_of_the_tensors_are_found_before_anything_runs(folder: Path) -> N
     file.write_bytes(file.read_bytes().replace(b"model.norm.weight", b"model.norm.height"))
     assert told("recipe=tiny", "model=auto", f"init.from=hf:{folder}") == [
         ("init.from", f"{folder} lacks model.norm.weight"),
-        ("init.from", f"{folder} holds tensors that the model lacks: model.norm.height"),
+        ("init.from", f"{folder} has tensors that the model lacks: model.norm.height"),
     ]
 
 

@@ -138,7 +138,7 @@ def test_all_that_stands_against_it_is_told_before_anything_is_written(run: RunD
         *("no_form", "no_form", "no_form", "no_form", "no_form", "missing_file"),
     ]
     said = [problem.message for problem in error.problems]
-    assert said[0].endswith("it is of version 7.0 of the training spec; this one reads 0.1 and 1.0")
+    assert said[0].endswith("it has version 7.0 of the training spec; this one reads 0.1 and 1.0")
     assert said[2] == f"{run.root / 'looks.json'} is a link"
     assert said[4] == f"{tmp_path}/group.yaml is no recipe: it has the key `num_layers`, which no recipe has"
     assert snapshot(tmp_path) == before
@@ -165,7 +165,7 @@ def test_files_of_others_are_refused(run: RunDir) -> None:
     run.result_json.chmod(0o666)
     for path in (run.root, run.result_json):
         error = refused(path)
-        assert isinstance(error, MachineError) and "may be written by every user of this machine" in str(error)
+        assert isinstance(error, MachineError) and "can be written by every user of this machine" in str(error)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who can give a file away")
@@ -181,8 +181,8 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "code", "hint"),
     [
-        ("0.1", "downgrade", "restore the backup next to the file: mv FILE.0.1.bak FILE"),
-        ("3.0", "newer_version", "install that one: pip install --upgrade trainspec"),
+        ("0.1", "downgrade", "the file as it was lies beside it: mv FILE.0.1.bak FILE"),
+        ("3.0", "newer_version", "upgrade: pip install --upgrade trainspec"),
         ("x", "unknown_version", "type --to 1.0, or leave it out"),
     ],
 )

@@ -14,7 +14,7 @@ from trainspec_cli.planner.capacity import plan_capacity
 from trainspec_cli.planner.workload import count_params
 from trainspec_cli.recipe.keys.model import OwnModel
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.own_code import describe_code
+from trainspec_cli.recipe.user_code import describe_code
 from trainspec_cli.session.recipe.load import load, load_for_planning, with_defaults
 
 CODE = """

@@ -89,7 +89,7 @@ def made_by_another_user(recipe: Path) -> str:
 
 def made_open(recipe: Path) -> str:
     recipe.chmod(0o666)
-    return "recipes/mine.yaml may be written by every user of this machine"
+    return "recipes/mine.yaml can be written by every user of this machine"
 
 
 @pytest.mark.parametrize("make", [made_by_another_user, made_open])

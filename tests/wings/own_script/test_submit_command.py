@@ -64,7 +64,7 @@ def test_the_commands_own_modules_are_those_of_the_jobs_shell(tmp_path: Path, ca
         ([CPU, "recipe=tiny", "--", *COMMAND], "unknown_key", "a job has one of them"),
         ([CPU, "optim.lr=1", "--", *COMMAND], "unknown_key", "the command has its own options"),
         ([CPU, "cluster.slurm.tme=1", "--", *COMMAND], "unknown_key", "did you mean `cluster.slurm.time`?"),
-        ([CPU, "cluster.slurm.time=soon", "--", *COMMAND], "bad_time", "such as two hours"),
+        ([CPU, "cluster.slurm.time=soon", "--", *COMMAND], "bad_time", "for two hours, type"),
         ([CPU, "cluster.num_nodes=0", "--", *COMMAND], "out_of_range", "cluster.num_nodes=1 or more"),
         (["--", *COMMAND], "left_open", "cluster.device=cuda cluster.devices_per_node=8"),
         (["cluster.device=cuda", "--", *COMMAND], "left_open", "cluster.devices_per_node=8"),

@@ -8,8 +8,8 @@ import pytest
 
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import build
 from trainspec_cli.recipe.rules.check import check
-from trainspec_cli.recipe.structure import build
 from trainspec_cli.run.folder.generations import create_secret
 from trainspec_cli.session.recipe.load import check_start, load
 

@@ -1,5 +1,4 @@
-"""Read bytes and text of files that other programs wrote: regular files of a bounded size, or a precise error. Also the
-version of the training spec that a file states.
+"""Read files that other programs wrote: regular files of a limited size and a known version, or a precise error.
 
 A named pipe or a device in place of a file would block the reader, or never end.
 """
@@ -25,7 +24,7 @@ from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.core.printable import format_bytes
 
 MAX_BYTES = 64 * 2**20
-"""The default limit for a file that is read whole."""
+"""The default size limit for a file."""
 
 ANY_DAMAGE = (
     OSError,
@@ -55,7 +54,7 @@ _KINDS = {
 MAX_DEPTH = 64
 """The deepest nesting of lists and objects."""
 MAX_DIGITS = 30
-"""The most digits of a number that is read as a whole number; a longer one is read as a float."""
+"""The most digits of a whole number; a longer one is read as a float."""
 
 _REMOTE = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.+)")
 
@@ -73,7 +72,7 @@ _KIND_NAMES = {
 
 
 class UnreadableFileError(MachineError, ValueError):
-    """A file exists but cannot be read: its kind, size or content is not what the reader accepts."""
+    """A file exists but cannot be read: the reader does not accept its kind, size or content."""
 
 
 class MissingFileError(UnreadableFileError, FileNotFoundError):
@@ -87,7 +86,7 @@ class ClosedFileError(UnreadableFileError, PermissionError):
 def unreadable(
     path: Path | str, why: str, hint: str = "", *, line: int | None = None, column: int | None = None
 ) -> UnreadableFileError:
-    """Return an error that names `path` and says `why` it cannot be read."""
+    """Return an error that names `path` and states the reason `why` it cannot be read."""
     return UnreadableFileError(
         Problem(
             code="unreadable_file",
@@ -102,7 +101,7 @@ def unreadable(
 
 
 def expand(path: str | Path) -> Path:
-    """Expand `~` and `~NAME`; return the path unchanged if there is no such user."""
+    """Expand `~` and `~NAME`; return the path unchanged if the user does not exist."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -110,7 +109,7 @@ def expand(path: str | Path) -> Path:
 
 
 def how_to_copy(path: str) -> str:
-    """Return what to type to have a remote path (`s3://...`) on this machine; "" for a local path."""
+    """Return what to type to copy a remote path (`s3://...`) to this machine; "" for a local path."""
     found = _REMOTE.fullmatch(path)
     if found is None:
         return ""
@@ -134,11 +133,11 @@ def how_to_copy(path: str) -> str:
         command = f"curl -LO {shlex.quote(path)}"
     else:
         command = f"with the program for {scheme}://"
-    return f"copy it to this machine first ({command}), and name the copy; remote paths are not read"
+    return f"copy it to this machine first ({command}), and name the copy; remote paths cannot be read"
 
 
 def exists(path: Path) -> bool:
-    """Return True if `path` is anything but a folder; False also for a path that no file can have."""
+    """Return True if `path` exists and is not a folder; False also for an impossible path."""
     try:
         return path.exists() and not path.is_dir()
     except (OSError, ValueError):
@@ -151,22 +150,22 @@ def open_regular(path: Path) -> BinaryIO:
     Raises UnreadableFileError, or MissingFileError if it does not exist.
     """
     try:
-        # Opening a named pipe would wait for a writer for ever; its kind is known only once it is open.
+        # Opening a named pipe would wait forever for a writer; its kind is known only after opening.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFileError(Problem("missing_file", f"there is no file {path}", file=str(path))) from error
     except PermissionError as error:
-        closed = ClosedFileError(Problem("closed_file", f"{path} is closed to this user", environment=True))
+        closed = ClosedFileError(Problem("closed_file", f"no permission to read {path}", environment=True))
         closed.filename = str(path)
         raise closed from error
     except OSError as error:
         raise unreadable(path, f"cannot be opened: {error.strerror}") from error
     except ValueError as error:  # a NUL byte
-        raise unreadable(repr(str(path)), f"is no path: {error}") from error
+        raise unreadable(repr(str(path)), f"is not a path: {error}") from error
     try:
         kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
         if kind != stat.S_IFREG:
-            raise unreadable(path, f"is {_KINDS.get(kind, 'no regular file')}; a regular file is needed")
+            raise unreadable(path, f"is {_KINDS.get(kind, 'not a regular file')}; a regular file is needed")
         return os.fdopen(descriptor, "rb")
     # An interrupt must not leave the descriptor open either.
     except BaseException:
@@ -183,14 +182,14 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a file of at most `max_bytes`. Raises as `open_regular` does."""
     try:
         with open_regular(path) as file:
-            # The size on the disk proves nothing: files below /proc state 0, and others grow meanwhile.
+            # The reported size proves nothing: files below /proc state 0, and others grow meanwhile.
             content = file.read(max_bytes + 1)
     except OSError as error:
         if isinstance(error, UnreadableFileError):
             raise
         raise unreadable(path, f"cannot be read: {error.strerror}") from error
     if len(content) > max_bytes:
-        raise unreadable(path, f"is larger than the {format_bytes(max_bytes)} that are read from such a file")
+        raise unreadable(path, f"is larger than {format_bytes(max_bytes)}, the limit for such a file")
     return content
 
 
@@ -206,7 +205,7 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def parse_json(text: str | bytes) -> JsonValue:
-    """Parse JSON. Raises ValueError (JSONDecodeError if it is not JSON) that says what is wrong."""
+    """Parse JSON. Raises ValueError (JSONDecodeError if it is not JSON) that describes the mistake."""
     try:
         content: JsonValue = json.loads(text, parse_int=parse_whole)
     except RecursionError as error:
@@ -243,7 +242,7 @@ def read_field(path: Path, content: JsonObject, name: str, kind: type[JsonObject
 @overload
 def read_field(path: Path, content: JsonObject, name: str, kind: type[T]) -> T: ...
 def read_field(path: Path, content: JsonObject, name: str, kind: type) -> object:
-    """Return a field of an object in `path`. Raises UnreadableFileError where it is missing or of another kind."""
+    """Return a field of an object in `path`. Raises UnreadableFileError if it is missing or has another kind."""
     if name not in content:
         raise unreadable(path, f"has no `{name}`; {describe_kind(kind)} is needed")
     if not is_kind(content[name], kind):
@@ -259,12 +258,12 @@ def is_kind(value: object, kind: Kind) -> bool:
 
 
 def describe_kind(kind: Kind) -> str:
-    """`int | None` -> `a whole number or null`."""
+    """Describe a kind: `int | None` -> `a whole number or null`."""
     return " or ".join(_KIND_NAMES[one] for one in _members(kind))
 
 
 def _members(kind: Kind) -> tuple[type, ...]:
-    """`int | None` -> (int, NoneType); `dict[str, object]` -> (dict,)."""
+    """Return the types of a union: `int | None` -> (int, NoneType); `dict[str, object]` -> (dict,)."""
     kinds = kind.__args__ if isinstance(kind, types.UnionType) else (kind,)
     return tuple(get_origin(one) or one for one in kinds)
 
@@ -278,18 +277,18 @@ def show_kind(value: object) -> str:
 
 
 def parse_whole(digits: str) -> int | float:
-    """Return a whole number of JSON; as the nearest float if it has more than `MAX_DIGITS` digits.
+    """Return a whole number of JSON, or the nearest float if it has more than `MAX_DIGITS` digits.
 
     Transformers writes int(1e30), which has 31 digits, as `model_max_length` of a tokenizer without a limit, so a long
-    number is no reason to refuse a file. As a float it never overflows in arithmetic, and no field that needs a whole
-    number takes it.
+    number is no reason to refuse a file. A float never overflows in arithmetic, and no field of whole numbers accepts
+    it.
     """
     return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
 def check_depth(content: JsonValue) -> None:
-    """Raise ValueError for lists and objects that are nested too deep."""
-    # Level by level: recursion would hit the very limit that this check protects.
+    """Raise ValueError for lists and objects that are nested too deeply."""
+    # Level by level, because recursion would hit the limit that this check protects.
     level = [content]
     depth = 0
     while level := [node for node in level if isinstance(node, (dict, list))]:
@@ -299,7 +298,7 @@ def check_depth(content: JsonValue) -> None:
         level = [item for node in level for item in (node.values() if isinstance(node, dict) else node)]
 
 
-# A JSON array item by item, each with the line that it begins in.
+# A JSON array item by item, each with the line in which it begins.
 
 
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -307,7 +306,7 @@ SHOWN_CHARS = 30
 
 
 class JsonArrayError(ValueError):
-    """The text is not a JSON array, or holds an item that cannot be parsed; nothing behind it can be read."""
+    """The text is not a JSON array, or has an item that cannot be parsed; nothing after it can be read."""
 
     def __init__(self, why: str, line: int):
         super().__init__(why)
@@ -315,7 +314,7 @@ class JsonArrayError(ValueError):
 
 
 def parse_items(text: str) -> Iterator[tuple[int, JsonValue]]:
-    """Yield (line, item) for each item of the array that is the whole of `text`. Raises JsonArrayError."""
+    """Yield (line, item) for each item of the array that makes up `text`. Raises JsonArrayError."""
     decoder = json.JSONDecoder(parse_int=parse_whole)
     at, line = _pass(text, 0, "[", 1)
     if text[at : at + 1] == "]":
@@ -348,83 +347,86 @@ def _skip_space(text: str, start: int, line: int) -> tuple[int, int]:
 
 
 def _pass(text: str, start: int, mark: str, line: int) -> tuple[int, int]:
-    """Return the position behind `mark` and the space around it, and its line."""
+    """Return the position after `mark` and the space around it, and its line."""
     at, line = _skip_space(text, start, line)
     if text[at : at + 1] != mark:
         found = _excerpt(text, at) if at < len(text) else "the end of the file"
-        raise JsonArrayError(f"`{mark}`{' or `]`' * (mark == ',')} is needed in the place of {found}", line)
+        raise JsonArrayError(f"`{mark}`{' or `]`' * (mark == ',')} is needed instead of {found}", line)
     return _skip_space(text, at + 1, line)
 
 
 def _check_end(text: str, start: int, line: int) -> None:
     at, line = _skip_space(text, start, line)
     if at < len(text):
-        raise JsonArrayError(f"{_excerpt(text, at)} stands behind the end of the array", line)
+        raise JsonArrayError(f"{_excerpt(text, at)} follows the end of the array", line)
 
 
 def _excerpt(text: str, at: int) -> str:
     return f"`{text[at : at + SHOWN_CHARS].splitlines()[0]}`"
 
 
-# The version of the training spec that a file conforms to, which it states as `spec_version`. A file that states none
-# is of version 0.1, which had no such key.
+# The version of the training spec that a file follows, which it states as `spec_version`. A file without this key has
+# version 0.1, which did not have it.
 
 
 VERSION_KEY = "spec_version"
 CURRENT_VERSION = "1.0"
 UNSTATED_VERSION = "0.1"
 VERSIONS = (UNSTATED_VERSION, CURRENT_VERSION)
-"""All versions that there have been, oldest first; each of them is read."""
+"""All versions, oldest first; each of them can be read."""
 VERSION_LINE = f'{VERSION_KEY}: "{CURRENT_VERSION}"\n'
 """The first line of a recipe's keys."""
 NEWER_VERSION, UNKNOWN_VERSION = "newer_version", "unknown_version"
-"""The codes of what is wrong with a version."""
+"""The codes of problems with a version."""
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
-SHOWN_VERSION_CHARS = 40
 
 
 @dataclass(frozen=True)
 class VersionFault:
-    """Why a file of a stated version is not read."""
+    """The reason why a file with a stated version cannot be read."""
 
     code: str
     why: str
-    """It follows the file's name."""
+    """Completes a sentence that begins with the file's name."""
     hint: str
 
 
 def find_fault(stated: object) -> VersionFault | None:
-    """Return what is wrong with the version that a file states; None where it is read."""
+    """Return the problem of the version that a file states; None if the file can be read."""
     if isinstance(stated, str) and stated in VERSIONS:
         return None
     known = " and ".join(VERSIONS)
-    shown = repr(stated)[:SHOWN_VERSION_CHARS]
-    # A newer file gets another remedy than a misspelt version: upgrade, do not edit.
+    shown = repr(stated)[:40]
+    # A newer file needs another remedy than a misspelled version: upgrade instead of editing.
     if is_newer(stated):
-        why = f"was made by a newer trainspec: it is of version {stated} of the training spec; this one reads {known}"
-        return VersionFault(NEWER_VERSION, why, "install that one: pip install --upgrade trainspec")
+        why = f"was made by a newer trainspec: it has version {stated} of the training spec; this one reads {known}"
+        return VersionFault(NEWER_VERSION, why, "upgrade: pip install --upgrade trainspec")
     if isinstance(stated, str):
-        why = f"has an unknown {VERSION_KEY}, {shown} (known: {known})"
+        why = f"has an unknown `{VERSION_KEY}`, {shown} (known: {known})"
     else:
         why = f"has {shown} as `{VERSION_KEY}`; text is needed"
     return VersionFault(UNKNOWN_VERSION, why, f'write {VERSION_KEY}: "{CURRENT_VERSION}"')
 
 
 def check_version(path: Path, stated: object, line: int | None = None) -> None:
-    """Raise UnreadableFileError for a version that is not read. `line`: where it stands."""
+    """Raise UnreadableFileError for a version that cannot be read. `line`: its line in the file."""
     if fault := find_fault(stated):
         problem = Problem(fault.code, f"{path} {fault.why}", "", fault.hint, str(path), line, environment=True)
         raise UnreadableFileError(problem)
 
 
 def is_newer(stated: object, than: str = CURRENT_VERSION) -> bool:
-    """Return whether a version comes after another."""
+    """Return whether a version is later than another."""
     found = _VERSION.fullmatch(stated) if isinstance(stated, str) else None
-    return found is not None and [int(part) for part in found[0].split(".")] > [int(part) for part in than.split(".")]
+    return found is not None and _order(found[0]) > _order(than)
+
+
+def _order(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 def with_version(content: JsonObject) -> JsonObject:
-    """Return what a file of the current version holds: its version first."""
+    """Return the content of a file of the current version, with the version first."""
     return {VERSION_KEY: CURRENT_VERSION, **content}
 
 

@@ -1,6 +1,6 @@
-"""Checkpoints of the Hugging Face Hub by name, as they lie on this machine: in a mirror folder, or in the Hub's cache.
+"""Checkpoints of the Hugging Face Hub by name on this machine: in a mirror folder, or in the Hub's cache.
 
-Nothing is downloaded. The cache is laid out as `huggingface_hub` writes it: `models--ORG--NAME/refs/REVISION` holds a
+Nothing is downloaded. The cache has the layout of `huggingface_hub`: `models--ORG--NAME/refs/REVISION` contains a
 commit, and `snapshots/COMMIT` its files.
 """
 
@@ -28,8 +28,8 @@ class HubName:
     """A branch, a tag or a commit."""
 
     def folder(self) -> Path | None:
-        """Return the folder of the checkpoint; None where this machine does not have it. A mirror knows no revisions
-        but `main`."""
+        """Return the folder of the checkpoint; None if this machine does not have it. A mirror has only the revision
+        `main`."""
         mirror = os.environ.get(HUB_MIRROR)
         mirrored = expand(mirror) / self.name if mirror and self.revision == "main" else None
         if mirrored is not None and mirrored.is_dir():
@@ -41,7 +41,7 @@ class HubName:
 
 
 def hub_name(text: str) -> HubName | None:
-    """Return the name that `text` may be; None where it can only be a folder, or is one."""
+    """Return the name in `text`; None if the text is a folder, or can only be one."""
     named = _NAMED.fullmatch(text)
     if named is None or Path(text).is_dir():
         return None
@@ -50,15 +50,15 @@ def hub_name(text: str) -> HubName | None:
 
 
 def locate_checkpoint(text: str) -> Path:
-    """Return the folder that `hf:TEXT` means: a folder, or else a checkpoint by its name on the Hub. Where there is
-    neither, return TEXT as a folder, which is not there."""
+    """Return the folder that `hf:TEXT` means: a folder, or else a checkpoint by its name on the Hub. If neither exists,
+    return TEXT as the path of a missing folder."""
     named = hub_name(text)
     found = named.folder() if named else None
     return found or expand(text)
 
 
 def hub_cache() -> Path:
-    """Return the Hub's cache, where `huggingface_hub` has it."""
+    """Return the location of `huggingface_hub`'s cache."""
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return expand(cache)
     if home := os.environ.get("HF_HOME"):
@@ -67,7 +67,7 @@ def hub_cache() -> Path:
 
 
 def _read_ref(file: Path) -> str:
-    """Return the commit that a ref names; an empty text where there is none."""
+    """Return the commit that a ref names, or ""."""
     try:
         with file.open("rb") as opened:
             text = opened.read(MAX_REF_BYTES).decode("ascii", errors="replace").strip()

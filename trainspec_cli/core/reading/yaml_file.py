@@ -1,4 +1,4 @@
-"""Read YAML that other programs wrote: bounded in size, depth, and the expansion of its aliases."""
+"""Read YAML that other programs wrote, with limits on size, depth, and the expansion of its aliases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_BYTES = 512 * 2**10
 MAX_DEPTH = 32
 """The deepest nesting of lists and mappings."""
 MAX_NODES = 20_000
-"""The most values in a file, with those behind an alias counted each time."""
+"""The most values in a file, counting those of an alias each time."""
 MAX_INTERPOLATED_CHARS = 2_000
 """The longest value with `${...}`, which is parsed slowly."""
 MAX_DIGITS = 30
@@ -33,11 +33,11 @@ _NO_VALUES = frozenset(_TAG + kind for kind in ("binary", "omap", "pairs", "set"
 
 
 class YamlLimitError(yaml.MarkedYAMLError):  # type: ignore[misc] # PyYAML has no types
-    """The file exceeds a limit that YAML itself does not have; `problem_mark` says where."""
+    """The file exceeds a limit that YAML itself does not have; `problem_mark` is the position."""
 
 
 def _in_our_dialect(base: Any) -> Any:
-    """Return a loader that reads numbers as YAML 1.2 and OmegaConf do (`1e-3` is one), and dates as text."""
+    """Return a loader that reads numbers as YAML 1.2 and OmegaConf do (`1e-3` is a number), and dates as text."""
     loader: Any = type("Loader", (base,), {})
     left_out = f"{_TAG}float", f"{_TAG}timestamp"
     loader.yaml_implicit_resolvers = {
@@ -66,7 +66,7 @@ def compose_yaml(text: str) -> yaml.Node | None:
     try:
         root = _FastLoader(text).get_single_node()
     except (yaml.YAMLError, RecursionError):
-        # libyaml says less of what is wrong, and not where it began: the slow loader reads it again for that.
+        # libyaml reports less about the mistake, and not where it began, so the slow loader reads the text again.
         loader = _Loader(text)
         try:
             root = loader.get_single_node()
@@ -78,7 +78,7 @@ def compose_yaml(text: str) -> yaml.Node | None:
 
 
 def construct_yaml(root: yaml.Node) -> Any:
-    """Return what a tree of nodes stands for, as plain values."""
+    """Return the value of a tree of nodes, as plain values."""
     return _Loader("").construct_document(root)
 
 
@@ -101,7 +101,7 @@ def read_yaml(path: Path) -> JsonValue:
 
 def read_versioned_yaml(path: Path) -> JsonValue:
     """Return the content of a file of any version that this trainspec reads, without its version. Raises as
-    `read_yaml`, and UnreadableFileError where a newer trainspec wrote it."""
+    `read_yaml`, and UnreadableFileError if a newer trainspec wrote it."""
     content = read_yaml(path)
     if not isinstance(content, dict):
         return content
@@ -110,7 +110,7 @@ def read_versioned_yaml(path: Path) -> JsonValue:
 
 
 def _count(node: yaml.Node, depth: int, known: dict[int, int], above: set[int]) -> int:
-    """Count the values that `node` expands to. Raises YamlLimitError if they are too many, or too deep."""
+    """Count the values that `node` expands to. Raises YamlLimitError if they are too many or nested too deeply."""
     if id(node) in above:
         raise _over("it contains itself, through an alias", node)
     if depth > MAX_DEPTH:
@@ -119,7 +119,7 @@ def _count(node: yaml.Node, depth: int, known: dict[int, int], above: set[int]) 
         raise _over(f"!!{node.tag.removeprefix(_TAG)} is not a type that a recipe can hold", node)
     if isinstance(node, yaml.ScalarNode):
         if node.tag == f"{_TAG}timestamp":
-            node.tag = f"{_TAG}str"  # a date is text, as Hydra has it
+            node.tag = f"{_TAG}str"  # a date is text, as in Hydra
         if "${" in node.value and len(node.value) > MAX_INTERPOLATED_CHARS:
             raise _over(
                 f"a text with ${{...}} has {len(node.value):,} characters; at most {MAX_INTERPOLATED_CHARS}", node

@@ -21,7 +21,7 @@ NONCE_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size
 ANSWER_BYTES = NONCE_BYTES + PROOF_BYTES
 TIMEOUT_S = 10.0
-"""A connection whose handshake takes longer is closed."""
+"""Time limit of a handshake, after which the connection is closed."""
 
 
 class HandshakeError(ConnectionError):
@@ -37,10 +37,10 @@ class Challenge:
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
 
     def accept(self, answer: bytes) -> bytes:
-        """Return the server's own proof for the client's answer. Raises HandshakeError for a wrong one."""
+        """Return the server's proof for the client's answer. Raises HandshakeError for a wrong answer."""
         theirs = answer[:NONCE_BYTES]
         proof = answer[NONCE_BYTES:]
-        # `==` stops at the first wrong byte, and its time would show how much of a guessed proof is right.
+        # `==` stops at the first wrong byte, so its time would reveal how much of a guessed proof is right.
         if not hmac.compare_digest(proof, _prove(self.secret, "client", self.purpose, self.nonce, theirs)):
             raise HandshakeError("the client does not know the job's secret")
         return _prove(self.secret, "server", self.purpose, self.nonce, theirs)
@@ -58,11 +58,11 @@ class Answer:
 
     @property
     def content(self) -> bytes:
-        """Return what the client sends: its nonce and its proof."""
+        """Return the client's message: its nonce and its proof."""
         return self.nonce + _prove(self.secret, "client", self.purpose, self.theirs, self.nonce)
 
     def check(self, proof: bytes) -> None:
-        """Raise HandshakeError where the server's own proof is wrong."""
+        """Raise HandshakeError if the server's proof is wrong."""
         if not hmac.compare_digest(proof, _prove(self.secret, "server", self.purpose, self.theirs, self.nonce)):
             raise HandshakeError("the server does not know the job's secret")
 
@@ -78,7 +78,7 @@ def connect(address: tuple[str, int] | str, secret: bytes, purpose: str) -> sock
             connection.settimeout(TIMEOUT_S)
             connection.connect(address)
         else:
-            # Messages are short and each waits for its answer, which Nagle's algorithm would hold back.
+            # Messages are short and each waits for its answer, which Nagle's algorithm would delay.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         prove_to(connection, secret, purpose)
     except OSError:
@@ -88,10 +88,10 @@ def connect(address: tuple[str, int] | str, secret: bytes, purpose: str) -> sock
 
 
 def prove_to(connection: socket.socket, secret: bytes, purpose: str) -> None:
-    """Do the client's half on a blocking connection that has a timeout.
+    """Perform the client's half on a blocking connection that has a timeout.
 
-    Raises HandshakeError, or OSError if the connection is lost: a server closes connections in their handshake when too
-    many arrive at once.
+    Raises HandshakeError, or OSError if the connection is lost: a server closes connections during their handshake when
+    too many arrive at the same time.
     """
     answer = Answer(secret, purpose, _receive(connection, NONCE_BYTES))
     connection.sendall(answer.content)
@@ -99,7 +99,7 @@ def prove_to(connection: socket.socket, secret: bytes, purpose: str) -> None:
 
 
 def _prove(secret: bytes, side: str, purpose: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    # The separator keeps a side and a purpose from running together into those of another proof.
+    # The separator prevents that a side and a purpose together equal those of another proof.
     content = b"\0".join((side.encode(), purpose.encode(), server_nonce + client_nonce))
     return hmac.digest(secret, content, "sha256")
 

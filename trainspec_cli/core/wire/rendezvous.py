@@ -1,6 +1,6 @@
-"""The messages between the rendezvous server and its clients, each one JSON object a line; and a client's connection.
+"""The messages between the rendezvous server and its clients, one JSON object per line; and a client's connection.
 
-A request has the name of its operation under `op`. A store's values are text, in which each character is a byte.
+A request has the name of its operation under `op`. A store's values are text in which each character is a byte.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SetKey:
 
 @dataclass(frozen=True)
 class AddToKey:
-    """Add to a key that holds a whole number in decimal digits; an absent one counts from 0."""
+    """Add to a key whose value is a whole number in decimal digits; an absent key counts from 0."""
 
     key: str
     amount: int
@@ -44,7 +44,7 @@ class AppendToKey:
 
 @dataclass(frozen=True)
 class CompareAndSetKey:
-    """Set a key that holds `expected`, or an absent key where `expected` is empty."""
+    """Set a key whose value is `expected`, or an absent key if `expected` is empty."""
 
     key: str
     expected: str
@@ -89,20 +89,20 @@ class AwaitKeys:
 
 @dataclass(frozen=True)
 class JoinQuorum:
-    """Ask for a place in the step after `step`."""
+    """Request to take part in the step after `step`."""
 
     name: str
     """The name of the replica group's start."""
     step: int
     failures: int
-    """Exchanges in a row that have failed."""
+    """Number of consecutive exchanges that have failed."""
     number: int
     """The answer repeats it."""
 
 
 @dataclass(frozen=True)
 class GroupBeat:
-    """The replica group lives."""
+    """A heartbeat of the replica group."""
 
     name: str
 
@@ -124,7 +124,7 @@ class KeyValues:
 
 @dataclass(frozen=True)
 class MissingKey:
-    """Answers `GetKeys` and `AwaitKeys` where a key did not come in time."""
+    """Answers `GetKeys` and `AwaitKeys` if a key did not arrive in time."""
 
     missing: str
 
@@ -134,16 +134,16 @@ class FormedQuorum:
     """The replica groups that make the next step together."""
 
     quorum: str
-    """Another one whenever the members change, or one of them has met an error."""
+    """Changes whenever the members change, or one of them has had an error."""
     names: tuple[str, ...]
     steps: tuple[int, ...]
-    """Updates that each of them has made."""
+    """Number of updates that each of them has made."""
     number: int
     """The number of the request."""
 
 
 KeyRequest = SetKey | AddToKey | AppendToKey | CompareAndSetKey | DeleteKey | CountKeys | CheckKeys
-"""Requests that are answered at once, by a `StoreAnswer`."""
+"""Requests that are answered immediately with a `StoreAnswer`."""
 WaitRequest = GetKeys | AwaitKeys
 QuorumRequest = JoinQuorum | GroupBeat
 Request = KeyRequest | WaitRequest | QuorumRequest
@@ -185,7 +185,7 @@ class JsonClient:
             try:
                 self._connection = connect((host, int(port)), secret, RENDEZVOUS_PURPOSE)
                 return
-            # A wrong secret stays wrong; trying again would only delay the error.
+            # A wrong secret stays wrong; retrying would only delay the error.
             except HandshakeError:
                 raise
             except OSError:
@@ -209,8 +209,8 @@ class JsonClient:
                 raise ConnectionResetError("the rendezvous server closed the connection")
             self._unread += piece
             if len(self._unread) > LINE_BYTES:
-                raise ConnectionError("the rendezvous server sent a line without an end")
-        # One read may hold the beginning of the next line.
+                raise ConnectionError("the rendezvous server sent a line that is too long")
+        # One read may contain the beginning of the next line.
         line, _, self._unread = self._unread.partition(b"\n")
         return dict(json.loads(line))
 

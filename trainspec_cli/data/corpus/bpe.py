@@ -1,4 +1,4 @@
-"""The tokenizer: a byte-level BPE trained on the data, or the user's own `tokenizer.json`; text to tokens and back."""
+"""The tokenizer, a byte-level BPE trained on the data or the user's `tokenizer.json`: text to tokens and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<
 """Names of the end-of-document token in published tokenizers."""
 
 MAX_FILE_BYTES = 256 * 2**20
-"""The largest tokenizer.json that is read. A vocabulary of 900,000 entries (XLM-V) takes about 60 MiB."""
+"""The largest tokenizer.json that is accepted. A vocabulary of 900,000 entries (XLM-V) takes about 60 MiB."""
 
 MAX_WORD_CHARS = 256
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARS}}}|\s{{{MAX_WORD_CHARS}}}")
@@ -36,11 +36,12 @@ WORD_PATTERN = (
     r"|[\r\n]+ *"
     r"|\s+(?!\S)|\s+"
 )
-"""Merges stay within one match. Keeping line ends with indentation gives 8% fewer tokens of Python than GPT-2's."""
+"""Merges stay within one match. Keeping line ends together with indentation gives 8% fewer tokens of Python than
+GPT-2's pattern."""
 
 
 def train(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocab_size` entries (fewer when the text is too small to fill it).
+    """Train a byte-level BPE of at most `vocab_size` entries (fewer if the text is too small to fill it).
 
     The same texts give the same tokenizer, whatever the number of threads.
     """
@@ -63,7 +64,7 @@ def train(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) ->
 
 
 def cut_long_words(text: str) -> Iterator[str]:
-    """Cut `text` within words of more than `MAX_WORD_CHARS`: training time grows with the square of a word's length."""
+    """Split words of more than `MAX_WORD_CHARS` in `text`: training time grows with the square of a word's length."""
     start = 0
     for long in _LONG_WORD.finditer(text):
         yield text[start : long.end()]
@@ -72,7 +73,7 @@ def cut_long_words(text: str) -> Iterator[str]:
 
 
 def load(file: Path) -> Tokenizer:
-    """Read a `tokenizer.json`. Raises RecipeError if it is missing or not one."""
+    """Read a `tokenizer.json`. Raises RecipeError if it is missing or invalid."""
     if not exists(file):
         raise _tokenizer_error("missing_file", f"{file.absolute()} does not exist")
     try:
@@ -81,8 +82,8 @@ def load(file: Path) -> Tokenizer:
     except ValueError as error:  # the library raises nothing more precise
         raise _tokenizer_error("bad_tokenizer", f"{file} is not a tokenizer.json: {error}") from error
     if empty:
-        raise _tokenizer_error("bad_tokenizer", f"{file} is a tokenizer without any token")
-    # Files of published models cut texts to the model's length, which would lose the rest of each document.
+        raise _tokenizer_error("bad_tokenizer", f"{file} is a tokenizer without tokens")
+    # Files of published models truncate texts to the model's length, which would lose the rest of each document.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return _as_plain_text(tokenizer)
@@ -95,13 +96,13 @@ def _read_tokenizer(file: Path) -> Tokenizer:
     try:
         return Tokenizer.from_str(text)
     except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # the library's own faults
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # exceptions of the library
             raise ValueError(str(error)) from error
         raise
 
 
 def _as_plain_text(tokenizer: Tokenizer) -> Tokenizer:
-    """Make the tokenizer encode text that spells a special token like any other text."""
+    """Make the tokenizer encode the spelling of a special token like any other text."""
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -112,13 +113,13 @@ def digest(tokenizer: Tokenizer) -> str:
 
 
 def count_vocab(tokenizer: Tokenizer) -> int:
-    """Return the highest id plus one: the rows that an embedding needs, gaps included."""
+    """Return the highest id plus one: the number of rows that an embedding needs, gaps included."""
     # Not the number of entries: published vocabularies have gaps, and an id beyond the embedding would end the run.
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def find_end_of_document(tokenizer: Tokenizer, spec: TokenizerSpec) -> int:
-    """Return the id that ends each document: the one the spec names, or the first of the known names."""
+    """Return the id that ends each document: the token named by the spec, or the first known name."""
     for name in (spec.end_of_document,) if spec.end_of_document else KNOWN_ENDS:
         token_id = tokenizer.token_to_id(name)
         if token_id is not None:
@@ -147,7 +148,7 @@ def encode(token_folder: str | Path, text: str) -> list[int]:
 
 
 def encode_template(token_folder: str | Path, text: str) -> list[int]:
-    """Return the tokens of a rendered chat template, whose special tokens are encoded as such."""
+    """Return the tokens of a rendered chat template, with its special tokens encoded as such."""
     tokenizer = _load_from(token_folder)
     tokenizer.encode_special_tokens = False
     return tokenizer.encode(text, add_special_tokens=False).ids
@@ -161,12 +162,13 @@ def until_special(token_folder: str | Path, ids: Sequence[int]) -> Sequence[int]
 
 
 def decode(token_folder: str | Path, ids: Sequence[int]) -> str:
-    """Return the text of `ids`; special tokens are spelt out, and bytes that are not UTF-8 become U+FFFD."""
+    """Return the text of `ids`; special tokens are spelled out, and bytes that are not UTF-8 become U+FFFD."""
     return _load_from(token_folder).decode(list(ids), skip_special_tokens=False)
 
 
 def decode_parts(token_folder: str | Path, parts: Sequence[Sequence[int]]) -> list[str]:
-    """Return the text of each part of a text: decoders may treat the first token of a text in another way."""
+    """Return the text of each part of a text. A decoder may treat the first token of a text differently, so parts are
+    not decoded separately."""
     tokenizer = _load_from(token_folder)
     texts: list[str] = []
     ids: list[int] = []

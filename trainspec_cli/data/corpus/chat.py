@@ -1,4 +1,4 @@
-"""Parse conversations and completions, one per line, into text of which only marked spans are learnt."""
+"""Parse conversations and completions, one per line, into text with marked spans to train on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainspec_cli.data.huggingface.chat_template import ChatTemplate, Span, fin
 from trainspec_cli.data.huggingface.folder import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENIZER_CONFIG
 from trainspec_cli.recipe.keys.run import DataSpec
 
-# The formats that conversations come in. Each becomes the messages that a chat template takes.
+# The formats of conversations. Each is converted to the messages that a chat template expects.
 
 
 Record = Mapping[str, object]
@@ -34,16 +34,16 @@ _SIGNS: Mapping[ChatFormat, tuple[str, ...]] = {
     "ShareGPT": ("conversations",),
     "Alpaca": ("instruction",),
 }
-"""A record that has all of these fields is of the format; the first that fits counts."""
+"""A record that has all of these fields has the format; the first match counts."""
 ANY_SHAPE = f"each line must be {', '.join(list(SHAPES.values())[:-1])} or {SHAPES['Alpaca']}"
 PREFERENCE_FIELDS = ("chosen", "rejected")
-"""A record with both is a pair of preference, for training that is not supported."""
+"""A record with both fields is a preference pair, for a kind of training that is not supported."""
 FIELDS = ("messages", "prompt", "completion", "conversations", "instruction", "input", "output", "system")
 REFUSED_FIELDS = ("history", *PREFERENCE_FIELDS)
 FIELDS_OF_TEMPLATES = ("tools", "documents")
-"""Values that a template gets beside the messages."""
+"""Values that a template receives in addition to the messages."""
 COLUMNS = (*FIELDS, *REFUSED_FIELDS, *FIELDS_OF_TEMPLATES)
-"""The columns that are read of a table."""
+"""The columns to read from a table."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The usual roles of messages; a template may know others."""
@@ -59,7 +59,7 @@ def describe_formats(found: Iterable[ChatFormat]) -> str:
 
 
 class FormatError(ValueError):
-    """A record is not of its format: what was got, and what is allowed."""
+    """A record does not match its format; states what was found and what is allowed."""
 
     def __init__(self, got: str, allowed: str):
         super().__init__(got)
@@ -67,21 +67,21 @@ class FormatError(ValueError):
 
 
 def find_format(record: Record) -> ChatFormat:
-    """Return the format of a record by the fields that it has. Raises FormatError where none fits."""
-    # By the fields that it has: file names say nothing, and data sets mix conventions.
+    """Return the format of a record, determined by its fields. Raises FormatError if no format matches."""
+    # Determined by fields, because file names are unreliable and data sets mix conventions.
     for name, signs in _SIGNS.items():
         if all(record.get(sign) is not None for sign in signs):
             return name
     if all(record.get(name) is not None for name in PREFERENCE_FIELDS):
-        got = "preference pairs (`chosen`, `rejected`), and preference training (DPO and the like) is not supported"
+        got = "preference pairs (`chosen`, `rejected`), but preference training (such as DPO) is not supported"
         wanted = f"{SHAPES['completions']} or {SHAPES['messages']}"
-        raise FormatError(got, f"supervised fine-tuning is supported: write the chosen replies alone as {wanted}")
+        raise FormatError(got, f"supervised fine-tuning is supported: write only the chosen replies, as {wanted}")
     raise FormatError(f"no format of conversations has the fields {excerpt(', '.join(record)) or '(none)'}", ANY_SHAPE)
 
 
 def format_in_file(record: Record, first: ChatFormat | None) -> ChatFormat:
-    """Return the format of a record in a file whose records so far began with `first`: messages and completions may
-    stand together. Raises FormatError for another, and for a record of none."""
+    """Return the format of a record in a file whose first record has the format `first`. Messages and completions can
+    be mixed. Raises FormatError for any other format, and for a record without a format."""
     if first is None:
         return find_format(record)
     allowed = f"this file's first record is {first}: each must be {SHAPES[first]}"
@@ -89,14 +89,14 @@ def format_in_file(record: Record, first: ChatFormat | None) -> ChatFormat:
         found = find_format(record)
     except FormatError as error:
         missing = [name for name in _SIGNS[first] if record.get(name) is None]
-        raise FormatError(f"there is no `{missing[0]}`", allowed) from error
+        raise FormatError(f"`{missing[0]}` is missing", allowed) from error
     if found != first and {found, first} != {"messages", "completions"}:
         raise FormatError(f"a record of {found} among those of {first}", f"{allowed}; a file has one format")
     return found
 
 
 def to_messages(record: Record, of: ChatFormat) -> list[Record]:
-    """Return a conversation of a format with messages as a template takes them. Raises FormatError."""
+    """Return a conversation of one of the formats as messages for a template. Raises FormatError."""
     if of == "ShareGPT":
         if record.get("tools"):
             raise FormatError("`tools` are not read from ShareGPT", _INSTEAD)
@@ -111,12 +111,12 @@ def to_messages(record: Record, of: ChatFormat) -> list[Record]:
                 raise FormatError(f"`{name}.from` is {show_kind(role)}", allowed)
             if role == "system" and messages:
                 raise FormatError(
-                    f"`{name}.from` is 'system', which the first turn alone may be", "keep one, as the first"
+                    f"`{name}.from` is 'system', which is allowed only in the first turn", "keep one, in the first turn"
                 )
             messages.append({"role": SHAREGPT_ROLES[role], "content": _text(turn, "value", name, "ShareGPT")})
         return messages
     if of == "Alpaca":
-        # The input stands below the instruction, as other programs put it.
+        # The input follows the instruction, as in other programs.
         if record.get("history"):
             turns = SHAPES["ShareGPT"]
             raise FormatError("`history` is not read from Alpaca", f"write conversations of several turns as {turns}")
@@ -162,7 +162,7 @@ def _text(section: Record, key: str, within: str, of: ChatFormat) -> str:
     name = f"{within}.{key}" if within else key
     if isinstance(value, str):
         return value
-    got = f"there is no `{name}`" if value is None else f"`{name}` is {show_kind(value)}, not text"
+    got = f"`{name}` is missing" if value is None else f"`{name}` is {show_kind(value)}, not text"
     raise FormatError(got, f"each line must be {SHAPES[of]}")
 
 
@@ -170,12 +170,12 @@ def _text(section: Record, key: str, within: str, of: ChatFormat) -> str:
 class Conversation:
     text: str
     spans: Sequence[Span]
-    """The parts of `text` that are learnt, in characters."""
+    """The parts of `text` to train on, in characters."""
     format: ChatFormat
 
     @property
     def is_chat(self) -> bool:
-        """True if a template writes every special token; a plain completion begins and ends with the tokenizer's
+        """Return whether a template writes every special token; a plain completion begins and ends with the tokenizer's
         own."""
         return self.format != "completions"
 
@@ -185,7 +185,7 @@ def parse_record(
 ) -> Conversation:
     """Parse one line of a format.
 
-    Raises FormatError for what is wrong with it, ValueError if the template refuses it, RecipeError if there is no chat
+    Raises FormatError for its mistakes, ValueError if the template refuses it, RecipeError if there is no chat
     template.
     """
     if of == "completions":
@@ -205,12 +205,12 @@ def parse_record(
 
 @lru_cache(maxsize=4)
 def template_of(tokenizer: str | None, wanted: str | None) -> ChatTemplate:
-    """Find the chat template when the first conversation needs it; completions need none."""
+    """Find the chat template when the first conversation needs it; completions need no template."""
     return find_template(expand(tokenizer) if tokenizer else None, wanted)
 
 
 def question(data: DataSpec, prompt: str) -> str | None:
-    """Render `prompt` as a user's message, up to where the reply begins; None if `data` has no template
+    """Render `prompt` as a user's message, up to the beginning of the reply; None if `data` has no template
     (completions)."""
     if data.source != "chat":
         return None
@@ -222,8 +222,8 @@ def question(data: DataSpec, prompt: str) -> str | None:
 
 
 def keep_template(data: DataSpec, folder: Path) -> None:
-    """Write the template that conversations of `data` are rendered with to `folder`, unless it is there; nothing where
-    they need none (completions)."""
+    """Write the template for the conversations of `data` to `folder` unless it exists; write nothing for
+    completions."""
     file = folder / CHAT_TEMPLATE
     sources = {data.source, *(part.source for part in data.mixture.values())}
     if file.is_file() or "chat" not in sources:
@@ -233,7 +233,7 @@ def keep_template(data: DataSpec, folder: Path) -> None:
 
 
 def describe(data: DataSpec) -> JsonObject:
-    """Return what conversations depend on besides their files, for the cache's digest."""
+    """Return the inputs of conversations in addition to their files, for the cache's digest."""
     if data.source != "chat":
         return {}
     beside = expand(data.tokenizer.path).parent if data.tokenizer.path else None

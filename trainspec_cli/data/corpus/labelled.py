@@ -35,7 +35,7 @@ class LabelledSamples(Protocol):
 def open_samples(data: DataSpec, model: ConvModel, folder: Path | None) -> LabelledSamples:
     """Open the samples.
 
-    Raises RecipeError if there are none, or their sizes, channels or classes are not the model's.
+    Raises RecipeError if there are none, or if their sizes, channels or classes do not match the model.
     """
     if data.source == "phantom":
         return Phantoms(data, model)
@@ -44,7 +44,7 @@ def open_samples(data: DataSpec, model: ConvModel, folder: Path | None) -> Label
 
 
 def find_samples(data: DataSpec, model: ConvModel) -> Path | None:
-    """Return the folder to read, after checking it; None for phantoms. Raises as `open_samples` does."""
+    """Check the folder and return it; None for phantoms. Raises as `open_samples` does."""
     folder = expand(data.path).absolute() if data.path else None
     open_samples(data, model, folder)
     return folder

@@ -15,27 +15,26 @@ from trainspec_cli.core.reading.files import expand
 from trainspec_cli.data.corpus import token_files
 from trainspec_cli.data.corpus.bpe import MIN_VOCAB_SIZE, load
 from trainspec_cli.data.corpus.chat import ChatFormat, describe
-from trainspec_cli.data.corpus.own_source import source_facts, source_files, write_own
-from trainspec_cli.data.corpus.own_tokenizer import tokenizer_sha256
 from trainspec_cli.data.corpus.rows import Packed
 from trainspec_cli.data.corpus.shards import SCHEMA, TOKENIZER_FILE, TokenFolder, publishing
 from trainspec_cli.data.corpus.source_files import find_files
 from trainspec_cli.data.corpus.sources import READERS, documents, write_collection
 from trainspec_cli.data.corpus.tokenise import OnProgress, tokens_before_reply, write_tokens
+from trainspec_cli.data.corpus.user_code import source_facts, source_files, tokenizer_sha256, write_own
 from trainspec_cli.recipe.keys.run import DataSpec
 
 
 def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
-    """Return the folder that `data` is read from: a token folder, or a collection of several (see collection.py).
+    """Return the folder to read `data` from: a token folder, or a collection of several (see sources.py).
 
     Raises as `prepare_one` does, and RecipeError if the parts' tokenizers differ.
     """
     parts = {name: _prepare_part(data, "mixture", name, on_progress) for name in data.parts}
     if data.source != "mixture" and not data.validation:
         return parts[""]
-    # Validation text has to have the tokens that the model knows, so it takes the first part's tokenizer.
+    # Validation text needs the tokens that the model knows, so it uses the first part's tokenizer.
     tokenizer = TokenFolder.open(next(iter(parts.values()))).path / TOKENIZER_FILE
-    # A tokenizer file that the recipe names stays: conversations need the chat template that stands next to it.
+    # A tokenizer file that the recipe names is kept: conversations need the chat template in its folder.
     is_named = data.tokenizer.path is not None or not tokenizer.is_file()
     same = data if is_named else replace(data, tokenizer=replace(data.tokenizer, path=str(tokenizer)))
     validation = {name: _prepare_part(same, "validation", name, on_progress) for name in data.validation}
@@ -43,7 +42,7 @@ def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
 
 
 def _prepare_part(data: DataSpec, group: str, name: str, on_progress: OnProgress | None) -> Path:
-    """Prepare one of several sources. What its own code does wrong is said of the key that names it."""
+    """Prepare one of several sources. Problems of its user-defined code are reported at the key that names it."""
     part = data.parts[name] if group == "mixture" else data.validation[name]
     try:
         return prepare_one(data.with_part(part), on_progress)
@@ -54,7 +53,7 @@ def _prepare_part(data: DataSpec, group: str, name: str, on_progress: OnProgress
 
 
 def _at_part(problem: Problem, where: str) -> Problem:
-    """Return the problem of a source, as that of one of several."""
+    """Return a source's problem with the paths of one of several sources."""
     keys = ("data.source", "data.options", "data.text_field")
     if problem.path not in keys:
         return problem
@@ -63,10 +62,11 @@ def _at_part(problem: Problem, where: str) -> Problem:
 
 
 def prepare_one(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
-    """Return the token folder of one source: the user's own for `tokens`, else one in the cache, made if it is missing.
+    """Return the token folder of one source: the user's own folder for `tokens`, else one in the cache, which is made
+    if it is missing.
 
-    Raises RecipeError (no such file, malformed text, too little for one sample of `seq_len`) and MachineError (disk
-    full, damaged folder). Several processes may ask for the same data at once.
+    Raises RecipeError (no such file, malformed text, too little text for one sample of `seq_len`) and MachineError
+    (disk full, damaged folder). Several processes may request the same data at the same time.
     """
     if data.source == "tokens":
         folder = _token_folder(data)
@@ -95,7 +95,7 @@ def cached_folder(data: DataSpec, files: list[Path]) -> Path:
     elif spec.path is not None:
         content = expand(spec.path).read_bytes()
         tokenizer = ["given", hashlib.sha256(content).hexdigest(), spec.end_of_document]
-    # State and not content: a digest of terabytes would take longer than preparing them.
+    # The state and not the content: a digest of terabytes would take longer than preparing them.
     stats = [(str(file.resolve()), file.stat()) for file in ([] if data.is_own else files)]
     facts = {
         "schema": SCHEMA,
@@ -115,13 +115,13 @@ def cached_folder(data: DataSpec, files: list[Path]) -> Path:
 
 
 def prepared_folder(data: DataSpec) -> Path | None:
-    """Return the folder of one's own source where its documents are in the cache already; nothing is run."""
+    """Return the folder of a user-defined source if its documents are already in the cache, without running code."""
     folder = cached_folder(data, source_files(data))
     return folder if folder.exists() else None
 
 
 def prepare_into(data: DataSpec, folder: Path, on_progress: OnProgress | None = None) -> None:
-    """Write `folder`, which must not exist or be empty. Raises as `prepare` does, and FileExistsError."""
+    """Write `folder`, which must be missing or empty. Raises as `prepare` does, and FileExistsError."""
     check_options(data)
     files = source_files(data) if data.is_own else find_files(data)
     with publishing(folder.expanduser().resolve()) as temporary:
@@ -136,8 +136,8 @@ def prepare_into(data: DataSpec, folder: Path, on_progress: OnProgress | None = 
 
 
 def check_text(data: DataSpec, max_bytes: int) -> set[ChatFormat]:
-    """Read the first `max_bytes` of each source's text, or see that its token folder is whole; return the formats of
-    its conversations. Raises as `prepare` does, but makes nothing."""
+    """Read the first `max_bytes` of each source's text, or check that its token folder is complete; return the formats
+    of its conversations. Raises as `prepare` does, but writes nothing."""
     formats: set[ChatFormat] = set()
     problems: list[Problem] = []
     for part in (*data.parts.values(), *data.validation.values()):
@@ -147,11 +147,11 @@ def check_text(data: DataSpec, max_bytes: int) -> set[ChatFormat]:
                 _check_length(TokenFolder.open(_token_folder(one)), one)
             elif one.source in READERS and one.source != "python_stdlib":
                 check_options(one)
-                # `validate` has to answer at once; a mistake of form shows in the first documents.
+                # `validate` must answer quickly; mistakes of form show in the first documents.
                 limited = replace(one, max_bytes=min(max_bytes, one.max_bytes or max_bytes))
                 formats |= _check_conversations(limited)
         except RecipeError as error:
-            # One source's mistake must not hide the others'.
+            # One source's mistake must not hide those of the others.
             problems += error.problems
     if problems:
         raise RecipeError(problems)
@@ -160,10 +160,10 @@ def check_text(data: DataSpec, max_bytes: int) -> set[ChatFormat]:
 
 def _check_conversations(data: DataSpec) -> set[ChatFormat]:
     """Read the documents of a source and return the formats of its conversations. Raises RecipeError if every reply
-    begins behind `data.seq_len`, as far as the tokenizer is known."""
+    begins beyond `data.seq_len`, provided that the tokenizer is known."""
     formats: set[ChatFormat] = set()
     has_file = data.source == "chat" and data.tokenizer.path is not None
-    # A tokenizer that is still to be trained is not known here, so nothing is concluded about lengths.
+    # A tokenizer that is still to be trained is unknown here, so lengths cannot be checked.
     tokenizer = load(expand(data.tokenizer.path or "")) if has_file else None
     silenced: list[tuple[str, int]] = []
     for document in documents(data, find_files(data)):
@@ -172,7 +172,7 @@ def _check_conversations(data: DataSpec) -> set[ChatFormat]:
         if document.conversation and tokenizer is not None:
             before = tokens_before_reply(document.conversation, tokenizer)
             if before is not None and before <= data.seq_len:
-                tokenizer = None  # one reply is enough, and tells nothing of the others
+                tokenizer = None  # one reply within the length is enough
             elif before is not None:
                 silenced.append((document.name, before))
     if silenced and tokenizer is not None:
@@ -181,11 +181,11 @@ def _check_conversations(data: DataSpec) -> set[ChatFormat]:
 
 
 def check_options(data: DataSpec) -> None:
-    """Raise RecipeError with everything that is wrong with the numbers and the tokenizer's file."""
+    """Raise RecipeError with all mistakes in the numbers and in the tokenizer's file."""
     spec = data.tokenizer
     problems = []
     if not 0 < data.heldout_fraction < 1:
-        got = f"heldout_fraction is {data.heldout_fraction:g}; it must lie between 0 and 1, such as 0.02"
+        got = f"heldout_fraction is {data.heldout_fraction:g}; it must be between 0 and 1, such as 0.02"
         problems.append(Problem("out_of_range", got, "data.heldout_fraction"))
     if data.max_bytes is not None and data.max_bytes <= 0:
         got = f"max_bytes is {data.max_bytes}; it must be positive, or null to read all"
@@ -202,28 +202,28 @@ def check_options(data: DataSpec) -> None:
 
 def _token_folder(data: DataSpec) -> Path:
     if not data.path:
-        hint = "data.path=FOLDER names one that `trainspec data prepare` wrote"
-        raise RecipeError(Problem("missing_file", "source tokens needs a path", "data.path", hint))
+        hint = "type data.path=FOLDER, a folder written by `trainspec data prepare`"
+        raise RecipeError(Problem("missing_file", "the source tokens needs a path", "data.path", hint))
     return expand(data.path)
 
 
 def _check_length(folder: TokenFolder, data: DataSpec) -> None:
     """Check that there is a sample to train on. Held-out text may be shorter: it is evaluated in padded windows."""
     seq_len = data.seq_len
-    if folder.manifest.learns_parts:  # documents are packed into as many rows as they need
+    if folder.manifest.learns_parts:  # documents are packed into the rows that they need
         rows = Packed(folder, "train", seq_len)
         if rows.is_empty:
             raise _all_silenced(data, rows.silenced, _silenced_of(folder, data))
         return
     tokens = folder.num_tokens("train")
     if tokens <= seq_len:  # the last target is the next sample's first input
-        got = f"{tokens:,} training tokens are too few for one sample of {seq_len:,} and its last target"
-        raise RecipeError(Problem("too_little_data", got, "data.seq_len", "lower data.seq_len, or give more text"))
+        got = f"{tokens:,} training tokens are too few for one sample of {seq_len:,} tokens and its last target"
+        raise RecipeError(Problem("too_little_data", got, "data.seq_len", "lower data.seq_len, or add text"))
 
 
 def _silenced_of(folder: TokenFolder, data: DataSpec) -> list[tuple[str, int]]:
-    """Return the conversations whose replies begin behind `data.seq_len`, each with the tokens in front of its first
-    reply; none for a token folder, which does not keep where its text came from."""
+    """Return the conversations whose replies begin beyond `data.seq_len`, each with the number of tokens before its
+    first reply; empty for a token folder, which does not record where its text came from."""
     if data.source != "chat":
         return []
     tokenizer = load(folder.path / TOKENIZER_FILE)
@@ -233,9 +233,9 @@ def _silenced_of(folder: TokenFolder, data: DataSpec) -> list[tuple[str, int]]:
 
 
 def _all_silenced(data: DataSpec, count: int, silenced: list[tuple[str, int]]) -> RecipeError:
-    """Return the error for a source of which nothing can be learnt within `data.seq_len`."""
-    got = f"each of {count:,} conversations has its first reply behind data.seq_len={data.seq_len:,}: no row has a "
-    got += "token to learn"
+    """Return the error for a source without anything to train on within `data.seq_len`."""
+    got = f"each of {count:,} conversations has its first reply beyond data.seq_len={data.seq_len:,}: no row has a "
+    got += "token to train on"
     if not silenced:
         hint = "raise data.seq_len, or prepare the folder again from shorter conversations"
         return RecipeError(Problem("too_little_data", got, "data.seq_len", hint))

@@ -1,6 +1,6 @@
-"""The records of files that hold documents: rows of tables, objects of JSON; and what is wrong with some of them.
+"""The records of files with documents: rows of tables, objects of JSON; and their mistakes.
 
-A record that is no document is kept as a mistake, so that those after it are read too, and all are reported at once.
+An invalid record is kept as a mistake and reading continues, so that all mistakes are reported together.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from trainspec_cli.data.corpus.source_files import cannot_read
 from trainspec_cli.recipe.json_text import json_text
 
 MAX_KINDS, MAX_MISTAKES = 20, 1000
-"""Reading stops at this many kinds of mistakes, or this many mistakes: a file of another form has one in each line."""
+"""Reading stops at this number of kinds of mistakes, or of mistakes: a file of another format has one in each line."""
 SHOWN_PLACES = 5
 BAD_DOCUMENT = "bad_document"
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 class BadDocument(RecipeError):  # noqa: N818 - it names what is wrong, as the others do
-    """A document cannot be read. `kind` is what it has in common with others that are wrong in the same way."""
+    """A document cannot be read. `kind` is common to documents with the same mistake."""
 
     def __init__(self, problem: Problem, kind: str):
         super().__init__(problem)
@@ -36,16 +36,16 @@ class BadDocument(RecipeError):  # noqa: N818 - it names what is wrong, as the o
 
 
 class Mistakes:
-    """Lines, rows and files that hold no document, each kind of mistake once with all its places."""
+    """Lines, rows and files that hold no document: each kind of mistake once, with all its locations."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[str | None, str], tuple[Problem, list[str]]] = {}
-        """All mistakes of one kind in one file: the first, and the places of the others."""
+        """All mistakes of one kind in one file: the first one, and the locations of the others."""
         self._count = 0
 
     @contextmanager
     def passing_over(self) -> Iterator[None]:
-        """Keep what is wrong with one document, so that those after it are read too."""
+        """Record the mistake of one document, so that the following documents are read too."""
         try:
             yield
         except BadDocument as error:
@@ -56,14 +56,14 @@ class Mistakes:
                 self._kinds[key][1].append(str(problem.file if problem.line is None else problem.line))
             else:
                 self._kinds[key] = problem, []
-            # A file of another form would otherwise be read to its end, with a mistake in each line.
+            # Otherwise a file of another format would be read to its end, with a mistake in each line.
             if len(self._kinds) >= MAX_KINDS or self._count >= MAX_MISTAKES:
                 self.check()
-        except RecipeError as error:  # not of one document alone
+        except RecipeError as error:  # not about one document
             raise RecipeError([*self._problems(), *error.problems]) from error
 
     def check(self) -> None:
-        """Raise RecipeError where something was wrong."""
+        """Raise RecipeError if there were mistakes."""
         if problems := self._problems():
             raise RecipeError(problems)
 
@@ -74,7 +74,7 @@ class Mistakes:
             rest = len(others) - SHOWN_PLACES
             places = f"{shown} and {rest:,} more" if rest > 0 else shown
             what = "files" if first.line is None else "lines"
-            same = f"; the same is wrong in {len(others):,} other {what}: {places}" if others else ""
+            same = f"; the same mistake is in {len(others):,} other {what}: {places}" if others else ""
             problems.append(replace(first, message=f"{first.message}{same}"))
         if len(self._kinds) >= MAX_KINDS or self._count >= MAX_MISTAKES:
             last = problems[-1]
@@ -86,7 +86,7 @@ class Mistakes:
 def bad_document(
     file: Path, line: int | None, got: str, hint: str, *, sample: str = "", record: str = ""
 ) -> BadDocument:
-    """Return the error for a document; `record` names it in front of what is wrong, `sample` shows its beginning."""
+    """Return the error for a document. `record` precedes the mistake, `sample` shows its beginning."""
     name = f"{record}: " if record else ""
     message = f"{name}{got}: {excerpt(sample)}" if sample else f"{name}{got}"
     problem = Problem(BAD_DOCUMENT, message, path="data.path", hint=hint, file=str(file), line=line)
@@ -104,7 +104,7 @@ def decode(content: bytes, file: Path, line: int | None, start: int) -> str:
         return content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         got = f"byte {start + error.start} (0x{content[error.start]:02x}) is not UTF-8"
-        hint = "convert it (iconv -f LATIN1 -t UTF-8), or leave it out by a glob: data.path='FOLDER/**/*.txt'"
+        hint = "convert it (iconv -f LATIN1 -t UTF-8), or exclude it with a glob: data.path='FOLDER/**/*.txt'"
         raise bad_document(file, line, got, hint) from error
 
 
@@ -117,7 +117,7 @@ ROWS_AT_ONCE = 1024
 def table_rows(file: Path, wanted: Sequence[str], hint: str) -> Iterator[Mapping[str, object]]:
     """Yield rows with the columns of `wanted` that the file has.
 
-    Raises RecipeError with `hint` if it has none, MachineError on damage.
+    Raises RecipeError with `hint` if it has none, MachineError if the file is damaged.
     """
     import pyarrow
 
@@ -139,11 +139,11 @@ def _parquet(file: Path, wanted: Sequence[str], hint: str) -> Iterator[Any]:
 
 
 def _arrow(file: Path, wanted: Sequence[str], hint: str) -> Iterator[Any]:
-    """Yield batches of the stream format (which `datasets` writes) or of the file format, which ends in an index."""
+    """Yield batches of the stream format (written by `datasets`) or of the file format, which ends in an index."""
     import pyarrow
 
     with pyarrow.memory_map(str(file)) as source:
-        # The suffix is the same for both formats; the file format alone begins with this word.
+        # The suffix is the same for both formats; only the file format begins with this word.
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
@@ -161,20 +161,20 @@ def _present(file: Path, names: Sequence[str], wanted: Sequence[str], hint: str)
     return present
 
 
-# Read the records of JSON files: one object a line, or an array of objects in one file.
+# Read the records of JSON files: one object per line, or an array of objects in one file.
 
 
 MAX_ARRAY_BYTES = 4 * 2**30
-"""An array is read whole, which takes some times its size of memory."""
+"""An array is read as a whole, which takes several times its size of memory."""
 _FIRST = re.compile(rb"(?:\xef\xbb\xbf)?\s*(\S)")
 
 
 JsonRecord = tuple[int, str, JsonObject]
-"""The line that it begins in, from 1; `record 7` in an array, whose records may share a line; its fields."""
+"""The line in which it begins, from 1; `record 7` in an array, whose records may share a line; its fields."""
 
 
 def json_records(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonRecord]:
-    """Yield the objects of a file that is one array, or has an object a line. `shape` says what each must be."""
+    """Yield the objects of a file that is one array, or has an object per line. `shape` states what each must be."""
     try:
         with open_regular(file) as opened:
             first = _FIRST.match(opened.read(64 * 2**10))
@@ -197,7 +197,7 @@ def json_records(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonRec
 
 
 def json_lines(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonRecord]:
-    """Yield the objects of lines numbered from 1; blank ones are skipped. `shape` says what a line must be."""
+    """Yield the objects of lines numbered from 1; blank lines are skipped. `shape` states what a line must be."""
     try:
         with open_regular(file) as lines:
             start = 0
@@ -228,6 +228,6 @@ def _whole_text(file: Path) -> str:
     except OSError as error:
         raise cannot_read(file, error) from error
     if len(content) > MAX_ARRAY_BYTES:
-        got = f"a JSON array of more than {format_bytes(MAX_ARRAY_BYTES)}, which is read whole"
-        raise bad_document(file, None, got, f"write an object a line: jq -c '.[]' {file.name} > {file.stem}.jsonl")
+        got = f"a JSON array of more than {format_bytes(MAX_ARRAY_BYTES)}, which is read as a whole"
+        raise bad_document(file, None, got, f"write one object per line: jq -c '.[]' {file.name} > {file.stem}.jsonl")
     return decode(content, file, None, 0)

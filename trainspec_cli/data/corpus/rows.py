@@ -1,8 +1,8 @@
-"""Rows: the tokens and targets of one training sample, whatever its source.
+"""Rows: the tokens and targets of one training sample, for any source.
 
-A row has `seq_len` tokens and as many targets. Text is cut into windows one after another; conversations are packed
-whole, several into a row, and only the targets that are to be learnt count. Both are pure functions of the files on
-disk, so a row's number identifies it.
+A row has `seq_len` tokens and as many targets. Text is cut into consecutive windows; conversations are packed whole,
+several per row, and only the targets to train on count. Both are pure functions of the files on disk, so a row's number
+identifies it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainspec_cli.data.corpus.shards import Split, TokenFolder
 from trainspec_cli.recipe.keys.run import DataSpec
 
 IGNORED = -1
-"""The target value that is left out of the loss."""
+"""The target value that the loss ignores."""
 PADDING_DOCUMENT = -1
 
 
@@ -43,11 +43,11 @@ class Rows(Protocol):
     def read(self, index: int) -> Row: ...
 
     def counted(self, index: int) -> int:
-        """Return the number of the row's targets that count, without reading it."""
+        """Return the number of the row's targets that count, without reading the row."""
 
 
 def empty_row(seq_len: int, *, documents: bool) -> Row:
-    """Return a row with nothing to learn, which fills up a batch."""
+    """Return a row without targets that count, which fills up a batch."""
     tokens = np.zeros(seq_len, dtype=np.int64)
     targets = np.full(seq_len, IGNORED, dtype=np.int64)
     return Row(tokens, targets, np.full(seq_len, PADDING_DOCUMENT, dtype=np.int64) if documents else None)
@@ -55,7 +55,7 @@ def empty_row(seq_len: int, *, documents: bool) -> Row:
 
 @dataclass(frozen=True)
 class Windows:
-    """A split of text in windows without overlap; each one's last target is the next one's first token."""
+    """A split of text in windows without overlap; each window's last target is the next one's first token."""
 
     folder: TokenFolder
     split: Split
@@ -83,9 +83,9 @@ class Windows:
 
 
 class Packed:
-    """Documents of a split, whole, several to a row: best fit, the longest first (arXiv:2404.10830).
+    """Documents of a split, whole, several per row: best fit, the longest first (arXiv:2404.10830).
 
-    A document longer than a row loses its end; one with nothing left to learn is left out.
+    A document longer than a row loses its end; one without any remaining target that counts is left out.
     """
 
     def __init__(self, folder: TokenFolder, split: Split, seq_len: int):
@@ -104,16 +104,16 @@ class Packed:
         self.cut = int((whole > seq_len).sum())
         """The number of documents that lost their end."""
         self.silenced = int(((self._counts == 0) & (index.learnt_before(first_targets + whole) > before)).sum())
-        """The number of those that lost all that is to be learnt, and are left out."""
+        """The number of documents that lost all targets that count, and are left out."""
 
     @property
     def is_empty(self) -> bool:
-        """Return True if no document has anything to learn within `seq_len`."""
+        """Return True if no document has a target that counts within `seq_len`."""
         return not self._counts.any()
 
     @cached_property
     def _rows(self) -> list[list[int]]:
-        """The documents of each row."""
+        """Return the documents of each row."""
         rows: list[list[int]] = []
         room: list[tuple[int, int]] = []
         """(tokens left, row), sorted."""
@@ -121,7 +121,7 @@ class Packed:
         order = np.lexsort((np.arange(len(self._lengths)), -self._lengths))
         for document in (int(d) for d in order if self._counts[d] > 0):
             length = int(self._lengths[document])
-            # The fullest row that still has room.
+            # The fullest row that still has enough space.
             fit = bisect.bisect_left(room, (length, -1))
             left, row = room.pop(fit) if fit < len(room) else (self.seq_len, len(rows))
             if row == len(rows):
@@ -178,7 +178,7 @@ class JoinedRows:
 
 
 def open_rows(folder: TokenFolder, split: Split, data: DataSpec, *, keeps_rest: bool | None = None) -> Rows:
-    """Open a split as `data` asks for; by default `keeps_rest` holds for held-out text alone."""
+    """Open a split with the settings of `data`; by default `keeps_rest` is set only for held-out text."""
     if folder.manifest.learns_parts:
         return Packed(folder, split, data.seq_len)
     rest = split == "heldout" if keeps_rest is None else keeps_rest
@@ -186,13 +186,13 @@ def open_rows(folder: TokenFolder, split: Split, data: DataSpec, *, keeps_rest: 
 
 
 def first_text(row: Row) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of a row's first document, or of the whole row where all of it is learnt, and the mask of those
-    that are targets; the first token, which nothing predicts, has the mask of the second."""
+    """Return the tokens of a row's first document (or of the whole row, if every token is trained on) and the mask of
+    those that are targets; the first token, which nothing predicts, has the mask of the second."""
     within = np.ones(len(row.tokens), dtype=bool)
     if row.documents is not None and (row.targets == IGNORED).any():
         within = row.documents == row.documents[0]
     targets = row.targets[within]
     learnt = targets != IGNORED
-    last = targets[-1:][learnt[-1:]]  # a last target that is left out is not known
+    last = targets[-1:][learnt[-1:]]  # a last target that is left out is unknown
     tokens = np.concatenate((row.tokens[within], last))
     return tokens, np.concatenate((learnt[:1], learnt))[: len(tokens)]

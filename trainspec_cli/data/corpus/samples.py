@@ -1,8 +1,8 @@
 """The order of samples: a pure function of seed and position, for one source or a weighted mixture of several.
 
-A position counts the samples of a run from 0, over all ranks and epochs; sample i of a split is its tokens
-[i * seq_len, (i + 1) * seq_len], the last of which is only predicted. Each epoch visits every sample exactly once, in
-its own order, whatever the number of ranks. Any position is found in O(1), so a run can resume anywhere.
+A position counts the samples of a run from 0, over all ranks and epochs; sample i of a split is its tokens [i *
+seq_len, (i + 1) * seq_len], the last of which is only predicted. Each epoch visits every sample exactly once, in its
+own order, whatever the number of ranks. Any position is found in O(1), so a run can resume anywhere.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def locate(positions: np.ndarray, samples: int, seed: int) -> tuple[np.ndarray, 
 
     Raises ValueError if there are no samples.
     """
-    if samples <= 0:  # no index would ever land inside, and `permute` would not end
-        raise ValueError(f"there is no order of {samples} samples")
+    if samples <= 0:  # no index would be in range, and `permute` would not end
+        raise ValueError(f"{samples} samples have no order")
     epochs, within = np.divmod(np.asarray(positions, dtype=np.int64), samples)
     indices = np.empty_like(within)
     for epoch in np.unique(epochs):
@@ -39,10 +39,10 @@ def locate(positions: np.ndarray, samples: int, seed: int) -> tuple[np.ndarray, 
 
 
 def permute(indices: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Map `indices` by the permutation of range(size) that seed and epoch choose.
+    """Map `indices` by the permutation of range(size) that seed and epoch determine.
 
-    A Feistel network over the smallest near-square grid of at least `size` cells; an index that lands outside of `size`
-    is mapped again until it lands inside (cycle walking; Black and Rogaway 2002).
+    A Feistel network over the smallest near-square grid with at least `size` cells; an index outside of `size` is
+    mapped again until it is inside (cycle walking; Black and Rogaway 2002).
     """
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
@@ -77,7 +77,7 @@ class SampleOrder(Protocol):
     def rows(self, positions: np.ndarray) -> list[Row]: ...
 
     def counted(self, positions: np.ndarray) -> int:
-        """Return the number of targets that count, over all these rows."""
+        """Return the number of targets that count in all these rows."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ BLOCK = 1000
 class Mixed:
     """A mixture of streams by weight. Each stream advances only when it is drawn from.
 
-    Positions are cut into blocks; in each, every stream has its share of slots, which a permutation spreads.
+    Positions are divided into blocks; in each block every stream has its share of slots, which a permutation
+    distributes.
     """
 
     streams: Sequence[SampleOrder]
@@ -139,7 +140,7 @@ class Mixed:
         return np.concatenate(([0], np.cumsum(slots)))
 
 
-# Choose what is held out, and cut long texts. Both depend on content (or names) alone, never on the order.
+# Choice of held-out documents, and splitting of long texts. Both depend only on content (or names), never on the order.
 
 
 PIECE_CHARS = 2**20
@@ -148,7 +149,7 @@ _LINE_END = re.compile(r"(?<=\S)[\r\n]+(?=\S)")
 
 
 def content_hash(text: str) -> int:
-    """Return 64 bits that depend on the text alone."""
+    """Return 64 bits that depend only on the text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=b"heldout").digest(), "big")
 
 
@@ -172,17 +173,18 @@ class SplitScan:
 
 @dataclass(frozen=True)
 class HeldoutRule:
-    """Hold out the documents whose hash is below `threshold`; or, if all are alike, the end of each."""
+    """Hold out the documents whose hash is below `threshold`; or, if all are equal, the end of each."""
 
     threshold: int
     cut_fraction: float | None = None
 
     @classmethod
     def from_scan(cls, scan: SplitScan, fraction: float) -> HeldoutRule:
-        """Hold out `fraction` of the documents, at least one and not all."""
+        """Return the rule that holds out `fraction` of the documents, at least one and not all."""
         if scan.lowest_hash == scan.highest_hash:
             return cls(threshold=0, cut_fraction=fraction)
-        # Documents are held out by their content: the split stays when files are renamed, added or reordered.
+        # Documents are held out by content, so that the split stays the same when files are renamed, added or
+        # reordered.
         threshold = round(fraction * _HASHES)
         return cls(threshold=min(max(threshold, scan.lowest_hash + 1), scan.highest_hash))
 
@@ -194,7 +196,7 @@ class HeldoutRule:
 
 
 def _cut(text: str, fraction: float) -> tuple[str, str]:
-    """Cut off about the last `fraction`, at a line's start if there is one nearby."""
+    """Cut off about the last `fraction`, at the start of a line if there is one nearby."""
     at = min(max(round(len(text) * (1 - fraction)), 1), len(text) - 1)
     line_start = text.rfind("\n", 0, at) + 1
     if line_start > 0 and at - line_start < len(text) * fraction:
@@ -203,7 +205,7 @@ def _cut(text: str, fraction: float) -> tuple[str, str]:
 
 
 def pieces(text: str, max_chars: int = PIECE_CHARS) -> Iterator[str]:
-    """Yield `text` in parts of about `max_chars`, cut at line ends with a visible character on both sides.
+    """Yield `text` in parts of about `max_chars`, divided at line ends with a visible character on both sides.
 
     No token of a tokenizer trained by bpe.py spans such a cut, so the parts encode to the same tokens as the whole.
     """

@@ -1,7 +1,7 @@
 """Token shards: little-endian files of at most 100M ids, written once and read memory-mapped.
 
-Beside the shards of conversations lies an index of documents: `train_documents.npy` holds the first token of each
-document and the end of the last (int64), `train_learnt.npy` one byte per token, 1 if it is learnt.
+Shards of conversations have an index of documents: `train_documents.npy` holds the first token of each document and the
+end of the last (int64), `train_learnt.npy` one byte per token, 1 if it is trained on.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from trainspec_cli.data.corpus.source_files import source_of
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import read_record, to_plain
 
-# `manifest.json`: the content of a token folder, with sizes and digests to check it by.
+# `manifest.json`: the content of a token folder, with sizes and digests to check it.
 
 
 SCHEMA = 1
-"""Incremented whenever the files, their meaning or their making change; cached folders are then prepared again."""
+"""Incremented whenever the files, their meaning or their creation change; cached folders are then prepared again."""
 
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -72,25 +72,25 @@ class ShardManifest:
     vocab_size: int
     """The tokenizer's size; ids are below it."""
     vocab_size_asked: int
-    """Larger than `vocab_size` when the text was too small to fill it."""
+    """Larger than `vocab_size` if the text was too small to fill it."""
     end_of_document_id: int
     tokenizer_sha256: str
     """Empty if the ids came without a tokenizer."""
     source: dict[str, str | int | None]
-    """Source of the text, for information."""
+    """The source of the text, for information."""
     heldout_fraction: float
     xz_bits_per_byte: float | None
     """Size of the held-out text under `xz -9e`; null if Python was built without lzma."""
     train: SplitSummary
     heldout: SplitSummary
     learns_parts: bool = False
-    """True if only some tokens of each document are learnt; an index of documents then lies beside the shards."""
+    """True if only some tokens of each document are trained on; the folder then has an index of documents."""
     own_tokenizer_sha256: str = ""
-    """The digest of the user's own tokenizer, where it made the tokens: its code is not kept in the folder."""
+    """The digest of the user-defined tokenizer, if it made the tokens: its code is not stored in the folder."""
 
     @property
     def any_tokenizer_sha256(self) -> str:
-        """Return what identifies the tokenizer; empty if the ids came without one."""
+        """Return the identity of the tokenizer; empty if the ids came without one."""
         return self.tokenizer_sha256 or self.own_tokenizer_sha256
 
     def split(self, name: Split) -> SplitSummary:
@@ -107,11 +107,11 @@ def write_manifest(folder: Path, manifest: ShardManifest) -> None:
 
 
 def read_manifest(folder: Path) -> ShardManifest:
-    """Read a folder's manifest. Raises RecipeError if there is none, MachineError if it is damaged."""
+    """Read a folder's manifest. Raises RecipeError if it is missing, MachineError if it is damaged."""
     file = folder / MANIFEST_FILE
     if not file.is_file():
         missing = "is a file" if folder.exists() else "does not exist"
-        got = "holds no manifest.json" if folder.is_dir() else missing
+        got = "has no manifest.json" if folder.is_dir() else missing
         message = f"{folder.absolute()} {got}: not a token folder"
         source = source_of(folder)
         given = folder if folder.is_file() else "FILES"
@@ -122,7 +122,8 @@ def read_manifest(folder: Path) -> ShardManifest:
         if fields["schema"] != SCHEMA:
             raise _unreadable(folder, f"has schema {fields['schema']}, this version reads {SCHEMA}")
         manifest = read_record(ShardManifest, fields)
-        # The engine maps the shards by these figures without reading them, so a wrong one would train on other tokens.
+        # The engine maps the shards by these figures without reading them, so a wrong figure would train on other
+        # tokens.
         if manifest.dtype not in get_args(Dtype):
             raise ValueError(f"its ids are of type {manifest.dtype}")
         for name in SPLITS:
@@ -153,7 +154,7 @@ MAX_SHARD_TOKENS = 100_000_000
 
 
 def choose_dtype(vocab_size: int) -> Dtype:
-    """Return the smallest integer type that holds every id."""
+    """Return the smallest integer type that can hold every id."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
@@ -194,7 +195,7 @@ class ShardWriter:
             tokens = tokens[room:]
 
     def finish(self) -> SplitSummary:
-        """Close the last shard and return a summary of all."""
+        """Close the last shard and return a summary of all shards."""
         self._close_shard()
         tokens = sum(shard.tokens for shard in self._shards)
         return SplitSummary(tokens, self._text_bytes, self._documents, tuple(self._shards))
@@ -224,7 +225,10 @@ class TokenFolder:
     def __init__(self, path: Path, manifest: ShardManifest):
         self.path = path
         self.manifest = manifest
-        self._maps = {split: self._map(split) for split in SPLITS}
+        if manifest.tokenizer_sha256 and not (path / TOKENIZER_FILE).is_file():
+            raise self._damaged(TOKENIZER_FILE, "is missing")
+        dtype = _on_disk(manifest.dtype)
+        self._maps = {split: [self._map_shard(one, dtype) for one in manifest.split(split).shards] for split in SPLITS}
         self._starts = {
             split: np.cumsum([0, *(shard.tokens for shard in manifest.split(split).shards)]) for split in SPLITS
         }
@@ -233,7 +237,7 @@ class TokenFolder:
     def open(cls, path: str | Path) -> TokenFolder:
         """Open a folder and check that every file exists with the right size (`verify` also reads them).
 
-        Raises RecipeError if there is no token folder, MachineError if it is damaged.
+        Raises RecipeError if it is not a token folder, MachineError if it is damaged.
         """
         path = expand(path)
         return cls(path, read_manifest(path))
@@ -246,7 +250,7 @@ class TokenFolder:
         return self.manifest.split(split).bytes
 
     def tokens(self, split: Split, start: int, count: int) -> np.ndarray:
-        """Return a copy of `count` ids from `start` on, as int64, across shards if needed."""
+        """Return a copy of `count` ids from `start`, as int64, across shards if needed."""
         stop = start + count
         if not 0 <= start <= stop <= self.num_tokens(split):
             raise IndexError(f"tokens {start}:{stop} of {self.num_tokens(split)} in {split} of {self.path}")
@@ -263,31 +267,25 @@ class TokenFolder:
         return out
 
     def documents(self, split: Split) -> Documents:
-        """Return the index of documents and learnt tokens. Raises MachineError if its files are damaged."""
+        """Return the index of documents and trained tokens. Raises MachineError if its files are damaged."""
         return read_documents(self.path, split, self.num_tokens(split))
 
     def verify(self) -> None:
-        """Read every file and compare its digest. Raises MachineError that names one that was altered."""
+        """Read every file and compare its digest. Raises MachineError that names an altered file."""
         digests = {TOKENIZER_FILE: self.manifest.tokenizer_sha256}
         for split in SPLITS:
             digests |= {shard.file: shard.sha256 for shard in self.manifest.split(split).shards}
         for name, expected in ((name, digest) for name, digest in digests.items() if digest):
             with (self.path / name).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != expected:
-                    raise self._damaged(name, "was altered: its sha256 is not the manifest's")
-
-    def _map(self, split: Split) -> list[np.ndarray]:
-        dtype = _on_disk(self.manifest.dtype)
-        if self.manifest.tokenizer_sha256 and not (self.path / TOKENIZER_FILE).is_file():
-            raise self._damaged(TOKENIZER_FILE, "is missing")
-        return [self._map_shard(shard, dtype) for shard in self.manifest.split(split).shards]
+                    raise self._damaged(name, "was altered: its sha256 differs from the manifest's")
 
     def _map_shard(self, shard: Shard, dtype: np.dtype) -> np.ndarray:
         file = self.path / shard.file
         expected_bytes = shard.tokens * dtype.itemsize
         if not file.is_file():
             raise self._damaged(shard.file, "is missing")
-        # Shards of other programs have no digest and may have a header, so only a lower bound of their size is known.
+        # Shards of other programs have no digest and may have a header, so only a lower limit of their size is known.
         if not shard.sha256:
             if shard.offset_bytes + expected_bytes > file.stat().st_size:
                 raise self._damaged(shard.file, f"is shorter than the {expected_bytes:,} bytes of the manifest")
@@ -307,15 +305,15 @@ class Documents:
     starts: np.ndarray
     """(documents + 1,) of int64."""
     mask: np.ndarray
-    """(tokens,) of uint8, memory-mapped: 1 if the token is learnt."""
+    """(tokens,) of uint8, memory-mapped: 1 if the token is trained on."""
 
     def learnt(self, start: int, count: int) -> np.ndarray:
-        """Return (count,) of bool: which tokens from `start` on are learnt."""
+        """Return (count,) of bool: whether each token from `start` is trained on."""
         learnt: np.ndarray = np.asarray(self.mask[start : start + count]) != 0
         return learnt
 
     def learnt_before(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the number of learnt tokens before each of `tokens`."""
+        """Return the number of trained tokens before each of `tokens`."""
         before: np.ndarray = self._sums[tokens]
         return before
 
@@ -325,7 +323,7 @@ class Documents:
 
 
 def write_documents(folder: Path, split: str, masks: Sequence[np.ndarray]) -> None:
-    """Write the index of documents; `masks` has an array per document, 1 for each token that is learnt."""
+    """Write the index of documents; `masks` has an array per document, 1 for each token to train on."""
     np.save(folder / f"{split}_documents.npy", np.cumsum([0, *map(len, masks)], dtype=np.int64))
     mask = np.concatenate([np.zeros(0, dtype=np.uint8), *masks])
     np.save(folder / f"{split}_learnt.npy", mask.astype(np.uint8))
@@ -354,7 +352,7 @@ def read_documents(folder: Path, split: str, num_tokens: int) -> Documents:
 
 @contextmanager
 def publishing(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `folder`, which is renamed to `folder` when the block succeeds.
+    """Yield a temporary folder next to `folder`, which is renamed to `folder` when the block succeeds.
 
     Raises FileExistsError if `folder` was filled meanwhile, and MachineError if the disk is full or cannot be written;
     the temporary folder is then removed. Leftovers of a killed process are removed by the next one.
@@ -362,7 +360,8 @@ def publishing(folder: Path) -> Iterator[Path]:
     temporary = folder.parent / f".trainspec-{os.getpid()}-{secrets.token_hex(4)}{_suffix()}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # A killed process leaves its folder behind. Those of other nodes stay: their processes cannot be checked here.
+        # A killed process leaves its folder behind. Folders of other nodes stay, because their processes cannot be
+        # checked here.
         pattern = re.compile(rf"\.trainspec-(\d+)-\w+{re.escape(_suffix())}")
         for entry in folder.parent.iterdir():
             if match := pattern.fullmatch(entry.name):
@@ -371,13 +370,13 @@ def publishing(folder: Path) -> Iterator[Path]:
                 except ProcessLookupError:
                     shutil.rmtree(entry, ignore_errors=True)
                 except PermissionError:
-                    pass  # it is alive, and of another user
+                    pass  # the process is alive and belongs to another user
         temporary.mkdir(0o700)
         yield temporary
         _flush(temporary)
-        mask = os.umask(0)  # it can only be read by setting it
+        mask = os.umask(0)  # reading the umask requires setting it
         os.umask(mask)
-        temporary.chmod(0o777 & ~mask)  # until here it is for its owner alone
+        temporary.chmod(0o777 & ~mask)  # so far only its owner can read it
         temporary.rename(folder)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
@@ -392,8 +391,8 @@ def _suffix() -> str:
 
 
 def _flush(folder: Path) -> None:
-    """Flush all that is below the folder, then itself, to disk, so that a power cut after the rename leaves nothing
-    empty."""
+    """Flush everything in the folder, then the folder itself, so that a power failure after the rename leaves no empty
+    file."""
     for path in (*folder.rglob("*"), folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -15,7 +15,7 @@ from trainspec_cli.recipe.keys.run import DataSpec
 TABLE_SUFFIXES = (".parquet", ".arrow")
 STDLIB_LEFT_OUT = frozenset({
     "site-packages", "dist-packages",  # not the standard library
-    "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo",  # packaged apart by some systems
+    "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo",  # packaged separately by some systems
     "encodings", "pydoc_data",  # tables, not programs
 })  # fmt: skip
 
@@ -28,7 +28,7 @@ _SUFFIXES: dict[str, str | tuple[str, ...]] = {
     "nanogpt": ".bin",
     "megatron": ".bin",
 }
-"""The suffixes of the files that are read below a folder."""
+"""The suffixes of the files to read in a folder."""
 
 
 def source_of(file: Path) -> str:
@@ -37,15 +37,15 @@ def source_of(file: Path) -> str:
 
 
 def find_files(data: DataSpec) -> list[Path]:
-    """Return the files that `data` is read from, in reading order. Raises RecipeError if there is none."""
+    """Return the files of `data`, in reading order. Raises RecipeError if there is none."""
     if data.source == "python_stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         files = [file for file in _walk(root, ".py", STDLIB_LEFT_OUT) if not file.name.startswith("_sysconfigdata")]
         if not files:
             raise MachineError(
-                f"{root} holds no Python source: this Python was installed without its standard library as files",
+                f"{root} has no Python source: this Python was installed without its standard library as files",
                 code="no_python_stdlib",
-                hint="train on text of your own: data=text data.path=FOLDER",
+                hint="train on your own text: data=text data.path=FOLDER",
             )
     elif data.path:
         files = _files_at(data.path, suffix=_SUFFIXES.get(data.source, ""))
@@ -58,13 +58,13 @@ def find_files(data: DataSpec) -> list[Path]:
 
 
 def _files_at(path: str, suffix: str | tuple[str, ...]) -> list[Path]:
-    """Return the file, the files below the folder (without hidden ones), or those that the glob matches."""
+    """Return the file, the files below the folder (without hidden ones), or those that match the glob."""
     place = expand(path)
     if exists(place):
         return [place]
     try:
         is_folder = place.is_dir()
-    except OSError:  # a name that no folder can have
+    except OSError:  # an impossible folder name
         is_folder = False
     if is_folder:
         files = list(_walk(place, suffix))
@@ -77,9 +77,9 @@ def _files_at(path: str, suffix: str | tuple[str, ...]) -> list[Path]:
         raise _path_error(got, remote or "data.path takes a file, a folder or a glob")
     if not files:
         kind = suffix if isinstance(suffix, str) else " or ".join(suffix)
-        got = f"{place.absolute()} holds no {kind or 'visible'} file"
+        got = f"{place.absolute()} has no {kind or 'visible'} file"
         example = ".json" if ".jsonl" in suffix else ".txt"
-        raise _path_error(got, f"name the files by a glob: data.path='FOLDER/**/*{example}'")
+        raise _path_error(got, f"name the files with a glob: data.path='FOLDER/**/*{example}'")
     return files
 
 
@@ -88,7 +88,7 @@ def _walk(root: Path, suffix: str | tuple[str, ...], left_out: frozenset[str] = 
         raise cannot_read(Path(error.filename), error)
 
     for folder, subfolders, names in os.walk(root, onerror=refuse):
-        # Sorted in place, so that os.walk goes through them in the same order on every file system.
+        # Sorted in place, so that os.walk has the same order on every file system.
         subfolders[:] = sorted(name for name in subfolders if name not in left_out and name[0] != ".")
         for name in sorted(names):
             if name.endswith(suffix) and name[0] != ".":

@@ -57,13 +57,13 @@ class Document:
     text: str
     """Never empty, and always encodable as UTF-8."""
     conversation: Conversation | None = None
-    """Set if only a part of the text is learnt."""
+    """Set if only a part of the text is trained on."""
 
 
 def documents(data: DataSpec, files: list[Path]) -> Iterator[Document]:
     """Yield every document of `files` that is not empty; the one that crosses `max_bytes` is cut there.
 
-    Raises RecipeError at the end with each kind of mistake, or once there are `MAX_MISTAKES`; MachineError for a
+    Raises RecipeError at the end with each kind of mistake, or as soon as there are `MAX_MISTAKES`; MachineError for a
     file that cannot be read.
     """
     mistakes = Mistakes()
@@ -118,7 +118,8 @@ def _read_table(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Docu
 
 
 def _read_chat(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
-    """Yield one conversation per record, rendered by its template. The first that has a format decides that of all."""
+    """Yield one conversation per record, rendered by its template. The first record with a format determines that of
+    all records."""
     find = partial(template_of, data.tokenizer.path, data.chat_template)
     first: ChatFormat | None = None
     records: Iterable[tuple[int, str, Record]]  # (line or row, the record's name or "", record)
@@ -143,7 +144,8 @@ def _read_chat(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Docum
 def _text_of(record: Mapping[str, object], file: Path, number: int, data: DataSpec) -> str:
     """Return the text field of one line or row."""
     if data.text_field not in record:
-        # A first record without the field means that the whole file has another form; reading on would only repeat it.
+        # A first record without the field means that the whole file has another format; reading on would only repeat
+        # the mistake.
         fields = excerpt(", ".join(map(str, record)), 200) or "none"
         try:
             hint = f"type data=chat: these are conversations ({find_format(record)})"
@@ -162,11 +164,11 @@ def _text_of(record: Mapping[str, object], file: Path, number: int, data: DataSp
 
 
 def check_encodable(text: str, name: str) -> None:
-    """Raise ValueError for a text that has no UTF-8."""
+    """Raise ValueError for text that cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} holds half a surrogate pair, \\u{ord(text[error.start]):04x}") from error
+        raise ValueError(f"{name} contains half a surrogate pair, \\u{ord(text[error.start]):04x}") from error
 
 
 READERS: dict[str, Callable[[Path, DataSpec, Mistakes], Iterator[Document]]] = {
@@ -187,7 +189,7 @@ COLLECTION = "collection.json"
 
 @dataclass(frozen=True)
 class CollectionPart:
-    """A training text as collection.json names it."""
+    """A training text as listed in collection.json."""
 
     folder: str
     weight: float
@@ -217,7 +219,7 @@ class EvaluationText:
 @dataclass(frozen=True)
 class Collection:
     parts: Mapping[str, CorpusPart]
-    """The training texts by name; a single one is named ""."""
+    """The training texts by name; a single text has the name ""."""
     validation: Mapping[str, TokenFolder]
 
     @classmethod
@@ -232,7 +234,7 @@ class Collection:
 
     @property
     def main(self) -> TokenFolder:
-        """The first part; all parts share its tokenizer."""
+        """Return the first part; all parts share its tokenizer."""
         return next(iter(self.parts.values())).folder
 
     @property
@@ -240,10 +242,11 @@ class Collection:
         return self.main.path if (self.main.path / TOKENIZER_FILE).is_file() else None
 
     def check(self, data: DataSpec, vocab_size: int) -> list[str]:
-        """Return warnings about how `data` is read. Raises RecipeError if token ids exceed the embedding's rows."""
+        """Return warnings about how `data` will be read. Raises RecipeError if token ids exceed the embedding's
+        rows."""
         ids = self.main.manifest.vocab_size
         if ids > vocab_size:
-            message = f"the tokenizer has {ids:,} ids, and the model {vocab_size:,} rows (`model.vocab_size`)"
+            message = f"the tokenizer has {ids:,} ids, but the model has {vocab_size:,} rows (`model.vocab_size`)"
             given = [key for key in ("path", "code") if getattr(data.tokenizer, key)]
             path = f"data.tokenizer.{given[0]}" if given else "data.path"
             raise RecipeError(Problem("out_of_range", message, path, f"type model.vocab_size={ids}"))
@@ -252,20 +255,20 @@ class Collection:
         silenced = sum(rows.silenced for rows in packed if isinstance(rows, Packed))
         if not cut:
             return []
-        note = f"{cut:,} conversations are longer than data.seq_len={data.seq_len:,}, and lose their ends"
-        return [f"{note}; {silenced:,} of them lose every reply, and are left out" if silenced else note]
+        note = f"{cut:,} conversations are longer than data.seq_len={data.seq_len:,} and lose their ends"
+        return [f"{note}; {silenced:,} of them lose every reply and are left out" if silenced else note]
 
     def order(self, data: DataSpec, seed: int) -> SampleOrder:
-        """Return the stream of training samples. Raises RecipeError for a part that has none."""
+        """Return the stream of training samples. Raises RecipeError for a part without samples."""
         streams = [Shuffled(open_rows(part.folder, "train", data), seed) for part in self.parts.values()]
         for part, stream in zip(self.parts.values(), streams, strict=True):
-            if not len(stream.source):  # a position has no sample to be mapped to
+            if not len(stream.source):  # no sample for any position
                 message = f"{part.folder.path} has no training sample of data.seq_len={data.seq_len:,}"
                 raise RecipeError(Problem("too_little_data", message, "data.seq_len", "choose another data.seq_len"))
         return streams[0] if len(streams) == 1 else Mixed(streams, [part.weight for part in self.parts.values()], seed)
 
     def evaluation_texts(self, data: DataSpec) -> dict[str, EvaluationText]:
-        """Return the held-out split of each part and all of each validation set; empty ones are left out."""
+        """Return the held-out split of each part and all of each validation set, without empty ones."""
         found = {
             name: EvaluationText(open_rows(part.folder, "heldout", data), part.folder.num_bytes("heldout"))
             for name, part in self.parts.items()
@@ -290,13 +293,13 @@ def write_collection(parts: Mapping[str, tuple[Path, float]], validation: Mappin
     folder = cache_dir() / "tokens" / f"collection-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if not folder.exists():
         make_cache()
-        with suppress(FileExistsError), publishing(folder) as temporary:  # unless another process made it meanwhile
+        with suppress(FileExistsError), publishing(folder) as temporary:  # unless another process has made it meanwhile
             (temporary / COLLECTION).write_text(text, encoding="utf-8")
     return folder
 
 
 def check_tokenizers(folders: list[Path]) -> None:
-    """Raises RecipeError where token folders were made with different tokenizers."""
+    """Raise RecipeError if token folders were made with different tokenizers."""
     digests = {TokenFolder.open(folder).manifest.any_tokenizer_sha256: folder for folder in folders}
     if len(digests) > 1:
         message = f"{' and '.join(map(str, digests.values()))} were made with different tokenizers"

@@ -1,6 +1,6 @@
 """Token files of nanoGPT and Megatron, read in place.
 
-Both are ids one after another, as in a shard, so only a manifest that names the files is written.
+Both hold consecutive ids, like a shard, so only a manifest that names the files is written.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def _summary(shards: Sequence[Shard]) -> SplitSummary:
 
 
 def _read_nanogpt(data: DataSpec, files: Sequence[Path]) -> tuple[Dtype, list[Shard], list[Shard]]:
-    """Hold out the files with `val` in their name; if there are none, the end of the last file."""
+    """Hold out the files with `val` in their name, or the end of the last file if there are none."""
     shards = [(file, _nanogpt_shard(file)) for file in files]
     heldout = [shard for file, shard in shards if "val" in file.stem]
     train = [shard for file, shard in shards if "val" not in file.stem]
     if not train:
-        raise RecipeError(Problem("missing_file", f"{data.path} holds no file to train on", "data.path"))
+        raise RecipeError(Problem("missing_file", f"{data.path} has no file to train on", "data.path"))
     if not heldout:
         *train, last = train
         at = round(last.tokens * (1 - data.heldout_fraction))
@@ -84,7 +84,7 @@ def _read_nanogpt(data: DataSpec, files: Sequence[Path]) -> tuple[Dtype, list[Sh
 def _nanogpt_shard(file: Path) -> Shard:
     with open_regular(file) as content:
         begin = content.read(4)
-    # Both programs name these files .bin: only the first bytes tell them apart.
+    # Both programs name these files .bin, so only the first bytes distinguish them.
     header = LLMC_HEADER_BYTES if begin == struct.pack("<i", LLMC_MAGIC) else 0
     size = file.stat().st_size - header
     if size % TOKEN_BYTES["uint16"]:
@@ -98,34 +98,32 @@ def _split(shard: Shard, at: int, dtype: Dtype) -> tuple[Shard, Shard]:
 
 
 def _read_megatron(data: DataSpec, files: Sequence[Path]) -> tuple[Dtype, list[Shard], list[Shard]]:
-    """Read each NAME.bin by its NAME.idx. The last documents are held out."""
+    """Read each NAME.bin with its NAME.idx. The last documents are held out."""
     read = [_read_index(file.with_suffix(".idx")) for file in files]
     dtypes = {dtype for dtype, _ in read}
     if len(dtypes) > 1:
-        message = f"{data.path} holds ids of different sizes ({', '.join(sorted(dtypes))})"
+        message = f"{data.path} has ids of different sizes ({', '.join(sorted(dtypes))})"
         raise RecipeError(Problem("unsupported", message, "data.path", "mix them as separate sources"))
     dtype = dtypes.pop()
-    shards = [_megatron_shard(file, ends, dtype) for file, (_, ends) in zip(files, read, strict=True)]
+    shards = []
+    for file, (_, ends) in zip(files, read, strict=True):
+        tokens = int(ends[-1])
+        if (size := file.stat().st_size) != tokens * TOKEN_BYTES[dtype]:
+            message = f"{file} has {size:,} bytes, but its index lists {tokens:,} {dtype} ids"
+            raise MachineError(message, code="bad_token_file")
+        shards.append(Shard(str(file.absolute()), tokens, ""))
     *train, last = shards
     ends = read[-1][1]
-    # Cut between documents, so that none is in both splits.
+    # Split between documents, so that no document is in both splits.
     cut = int(np.searchsorted(ends, last.tokens * (1 - data.heldout_fraction)))
     first, rest = _split(last, int(ends[min(cut, len(ends) - 2)]), dtype)
     return dtype, [*train, first], [rest]
 
 
-def _megatron_shard(file: Path, ends: np.ndarray, dtype: Dtype) -> Shard:
-    tokens = int(ends[-1])
-    if (size := file.stat().st_size) != tokens * TOKEN_BYTES[dtype]:
-        message = f"{file} has {size:,} bytes, and its index lists {tokens:,} {dtype} ids"
-        raise MachineError(message, code="bad_token_file")
-    return Shard(str(file.absolute()), tokens, "")
-
-
 def _read_index(file: Path) -> tuple[Dtype, np.ndarray]:
     """Return the ids' type, and the end of each document in tokens."""
     if not file.is_file():
-        raise RecipeError(Problem("missing_file", f"there is no {file}: a .bin file needs its index", "data.path"))
+        raise RecipeError(Problem("missing_file", f"{file} is missing: a .bin file needs its index", "data.path"))
     content = read_bytes(file, MAX_INDEX_BYTES)
     try:
         version, code, sequences, documents = struct.unpack_from("<QBQQ", content, len(MEGATRON_MAGIC))

@@ -1,6 +1,6 @@
-"""Turn documents into a token folder, in three passes over the text: scan, train the tokenizer, encode.
+"""Convert documents to a token folder in three passes over the text: scan, train the tokenizer, encode.
 
-Conversations are encoded with a mark on each token that is learnt.
+Conversations are encoded with a mark on each token to train on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.reading.files import expand
 from trainspec_cli.data.corpus import bpe
 from trainspec_cli.data.corpus.chat import ANY_SHAPE, ChatFormat, Conversation, describe_formats
-from trainspec_cli.data.corpus.own_tokenizer import OwnTokenizer, tokenizer_sha256
 from trainspec_cli.data.corpus.samples import HeldoutRule, SplitScan, pieces
 from trainspec_cli.data.corpus.shards import (
     SCHEMA,
@@ -34,6 +33,7 @@ from trainspec_cli.data.corpus.shards import (
     write_manifest,
 )
 from trainspec_cli.data.corpus.sources import Document, documents
+from trainspec_cli.data.corpus.user_code import OwnTokenizer, tokenizer_sha256
 from trainspec_cli.data.huggingface.chat_template import CHATML_TOKENS, Span
 from trainspec_cli.recipe.keys.run import DataSpec
 
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 OnProgress = Callable[[str, float, int], None]
-"""Called with the phase, the fraction of the whole that is done, from 0 to 1, and the phase's documents so far."""
+"""Called with the phase, the completed fraction of the whole from 0 to 1, and the phase's documents so far."""
 
 PHASES = {"reading": (0.0, 0.1), "learning the tokenizer": (0.1, 0.5), "encoding": (0.5, 1.0)}
 REPORTED_S = 1.0
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20
-"""Text that the tokenizer is trained on, taken evenly from the whole; more hardly changes the vocabulary."""
+"""Text that the tokenizer is trained on, sampled evenly from the whole; more text hardly changes the vocabulary."""
 BATCH_CHARS = 2 * 2**20
-"""Characters encoded in one call, over all cores."""
+"""Characters encoded per call, over all cores."""
 BATCH_CONVERSATIONS = 512
-"""Conversations encoded in one call, over all cores."""
+"""Conversations encoded per call, over all cores."""
 
 
 def write_tokens(
@@ -61,7 +61,7 @@ def write_tokens(
     described: dict[str, str | int | None] | None = None,
 ) -> None:
     """Write shards, tokenizer and manifest into `folder`. Raises RecipeError if the text is empty or malformed.
-    `described`: what the manifest says of the source; None: what `data` does."""
+    `described`: the manifest's description of the source; None: derived from `data`."""
     scan = _scan(data, files, on_progress)
     rule = HeldoutRule.from_scan(scan, data.heldout_fraction)
     encoder = _build_encoder(data, files, scan, rule, on_progress)
@@ -70,7 +70,7 @@ def write_tokens(
     read = _read(data, files, "encoding", scan.bytes, on_progress)
     formats: set[ChatFormat] = set()
     if data.source == "chat":
-        assert encoder.tokenizer is not None, "one's own tokenizer is refused beside conversations"
+        assert encoder.tokenizer is not None, "a user-defined tokenizer is refused for conversations"
         conversations = (document.conversation for document in read if document.conversation)
         summaries, formats = write_conversations(conversations, encoder.tokenizer, encoder.end_id, rule, folder)
         xz_bits_per_byte = None
@@ -103,8 +103,8 @@ def write_tokens(
 
 
 def _read(data: DataSpec, files: list[Path], phase: str, num_bytes: int, on_progress: OnProgress) -> Iterator[Document]:
-    """Yield each document, and report progress every hundredth of the phase, and at least every `REPORTED_S`: a packed
-    file has more text than bytes, so that its end is not known."""
+    """Yield each document, and report progress every hundredth of the phase, and at least every `REPORTED_S`: a
+    compressed file has more text than bytes, so that its end is unknown."""
     begin, end = PHASES[phase]
     done_bytes = count = 0
     reported = -1.0
@@ -125,20 +125,20 @@ def _scan(data: DataSpec, files: list[Path], on_progress: OnProgress) -> SplitSc
     for document in _read(data, files, "reading", sum(file.stat().st_size for file in files), on_progress):
         scan.add(document.text)
     if not scan.documents:
-        message = f"there is no text in {data.path or data.source} ({len(files)} files, all empty)"
-        raise RecipeError(Problem("empty_data", message, "data.path", "name files that hold text"))
+        message = f"no text in {data.path or data.source} ({len(files)} files, all empty)"
+        raise RecipeError(Problem("empty_data", message, "data.path", "name files with text"))
     return scan
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """What turns text into tokens, and how many there are."""
+    """The tokenizer of text, and the size of its vocabulary."""
 
     encode_batch: Callable[[list[str]], list[list[int]]]
     vocab_size: int
     end_id: int
     tokenizer: Tokenizer | None
-    """The tokenizer of the library; None for one's own."""
+    """The tokenizer of the library; None for a user-defined one."""
 
 
 def _build_encoder(
@@ -168,11 +168,11 @@ def _build_tokenizer(
 
 
 def _take_evenly(texts: Iterable[str], fraction: float) -> Iterator[str]:
-    """Yield about `fraction` of the text, spread over the whole, the first one included."""
+    """Yield about `fraction` of the text, distributed over the whole, including the first text."""
     seen = taken = 0
     for text in texts:
-        # The first texts alone would teach the vocabulary of one file; `<=` takes the first, so that there is always
-        # one.
+        # Only the first texts would give the vocabulary of one file; `<=` includes the first text, so that there is
+        # always one.
         if taken <= seen * fraction:
             taken += len(text)
             yield text
@@ -222,14 +222,14 @@ def _encode(cut: Iterable[_Piece], encoder: Encoder, folder: Path) -> tuple[dict
                 text = piece.text.encode()
                 ids = [*ids, encoder.end_id] if piece.ends_document else ids
                 writers[piece.split].append(ids, text_bytes=len(text), documents=int(piece.ends_document))
-                # Bits per byte are compared on held-out text, so only that is compressed.
+                # Bits per byte are compared on held-out text, so only this text is compressed.
                 if piece.split == "heldout":
                     xz.add(text)
         return {split: writer.finish() for split, writer in writers.items()}, xz.finish()
 
 
 class XzMeter:
-    """Measure the compressed size of a text under `xz -9e`, a baseline for the model's bits per byte."""
+    """Measures the compressed size of a text under `xz -9e`, a baseline for the model's bits per byte."""
 
     def __init__(self) -> None:
         try:
@@ -237,7 +237,7 @@ class XzMeter:
         except ImportError:  # a Python built without liblzma; the manifest records null
             self._compressor = None
         else:
-            # The strongest setting: a weaker one would flatter the model that is compared with it.
+            # The strongest setting: a weaker one would flatter the model in the comparison.
             self._compressor = lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME)
         self._text_bytes = self._xz_bytes = 0
 
@@ -258,8 +258,8 @@ def write_conversations(
     conversations: Iterable[Conversation], tokenizer: Tokenizer, end_id: int, rule: HeldoutRule, folder: Path
 ) -> tuple[dict[Split, SplitSummary], set[ChatFormat]]:
     """Write shards and document indices of both splits; also return the formats of the conversations. Raises
-    RecipeError if no token is to be learnt."""
-    tokenizer.encode_special_tokens = False  # the template's own special tokens are meant
+    RecipeError if there is no token to train on."""
+    tokenizer.encode_special_tokens = False  # for the template's own special tokens
     special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
     dtype = choose_dtype(bpe.count_vocab(tokenizer))
     masks: dict[Split, list[np.ndarray]] = {split: [] for split in SPLITS}
@@ -272,27 +272,30 @@ def write_conversations(
                 ids = list(encoding.ids)
                 learnt = _learnt(conversation.spans, encoding)
                 if conversation.is_chat:
-                    learnt = _with_ends(learnt, ids, special)
-                # Some tokenizers append the end by themselves; twice would teach the model to end twice.
+                    # A special token right after a reply ends the turn, which the model must learn.
+                    is_special = np.array([token in special for token in ids], dtype=bool)
+                    learnt = learnt | (np.concatenate(([False], learnt[:-1])) & is_special)
+                # Some tokenizers append the end themselves; two ends would teach the model to end twice.
                 elif ids[-1:] != [end_id]:
                     ids.append(end_id)
                     learnt = np.append(learnt, True)
                 else:
                     learnt[-1] = True
                 num_bytes = sum(len(conversation.text[start:end].encode()) for start, end in conversation.spans)
-                # A conversation is not cut: half a reply cannot be learnt, so its first part decides for the whole.
+                # A conversation is not split, because half a reply cannot be trained on; its first part decides for the
+                # whole.
                 is_train = bool(rule.parts(conversation.text)[0])
                 (train if is_train else heldout).append(ids, text_bytes=num_bytes, documents=1)
                 masks["train" if is_train else "heldout"].append(learnt.astype(np.uint8))
         for split in SPLITS:
             write_documents(folder, split, masks[split])
         if not any(mask.any() for mask in masks["train"]):
-            raise RecipeError(Problem("empty_data", "no conversation holds a reply to learn", "data.path", ANY_SHAPE))
+            raise RecipeError(Problem("empty_data", "no conversation has a reply to train on", "data.path", ANY_SHAPE))
         return {"train": train.finish(), "heldout": heldout.finish()}, formats
 
 
 def tokens_before_reply(conversation: Conversation, tokenizer: Tokenizer) -> int | None:
-    """Return the number of tokens in front of the first one that is learnt; None if none is."""
+    """Return the number of tokens before the first one to train on; None if there is none."""
     tokenizer.encode_special_tokens = False
     (encoding,) = _encode_conversations([conversation], tokenizer)
     learnt = _learnt(conversation.spans, encoding)
@@ -313,14 +316,7 @@ def _learnt(spans: Sequence[Span], encoding: Encoding) -> np.ndarray:
     offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     learnt = np.zeros(len(offsets), dtype=bool)
     for start, end in spans:
-        # A token across the edge of a reply counts: its text could not be learnt otherwise. Tokens without text do
-        # not.
+        # A token across the edge of a reply counts, because its text could not be trained on otherwise. Tokens without
+        # text do not.
         learnt |= (offsets[:, 1] > start) & (offsets[:, 0] < end) & (offsets[:, 1] > offsets[:, 0])
     return learnt
-
-
-def _with_ends(learnt: np.ndarray, ids: Sequence[int], special: frozenset[int]) -> np.ndarray:
-    """Also mark a special token right after a reply: it ends the turn, which the model must learn."""
-    is_special = np.array([token in special for token in ids], dtype=bool)
-    marked: np.ndarray = learnt | (np.concatenate(([False], learnt[:-1])) & is_special)
-    return marked

@@ -1,1 +1,1 @@
-"""Read and write Hugging Face's formats: config.json, safetensors files, names of tensors, tokenizers. Torch-free."""
+"""Read and write Hugging Face's formats: config.json, safetensors files, tensor names, tokenizers. Free of torch."""

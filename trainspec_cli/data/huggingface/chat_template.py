@@ -1,7 +1,8 @@
-"""Chat templates: render a conversation as the text its model was trained on, and find the assistant's replies in it.
+"""Chat templates: render a conversation as the text that its model was trained on, and find the assistant's replies in
+it.
 
-Templates are untrusted programs: they run in Jinja's sandbox, which keeps them from changing or reaching anything, in
-a process of their own with bounded time and memory.
+Templates are untrusted programs: they run in Jinja's sandbox, which prevents access to anything else, in a separate
+process with limited time and memory.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CHATML = (
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 MAX_TEMPLATE_BYTES = 2**20
 SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The special tokens that transformers gives to a template by name."""
+"""The special tokens that transformers passes to a template by name."""
 
 Message = Mapping[str, object]
 Span = tuple[int, int]
@@ -40,7 +41,8 @@ CPU_LIMIT_S = 10.0
 
 @dataclass(frozen=True)
 class TemplateAnswer:
-    """A line of the template's process: a rendered text and the spans of its replies, or the fault that kept it."""
+    """A line of the template's process: a rendered text and the spans of its replies, or the error that prevented
+    it."""
 
     text: str = ""
     spans: Sequence[Span] = ()
@@ -54,7 +56,7 @@ class ChatTemplate:
     """Special tokens by name, which templates may use."""
 
     def render(self, messages: Sequence[Message], *, asks: bool = False, **extra: object) -> str:
-        """Render a conversation; with `asks`, up to where the assistant's reply begins.
+        """Render a conversation; with `asks`, up to the beginning of the assistant's reply.
 
         Raises ValueError with the template's own message if it refuses the conversation, fails, or exceeds the limits
         of time or memory.
@@ -64,7 +66,7 @@ class ChatTemplate:
     def replies(self, messages: Sequence[Message], **extra: object) -> tuple[str, list[Span]]:
         """Return the whole text, and the spans of the assistant's replies. Raises as `render` does.
 
-        A reply is found as the text that changes with its content, so templates may trim it or leave out thoughts.
+        A reply is the text that changes with its content, so templates may trim it or leave out thoughts.
         """
         answer = self._ask(messages, {"add_generation_prompt": False, **self.tokens, **extra}, replies=True)
         return answer.text, [(start, end) for start, end in answer.spans]
@@ -86,13 +88,13 @@ class ChatTemplate:
 
 
 def find_template(tokenizer: Path | None, wanted: str | None) -> ChatTemplate:
-    """Return the template `wanted` (`chatml`, or a file), else the one beside `tokenizer`.
+    """Return the template `wanted` (`chatml`, or a file), else the one in the folder of `tokenizer`.
 
-    Raises RecipeError if none.
+    Raises RecipeError if there is none.
     """
     folder = tokenizer.parent if tokenizer else None
     config = _read_config(folder / TOKENIZER_CONFIG) if folder else {}
-    # Folders that transformers wrote before 2024 may name their special tokens in this file alone.
+    # Folders that transformers wrote before 2024 may name their special tokens only in this file.
     older = _read_config(folder / SPECIAL_TOKENS) if folder else {}
     special = {key: value for key in SPECIAL_KEYS if (value := config.get(key) or older.get(key))}
     tokens = {key: str(t.get("content", "") if isinstance(t, Mapping) else t) for key, t in special.items()}
@@ -103,12 +105,12 @@ def find_template(tokenizer: Path | None, wanted: str | None) -> ChatTemplate:
         beside = folder / CHAT_TEMPLATE
         source = _read_template(beside) if exists(beside) else _default(config.get("chat_template"))
     if source is None:
-        got = f"there is no chat template beside {tokenizer}" if tokenizer else "there is no tokenizer with a template"
+        got = f"no chat template in the folder of {tokenizer}" if tokenizer else "no tokenizer with a chat template"
         raise RecipeError(Problem("missing_file", got, "data.chat_template", _HINT))
     return ChatTemplate(source, tokens)
 
 
-_HINT = "type data.chat_template=chatml, or name a Jinja file; or begin with a chat model's folder (init.from)"
+_HINT = "type data.chat_template=chatml, or name a Jinja file; or start from a chat model's folder (init.from)"
 
 
 def _read_wanted(wanted: str) -> str:
@@ -150,13 +152,14 @@ def _bad_template(message: str) -> RecipeError:
 
 
 class TemplateProcess:
-    """The process; started at first use, and again after the kernel has ended it for exceeding a limit."""
+    """Runs templates in a process that is started at first use, and again after the kernel has ended it for exceeding a
+    limit."""
 
     def __init__(self, source: str):
         self._source = source
         self._process: subprocess.Popen[str] | None = None
         self.fault = self._start().fault
-        """The reason why the template cannot be run at all; empty if it can."""
+        """The reason why the template cannot run at all; empty if it can."""
 
     def ask(self, question: Mapping[str, object]) -> TemplateAnswer:
         if self._process is None:
@@ -165,7 +168,7 @@ class TemplateProcess:
         return answer or TemplateAnswer(fault=f"it took more than {CPU_LIMIT_S:g} s for one conversation")
 
     def _start(self) -> TemplateAnswer:
-        # The worker must import the installed jinja2, and nothing that lies in the working directory.
+        # The worker must import the installed jinja2, and nothing from the working directory.
         environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
             [sys.executable, str(WORKER), str(CPU_LIMIT_S)],

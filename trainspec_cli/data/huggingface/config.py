@@ -1,4 +1,4 @@
-"""config.json of the engine's decoder, both ways. Keys without a counterpart are refused by name."""
+"""Conversion between config.json and the engine's decoder. Keys without a counterpart are refused by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.core.reading.files import describe_kind, is_kind, show_kind
 from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec
-from trainspec_cli.recipe.structure import is_required
+from trainspec_cli.recipe.records import is_required
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 MODEL_TYPES = tuple(_ARCHITECTURES)
-"""Types of which the engine's decoder can hold every tensor."""
+"""Types whose tensors the engine's decoder can all hold."""
 
 
 def model_type(model: ModelSpec) -> str:
@@ -43,7 +43,7 @@ def model_type(model: ModelSpec) -> str:
 def _misfits(model: ModelSpec) -> list[Problem]:
     if not isinstance(model, DecoderModel):
         return [_misfit("family", model.family)]
-    # Any sizes do: only the defaults of its other keys are compared.
+    # The sizes do not matter: only the defaults of its other keys are compared.
     plain = DecoderModel(1, 1, 1, 1, 1, 1, 1)
     keys = ["gated_mlp", "learned_positions", "mla", "activation", "gate_limit", "attention_sinks"]
     biased = model.attention_bias != "none"
@@ -78,7 +78,7 @@ def _misfit(key: str, value: object) -> Problem:
 
 
 def write_config(model: DecoderModel, seq_len: int, dtype: str) -> JsonObject:
-    """Return the content of config.json, with keys that transformers 4 and 5 both read; `dtype` as torch names it."""
+    """Return the content of config.json, with keys that both transformers 4 and 5 read; `dtype` is torch's name."""
     kind = model_type(model)
     config: JsonObject = {
         "architectures": [_ARCHITECTURES[kind]],
@@ -111,7 +111,7 @@ def write_config(model: DecoderModel, seq_len: int, dtype: str) -> JsonObject:
             written |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
             written["truncate"] = scaling.whole_bounds
         config["rope_scaling"] = written
-    # Keys whose defaults for the type would be wrong.
+    # Keys whose default for the type would be wrong.
     if kind in ("mistral", "mixtral"):
         config["sliding_window"] = model.sliding_window
     if kind in ("llama", "qwen3", "qwen3_moe"):
@@ -134,7 +134,7 @@ def write_config(model: DecoderModel, seq_len: int, dtype: str) -> JsonObject:
 def differences(asked: DecoderModel, found: DecoderModel) -> dict[str, tuple[object, object]]:
     """Return the keys in which two models compute different functions, with both values (asked, found).
 
-    Keys that only steer training, and keys that are not used, may differ.
+    Keys that only affect training, and unused keys, may differ.
     """
     mine = _comparable(asked)
     theirs = _comparable(found)
@@ -149,7 +149,7 @@ def _comparable(model: DecoderModel) -> dict[str, object]:
     for key, value in asdict(model).items():
         flat |= {f"{key}.{inner}": kept for inner, kept in value.items()} if isinstance(value, dict) else {key: value}
     if model.experts is not None and all(model.is_expert_layer(layer) for layer in range(model.num_layers)):
-        # No layer has the dense feed-forward, so its width computes nothing.
+        # No layer has the dense feed-forward, so its width has no effect.
         del flat["ffn_size"]
     if model.sliding_window is None:
         del flat["global_attention_every"]
@@ -172,7 +172,7 @@ _EXPECTED: dict[str, tuple[JsonValue, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The keys of config.json that decide a decoder's shape. One without a default is needed by every type."""
+    """The keys of config.json that determine a decoder's shape. Every type needs the keys without a default."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -198,7 +198,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """The keys of `rope_parameters` (since transformers 5) or `rope_scaling` that decide the rotary positions."""
+    """The keys of `rope_parameters` (since transformers 5) or `rope_scaling` that determine the rotary positions."""
 
     rope_theta: float | None = None
     rope_type: str | None = None
@@ -219,7 +219,7 @@ def read_model(config: JsonObject, where: str) -> JsonObject:
         raise _unsupported(f"{where} has model_type {kind!r}; supported are {', '.join(MODEL_TYPES)}")
     for key, allowed in _EXPECTED.items():
         if config.get(key) not in allowed:
-            raise _unsupported(f"{where} has {key} {config[key]!r}, which the engine's models do not")
+            raise _unsupported(f"{where} has {key} {config[key]!r}, which the engine's models do not support")
     read = _read_keys(DecoderConfig, config, where)
     rope = _read_keys(RopeConfig, read.rope_parameters or read.rope_scaling or {}, where)
     name = config.get("_name_or_path")
@@ -253,10 +253,10 @@ def read_model(config: JsonObject, where: str) -> JsonObject:
 
 def _read_keys(cls: type[T], given: JsonObject, where: str) -> T:
     """Return the keys of dataclass `cls`. Raises RecipeError with every key whose kind transformers would not write,
-    and every number below 0; else with the first key that is missing."""
+    and every number below 0; otherwise with the first missing key."""
     kinds = get_type_hints(cls)
     wrong = []
-    hint = "name a folder that transformers has written"
+    hint = "name a folder written by transformers"
     for key, kind in kinds.items():
         if key not in given:
             continue
@@ -274,7 +274,7 @@ def _read_keys(cls: type[T], given: JsonObject, where: str) -> T:
 
 
 def _needed(value: T | None, key: str) -> T:
-    """Return the value of a key that only some types need. Raises KeyError where it is missing."""
+    """Return the value of a key that only some types need. Raises KeyError if it is missing."""
     if value is None:
         raise KeyError(key)
     return value

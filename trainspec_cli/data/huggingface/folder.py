@@ -1,4 +1,4 @@
-"""A folder as `from_pretrained` takes it: check that it holds exactly the tensors that the model needs."""
+"""A folder for `from_pretrained`: check that it has exactly the tensors that the model needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 SPECIAL_TOKENS = "special_tokens_map.json"
 SMALL_FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS)
-"""Files that an export copies from the folder that the run began with."""
+"""Files that an export copies from the folder that the run started from."""
 MAX_TENSORS = 200_000
 SHOWN = 8
 """The most tensors named in one message."""
@@ -46,10 +46,10 @@ def read_config(folder: Path, name: str = CONFIG) -> JsonObject:
 def _missing(folder: Path, name: str) -> Problem:
     hint = "type init.from=hf:<a checkpoint's folder>"
     if folder.is_dir():
-        return Problem("missing_file", f"{folder} holds no {name}", "init.from", hint)
-    got = f"there is no folder {folder.absolute()}"
+        return Problem("missing_file", f"{folder} has no {name}", "init.from", hint)
+    got = f"{folder.absolute()} does not exist"
     if named := hub_name(str(folder)):
-        got += f", and the Hub's cache {hub_cache()} does not hold {named.name} ({named.revision})"
+        got += f", and the Hub's cache {hub_cache()} does not have {named.name} ({named.revision})"
         revision = "" if named.revision == "main" else f" --revision {named.revision}"
         hint = (
             f"where there is a network, type hf download {named.name}{revision}; HF_HOME names another cache, "
@@ -59,7 +59,7 @@ def _missing(folder: Path, name: str) -> Problem:
 
 
 def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:
-    """Return the tensors that make up `model`.
+    """Return the tensors of `model`.
 
     Raises RecipeError that names missing, superfluous or misshapen tensors, MachineError if a file is damaged.
     """
@@ -81,7 +81,7 @@ def check_count(model: DecoderModel) -> None:
 
 
 def find_faults(entries: Mapping[str, StoredTensor], model: DecoderModel, folder: Path) -> list[Problem]:
-    # Old checkpoints keep tables that the engine computes from config.json.
+    # Old checkpoints contain tables that the engine computes from config.json.
     shapes = {name: entry.shape for name, entry in entries.items() if not _COMPUTED.search(name)}
     return compare_tensors(tensor_shapes(model), shapes, {HEAD} if model.tied_embeddings else set(), folder)
 
@@ -89,15 +89,16 @@ def find_faults(entries: Mapping[str, StoredTensor], model: DecoderModel, folder
 def compare_tensors(
     wanted: Mapping[str, Shape], shapes: Mapping[str, Shape], allowed: Collection[str], folder: Path
 ) -> list[Problem]:
-    """Name the tensors that `folder` lacks, those that are neither wanted nor `allowed`, and those of wrong shapes."""
+    """Name the tensors that `folder` lacks, those that are neither wanted nor `allowed`, and those with wrong
+    shapes."""
     missing = [name for name in wanted if name not in shapes]
     extra = [name for name in shapes if name not in wanted and name not in allowed]
     misshapen = [
-        f"{name} is {_show(shapes[name])} and should be {_show(shape)}"
+        f"{name} is {_show(shapes[name])} but should be {_show(shape)}"
         for name, shape in wanted.items()
         if name in shapes and shapes[name] != shape
     ]
-    faults = {"lacks": missing, "holds tensors that the model lacks:": extra, "has wrong shapes:": misshapen}
+    faults = {"lacks": missing, "has tensors that the model lacks:": extra, "has wrong shapes:": misshapen}
     return [
         Problem("bad_checkpoint", f"{folder} {what} {list_names(names)}", "init.from", _HINT)
         for what, names in faults.items()
@@ -109,7 +110,7 @@ _HINT = "its tensors do not match its config.json: download it again, or name an
 
 
 def list_names(names: list[str]) -> str:
-    """Join the first names, and say how many more there are."""
+    """Join the first names, and append the number of the others."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 

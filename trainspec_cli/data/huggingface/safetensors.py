@@ -1,6 +1,6 @@
 """The safetensors format: eight bytes of length, a JSON header, then the tensors' bytes.
 
-Read and written here, so that reading a header needs no torch, and at most one tensor is held in memory.
+Implemented here, so that reading a header needs no torch, and at most one tensor is in memory.
 https://huggingface.co/docs/safetensors
 """
 
@@ -32,7 +32,7 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_EXTENT = 2**53
 MAX_DIMS = 16
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""The formats that weights are read from; others are quantised."""
+"""The formats from which weights are read; others are quantised."""
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -40,12 +40,12 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """A tensor as a header describes it."""
+    """A tensor's entry in a header."""
 
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, ...]
-    """Offsets of its first byte and behind its last one, from the end of the header."""
+    """Offsets of its first byte and after its last byte, from the end of the header."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class StoredTensor:
 
 
 def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of a folder's model.safetensors, or of the files that its index names.
+    """Return every tensor of a folder's model.safetensors, or of the files in its index.
 
     Raises RecipeError if there is none, MachineError if a file is missing or damaged.
     """
@@ -71,7 +71,7 @@ def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     elif (folder / SINGLE).is_file():
         names = [SINGLE]
     else:
-        message = f"{folder} holds neither {SINGLE} nor {INDEX}"
+        message = f"{folder} has neither {SINGLE} nor {INDEX}"
         raise RecipeError(Problem("missing_file", message, "init.from", "name a folder with safetensors files"))
     entries: dict[str, StoredTensor] = {}
     for name in names:
@@ -80,7 +80,7 @@ def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    """Return the file that holds each tensor."""
+    """Return the file of each tensor."""
     try:
         files = read_field(file, read_object(file), "weight_map", dict)
     except UnreadableFileError as error:
@@ -88,13 +88,13 @@ def _read_index(file: Path) -> dict[str, str]:
     names = {}
     for tensor, name in files.items():
         if not isinstance(name, str) or Path(name).name != name or "\0" in name:
-            raise _damaged(file, f"names {show_kind(name)}, which is not a file beside it")
+            raise _damaged(file, f"names {show_kind(name)}, which is not a file in its folder")
         names[tensor] = name
     return names
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one file. Raises MachineError that names the file, or the tensor that is wrong."""
+    """Return the tensors of one file. Raises MachineError that names the file, or the tensor with a mistake."""
     if not file.is_file():
         raise _damaged(file, "is missing, but the index names it")
     with open_regular(file) as content:
@@ -118,9 +118,9 @@ def _entry(file: Path, name: str, entry: JsonValue, data_start: int) -> StoredTe
     described = read_record(HeaderEntry, entry)
     shape, (start, end) = described.shape, described.data_offsets
     if described.dtype not in DTYPE_BYTES:
-        message = f"{file}: {name} is of type {described.dtype}; weights are read from {', '.join(DTYPE_BYTES)}"
+        message = f"{file}: {name} is of type {described.dtype}; supported are {', '.join(DTYPE_BYTES)}"
         raise RecipeError(Problem("unsupported", message, "init.from", "name a checkpoint that is not quantised"))
-    # The product of the dims is computed next, and a stranger's header could make it of any size.
+    # The product of the dimensions is computed next, and an untrusted header could make it arbitrarily large.
     if len(shape) > MAX_DIMS or not all(0 <= number < MAX_EXTENT for number in (*shape, start, end)):
         raise ValueError(f"{name} has {list(shape)} as its shape, or offsets below 0")
     stored = StoredTensor(file, described.dtype, shape, data_start + start)
@@ -138,7 +138,7 @@ def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
         header[name] = to_plain(HeaderEntry(dtype, shape, (start, end)))
         start = end
     text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
-    # Tensors then begin at a multiple of 8 bytes, and can be mapped as they are.
+    # Tensors then begin at a multiple of 8 bytes and can be mapped in place.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
@@ -147,11 +147,10 @@ def _damaged(file: Path, what: str) -> MachineError:
     return MachineError(f"{file} {what}", code="bad_checkpoint", hint="download it again")
 
 
-# The tensors of a Hugging Face checkpoint that make up each parameter of the engine's decoder.
-#
-# The table serves both directions: loading fills parameters from tensors, exporting cuts parameters into them. Most
-# tensors are a whole parameter; a routed expert's matrices are parts of one, and transposed. LoRA adapters have PEFT's
-# names, and an adapter_config.json.
+# The tensors of a Hugging Face checkpoint that make up each parameter of the engine's decoder. The table serves both
+# directions: loading fills parameters from tensors, exporting divides parameters into them. Most tensors are a whole
+# parameter; a routed expert's matrices are parts of one, and transposed. LoRA adapters have PEFT's names, and an
+# adapter_config.json.
 
 
 Shape = tuple[int, ...]
@@ -180,18 +179,18 @@ class Piece:
     start: Shape
     """The start of the box in the parameter."""
     shape: Shape
-    """The shape of the box, with as many dims as the parameter."""
+    """The shape of the box, with as many dimensions as the parameter."""
     transposed: bool = False
-    """True if the tensor holds the last two dims in reverse order."""
+    """True if the tensor stores the last two dimensions in reverse order."""
 
     @property
     def tensor_shape(self) -> Shape:
-        """The shape in the file, without the dim of experts."""
+        """Return the shape in the file, without the dimension of experts."""
         shape = self.shape[-2:] if self.transposed else self.shape
         return shape[::-1] if self.transposed else shape
 
     def overlap(self, start: Shape, shape: Shape) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Return (slices of this piece, slices of the box at `start`) of the overlap; None if there is none."""
+        """Return (slices of this piece, slices of the box at `start`) of the overlap, or None."""
         inner = []
         outer = []
         for mine, size, theirs, extent in zip(self.start, self.shape, start, shape, strict=True):
@@ -304,7 +303,7 @@ def adapters_of(parameter: Parameter, lora: LoraSpec) -> list[Parameter]:
 
 
 def adapter_config(lora: LoraSpec, base: str | None) -> JsonObject:
-    """Return the content of adapter_config.json. `base` names the frozen weights, as from_pretrained takes it."""
+    """Return the content of adapter_config.json. `base` names the frozen weights for from_pretrained."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

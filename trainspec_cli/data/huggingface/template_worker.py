@@ -1,8 +1,8 @@
-"""The process that chat templates run in: templates are untrusted programs, which may loop or grow without end.
+"""The process that runs chat templates, which are untrusted programs and may loop or grow without end.
 
-Each line of JSON in gives a line of JSON out. The first line is the template; each further one is a conversation. The
-kernel ends the process when a conversation takes more processor time than its first argument (seconds), and its memory
-is bounded. The file imports nothing of trainspec, so it starts in a tenth of a second.
+Each input line of JSON gives an output line of JSON. The first line is the template; each following line is a
+conversation. The kernel ends the process when a conversation takes more processor time than its first argument
+(seconds), and its memory is limited. The file imports nothing of trainspec, so it starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MEMORY_LIMIT_BYTES = 2**30
 OUTPUT_LIMIT_CHARS = 2**24
 OTHER_CONTENT = "\ue000"
-"""Replaces a reply to find its span; a private-use character, so no reply begins or ends with it."""
+"""Replaces a reply to find its span; a private-use character, so that no reply begins or ends with it."""
 
 Message = Mapping[str, object]
 Span = tuple[int, int]

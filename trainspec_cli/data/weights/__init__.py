@@ -1,1 +1,1 @@
-"""Weights as other projects keep them: torch's distributed checkpoints (DCP), torchtitan, litgpt and Megatron."""
+"""Weights in other projects' formats: torch's distributed checkpoints (DCP), torchtitan, litgpt and Megatron."""

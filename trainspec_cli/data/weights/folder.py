@@ -1,4 +1,4 @@
-"""A folder of another project's weights: which project's it is, its model, and where each tensor lies."""
+"""A folder of another project's weights: the project, the model, and the location of each tensor."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from trainspec_cli.data.huggingface.config import read_model
 from trainspec_cli.data.huggingface.folder import CONFIG, check_count, compare_tensors, list_names, read_config
 from trainspec_cli.data.huggingface.safetensors import DTYPE_BYTES, tensor_shapes
 from trainspec_cli.data.weights import litgpt_config
-from trainspec_cli.data.weights.dcp import Checkpoint
 from trainspec_cli.data.weights.naming import Naming, OtherTensor, RowRange, other_spellings, other_tensors
 from trainspec_cli.data.weights.stored import Part, PartedTensor, Shape, StridedTensor
-from trainspec_cli.data.weights.torch_file import read_state
+from trainspec_cli.data.weights.torch_file import Checkpoint, read_state
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import DCP_FILE, LITGPT_FILE
 
@@ -25,14 +24,14 @@ _FIRST: Mapping[Naming, str] = {
     "torchtitan": "tok_embeddings.weight",
     "megatron": "embedding.word_embeddings.weight",
 }
-"""The tensor by which the names of a distributed checkpoint are recognised."""
+"""The tensor by which the naming scheme of a distributed checkpoint is recognised."""
 _PREFIXES = ("", "model.", "module.", "model.module.")
-"""What stands before the names where the model was saved within something."""
+"""Prefixes of the names if the model was saved as part of something else."""
 _TRAINING = re.compile(
     r"^(optimizer|optim|lr_scheduler|opt_param_scheduler|dataloader|train_state|rng_state|chained_\d+)\b"
     r"|_extra_state\b|rotary_emb\.inv_freq$|^freqs_cis$"
 )
-"""Tensors that are no weights."""
+"""Tensors that are not weights."""
 
 
 def config_file(folder: Path) -> Path:
@@ -45,7 +44,7 @@ def read_other_model(folder: Path) -> JsonObject:
     _refuse_nanogpt(folder)
     file = config_file(folder)
     if not exists(file):
-        message = f"{folder} holds weights without {file.name}, so that nothing says what model they are"
+        message = f"{folder} has weights without {file.name}, so their model is unknown"
         raise RecipeError(Problem("missing_file", message, "init.from", "name the model: model=llama_1b, or another"))
     if file.name == CONFIG:
         return read_model(read_config(folder), str(file))
@@ -55,14 +54,14 @@ def read_other_model(folder: Path) -> JsonObject:
 def _refuse_nanogpt(folder: Path) -> None:
     if not exists(folder / DCP_FILE) and not exists(folder / LITGPT_FILE):
         message = (
-            f"{folder} holds a checkpoint of nanoGPT, whose layers have LayerNorm and learned positions; the engine's "
+            f"{folder} has a checkpoint of nanoGPT, whose layers have LayerNorm and learned positions; the engine's "
             "decoder has RMSNorm and rotary positions"
         )
         raise RecipeError(Problem("unsupported", message, "init.from", "name other weights"))
 
 
 def open_other(folder: Path, model: DecoderModel) -> dict[str, PartedTensor]:
-    """Return the tensors that make up `model`, under Hugging Face's names.
+    """Return the tensors of `model`, under Hugging Face's names.
 
     Raises RecipeError that names missing, superfluous or misshapen tensors, MachineError if a file is damaged.
     """
@@ -83,28 +82,29 @@ def open_other(folder: Path, model: DecoderModel) -> dict[str, PartedTensor]:
 
 
 def _recognise(shapes: Mapping[str, Shape], folder: Path) -> tuple[Naming, str]:
-    """-> whose names these are, and what stands before each of them"""
+    """Return the naming scheme of the tensors, and the prefix of their names."""
     for naming, first in _FIRST.items():
         for prefix in _PREFIXES:
             if prefix + first in shapes:
-                # Megatron saves layers one by one or stacked into one tensor, by its version.
+                # Depending on its version, Megatron saves layers one by one or stacked into one tensor.
                 numbered = naming == "megatron" and any(re.search(r"layers\.\d", name) for name in shapes)
                 return ("megatron_layers" if numbered else naming), prefix
     known = ", ".join(_FIRST.values())
     message = f"{folder} holds none of {known}, but {list_names(list(shapes)) or 'no tensor'}"
-    hint = "weights are read under the names of Hugging Face, torchtitan and Megatron"
+    hint = "supported are the names of Hugging Face, torchtitan and Megatron"
     raise RecipeError(Problem("bad_checkpoint", message, "init.from", hint))
 
 
 def _match(
     wanted: list[OtherTensor], naming: Naming, prefix: str, shapes: Mapping[str, Shape], folder: Path
 ) -> dict[str, str]:
-    """-> each tensor's name -> its name in the folder, which has all of them but for copies. Raises RecipeError."""
+    """Return each tensor's name -> its name in the folder, which must have all of them except copies. Raises
+    RecipeError."""
     names = {}
     for one in wanted:
         spellings = [prefix + spelled for spelled in other_spellings(one.name, naming)]
         names[one.name] = next((spelled for spelled in spellings if spelled in shapes), spellings[0])
-    # Copies (a tied head) may be left out by some projects, so that they are asked for only where they are there.
+    # Some projects leave out copies (a tied head), so copies are read only if they exist.
     asked = {names[one.name]: one.shape for one in wanted if not one.is_copy or names[one.name] in shapes}
     found = {name: shape for name, shape in shapes.items() if not _TRAINING.search(name.removeprefix(prefix))}
     if problems := compare_tensors(asked, found, (), folder):
@@ -118,7 +118,7 @@ def _match(
 def select(
     wanted: Iterable[OtherTensor], held: Mapping[str, PartedTensor], shapes: Mapping[str, Shape]
 ) -> dict[str, PartedTensor]:
-    """Return the Hugging Face tensors of these `shapes`. `held` has every one of `wanted`, by its name."""
+    """Return the Hugging Face tensors of these `shapes`. `held` has every one of `wanted` by name."""
     parts: dict[str, list[Part]] = {tensor: [] for tensor in shapes}
     for other in wanted:
         for rows in () if other.is_copy else other.rows:
@@ -127,7 +127,7 @@ def select(
 
 
 def _cut(parts: Iterable[Part], rows: RowRange) -> Iterator[Part]:
-    """Yield what the parts of another tensor hold of `rows`."""
+    """Yield the parts of another tensor that contain `rows`."""
     for part in parts:
         found = part if rows.layer is None else _unstack(part, rows.layer)
         if found is None:
@@ -142,7 +142,7 @@ def _cut(parts: Iterable[Part], rows: RowRange) -> Iterator[Part]:
 
 
 def _unstack(part: Part, layer: int) -> Part | None:
-    """Return what a part of a stack holds of one layer."""
+    """Return the part of one layer in a part of a stack."""
     at = layer - part.start[0]
     if not 0 <= at < part.held.shape[0]:
         return None
@@ -152,7 +152,7 @@ def _unstack(part: Part, layer: int) -> Part | None:
 
 
 def _stride(held: StridedTensor, skipped: int, count: int, step: int) -> StridedTensor:
-    """Return every `step`-th row, `count` of them, behind the first `skipped`."""
+    """Return every `step`-th row, `count` of them, after the first `skipped`."""
     start = held.start + skipped * held.strides[0] * DTYPE_BYTES[held.dtype]
     strides = (held.strides[0] * step, *held.strides[1:])
     return StridedTensor(held.file, held.dtype, (count, *held.shape[1:]), start, strides)

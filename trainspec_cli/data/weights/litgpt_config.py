@@ -1,4 +1,5 @@
-"""litgpt's model_config.yaml, both ways. Keys without a counterpart in the engine's decoder are refused by name."""
+"""Conversion between litgpt's model_config.yaml and the engine's decoder. Keys without a counterpart are refused by
+name."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ _SCALING = ("factor", "low_freq_factor", "high_freq_factor")
 
 @dataclass(frozen=True, kw_only=True)
 class LitgptSizes:
-    """The keys that decide the shape, with litgpt's defaults."""
+    """The keys that determine the shape, with litgpt's defaults."""
 
     name: str = ""
     n_layer: int = 16
@@ -72,7 +73,7 @@ def read_model(file: Path) -> JsonObject:
     for key, (default, allowed) in _FIXED.items():
         if config.get(key, default) not in allowed:
             found = show_kind(config.get(key, default))
-            raise _refuse(file, f"has `{key}` {found}; the engine's decoder has {show_kind(allowed[0])}")
+            raise _refuse(file, f"has `{key}` {found}; the engine's decoder supports {show_kind(allowed[0])}")
     kinds = get_type_hints(LitgptSizes)
     names = [field.name for field in fields(LitgptSizes) if field.name in config]
     for name in names:
@@ -117,10 +118,10 @@ def _refuse(file: Path, message: str) -> RecipeError:
 
 
 def write_config(model: DecoderModel, seq_len: int) -> str:
-    """Return the content of the file. Raises RecipeError where litgpt cannot say what the model is."""
+    """Return the content of the file. Raises RecipeError if litgpt cannot describe the model."""
     scaling = model.rope_scaling
     if scaling is not None and scaling.kind != "llama3":
-        message = f"`model.rope_scaling.kind` is {scaling.kind}, which is not written for litgpt"
+        message = f"`model.rope_scaling.kind` is {scaling.kind}, which litgpt does not support"
         raise RecipeError(Problem("unsupported", message, "model.rope_scaling", "type --format hf"))
     theta = int(model.rope_theta) if model.rope_theta.is_integer() else model.rope_theta
     config: dict[str, JsonValue] = {key: allowed[0] for key, (_default, allowed) in _FIXED.items()} | {

@@ -1,9 +1,8 @@
-"""The tensors of other projects' checkpoints, by the rows of Hugging Face's tensors that make them up.
+"""The tensors of other projects' checkpoints, as rows of Hugging Face's tensors.
 
-The table serves both directions. A project may name a tensor otherwise, put several into one (litgpt's and Megatron's
-queries, keys and values), order the rows of each head otherwise (torchtitan rotates neighbouring pairs, Hugging Face
-halves), or stack all layers (Megatron). Each of these is rows of one tensor that are rows of another, a constant step
-apart.
+The table serves both directions. A project may use other names, put several tensors into one (litgpt's and Megatron's
+queries, keys and values), order the rows of each head differently (torchtitan rotates neighbouring pairs, Hugging Face
+halves), or stack all layers (Megatron). In each case rows of one tensor are rows of another, a constant step apart.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ SUPPORTED: Mapping[Naming, tuple[str, ...]] = {
     "megatron_layers": ("llama", "qwen2", "qwen3"),
     "litgpt": ("llama", "qwen2", "qwen3"),
 }
-"""The types of models (as Hugging Face calls them) that a project's names are known of."""
+"""The model types (Hugging Face's names) for which a project's names are known."""
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """Neighbouring rows of a Hugging Face tensor, and where another project's tensor has them."""
+    """Neighbouring rows of a Hugging Face tensor, and their location in another project's tensor."""
 
     tensor: str
     """The Hugging Face tensor."""
@@ -39,11 +38,11 @@ class RowRange:
     """The first of the rows in the Hugging Face tensor."""
     count: int
     at: int
-    """The first of them in the other tensor."""
+    """The first of the rows in the other tensor."""
     step: int = 1
-    """RowRange between two of them in the other tensor."""
+    """Distance between two rows in the other tensor."""
     layer: int | None = None
-    """The index along the other tensor's first dim, where it stacks layers."""
+    """The index along the other tensor's first dimension, if it stacks layers."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,12 @@ class OtherTensor:
     shape: Shape
     rows: tuple[RowRange, ...]
     is_copy: bool = False
-    """True if other tensors hold all of it too: the head of a model whose head is its embedding."""
+    """True if other tensors contain all of it too: the head of a model whose head is its embedding."""
 
 
 def other_tensors(model: DecoderModel, naming: Naming) -> list[OtherTensor]:
-    """Return every tensor of `model` under the names of a project. Raises RecipeError where that has none for it."""
+    """Return every tensor of `model` under a project's names. Raises RecipeError if the project has no names for the
+    model."""
     kind = model_type(model)
     shapes = tensor_shapes(model)
     if naming == "hf":
@@ -73,10 +73,10 @@ def _misfit(model: DecoderModel, kind: str, naming: Naming) -> Problem | None:
     if kind not in SUPPORTED[naming]:
         known = ", ".join(SUPPORTED[naming])
         message = f"the model is of type {kind}; {naming}'s names are known of {known}"
-        return Problem("unsupported", message, "model", "take Hugging Face's names or format")
+        return Problem("unsupported", message, "model", "use Hugging Face's names or format")
     if model.attention_bias == "all":
         message = f"`model.attention_bias` is all, which {naming}'s {kind} does not have"
-        return Problem("unsupported", message, "model.attention_bias", "take Hugging Face's names or format")
+        return Problem("unsupported", message, "model.attention_bias", "use Hugging Face's names or format")
     return None
 
 
@@ -111,7 +111,7 @@ _ENDS = {
 def _ends(
     model: DecoderModel, shapes: Mapping[str, Shape], naming: Naming, *, copies_head: bool
 ) -> Iterator[OtherTensor]:
-    """Yield what lies before and behind the layers."""
+    """Yield the tensors before and after the layers."""
     for tensor, name in _ENDS[naming].items():
         if tensor in shapes:
             yield _whole(name, tensor, shapes[tensor])
@@ -155,7 +155,7 @@ _LITGPT = {
 
 
 def _litgpt(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
-    """litgpt's models have a head of their own always."""
+    """Yield litgpt's tensors; its models always have a separate head."""
     yield from _ends(model, shapes, "litgpt", copies_head=True)
     for layer in range(model.num_layers):
         theirs = f"transformer.h.{layer}"
@@ -170,7 +170,7 @@ def _litgpt(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterator[OtherT
 
 
 def _joined(name: str, parts: list[str], shapes: Mapping[str, Shape]) -> OtherTensor:
-    """Return a tensor that holds others one below the other."""
+    """Return a tensor that concatenates others along the rows."""
     rows = []
     at = 0
     for tensor in parts:
@@ -193,7 +193,7 @@ _MEGATRON = {
 
 
 def _megatron(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
-    """All layers of a tensor are stacked."""
+    """Yield Megatron's tensors, each with all layers stacked."""
     yield from _ends(model, shapes, "megatron", copies_head=False)
     layers = [list(_megatron_layer(model, layer, shapes)) for layer in range(model.num_layers)]
     for stacked in zip(*layers, strict=True):
@@ -209,7 +209,7 @@ def _megatron_layers(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterat
 
 
 def _megatron_layer(model: DecoderModel, layer: int, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
-    """Each group of heads has its queries, then its key and its value."""
+    """Yield the tensors of one layer: each group of heads has its queries, then its key and its value."""
     for name, modules in _MEGATRON.items():
         parts = [f"model.layers.{layer}.{module}" for module in modules]
         if parts[0] in shapes:
@@ -236,7 +236,7 @@ _TABLES: Mapping[Naming, Callable[[DecoderModel, Mapping[str, Shape]], Iterator[
 
 
 def other_spellings(name: str, naming: Naming) -> Iterator[str]:
-    """Yield the names under which releases of a project have written a tensor, the one that is exported first."""
+    """Yield the names of a tensor in a project's releases; the name for exports comes first."""
     yield name
     if naming == "torchtitan":
         yield name.replace(".qkv_linear.", ".")

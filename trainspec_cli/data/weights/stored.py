@@ -1,4 +1,4 @@
-"""Where the numbers of a tensor lie: in which files, from which byte on, and how far apart."""
+"""The location of a tensor's numbers: files, offsets and strides."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StridedTensor:
-    """Numbers of a file, which need not lie side by side."""
+    """Numbers in a file, which need not be contiguous."""
 
     file: Path
     dtype: str
-    """As safetensors names it."""
+    """The dtype's name in safetensors."""
     shape: Shape
     start: int
     """Offset of the first number in the file, in bytes."""
     strides: Shape
-    """Numbers between two neighbours along each dim."""
+    """Distance between two neighbours along each dimension, in numbers."""
 
     @property
     def span_bytes(self) -> int:
-        """Bytes from the first number to the end of the last one."""
+        """Return the bytes from the first number to the end of the last one."""
         if 0 in self.shape:
             return 0
         last = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
@@ -37,7 +37,7 @@ class StridedTensor:
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a tensor, and where its numbers lie."""
+    """A box of a tensor, and the location of its numbers."""
 
     start: Shape
     """The start of the box in the tensor."""
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PartedTensor:
-    """A tensor that is put together of parts of one or several files."""
+    """A tensor that is assembled from parts of one or several files."""
 
     shape: Shape
     parts: tuple[Part, ...]
@@ -57,7 +57,7 @@ class PartedTensor:
 
     @property
     def is_whole(self) -> bool:
-        """False if the parts hold fewer or more numbers than the tensor has."""
+        """Return False if the parts have fewer or more numbers than the tensor."""
         return sum(math.prod(part.held.shape) for part in self.parts) == math.prod(self.shape)
 
 

@@ -34,8 +34,8 @@ from trainspec_cli.engine.shares import Cut, Share, is_quantised, quantised_para
 from trainspec_cli.planner.pipeline import cut_layers
 from trainspec_cli.recipe.keys.kernels import KERNELS, KernelSpec
 from trainspec_cli.recipe.keys.model import ModelSpec
-from trainspec_cli.recipe.own_code import LOSS
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.user_code import LOSS
 
 # A model or a stage of one: built on meta, allocated, and filled with its first values.
 

@@ -20,8 +20,8 @@ from trainspec_cli.engine.models.own import BlockMaker, LossOfTokens
 from trainspec_cli.engine.own_code import has_values, is_no_fault, refused
 from trainspec_cli.engine.parallel.expert import apply_recompute
 from trainspec_cli.recipe.keys.model import OwnModel
-from trainspec_cli.recipe.own_code import Extension, arguments, load, own_errors
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.user_code import Extension, arguments, load, user_code_errors
 
 TRIAL_TOKENS = 32
 AGREEMENT = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -49,7 +49,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
         return torch.randn((2, length, maker.model.hidden_size), generator=generator).to(device, compute)
 
     def forward(x_BSD: Tensor) -> Any:
-        with own_errors(maker.extension, "on random input before the run", RecipeError):
+        with user_code_errors(maker.extension, "on random input before the run", RecipeError):
             return block(x_BSD)
 
     def agree(one: Tensor, other: Tensor) -> bool:
@@ -60,7 +60,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
         entering = x_BSD.clone().requires_grad_()
         wanted: dict[str, Tensor | nn.Parameter] = {**dict(block.named_parameters()), "its input": entering}
         leaving = forward(entering)
-        with own_errors(maker.extension, "in a backward before the run", RecipeError):
+        with user_code_errors(maker.extension, "in a backward before the run", RecipeError):
             weights = torch.linspace(-1.0, 1.0, leaving.shape[-1], device=leaving.device, dtype=leaving.dtype)
             found = torch.autograd.grad((leaving * weights).sum(), list(wanted.values()), allow_unused=True)
         return dict(zip(wanted, found, strict=True))
@@ -119,7 +119,7 @@ def load_loss(
     call = partial(load(extension), **arguments(options))
 
     def loss(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-        with own_errors(extension, "in a step", passes=is_no_fault):
+        with user_code_errors(extension, "in a step", passes=is_no_fault):
             return call(logits_TV, targets_T)  # type: ignore[no-any-return]
 
     if not has_values():
@@ -128,7 +128,7 @@ def load_loss(
     tokens = LOSS_TRIAL_TOKENS
     logits_TV = torch.randn((tokens, vocab_size), generator=generator).to(device).requires_grad_()
     targets_T = torch.randint(vocab_size, (tokens,), generator=generator).to(device)
-    with own_errors(extension, "on random logits before the run", RecipeError):
+    with user_code_errors(extension, "on random logits before the run", RecipeError):
         whole_T = call(logits_TV, targets_T)
         got = type(whole_T).__name__
         has_form = isinstance(whole_T, Tensor) and whole_T.shape == (tokens,)

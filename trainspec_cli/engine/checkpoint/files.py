@@ -34,7 +34,7 @@ from trainspec_cli.engine.checkpoint.manifest import (
     write_manifest,
 )
 from trainspec_cli.engine.shares import Share, unique_shares
-from trainspec_cli.recipe.structure import convert
+from trainspec_cli.recipe.records import convert
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import Fence
 from trainspec_cli.run.folder.paths import RunDir

@@ -40,8 +40,7 @@ from trainspec_cli.engine.checkpoint.manifest import (
 )
 from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.cuda_only import register_pinned, unregister_pinned
-from trainspec_cli.recipe.records import read_record
-from trainspec_cli.recipe.structure import convert
+from trainspec_cli.recipe.records import convert, read_record
 from trainspec_cli.run.folder.files import write_json
 
 # The bytes of a rank's checkpoint file, in the safetensors format (huggingface.co/docs/safetensors, "Format").

@@ -23,7 +23,7 @@ from trainspec_cli.engine.checkpoint.files import Held, Span, TensorPart, copy_t
 from trainspec_cli.engine.checkpoint.memory import CODES, DTYPES
 from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.shares import unique_shares
-from trainspec_cli.recipe.structure import convert
+from trainspec_cli.recipe.records import convert
 
 # The slices that ranks send to one another, so that the state of one layout becomes that of another.
 #

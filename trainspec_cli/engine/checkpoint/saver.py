@@ -66,7 +66,7 @@ from trainspec_cli.engine.comm.json_collectives import agree_on_error, broadcast
 from trainspec_cli.engine.digest import NOT_FINITE, Mark, count_not_finite, elapsed_s, is_finite, mark, wait_for
 from trainspec_cli.engine.nf4 import Nf4, shapes_of
 from trainspec_cli.engine.shares import names_of, restore, split_quantised
-from trainspec_cli.recipe.structure import convert
+from trainspec_cli.recipe.records import convert
 from trainspec_cli.run.folder.generations import Fence
 from trainspec_cli.run.folder.paths import RunDir
 

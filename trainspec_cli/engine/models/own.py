@@ -26,7 +26,7 @@ from trainspec_cli.engine.models.language_model import LanguageModel
 from trainspec_cli.engine.models.layers import precise
 from trainspec_cli.engine.own_code import is_no_fault, refused
 from trainspec_cli.recipe.keys.model import OwnModel, loss_chunk_tokens
-from trainspec_cli.recipe.own_code import BLOCK, arguments, came_through_own_code, load, own_errors
+from trainspec_cli.recipe.user_code import BLOCK, arguments, came_through_user_code, load, user_code_errors
 
 PREFIX = "blocks."
 
@@ -47,9 +47,9 @@ class OwnLanguageModel(LanguageModel):
         self, tokens_or_x: Tensor, targets_BS: Tensor | None = None, documents_BS: Tensor | None = None
     ) -> Tensor:
         def is_no_fault_of_blocks(error: Exception) -> bool:
-            return is_no_fault(error) or not came_through_own_code(error)
+            return is_no_fault(error) or not came_through_user_code(error)
 
-        with own_errors(self.maker.extension, "in a step", passes=is_no_fault_of_blocks):
+        with user_code_errors(self.maker.extension, "in a step", passes=is_no_fault_of_blocks):
             return super().forward(tokens_or_x, targets_BS, documents_BS)
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
@@ -84,7 +84,7 @@ class BlockMaker:
 
     def make(self, layer: int) -> nn.Module:
         """Return the block of a layer, on torch's default device."""
-        with own_errors(self.extension, f"when the block of layer {layer} was made", RecipeError):
+        with user_code_errors(self.extension, f"when the block of layer {layer} was made", RecipeError):
             block = self._call(self.model.hidden_size, layer, **arguments(self.model.options))
         if not isinstance(block, nn.Module):
             what = f"returned {type(block).__name__}; a torch.nn.Module is needed"

@@ -20,8 +20,8 @@ from trainspec_cli.core.errors import Problem, RecipeError, WorkerError, did_you
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.engine.accelerators import started_kind
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.own_code import CALLBACK, TRACKER, Extension, load, own_errors, worker_code_of
 from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.user_code import CALLBACK, TRACKER, Extension, load, user_code_errors, worker_code_of
 from trainspec_cli.run.folder.event_types.events import Event
 from trainspec_cli.run.folder.paths import RunDir
 
@@ -66,7 +66,7 @@ class OwnWatcher:
 
     def _call(self, when: str, call: Callable[[], object]) -> None:
         try:
-            with own_errors(self._extension, when), keeping_generators():
+            with user_code_errors(self._extension, when), keeping_generators():
                 call()
         except WorkerError as error:
             if getattr(self._made, "optional", False):
@@ -120,7 +120,7 @@ def _make_tracker(extension: Extension, facts: RunFacts) -> OwnWatcher | None:
 
 
 def _make(extension: Extension, made_of: Callable[..., Any], facts: RunFacts) -> Any:
-    with own_errors(extension, "when it was made", RecipeError), keeping_generators():
+    with user_code_errors(extension, "when it was made", RecipeError), keeping_generators():
         return made_of(facts)
 
 

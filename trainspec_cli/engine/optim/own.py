@@ -24,7 +24,7 @@ from trainspec_cli.engine.own_code import is_no_fault
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.keys.training import OptimSpec
-from trainspec_cli.recipe.own_code import OPTIMIZER, Extension, arguments, load, own_errors
+from trainspec_cli.recipe.user_code import OPTIMIZER, Extension, arguments, load, user_code_errors
 
 Entry = Tensor | int | float | bool
 Make = Callable[..., torch.optim.Optimizer]
@@ -79,7 +79,7 @@ def build_own_optimizer(
     call = load(extension)
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        with own_errors(extension, "when the optimizer was made", RecipeError):
+        with user_code_errors(extension, "when the optimizer was made", RecipeError):
             made = call(groups, lr=optim.lr, **arguments(optim.options))
         if not isinstance(made, torch.optim.Optimizer):
             message = f"`{extension.path}`: {extension.text} returned {type(made).__name__}"
@@ -171,7 +171,7 @@ class OwnOptimizer(torch.optim.Optimizer):
         for parameter in parameters:
             self._hand_over(parameter)
         settings = _settings(self._inner)
-        with own_errors(self._extension, "in an update", passes=is_no_fault):
+        with user_code_errors(self._extension, "in an update", passes=is_no_fault):
             self._inner.step()
         if changed := _first_difference(settings, _settings(self._inner)):
             raise self._refuse(f"changed `{changed}` of its parameter groups, which no checkpoint holds", changed)
@@ -279,7 +279,7 @@ def _train(
     for update in range(TRIAL_UPDATES):
         for parameter, gradient in zip(parameters, draw(), strict=True):
             parameter.grad = gradient
-        with own_errors(extension, "in an update of small tensors before the run", RecipeError), torch.no_grad():
+        with user_code_errors(extension, "in an update of small tensors before the run", RecipeError), torch.no_grad():
             optimizer.step()
         entries = _forms_of(extension, optimizer, parameters[0])
         if update and entries != found:

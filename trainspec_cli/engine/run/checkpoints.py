@@ -20,9 +20,8 @@ from trainspec_cli.engine.checkpoint.saver import Restored, Saved, Saver, load_n
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, raise_together
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.recipe.field_types import AUTO
-from trainspec_cli.recipe.records import ABSENT, read_record, to_plain
+from trainspec_cli.recipe.records import ABSENT, convert, read_record, to_plain
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.structure import convert
 from trainspec_cli.run.folder.event_types.events import (
     CadenceEvent,
     CheckpointEvent,

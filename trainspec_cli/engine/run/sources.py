@@ -16,9 +16,9 @@ from trainspec_cli.core.printable import cut_middle
 from trainspec_cli.data.corpus.bpe import decode, decode_parts, encode, encode_template, until_special
 from trainspec_cli.data.corpus.chat import question
 from trainspec_cli.data.corpus.labelled import LabelledSamples, open_samples
-from trainspec_cli.data.corpus.own_tokenizer import OwnTokenizer, tokenizer_sha256
 from trainspec_cli.data.corpus.rows import first_text
 from trainspec_cli.data.corpus.sources import Collection
+from trainspec_cli.data.corpus.user_code import OwnTokenizer, tokenizer_sha256
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.loader import SampleLoader, Staging, read_tokens, total
 from trainspec_cli.engine.digest import MicroBatch

@@ -14,8 +14,8 @@ from trainspec_cli.engine.accelerators import on_chip
 from trainspec_cli.engine.comm.joining import join_processes
 from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.observe.counters import quickest_s
+from trainspec_cli.recipe.records import convert
 from trainspec_cli.recipe.results.tools import AllReduceRate, LinksRequest, LinksResult, PairRate, PingRate
-from trainspec_cli.recipe.structure import convert
 
 SIZES_BYTES = PAIR_SIZES_BYTES = (4 * 2**10, 2**18, 2**22)
 CHIP_SIZES_BYTES = (2**13, 2**20, 2**25, 2**28)

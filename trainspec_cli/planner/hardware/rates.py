@@ -15,8 +15,7 @@ from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import VERSION_KEY, UnreadableFileError, read_text, show_kind, unreadable
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.recipe.keys.model import ModelSpec
-from trainspec_cli.recipe.records import from_plain
-from trainspec_cli.recipe.structure import choose_section
+from trainspec_cli.recipe.records import choose_section, from_plain
 
 REFERENCE_W_PER_TFLOP = 0.7
 """Board power over bf16 peak of the chips whose best matmul was measured (H100 SXM); with less power, the clock
@@ -300,7 +299,7 @@ def build_accelerator(values: JsonObject) -> AcceleratorSpec:
 
 
 def without_defaults(values: JsonObject) -> JsonObject:
-    """Return the values without keys about the file itself."""
+    """Return the values without keys that say something of the file."""
     return {key: value for key, value in values.items() if key not in ("defaults", VERSION_KEY)}
 
 

@@ -1,1 +1,1 @@
-"""Compose recipe text into a plain dict with the file:line of every value. `spec` interprets the values."""
+"""Compose recipe text into a plain dict with the file and line of every value. `records` interprets the values."""

@@ -1,10 +1,10 @@
 """Compose a recipe and `key=value` arguments into a plain dict, with the origin of every value and all problems.
 
-Files come in the order of conf/trainspec.yaml's `defaults`: one option of each group, then the recipe on top. They are
-merged section by section, and what comes last counts; the command line comes last of all.
+Files are merged section by section in the order of conf/trainspec.yaml's `defaults`: one option of each group, then the
+recipe, then the command line. The last value wins.
 
-A fault is reported and worked around, so that one composition shows all of them: an option that does not exist is
-replaced by the previous one, and a wrong line of a defaults list is skipped.
+A mistake is reported and worked around, so that one composition shows all mistakes: a missing option is replaced by the
+previous choice, and a wrong line of a defaults list is skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from trainspec_cli.core.errors import Problem, RecipeError, closest, did_you_mea
 from trainspec_cli.core.intentions import FORMER_OPTIONS
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.core.reading.files import VERSION_KEY, exists, expand, find_fault
-from trainspec_cli.recipe.compose.arguments import Argument, parse_arguments, value_paths
 from trainspec_cli.recipe.compose.folders import (
     ABOUT_FILE,
     COMMAND_LINE,
@@ -40,19 +39,18 @@ from trainspec_cli.recipe.compose.folders import (
     read_yaml,
     show_path,
 )
-from trainspec_cli.recipe.compose.values import all_paths, overlaid, resolve
+from trainspec_cli.recipe.compose.values import Argument, all_paths, overlaid, parse_arguments, resolve, value_paths
 from trainspec_cli.recipe.field_types import MISSING
 
-# Keys of which one is given in place of the others: what is given last takes the place of what was given before.
+# Alternative keys: a value given later replaces the alternatives that were given before.
 
 
 SECTION, NAMES = "train", ("max_steps", "tokens", "epochs")
-"""Keys that say how long a run is."""
+"""Keys that set the length of a run."""
 
 
 def section_of(data: JsonObject) -> JsonObject:
-    """Return the section of the alternatives; an empty one where something else stands there, which is reported
-    elsewhere."""
+    """Return the section of the alternatives, or an empty one if the value is not a section (reported elsewhere)."""
     section = data.get(SECTION)
     return section if isinstance(section, dict) else {}
 
@@ -63,10 +61,10 @@ def given(data: JsonObject) -> list[str]:
 
 
 def _keep_last(data: JsonObject, origins: Origins, files: Sequence[str]) -> None:
-    """Remove those of the alternatives in whose place a later file, or the command line, gives another.
+    """Remove the alternatives that a later file or the command line replaces by another.
 
-    `files`: the configuration's, in the order in which they were merged; a value of none of them comes before them.
-    Alternatives of the same file, or the same command line, all stay: whoever reads them refuses more than one.
+    `files`: the configuration files in the order in which they were merged; values from elsewhere rank before them.
+    Alternatives from the same file, or from the same command line, all stay: the reader refuses more than one.
     """
     rank_of_file = {file: rank for rank, file in enumerate((*files, COMMAND_LINE))}
     found = {name: origins.get(f"{SECTION}.{name}") for name in given(data)}
@@ -76,20 +74,21 @@ def _keep_last(data: JsonObject, origins: Origins, files: Sequence[str]) -> None
         origins.pop(f"{SECTION}.{name}", None)
 
 
-# The files of a composition: the recipe, those that it builds on, and one option of each group.
+# The files of a composition: the recipe, its base recipes, and one option of each group.
 
 
 SELF = "_self_"
 ALL_OF = "`trainspec list {}` shows all"
-"""How the options of a group are listed."""
+"""The command that lists the options of a group."""
 _ELSEWHERE = re.compile(r"/?(?P<group>[\w/]+)@(?P<key>[\w.]+)")
-"""An option of another group in a file of a group, and the key below which it stands: `/accelerator@accelerator`."""
+"""An option of another group in a file of a group, and the key that it fills: `/accelerator@accelerator`."""
 COUNTED = (
     re.compile(r"(?P<count>\d+)[x*_]+(?P<chip>.+)", re.IGNORECASE),
     re.compile(r"(?P<chip>.+?)(?:_*[x*]_*(?=\d)|_(?=\d$))(?P<count>\d{1,3})", re.IGNORECASE),
     re.compile(r"(?P<chip>.+)(?P<count>)"),
 )
-"""A number of chips before or behind the name of one, or a name alone: `rtx_4090` ends in no number of chips."""
+"""A number of chips before or after a chip's name, or a name alone: the number in `rtx_4090` is not a number of
+chips."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,10 @@ class MergedFile:
     package: str = ""
     """The dotted path at which it is merged; empty for the root."""
     replaces: bool = False
-    """Nothing is left of what stood there before: fields of two accelerators would make a third that nobody sells."""
+    """Discards all values that were there before: mixing the fields of two accelerators would describe a chip that
+    nobody sells."""
+    chosen_at: Origin | None = None
+    """The argument, or the line of a recipe, that chose the file; None for a default."""
 
 
 @dataclass
@@ -108,13 +110,13 @@ class Selection:
     folders: Folders
     cwd: Path
     recipe: str = ""
-    """The recipe's name; empty where it could not be found or read."""
+    """The recipe's name; empty if it could not be found or read."""
     recipes: list[YamlFile] = field(default_factory=list)
-    """The recipe and those that it builds on, in the order in which they are merged."""
+    """The recipe and its base recipes, in the order in which they are merged."""
     options: dict[str, list[tuple[str, Origin]]] = field(default_factory=dict)
-    """Group -> the options asked for; the last one has priority."""
+    """Group -> the requested options; the last one has priority."""
     failed: set[str] = field(default_factory=set)
-    """Groups (and `recipe`) that could not be read as asked for."""
+    """Groups (and `recipe`) that could not be read as requested."""
     problems: list[Problem] = field(default_factory=list)
 
     def choose(self, arguments: Sequence[Argument]) -> list[MergedFile]:
@@ -134,10 +136,11 @@ class Selection:
                 if argument.key in self.options:
                     self.options[argument.key].append((option, origin))
                     continue
-                # Some groups fill a named section and are no key of a recipe, as in `accelerator=rtx_4090`.
+                # The options of some groups fill a named section, so the group is not a key of a recipe, as in
+                # `accelerator=rtx_4090`.
                 section = SECTION_NAMED_BY.get(argument.key, "")
-                message = f"`{argument.key}` is no key of a recipe; it is a group of options"
-                message += f", and one of them stands for `{section}`" if section else ""
+                message = f"`{argument.key}` is a group of options, not a key of a recipe"
+                message += f"; one of them can be the value of `{section}`" if section else ""
                 hint = f"type {section}={option}" if section else f"groups: {', '.join(sorted(self.options))}"
                 self.failed.add(argument.key)
                 self.problems.append(origin.problem("unknown_group", message, hint, argument.key))
@@ -148,21 +151,23 @@ class Selection:
             elif entry.key == RECIPE:
                 parts += map(MergedFile, self.recipes)
             else:
-                # One unreadable option must not hide the errors of the others: the one before it takes its place.
+                # One unreadable option must not hide the errors of the others, so the previous option replaces it.
                 options = self.options[entry.key]
                 while options and (found := self.parts_of(entry.key, *options[-1])) is None:
                     self.failed.add(entry.key)
                     options.pop()
-                parts += found or () if options else ()
+                if options and found:
+                    at = options[-1][1]
+                    parts += found if at == entry.origin else [replace(part, chosen_at=at) for part in found]
         return parts
 
     def is_choice(self, argument: Argument) -> bool:
-        """Return True for `model=llama_6m`, which chooses a file; `model={num_layers: 2}` and `~model` set values."""
+        """Return True for `model=llama_6m`, which selects a file; `model={num_layers: 2}` and `~model` set values."""
         is_value = argument.deletes or isinstance(argument.value, dict)
         return argument.key in self.folders.groups and not is_value
 
     def _choose_recipe(self, argument: Argument | None) -> None:
-        """Set `recipe`; a path to a file makes its folder the first of the recipe folders."""
+        """Set `recipe`. The folder of a recipe given as a path becomes the first of the recipe folders."""
         name = str(argument.value) if argument else ""
         path = expand(name)
         if path.suffix == SUFFIX and exists(self.cwd / path):
@@ -187,16 +192,16 @@ class Selection:
         near = closest(name, names)
         hint = choices(f"did you mean {RECIPE}={near}?", RECIPE, names)
         if not near:
-            hint = f"{choices('', RECIPE, names)}; or name a .yaml file"
+            hint = f"{choices('', RECIPE, names)}; or give the path of a .yaml file"
         beside = self.cwd / f"{name.removesuffix(Path(name).suffix)}.yml"
         if exists(beside) or _has_yml(self.folders.recipes, name):
             hint = f"its file must end in {SUFFIX}, not .yml: rename it"
         elif Path(name).suffix == SUFFIX:
-            hint = f"no such file is in {self.cwd}; recipes that have a name: {ALL_OF.format(RECIPE)}"
+            hint = f"no such file in {self.cwd}; for recipes by name, {ALL_OF.format(RECIPE)}"
         return origin.problem("unknown_recipe", f"there is no recipe `{name}`", hint, RECIPE)
 
     def _add_recipe(self, name: str, within: tuple[str, ...]) -> bool:
-        """Read a recipe and those that it builds on, and record the options they ask for. Return False if it is
+        """Read a recipe and its base recipes, and record the options that they request. Return False if it is
         unreadable. `within`: the recipes that lead to it."""
         file = self._read(self.folders.find_config(name))
         if file is not None and file.version and (fault := find_fault(file.version[0])):
@@ -218,7 +223,7 @@ class Selection:
                 continue
             if problem := self._check_entry(entry, parent, (*within, name)):
                 self.problems.append(problem)
-                # Later errors about a group that this line was meant to set would only repeat this one.
+                # Later errors about a group that this line should have set would only repeat this error.
                 self.failed.add(closest(group, self.folders.groups) or group)
             elif entry.key:
                 options.append((group, entry.value, entry.origin))
@@ -227,7 +232,7 @@ class Selection:
             elif not self._add_recipe(parent, (*within, name)):
                 return False
         self.recipes += [] if stands_itself else [file]
-        # Its own options come after those of the recipes that it builds on, wherever they stand in its list.
+        # A recipe's own options come after those of its base recipes, whatever their order in its list.
         for group, option, origin in options:
             self.options[group].append((option, origin))
         return True
@@ -251,7 +256,7 @@ class Selection:
         name = group.removeprefix("/")
         section = SECTION_NAMED_BY.get(name, "")
         if section:
-            message = f"`{name}` is a group whose options stand for `{section}`; a recipe's defaults take none of it"
+            message = f"a recipe's defaults cannot select an option of `{name}`, which is a value of `{section}`"
             hint = f"leave the line out, and type {section}={entry.value} on the command line"
             return entry.origin.problem("unknown_group", message, hint, "defaults")
         if name not in self.options:
@@ -264,7 +269,7 @@ class Selection:
         return None
 
     def _repeated(self, file: YamlFile) -> list[YamlEntry]:
-        """Report and return the lines of a defaults list that choose once more what a line before them has chosen."""
+        """Report and return the lines of a defaults list that repeat a choice of an earlier line."""
         chosen: dict[str, YamlEntry] = {}
         repeated = []
         for entry in file.defaults:
@@ -291,11 +296,11 @@ class Selection:
         package: str | None = None,
         within: tuple[Path, ...] = (),
     ) -> list[MergedFile] | None:
-        """Return the files of an option: its own, and those that it builds on. None where one of them cannot be read,
-        which is reported at `origin`.
+        """Return the files of an option: its own and those that it builds on. None if one of them cannot be read, which
+        is reported at `origin`.
 
-        `key`: what asked for the option, where that is not the group itself. `package`: where it stands, if its file
-        does not say that. `within`: the files that lead to it.
+        `key`: the key that requested the option, if it is not the group. `package`: the section that the option fills,
+        if its file does not state it. `within`: the files that lead to it.
         """
         is_own = option.endswith(SUFFIX) and group in OWN_FILES
         path = self.cwd / expand(option) if is_own else self.folders.find_config(f"{group}/{option}")
@@ -335,13 +340,13 @@ class Selection:
         return parts if whole else None
 
     def _misplaced(self, entry: YamlEntry) -> Problem:
-        """Return what is wrong with a line of a group's file that names no option of the group."""
+        """Return the problem of a line of a group's file that does not name an option of the group."""
         name = entry.key.split()[-1].removeprefix("/").partition("@")[0]
         if name not in self.folders.groups:
             near = closest(name, self.folders.groups)
             hint = f"did you mean `/{near}@KEY`?" if near else f"groups: {', '.join(self.folders.groups)}"
             return entry.origin.problem("unknown_group", f"there is no group `{name}`", hint, "defaults")
-        message = f"`{entry.key}: {entry.value}` does not say below which key the option stands"
+        message = f"`{entry.key}: {entry.value}` does not name the key that the option fills"
         return entry.origin.problem("bad_defaults", message, f"write - /{name}@KEY: {entry.value}", "defaults")
 
     def _unknown_option(self, group: str, option: str, origin: Origin | None, key: str) -> Problem:
@@ -351,11 +356,11 @@ class Selection:
             hint = f"write it, or choose an option by name: `trainspec explain {group}` lists them"
         elif former := FORMER_OPTIONS.get((group, option)):
             code = "unknown_option"
-            message = f"`{group}` has no option `{option}` any more: {former.why}"
+            message = f"`{group}` no longer has an option `{option}`: {former.why}"
             hint = former.hint
         else:
             code = "unknown_option"
-            message = f"`{key}` has no option `{option}`" if option else f"`{key}` is given no option"
+            message = f"`{key}` has no option `{option}`" if option else f"`{key}` has no value"
             hint = self._nearest_option(group, option, origin, key)
         return origin.problem(code, message, hint, key) if origin else Problem(code, message, key, hint)
 
@@ -374,7 +379,7 @@ class Selection:
             near = name if name in options else None if chip == name else closest(name, options)
             if f"{chip}_x{count}" in options:
                 hint = f"did you mean {group}={chip}_x{count}?"
-            elif chip and near and near.startswith(f"{chip}_x"):  # boxes of it, of which none was named
+            elif chip and near and near.startswith(f"{chip}_x"):  # a cluster of such chips, which conf/ does not have
                 hint = f"did you mean {section}={chip}?"
             elif near or chip:
                 number = f" cluster.devices_per_node={count}" if count else ""
@@ -386,7 +391,7 @@ class Selection:
         return hint + (own if group in OWN_FILES else "")
 
     def _read(self, file: Path | None) -> YamlFile | None:
-        """Return a file whose values can be read too, or None after reporting its faults."""
+        """Return a file if its values can be read too; otherwise report its mistakes and return None."""
         assert file is not None
         try:
             read = read_yaml(file, self.cwd)
@@ -402,29 +407,29 @@ def _has_yml(folders: Sequence[Path], name: str) -> bool:
 
 
 def choices(near: str, group: str, options: Sequence[str]) -> str:
-    """Return the hint `near` with the command that lists the options of its group: all of them would hide the word that
-    was meant. Without `near`, the options themselves."""
+    """Return the hint `near` and the command that lists the group's options: the whole list would hide the hint.
+    Without `near`, return the options themselves."""
     return f"{near} {ALL_OF.format(group)}" if near else f"options: {', '.join(options)}"
 
 
-# The values: those of the files, those of the command line, and what follows from them.
+# The values: those of the files, those of the command line, and those derived from them.
 
 
 POOLS = "cluster.pools"
 GROUP = "accelerator"
 SHORT = re.compile(r"(?P<accelerator>[^*\s]+)\s*\*\s*(?P<num_nodes>\d+)(?:\s*x\s*(?P<devices_per_node>\d+))?")
-"""accelerator*nodes, or accelerator*nodes x devices of a node."""
+"""accelerator*nodes, or accelerator*nodes x devices per node."""
 NOT_HERE = {
     DISTURB: (
-        "describes what `trainspec plan` simulates; a run meets what it meets",
+        "describes disturbances that `trainspec plan` simulates, not a run",
         "leave it out, or type trainspec plan",
     ),
     VERSION_KEY: (
-        "says for which version of the training spec a file was written; a command line is of this one",
-        "leave it out; trainspec migrate brings a recipe to this version",
+        "states the version of the training spec that a file was written for; a command line always has this version",
+        "leave it out; `trainspec migrate` converts a recipe to this version",
     ),
 }
-"""Keys that a command line cannot set: (what they are, what to type)."""
+"""Keys that a command line cannot set: (what they do, what to type)."""
 
 
 @dataclass(frozen=True)
@@ -432,36 +437,38 @@ class Composed:
     recipe: str
     """The recipe's name, or "" if it could not be found or read."""
     data: JsonObject
-    """The values, with interpolations resolved; `???` if a value is left open."""
+    """The values with interpolations resolved; `???` for a value that is left open."""
     origins: Origins
     arguments: tuple[str, ...]
     cwd: Path
     problems: tuple[Problem, ...] = ()
-    """All problems that show without knowing what the values mean, with their locations."""
+    """All problems that can be found without interpreting the values, with their locations."""
     failed: frozenset[str] = frozenset()
-    """Groups (and `recipe`, and keys) that could not be read as asked for; other problems there may be consequences."""
+    """Groups (and `recipe`, and keys) that could not be read as requested; other problems there may be consequences."""
+    chosen_at: Origins = field(default_factory=dict)
+    """Section -> the argument, or the line of a recipe, that chose the option which fills it."""
 
     def locate(self, problems: Iterable[Problem]) -> list[Problem]:
-        """Add the location of the value to problems that are known by path alone."""
-        return locate(problems, self.origins, self.arguments, self.cwd)
+        """Add the location of the value to problems that only have a path."""
+        return locate(problems, self.origins, self.arguments, self.cwd, self.chosen_at)
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Values that a recipe takes from something it names, such as a checkpoint's config.json."""
+    """Values that a recipe takes from something that it names, such as a checkpoint's config.json."""
 
     values: JsonObject
     source: str
-    """The file that they come from, or the key that they follow from."""
+    """The file that the values come from, or the key that they follow from."""
     replaced: frozenset[str] = frozenset()
     """Groups whose written values are all discarded."""
     problems: tuple[Problem, ...] = ()
     failed: frozenset[str] = frozenset()
-    """Groups, and keys, that could not be completed."""
+    """Groups and keys that could not be completed."""
 
 
 Complete = Callable[[JsonObject, frozenset[str]], Completion]
-"""Takes the composed values, interpolated as far as possible, and the groups left at their defaults."""
+"""Takes the composed values, interpolated as far as possible, and the groups that were left at their defaults."""
 
 
 def compose(recipe: str, overrides: Sequence[str] = (), cwd: Path | None = None) -> Composed:
@@ -474,10 +481,10 @@ def compose_arguments(
     completions: Iterable[Complete] = (),
     aside: Collection[str] = (),
 ) -> Composed:
-    """Compose a command line, of which `recipe=NAME` is one argument; each of `completions` fills in what it knows.
+    """Compose a command line, which may contain `recipe=NAME`; each of `completions` fills in the values that it knows.
 
-    User errors are not raised: they are listed in `problems`, and `data` holds the rest. `aside`: keys that are the
-    command's own, and not the recipe's.
+    User errors are not raised: they are listed in `problems`, and `data` holds the rest. `aside`: keys that belong to
+    the command and not to the recipe.
     """
     cwd = (cwd or Path.cwd()).resolve()
     parsed, problems = parse_arguments(arguments)
@@ -490,8 +497,8 @@ def compose_arguments(
     selection = Selection(find_folders(cwd), cwd)
     parts = selection.choose(parsed)
     values = [argument for argument in parsed if argument.key != RECIPE and not selection.is_choice(argument)]
-    # A name in the place of a section: `cluster.accelerator=rtx_4090`, where 4090 is a number and meant as a name. What
-    # is set next to it counts, in any order.
+    # A name in place of a section: in `cluster.accelerator=rtx_4090`, 4090 is part of a name and not a number. The
+    # order of this argument and of keys inside the section does not matter.
     named = [
         argument
         for argument in values
@@ -501,28 +508,35 @@ def compose_arguments(
         origin = argument.origin
         group = NAMED_SECTIONS[argument.key]
         found = selection.parts_of(group, str(argument.value), origin, argument.key, argument.key)
-        parts += [replace(found[0], replaces=True), *found[1:]] if found else []
+        found = [replace(part, chosen_at=origin) for part in found or ()]
+        parts += [replace(part, replaces=True) for part in found[:1]] + found[1:]
     values = [argument for argument in values if argument not in named]
     data, origins = _merge(parts)
     misplaced = [problem for problem in problems if (problem.code, problem.path) == ("bad_override", RECIPE)]
-    if misplaced:  # a word alone, as in `trainspec launch tiyn`; that no recipe is named follows from it
+    if misplaced:  # a single word, as in `trainspec launch tiyn`; the missing recipe is a consequence
         names = selection.folders.recipe_names()
-        words = {problem.line: arguments[(problem.line or 1) - 1] for problem in misplaced}
-        problems = [_with_nearest_recipe(one, words[one.line], names) if one in misplaced else one for one in problems]
+        for problem in misplaced:
+            word = arguments[(problem.line or 1) - 1]
+            if word not in names and (near := closest(word, names)):
+                hinted = replace(problem, hint=f"to choose a recipe, type {RECIPE}={near}")
+                problems = [hinted if one is problem else one for one in problems]
         selection.problems = [one for one in selection.problems if (one.code, one.path) != ("missing_value", RECIPE)]
     problems += [*selection.problems, *_apply_arguments(data, values)]
     problems += _write_out_pools(data, selection)
     origins = _with_arguments(origins, values)
-    # A later file that gives one alternative of a key replaces the other, which an earlier file gave.
+    # The remedy for a problem of a whole section is another choice and not an edit of the option's file.
+    chosen = {part.package: part.chosen_at for part in parts if part.chosen_at}
+    chosen = {path: at for path, at in chosen.items() if path not in {argument.key for argument in values}}
+    # A later file that gives one alternative of a key replaces the alternative that an earlier file gave.
     _keep_last(data, origins, [part.read.start.file for part in parts])
     unchosen = frozenset(
         group
         for group in selection.folders.groups
-        # Neither a recipe nor the command line chose the group's option or any of its values.
+        # Neither a recipe nor the command line chose the group's option or set any of its values.
         if len(selection.options.get(group, ())) == 1
         and len({origin.file for path, origin in origins.items() if path.partition(".")[0] == group}) == 1
     )
-    # Last: a checkpoint's config.json is found through the values, interpolations included.
+    # Last, because a checkpoint's config.json is found through the values, interpolations included.
     data, more, incomplete = _complete(data, completions, unchosen, origins)
     return Composed(
         recipe=selection.recipe,
@@ -530,20 +544,15 @@ def compose_arguments(
         origins=origins,
         arguments=tuple(arguments),
         cwd=cwd,
-        problems=tuple(locate([*problems, *more], origins, arguments, cwd)),
+        problems=tuple(locate([*problems, *more], origins, arguments, cwd, chosen)),
         failed=frozenset(selection.failed | incomplete),
+        chosen_at=chosen,
     )
 
 
-def _with_nearest_recipe(problem: Problem, word: str, names: Sequence[str]) -> Problem:
-    """Return the problem of a word alone with the recipe that was meant by it."""
-    near = None if word in names else closest(word, names)
-    return replace(problem, hint=f"to choose a recipe, type {RECIPE}={near}") if near else problem
-
-
 def amend(recipe: str, values: JsonObject, arguments: Sequence[str], completions: Iterable[Complete]) -> Composed:
-    """Apply `key=value` arguments to values that were composed before, such as a run's own; each of `completions` fills
-    in what follows from them.
+    """Apply `key=value` arguments to values that were composed before, such as those of a run; each of `completions`
+    fills in the values that follow from them.
 
     Groups and recipes are not looked up: `model=x` is a value here.
     """
@@ -559,7 +568,7 @@ def amend(recipe: str, values: JsonObject, arguments: Sequence[str], completions
 
 
 def _merge(parts: Iterable[MergedFile]) -> tuple[JsonObject, Origins]:
-    """Return the values of the files, and where each of them stands."""
+    """Return the merged values of the files and the origin of each value."""
     data: JsonObject = {}
     origins: Origins = {}
     for part in parts:
@@ -601,7 +610,7 @@ def _apply_arguments(data: JsonObject, arguments: Iterable[Argument]) -> Iterato
         *above, name = key.split(".")
         section = data
         for depth, word in enumerate(above, 1):
-            # A section that is left open (`???`) is one of which nothing is known yet.
+            # Nothing is known yet about a section that is left open (`???`).
             below = {} if section.get(word, MISSING) == MISSING else section[word]
             if not isinstance(below, dict):
                 scalar = ".".join(above[:depth])
@@ -612,8 +621,8 @@ def _apply_arguments(data: JsonObject, arguments: Iterable[Argument]) -> Iterato
             section = below
         else:
             if isinstance(argument.value, list) and isinstance(section.get(name), dict):
-                hint = f"type {key}.<key>=<value>, or name one option where it has names"
-                yield origin.problem("wrong_type", f"`{key}` is a section of keys, and a list is given", hint, key)
+                hint = f"type {key}.<key>=<value>, or the name of an option"
+                yield origin.problem("wrong_type", f"`{key}` is a section of keys, not a list", hint, key)
             else:
                 section[name] = overlaid(section, {name: argument.value})[name]
 
@@ -631,8 +640,8 @@ def _delete(data: JsonObject, path: str) -> bool:
 
 
 def _write_out_pools(data: JsonObject, selection: Selection) -> list[Problem]:
-    """Put the values of each pool in the place of its short form (`h100_sxm*8x8`), and those of its accelerator in that
-    of its name; return what is wrong with them."""
+    """Expand the short form of each pool (`h100_sxm*8x8`) and the name of its accelerator to their values; return the
+    problems."""
     cluster = data.get("cluster")
     pools = cluster.get("pools") if isinstance(cluster, dict) else None
     if not isinstance(cluster, dict) or not isinstance(pools, list):
@@ -644,7 +653,7 @@ def _write_out_pools(data: JsonObject, selection: Selection) -> list[Problem]:
         if isinstance(pool, str):
             short = SHORT.fullmatch(pool.strip())
             if short is None:
-                message = f"`{path}` is {pool}; accelerator*nodes, or accelerator*nodes x devices of a node, is needed"
+                message = f"`{path}` is {pool}; accelerator*nodes or accelerator*nodes x devices per node is needed"
                 problems.append(Problem("wrong_type", message, path, "write it as h100_sxm*8x8, without spaces"))
                 continue
             numbers = {key: int(text) for key, text in short.groupdict().items() if key != GROUP and text}
@@ -655,14 +664,14 @@ def _write_out_pools(data: JsonObject, selection: Selection) -> list[Problem]:
             problems += selection.problems[before:]
             pool = {**pool, GROUP: _merge(parts or ())[0]}
         whole.append(pool)
-    cluster["pools"] = [] if problems else whole  # no problems that follow from these
+    cluster["pools"] = [] if problems else whole  # do not report consequences of these problems
     return problems
 
 
 def _complete(
     data: JsonObject, completions: Iterable[Complete], unchosen: frozenset[str], origins: Origins
 ) -> tuple[JsonObject, list[Problem], frozenset[str]]:
-    """Return the values with what each of `completions` fills in, all problems of theirs, and what could not be
+    """Return the values with the additions of each of `completions`, all their problems, and the keys that could not be
     completed."""
     resolved, unresolved = resolve(data)
     problems: list[Problem] = []
@@ -677,13 +686,13 @@ def _complete(
                 origins[path] = origin
             whole = data | {group: {} for group in completion.replaced}
             data = overlaid(whole, _without_references(completion.values))
-            # Interpolations may refer to completed values, so these are resolved again.
+            # Interpolations may refer to completed values, so they are resolved again.
             resolved, unresolved = resolve(data)
     return resolved, [*problems, *unresolved], failed
 
 
 def _without_references(value: Any) -> Any:
-    """Escape `${` in values of another program's file, so that they are read as plain text."""
+    """Escape `${` in values from another program's file, so that they are read as plain text."""
     if isinstance(value, dict):
         return {key: _without_references(item) for key, item in value.items()}
     if isinstance(value, list):

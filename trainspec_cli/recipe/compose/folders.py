@@ -1,6 +1,6 @@
-"""The files of recipes and groups: where they lie, the place of each value in them, and what is wrong with their YAML.
+"""The files of recipes and groups: their paths, the position of each value in them, and mistakes in their YAML.
 
-The user's own ./conf and ./recipes come first, then the shipped ones.
+The user's own ./conf and ./recipes come first, then the shipped folders.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from trainspec_cli.core.reading.files import VERSION_KEY, UnreadableFileError, e
 from trainspec_cli.core.reading.yaml_file import MAX_BYTES, YamlLimitError, compose_yaml, construct_yaml
 
 ROOT = "trainspec"
-"""conf/trainspec.yaml, the root of every run (a distinctive name: ./conf may belong to another Hydra program)."""
+"""conf/trainspec.yaml, the root of every run (a distinctive name, because ./conf may belong to another Hydra
+program)."""
 SUFFIX = ".yaml"
 _MAY_BE_FILE = re.compile(r"(?!\.{1,2}$)[^\0]{1,200}")
 DISTURB = "disturb"
-"""The folder of disturbances, which `trainspec plan` simulates: no part of a recipe, and so no group."""
+"""The folder of disturbances, which `trainspec plan` simulates. They are not part of a recipe, and so not a group."""
 NAMED_SECTIONS = {"cluster.accelerator": "accelerator"}
-"""A section that one word may stand for -> the group whose options are its names."""
+"""A section that one word may name -> the group whose options are its names."""
 SECTION_NAMED_BY = {group: section for section, group in NAMED_SECTIONS.items()}
 OWN_FILES = ("framework",)
-"""Groups whose option may also be a file by its path, `framework=./mine.yaml`."""
+"""Groups whose option may also be the path of a file, as in `framework=./mine.yaml`."""
 
 
 @dataclass(frozen=True)
 class Folders:
     conf: tuple[Path, ...]
-    """Searched in order; the first match wins."""
+    """Searched in this order; the first match wins."""
     recipes: tuple[Path, ...]
 
     @cached_property
     def groups(self) -> tuple[str, ...]:
-        """The group names, `cluster`, `data`, ...: folders below conf."""
+        """The group names `cluster`, `data`, ...: the folders below conf."""
         found = {
             folder.relative_to(conf).as_posix()
             for conf in self.conf
@@ -53,7 +54,7 @@ class Folders:
         return _names(conf / group for conf in self.conf)
 
     def find_config(self, name: str) -> Path | None:
-        """Return the file of `model/llama_6m` or `recipe/tiny`; None if there is none, or the name leaves the
+        """Return the file of `model/llama_6m` or `recipe/tiny`; None if it does not exist or the name leaves the
         folder."""
         if not all(_MAY_BE_FILE.fullmatch(word) for word in name.split("/")):
             return None
@@ -96,7 +97,7 @@ def _names(folders: Iterable[Path]) -> list[str]:
     )
 
 
-# Origins: the file and line of each value, and their addition to problems.
+# Origins: the file and line of each value, and how they are added to problems.
 
 
 COMMAND_LINE = "command line"
@@ -116,7 +117,7 @@ class Origin:
         return f"{self.file}:{self.line}"
 
     def problem(self, code: str, message: str, hint: str = "", path: str = "") -> Problem:
-        """Return what is wrong at this place."""
+        """Return a problem at this position."""
         return Problem(code, message, path, hint, self.file, self.line, self.column)
 
 
@@ -129,10 +130,17 @@ def show_path(path: Path, cwd: Path) -> str:
     return str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
 
 
-def locate(problems: Iterable[Problem], origins: Origins, arguments: Sequence[str], cwd: Path) -> list[Problem]:
-    """Add to each problem its file, line and column (by its path), and that line's text."""
+def locate(
+    problems: Iterable[Problem],
+    origins: Origins,
+    arguments: Sequence[str],
+    cwd: Path,
+    chosen_at: Origins | None = None,
+) -> list[Problem]:
+    """Add to each problem its file, line and column (found by its path), and the text of that line. `chosen_at`:
+    where a whole section was chosen by the name of an option."""
 
-    @lru_cache(maxsize=1)  # many lines of one large file may be wrong
+    @lru_cache(maxsize=1)  # many lines of one large file may have mistakes
     def lines_of(file: str) -> Sequence[str]:
         if file == COMMAND_LINE:
             return arguments
@@ -143,7 +151,7 @@ def locate(problems: Iterable[Problem], origins: Origins, arguments: Sequence[st
 
     located = []
     for problem in problems:
-        origin = None if problem.file else find_origin(problem.path, origins)
+        origin = None if problem.file else (chosen_at or {}).get(problem.path) or find_origin(problem.path, origins)
         if origin is not None:
             problem = replace(problem, file=origin.file, line=origin.line, column=origin.column)
         if problem.file is not None and problem.line is not None and not problem.excerpt:
@@ -176,13 +184,13 @@ SYNTAX_HINTS = {
     "found unexpected end of stream": "close the quotes",
     "expected <block end>": "give keys of one level the same indentation",
 }
-"""Fragment of PyYAML's message -> what to do."""
+"""Part of PyYAML's message -> what to do."""
 
 ABOUT_FILE = ("defaults", VERSION_KEY)
-"""Keys that say something of the file, and are no values of the recipe."""
+"""Keys that describe the file and are not values of the recipe."""
 
 UNFINISHED = ("could not find expected ':'", "end of stream", "expected ',' or")
-"""Fragments of messages about something unfinished, whose start is in PyYAML's context mark."""
+"""Parts of messages about an unfinished element, whose start is in PyYAML's context mark."""
 
 _NO_SPACE = re.compile(r"\s*[\w-]+:[^\s:]")
 _PACKAGE = re.compile(r"(?:#.*\n|\s)*?#\s*@package:?[ \t]+([\w.]+)[ \t]*(?:\n|\Z)")
@@ -197,7 +205,7 @@ class YamlEntry:
     value: str
     origin: Origin
     several: tuple[str, ...] = ()
-    """The options of a list of more than one, which Hydra would merge into one section."""
+    """The options, if a list names more than one. Hydra would merge them into one section."""
 
 
 @dataclass(frozen=True)
@@ -211,14 +219,15 @@ class YamlFile:
     root: yaml.MappingNode | None
     """None in an empty file."""
     version: tuple[object, Origin] | None = None
-    """The version of the training spec that the file states, as YAML reads it: text, where it is written right. None
-    where it states none."""
+    """The version of the training spec that the file states, as YAML reads it (text, if it is written correctly). None
+    if the file states none."""
     package: str | None = None
-    """The section of the file's values, stated in its first lines (`# @package cluster.fabric`). None: the one that has
-    the name of its folder."""
+    """The section that the file's values fill, stated in its first lines (`# @package cluster.fabric`). None: the
+    section named like its folder."""
 
     def values(self) -> JsonObject:
-        """Return what the file holds as plain values. Raises RecipeError where a value is of no type that YAML has."""
+        """Return the file's content as plain values. Raises RecipeError for a value of a type that YAML does not
+        have."""
         if self.root is None:
             return {}
         with _syntax_checked(self.start.file):
@@ -227,8 +236,8 @@ class YamlFile:
 
 
 def read_yaml(path: Path, cwd: Path) -> YamlFile:
-    """Read a file; one that ships with trainspec once in a process, unless it changes. Raises RecipeError with
-    everything that is wrong with its syntax."""
+    """Read a file; a shipped file is read once per process unless it changes. Raises RecipeError with all syntax
+    errors."""
     shown = show_path(path, cwd)
     if not path.is_relative_to(shipped_data()) or not exists(path):
         return _read(path, shown)
@@ -274,7 +283,7 @@ def _read(path: Path, shown: str) -> YamlFile:
 
 @contextmanager
 def _syntax_checked(shown: str, text: str = "") -> Iterator[None]:
-    """Turn what PyYAML raises into a RecipeError with its line."""
+    """Convert PyYAML's exceptions to a RecipeError with the line."""
     try:
         yield
     except yaml.MarkedYAMLError as error:
@@ -287,16 +296,16 @@ def _syntax_checked(shown: str, text: str = "") -> Iterator[None]:
 def _syntax_problem(error: yaml.MarkedYAMLError, shown: str, lines: list[str]) -> Problem:
     reason = error.problem or error.context or "unreadable"
     unfinished = any(fragment in reason for fragment in UNFINISHED)
-    # Of something unfinished PyYAML marks where it gave up, far below the line that has to be closed.
+    # For an unfinished element, PyYAML marks where it gave up, far below the line that must be closed.
     mark = (error.context_mark if unfinished else None) or error.problem_mark or error.context_mark
     line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
     if "'\\t'" in reason:
-        # PyYAML calls a tab a character "that cannot start any token", which nobody can see.
+        # PyYAML reports a tab as a character "that cannot start any token", which nobody can see.
         message = "this line is indented by a tab; YAML allows only spaces"
         hint = "replace the tab with two spaces"
     else:
         context = f" {error.context}" if error.context and error.context != reason else ""
-        what = "this is more than a recipe may hold" if isinstance(error, YamlLimitError) else "this is not YAML"
+        what = "this exceeds the limits of a recipe" if isinstance(error, YamlLimitError) else "this is not YAML"
         message = f"{what}: {reason}{context}"
         near = [number for number in (line, line - 1) if 1 <= number <= len(lines)]
         colon = next((number for number in near if _NO_SPACE.match(lines[number - 1])), None)
@@ -306,7 +315,7 @@ def _syntax_problem(error: yaml.MarkedYAMLError, shown: str, lines: list[str]) -
 
 
 def _check_keys(node: yaml.Node, shown: str) -> Iterator[Problem]:
-    """Yield a problem for each key that is not a word, or occurs twice (YAML would silently take the last)."""
+    """Yield a problem for each key that is not a word, or occurs twice (YAML would silently keep the last)."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _check_keys(item, shown)
@@ -326,7 +335,7 @@ def _check_keys(node: yaml.Node, shown: str) -> Iterator[Problem]:
 
 
 def _walk(node: yaml.Node, prefix: str, shown: str) -> Iterator[tuple[str, Origin]]:
-    """Yield every path below a mapping or a list of mappings, which are numbered from 0, and its position."""
+    """Yield every path below a mapping or a list of mappings (numbered from 0) with its position."""
     if isinstance(node, yaml.MappingNode):
         below = [(f"{prefix}{key.value}", key, value) for key, value in node.value]
     else:

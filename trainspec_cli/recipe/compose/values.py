@@ -1,18 +1,23 @@
-"""A recipe's values as plain dicts: laid over one another, their references `${...}` resolved, and shown as YAML.
+"""Operations on a recipe's values as plain dicts: merging them, resolving their references `${...}`, showing them as
+YAML, and parsing them from the command line.
 
-Each reference is resolved once, and with a bounded result: OmegaConf resolves one again wherever it occurs, so thirty
-lines that each double the one before would fill the memory. `shipped` is the only resolver: a recipe means the same
-whenever and wherever it is read.
+Each reference is resolved once, and its result is bounded: OmegaConf resolves a reference again wherever it occurs, so
+thirty lines that each double the previous one would fill the memory. `shipped` is the only resolver, so that a recipe
+means the same whenever and wherever it is read.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
 from omegaconf import grammar_parser
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.grammar_visitor import GrammarVisitor
@@ -20,15 +25,15 @@ from omegaconf.grammar_visitor import GrammarVisitor
 from trainspec_cli.core.errors import Problem, did_you_mean
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.core.printable import is_printable, on_one_line
-from trainspec_cli.recipe.compose.folders import Origin, Origins, shipped_data
+from trainspec_cli.recipe.compose.folders import COMMAND_LINE, DISTURB, RECIPE, Origin, Origins, shipped_data
 from trainspec_cli.recipe.field_types import MISSING
 
 SHIPPED = "shipped"
 """The resolver in `${shipped:recipes/FILE}`, the path of a file that ships with trainspec."""
 MAX_CHARS = 100_000
-"""The longest text, with its references written out."""
+"""The longest text after its references are resolved."""
 MAX_VALUES = 5_000
-"""The most values in a section, with its references written out."""
+"""The most values in a section after its references are resolved."""
 MAX_DEPTH = 40
 """The deepest chain of references and sections."""
 SHOWN_CHARS = 200
@@ -40,10 +45,10 @@ Path = tuple[str | int, ...]
 
 
 def overlaid(below: JsonObject, above: JsonObject) -> JsonObject:
-    """Return `above` laid over `below`, section by section. A value that it asks for by `???` is open again: a recipe
-    that needs `init.from` would otherwise train from scratch.
+    """Return `above` merged over `below`, section by section. A `???` in `above` opens the value again: otherwise a
+    recipe that needs `init.from` would train from scratch.
 
-    What comes from `above` is a copy: aliases in its YAML are one object at several places.
+    Values from `above` are copied, because aliases in its YAML are one object at several paths.
     """
     whole = dict(below)
     for key, value in above.items():
@@ -66,7 +71,7 @@ def all_paths(data: JsonObject, prefix: str = "") -> Iterator[str]:
 
 
 def resolve(written: JsonObject) -> tuple[JsonObject, list[Problem]]:
-    """Return the values with references written out, `???` for those that are open or cannot be resolved, and the
+    """Return the values with references resolved (`???` for those that are open or cannot be resolved) and the
     problems."""
     resolver = Resolver(written)
     problems: list[Problem] = []
@@ -94,14 +99,14 @@ def resolve(written: JsonObject) -> tuple[JsonObject, list[Problem]]:
 
 
 class InterpolationError(ValueError):
-    """A value cannot be resolved; the message says why."""
+    """A value cannot be resolved; the message states why."""
 
 
 @dataclass(frozen=True)
 class _Resolved:
     value: JsonValue
     values: int
-    """The number of values it holds, itself included."""
+    """The number of values that it holds, itself included."""
 
 
 class Resolver:
@@ -121,7 +126,7 @@ class Resolver:
             if path in self._under_way:
                 raise InterpolationError("Recursive interpolation detected")
             if len(self._under_way) > MAX_DEPTH:
-                raise InterpolationError(f"it leads through more than {MAX_DEPTH} references and sections")
+                raise InterpolationError(f"it is a chain of more than {MAX_DEPTH} references and sections")
             self._under_way.append(path)
             try:
                 self._known[path] = self._resolve_written(path, self._at(path))
@@ -130,7 +135,7 @@ class Resolver:
         return self._known[path]
 
     def _at(self, path: Path) -> JsonValue:
-        """Return the value at `path` as written; references on the way there are followed."""
+        """Return the value at `path` as written, following references on the way."""
         node: JsonValue = self._written
         for depth, key in enumerate(path):
             if isinstance(node, str) and "${" in node:
@@ -156,7 +161,7 @@ class Resolver:
 
     def _section(self, value: JsonValue, items: Iterable[_Resolved]) -> _Resolved:
         values = 1 + sum(item.values for item in items)
-        # References double: thirty lines that each name the one before twice would fill the memory.
+        # References can double: thirty lines that each name the previous one twice would fill the memory.
         if values > MAX_VALUES:
             raise InterpolationError(f"it expands to more than {MAX_VALUES:,} values")
         return _Resolved(value, values)
@@ -179,7 +184,7 @@ class Resolver:
         except OmegaConfBaseException as error:
             raise InterpolationError(str(error).partition("\n")[0]) from error
         except RecursionError as error:
-            raise InterpolationError("it is nested too deep") from error
+            raise InterpolationError("it is nested too deeply") from error
         if isinstance(value, str) and len(value) > MAX_CHARS:
             raise InterpolationError(f"it expands to a text of more than {MAX_CHARS:,} characters")
         return _Resolved(value, sum(counts) if isinstance(value, (dict, list)) else 1)
@@ -187,7 +192,7 @@ class Resolver:
     def _call(self, name: str, args: tuple[object, ...], args_str: tuple[str, ...]) -> str:
         if name != SHIPPED:
             allowed = f"${{{SHIPPED}:...}} and ${{section.key}}"
-            raise InterpolationError(f"there is no resolver `{name}` in a recipe, only {allowed}")
+            raise InterpolationError(f"a recipe has no resolver `{name}`, only {allowed}")
         if len(args_str) != 1:
             raise InterpolationError(f"${{{SHIPPED}:...}} takes one value, not {len(args_str)}")
         return str(shipped_data() / args_str[0])
@@ -203,7 +208,7 @@ def _target(key: str, path: Path) -> Path:
     return (*path[: len(path) - ups], *keys) if ups else keys
 
 
-# Shown as YAML, each value with the file:line it comes from.
+# The values as YAML, each with the file and line of its origin.
 
 
 def render_yaml(data: JsonObject, origins: Origins, paint_origin: Callable[[str], str] = str) -> str:
@@ -217,7 +222,7 @@ def render_yaml(data: JsonObject, origins: Origins, paint_origin: Callable[[str]
 
 
 def render_value(value: JsonValue) -> str:
-    """Return a value on one line of YAML; in ASCII if it holds invisible characters."""
+    """Return a value on one line of YAML; in ASCII if it contains invisible characters."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
     if not is_printable(text):
         text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
@@ -233,3 +238,148 @@ def _lines(data: JsonObject, origins: Origins, prefix: str) -> Iterator[tuple[st
             yield from _lines(value, origins, f"{path}.")
         else:
             yield f"{indent}{render_value(key)}: {render_value(value)}", origins.get(path)
+
+
+# The command line: `key=value` arguments, parsed with Hydra's grammar. All mistakes are collected instead of raised.
+
+
+TEXTS = (RECIPE, DISTURB, "fault")
+"""Keys whose value is read as plain text, without Hydra's grammar for brackets."""
+TEXTS_OF_DIGITS = ("cluster.slurm.time", "cluster.slurm.mem", "cluster.slurm.gpus_per_node")
+"""Text keys whose value sbatch also accepts as a bare number: `time=90` means minutes. In a file these values are
+quoted, because YAML reads 2:00:00 as the number 7200."""
+MAX_ARGUMENT_CHARS = 16_384
+"""The longest argument. Hydra's grammar parses only some thousand characters per second."""
+SHOWN_KEY_CHARS = 60
+_KEY = re.compile(r"[A-Za-z_][\w-]*([./][A-Za-z_0-9][\w-]*)*")
+_BRACKETS = {"[": "]", "{": "}", "(": ")"}
+
+
+@dataclass(frozen=True)
+class Argument:
+    number: int
+    """Counted from 1."""
+    text: str
+    key: str
+    value: JsonValue = None
+    deletes: bool = False
+    """True for `~key`, which removes the key from the recipe."""
+
+    @property
+    def origin(self) -> Origin:
+        return Origin(COMMAND_LINE, self.number)
+
+
+def parse_arguments(texts: Sequence[str]) -> tuple[list[Argument], list[Problem]]:
+    """Parse all arguments. If a key is given twice, the last value is kept and a problem names both."""
+    arguments: dict[str, Argument] = {}
+    given: dict[str, Argument] = {}
+    problems: list[Problem] = []
+    for number, text in enumerate(texts, start=1):
+        read = _parse(number, text)
+        if isinstance(read, Problem):
+            problems.append(read)
+            continue
+        whole = isinstance(read.value, dict)
+        paths = [path for path in value_paths(read.key, read.value) if not (whole and path == read.key)]
+        for path in (path for path in paths if path in given):
+            message = f"`{path}` is given twice: {given[path].text} (argument {given[path].number}) and {read.text}"
+            problems.append(read.origin.problem("duplicate_override", message, "keep one of them", path))
+        given.update(dict.fromkeys(paths, read))
+        arguments[read.key] = read
+    return list(arguments.values()), problems
+
+
+def find_argument(texts: Sequence[str], key: str) -> Argument | None:
+    """Return the argument that sets `key`, or None."""
+    return next((argument for argument in parse_arguments(texts)[0] if argument.key == key), None)
+
+
+def _parse(number: int, text: str) -> Argument | Problem:
+    at = Origin(COMMAND_LINE, number)
+    key, equals, value = text.partition("=")
+    if len(text) > MAX_ARGUMENT_CHARS:
+        shown = key if len(key) <= SHOWN_KEY_CHARS else f"{key[:SHOWN_KEY_CHARS]}..."
+        message = f"the argument `{shown}` has {len(text):,} characters; at most {MAX_ARGUMENT_CHARS:,} are allowed"
+        return at.problem("bad_override", message, "write the value into a recipe: recipe=FILE.yaml")
+    if not equals and not text.startswith("~"):
+        message = f"`{text}` is not of the form key=value"
+        key, colon, value = text.partition(":")
+        if not text:
+            return at.problem("bad_override", "an argument is empty", "leave it out, or write key=value")
+        if text.startswith("-"):
+            return at.problem("bad_override", message, "options come before the first `--`")
+        if colon and _KEY.fullmatch(key):
+            return at.problem("bad_override", message, f"type {key}={value.strip()}", key)
+        if "." in text and _KEY.fullmatch(text):
+            return at.problem("bad_override", message, f"type {text}=<value>, without spaces", text)
+        return at.problem("bad_override", message, f"to choose a recipe, type recipe={text}", RECIPE)
+    name = key.strip().lstrip("+~")
+    if name in TEXTS:
+        value = value.strip()
+        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+        return Argument(number, text, name, value[1:-1] if quoted else value)
+    if not _KEY.fullmatch(name):
+        message = f"`{key}` is not a key; a key is words joined by dots, such as optim.lr"
+        bare = key.strip().lstrip("+~-").strip(".")
+        item = re.fullmatch(r"(.+)\[\d+]", bare)
+        if "@" in key:
+            hint = "write only the key: packages (`@`) are not supported"
+        elif item:
+            hint = f"give the whole list: {item[1]}=[...]"
+        elif _KEY.fullmatch(bare):
+            hint = f"did you mean `{bare}`?"
+        else:
+            hint = "write key=value without spaces"
+        return at.problem("bad_override", message, hint)
+    if name.partition(".")[0].partition("/")[0] == "hydra":
+        message = f"`{name}` belongs to Hydra's own launcher, which trainspec does not use"
+        return at.problem("unknown_key", message, "leave it out", name)
+    try:
+        override = OverridesParser.create().parse_override(text)
+        read = cast("JsonValue", None if override.is_sweep_override() else override.value())
+    except (HydraException, RecursionError, ValueError):
+        return _bad_value(at, name, value)
+    if override.is_sweep_override():
+        message = f"`{name}` has several values; a run needs one"
+        one = shlex.quote(assign(name, value))
+        hint = f"for one run per value, type --sweep {shlex.quote(text)}; for one text, type {one}"
+        return at.problem("bad_override", message, hint, name)
+    if name in TEXTS_OF_DIGITS and type(read) is int:
+        read = value.strip()
+    if override.is_delete() and read is not None:
+        return at.problem("bad_override", f"`~{name}` takes no value", f"type ~{name}, or {name}=...", name)
+    return Argument(number, text, name, read, deletes=override.is_delete())
+
+
+def assign(key: str, text: str) -> str:
+    """Return `key="text"`, quoted for Hydra's grammar."""
+    return f"{key}={QuotedString(text, Quote.double).with_quotes()}"
+
+
+def _bad_value(at: Origin, key: str, value: str) -> Problem:
+    # Hydra's parser reports only a column, so find the bracket or quote that was left open.
+    expected: list[tuple[str, str]] = []
+    quote = ""
+    for character in value:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character in _BRACKETS:
+            expected.append((character, _BRACKETS[character]))
+        elif expected and character == expected[-1][1]:
+            expected.pop()
+    unclosed = quote or (expected[-1][0] if expected else None)
+    if unclosed:
+        return at.problem("bad_override", f"`{unclosed}` is not closed in {value}", f"close the {unclosed}", key)
+    message = f"the value {value} contains characters that must be quoted"
+    return at.problem("bad_override", message, f"type {shlex.quote(assign(key, value))}", key)
+
+
+def value_paths(key: str, value: JsonValue) -> Iterator[str]:
+    """Yield `key`, and every dotted path inside a mapping given as its value (`model={num_layers: 3}`)."""
+    yield key
+    if isinstance(value, dict):
+        for inner, item in value.items():
+            yield from value_paths(f"{key}.{inner}", item)

@@ -1,4 +1,4 @@
-"""The hardware: this machine, or a described cluster: accelerators, links, failures, power and price, and Slurm."""
+"""The hardware, this machine or a described cluster: accelerators, links, failures, power and price, and Slurm."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trainspec_cli.recipe.field_types import (
     Range,
 )
 
-# The network between devices, as tiers: what joins a few devices, what joins those groups, and so on to the whole.
+# The network between devices, as tiers: the first connects a few devices, the next connects those groups, and so on.
 
 
 NetworkKind = Literal["infiniband", "roce", "efa", "omnipath", "ethernet", "measured"]
-"""measured: of any kind; its rate is what collectives reach, by measurement."""
+"""measured: any kind of network; the rate is what collectives reach in a measurement."""
 NicWiring = Literal["rails", "one_switch"]
 
 
@@ -32,168 +32,172 @@ class TierSpec:
 
     name: str
     devices: PositiveInt | None = None
-    """Devices below one element of the tier (one NVLink domain, one leaf switch, one site). null: for the first tier
-    `cluster.scaleup_devices`, for the last one all devices of the cluster; those between say it."""
+    """Devices below one element of the tier (one NVLink domain, one leaf switch, one site). null:
+    `cluster.scaleup_devices` for the first tier, all devices of the cluster for the last one; tiers between them must
+    state it."""
     gbit_per_s: PositiveFloat | None = None
-    """A device's share of the bandwidth through this tier, each way. null: for the first tier the accelerator's links,
-    for the others `cluster.nic_gbit_per_s`."""
+    """A device's share of the bandwidth through this tier, each way. null: the accelerator's links for the first tier,
+    `cluster.nic_gbit_per_s` for the others."""
     oversubscription: Annotated[float, Range(1)] = 1.0
-    """How much more the devices below an element can send than the element passes on; 3 is written 3:1."""
+    """Bandwidth of the devices below an element over the bandwidth that the element passes on; 3 means 3:1."""
     latency_us: NonNegativeFloat | None = None
-    """Added by each message that crosses the tier, one way; null: the planner's own figure for a hop."""
+    """Latency that each message gains by crossing the tier, one way; null: the planner's default for a hop."""
     kind: NetworkKind | None = None
-    """The kind of network, which decides what part of the bandwidth collectives reach; null: `cluster.nic_kind`. The
-    first tier has none."""
+    """The kind of network, which determines the fraction of the bandwidth that collectives reach; null:
+    `cluster.nic_kind`. The first tier has no kind."""
 
 
 @dataclass(frozen=True)
 class PlanesSpec:
     """A network of several planes (multipath reliable connection, arXiv:2605.04333).
 
-    Each plane is a whole fabric at a part of the NICs' speed, with one port of every NIC; queue pairs spray their
-    packets over paths of all planes.
+    Each plane is a complete fabric at a fraction of the NICs' speed, with one port of every NIC; queue pairs spray
+    their packets over paths of all planes.
     """
 
     planes: PositiveInt
-    """1: an ordinary fabric, to compare with."""
+    """Number of planes; 1 is an ordinary fabric, for comparison."""
     nic_gbit_per_s: PositiveFloat
-    """Bandwidth of a NIC, all its ports together. Each device has one NIC."""
+    """Bandwidth of a NIC, all ports together. Each device has one NIC."""
     switch_tbit_per_s: PositiveFloat
     """Bandwidth of a switch, one direction: its ports times their speed."""
     switch_tiers: Literal[2, 3] = 2
-    """Tiers of switches in each plane."""
+    """Switch tiers in each plane."""
     entropy_values: PositiveInt = 256
-    """Paths that a queue pair sprays over, spread evenly over the planes."""
+    """Paths that a queue pair sprays over, distributed evenly over the planes."""
     flap_s: PositiveFloat = 60.0
-    """How long a link that flaps is down."""
+    """Time that a flapping link is down."""
     network_fraction: Fraction = 0.084
-    """Fraction of failures ending a job on an ordinary fabric that are of links and switches; planes survive them."""
+    """Fraction of job-ending failures of an ordinary fabric that are caused by links and switches; planes survive
+    these."""
     fatal_fraction: Fraction = 0.0
-    """Fraction of those that are failures of a NIC's own transceiver, which carries all of its ports: its queue pairs
-    end, and the job with them. No rate is published; 0 is the best case."""
+    """Fraction of those failures in a NIC's own transceiver, which carries all of its ports, so that its queue pairs
+    and the job end. No rate is published; 0 is the best case."""
 
 
 @dataclass(frozen=True)
 class FabricSpec:
-    """Tiers of a network, innermost first. Without tiers one network reaches every device at the NICs' speed."""
+    """Tiers of a network, innermost first. Without tiers, one network connects all devices at the NICs' speed."""
 
     name: str = ""
     """The fabric's name, as plans show it."""
     tiers: tuple[TierSpec, ...] = ()
-    """The tiers of links, the innermost first; empty: the links within nodes, and the network between them."""
+    """The tiers of links, innermost first; empty: the links within nodes, and the network between nodes."""
     nic_wiring: NicWiring | None = None
-    """How the NICs of a node with several are joined: rails, each number of NIC to a switch of its own; one_switch, all
-    to the same one; null: not known."""
+    """How a node's NICs are connected: rails, NIC i of every node to switch i; one_switch, all to the same switch;
+    null: unknown."""
     planes: PlanesSpec | None = None
-    """null: an ordinary fabric, of one plane."""
+    """The planes of the network; null: an ordinary fabric with one plane."""
     nccl_tuner: bool = False
-    """Workers learn where the run's table for NCCL's example tuner plugin is (`NCCL_TUNER_CONFIG_FILE`); only those
-    who have built and loaded that plugin have a use for it."""
+    """Set `NCCL_TUNER_CONFIG_FILE` for the workers to the run's table for NCCL's example tuner plugin. Only useful with
+    that plugin built and loaded."""
     sources: dict[str, str] = field(default_factory=dict)
-    """The source of each value by key; `default` for the rest."""
+    """The source of each value by key; `default` applies to all other keys."""
 
 
 @dataclass(frozen=True)
 class AcceleratorSpec:
     """One chip: peak rates from the vendor's data sheet, and measured rates. Rates are dense, without sparsity.
 
-    A rate of 0 means that the chip lacks the format. GB and TB are decimal; the memory is as the vendor names it.
+    A rate of 0 means that the chip lacks the format. GB and TB are decimal; the memory is as the vendor states it.
     """
 
     name: str
-    """The chip's name, as plans and reports show it."""
+    """The chip's name in plans and reports."""
     vendor: str
-    """Its vendor, such as nvidia, amd or intel."""
+    """The vendor, such as nvidia, amd or intel."""
     bf16_tflops: NonNegativeFloat
-    """Peak rate of matrix products in bf16; 0: it has none, and `fp16_tflops` counts in its place."""
+    """Peak rate of matrix products in bf16; 0: the chip has no bf16, and `fp16_tflops` is used instead."""
     memory_gb: PositiveFloat
     """Memory of the device."""
     memory_tb_per_s: PositiveFloat
-    """Peak bandwidth of its memory."""
+    """Peak memory bandwidth of the device."""
     fp8_tflops: NonNegativeFloat = 0.0
-    """Peak rate of matrix products in fp8; 0: it has none."""
+    """Peak rate of matrix products in fp8; 0: not supported."""
     fp4_tflops: NonNegativeFloat = 0.0
-    """Peak rate of matrix products in fp4; 0: it has none."""
+    """Peak rate of matrix products in fp4; 0: not supported."""
     fp16_tflops: NonNegativeFloat = 0.0
-    """0: the same as bf16."""
+    """Peak rate of matrix products in fp16; 0: the same as bf16."""
     tf32_tflops: NonNegativeFloat = 0.0
-    """Peak rate of matrix products in tf32; 0: it has none."""
+    """Peak rate of matrix products in tf32; 0: not supported."""
     fp32_tflops: NonNegativeFloat = 0.0
-    """The rate without tensor cores."""
+    """Peak rate of fp32 without tensor cores."""
     matmul_bf16_tflops: NonNegativeFloat = 0.0
-    """The best measured rate of a large matrix product; 0: not known, the planner assumes a usual part of the peak."""
-    matmul_fp8_tflops: NonNegativeFloat = 0.0
-    """The best measured rate of a large matrix product in fp8; 0: not known, the planner assumes a usual part of the
+    """The best measured rate of a large matrix product; 0: unknown, the planner assumes a typical fraction of the
     peak."""
+    matmul_fp8_tflops: NonNegativeFloat = 0.0
+    """The best measured rate of a large matrix product in fp8; 0: unknown, the planner assumes a typical fraction of
+    the peak."""
     tera_exponentials_per_s: NonNegativeFloat = 0.0
-    """Exponentials of the special-function units, 1e12 a second, which softmax takes; 0: not known."""
+    """Rate of exponentials in the special-function units, in 1e12 per second, as softmax needs them; 0: unknown."""
     load_store_tb_per_s: NonNegativeFloat = 0.0
-    """Peak load and store rate of the multiprocessors' first-level caches; 0: not known."""
+    """Peak load and store rate of the multiprocessors' first-level caches; 0: unknown."""
     cache_mb: NonNegativeFloat = 40.0
-    """Last-level cache, which small activations never leave."""
+    """Size of the last-level cache, which holds small activations between kernels."""
     link_gb_per_s: NonNegativeFloat = 0.0
     """Bandwidth to the other devices of its scale-up domain, all links together, one direction."""
     link_kind: Literal["nvswitch", "mesh", "bridge", "pcie", "torus"] = "pcie"
-    """mesh and torus reach the full rate only with all peers at once; a bridge joins pairs."""
+    """How the links connect devices. mesh and torus reach the full rate only with all peers at once; a bridge connects
+    pairs."""
     tdp_w: NonNegativeFloat = 0.0
-    """Board power limit; 0: not known."""
+    """Board power limit; 0: unknown."""
     price_usd_per_hour: NonNegativeFloat = 0.0
-    """An observed price of one device; 0: not known."""
+    """An observed price of one device; 0: unknown."""
     sources: dict[str, str] | None = None
-    """The source of each value by key; `default` for the rest."""
+    """The source of each value by key; `default` applies to all other keys."""
 
 
 @dataclass(frozen=True)
 class ReliabilitySpec:
-    """Failures hit all devices equally and without memory (a Poisson process); the rest are mean durations."""
+    """Failures hit all devices equally and without memory (a Poisson process). The other values are mean durations."""
 
     mtbf_device_hours: PositiveFloat = 50_677.0
     """Device-hours between failures that end a synchronous job (a cluster of n devices fails n times as often)."""
     job_wide_fraction: Fraction = 0.129
-    """Fraction of the failures that no replica group survives, such as a bug in the software."""
+    """Fraction of failures that no replica group survives, such as a software bug."""
     detect_s: NonNegativeFloat = 60.0
-    """The time until a failure is detected and diagnosed."""
+    """Time until a failure is detected and diagnosed."""
     swap_s: NonNegativeFloat = 120.0
-    """The time until a spare node has replaced the failed one."""
+    """Time until a spare node has replaced the failed one."""
     start_s: NonNegativeFloat = 300.0
-    """Processes, communicators and compilation, up to the first step; reading the checkpoint comes on top."""
+    """Time until the first step for processes, communicators and compilation; reading the checkpoint is added to it."""
     repair_s: NonNegativeFloat = 86_400.0
-    """The time until a failed node is a spare again."""
+    """Time until a failed node is a spare again."""
     spare_nodes: NonNegativeInt | None = None
-    """Nodes on standby; null: one whenever it is needed. A run that is started node by node, without Slurm, takes so
-    many nodes more, which stand by until one is left out; null: none."""
+    """Nodes on standby; null: one whenever it is needed. A run that is started node by node, without Slurm, takes this
+    many extra nodes, which wait until they replace a lost node; null: no extra nodes."""
     shrink_stall_s: NonNegativeFloat = 30.0
-    """Elastic: how long the survivors stall, from the failure until they continue without the failed replica group."""
+    """Elastic: time that the survivors stall, from the failure until they continue without the failed replica group."""
     rejoin_stall_s: NonNegativeFloat = 15.0
-    """Elastic: how long they stall when the healed replica group joins."""
+    """Elastic: time that they stall when the healed replica group joins."""
     heal_gb_per_s: PositiveFloat = 10.0
-    """Elastic: the rate at which a device of the new replica group copies its state from a healthy peer."""
+    """Elastic: rate at which a device of the new replica group copies its state from a healthy peer."""
     known_within: dict[str, float] = field(default_factory=dict)
     """The uncertainty of each value: 2 means between half and twice the value with a probability of 90%."""
     sources: dict[str, str] = field(default_factory=dict)
     """The source of each value by key."""
     unverified: tuple[str, ...] = ()
-    """Keys whose value was not checked against its source."""
+    """Keys whose value was not checked against a source."""
 
 
 @dataclass(frozen=True)
 class SiteSpec:
-    """The building and the grid behind it."""
+    """The building and its power grid."""
 
     name: str = "world average"
-    """The site's name, as plans show it."""
+    """The site's name in plans."""
     pue: Annotated[float, Range(1)] = 1.2
-    """Power usage effectiveness: power into the building over power into the machines."""
+    """Power usage effectiveness: power drawn by the building over power drawn by the machines."""
     carbon_g_per_kwh: NonNegativeFloat = 475.0
-    """Intensity of the local grid (purchased certificates are not counted)."""
+    """Carbon intensity of the local grid (purchased certificates are not counted)."""
     electricity_usd_per_kwh: NonNegativeFloat = 0.08
-    """Paid for owned machines; a rent includes it."""
+    """Electricity price for owned machines; a rent includes electricity."""
     known_within: dict[str, float] = field(default_factory=dict)
     """The uncertainty of each value: 2 means between half and twice the value with a probability of 90%."""
     sources: dict[str, str] = field(default_factory=dict)
     """The source of each value by key."""
     unverified: tuple[str, ...] = ()
-    """Keys whose value was not checked against its source."""
+    """Keys whose value was not checked against a source."""
 
 
 @dataclass(frozen=True)
@@ -201,205 +205,210 @@ class PowerSpec:
     """Power of a node, as fractions of the thermal design power (TDP) of its accelerators."""
 
     busy: NonNegativeFloat = 0.9
-    """An accelerator that computes."""
+    """Power of an accelerator that computes."""
     waiting: NonNegativeFloat = 0.5
-    """One that waits for a collective, a pipeline stage or data."""
+    """Power of an accelerator that waits for a collective, a pipeline stage or data."""
     idle: NonNegativeFloat = 0.15
-    """One without work: the job is down."""
+    """Power of an accelerator without work, while the job is down."""
     host: NonNegativeFloat = 0.45
-    """The rest of the node (CPUs, switches, NICs, fans), whatever the accelerators do."""
+    """Power of the rest of the node (CPUs, switches, NICs, fans), independent of the accelerators' load."""
     known_within: dict[str, float] = field(default_factory=dict)
     """The uncertainty of each value: 2 means between half and twice the value with a probability of 90%."""
     sources: dict[str, str] = field(default_factory=dict)
     """The source of each value by key."""
     unverified: tuple[str, ...] = ()
-    """Keys whose value was not checked against its source."""
+    """Keys whose value was not checked against a source."""
 
 
 @dataclass(frozen=True)
 class CostSpec:
-    """Money: a rent, or a share of the purchase."""
+    """The price of a device: a rent, or a share of the purchase."""
 
     price_usd_per_device_hour: NonNegativeFloat | None = None
-    """Rent; null: the accelerator's own."""
+    """Rent; null: the accelerator's price."""
     owned: bool = False
-    """Bought machines: their price over their useful hours, plus electricity and operation."""
+    """Owned machines: purchase price over their useful hours, plus electricity and operation."""
     device_price_usd: NonNegativeFloat | None = None
-    """owned: one device with its share of node, network and storage."""
+    """owned: purchase price of a device with its share of node, network and storage."""
     useful_years: PositiveFloat = 4.0
-    """owned: the years over which the price is spread."""
+    """owned: years over which the purchase price is spread."""
     utilisation: Annotated[float, Range(0, 1, includes_low=False)] = 0.8
-    """Fraction of those years in which some job pays for the device."""
+    """Fraction of those years in which a job pays for the device."""
     operation_ratio: NonNegativeFloat = 0.08
-    """Repairs and support per year, over the price; staff and space too, as far as the next two keys are 0."""
+    """Repairs and support per year over the purchase price; it includes staff and space while the next two keys are
+    0."""
     staff_usd_per_device_year: NonNegativeFloat = 0.0
-    """owned: the people who run the machines, for each device that there is."""
+    """owned: cost of the staff that runs the machines, per installed device."""
     space_usd_per_device_year: NonNegativeFloat = 0.0
-    """owned: floor, racks and the connected power, without electricity."""
+    """owned: cost of floor, racks and the power connection, without electricity."""
     resale_ratio: Fraction = 0.0
-    """owned: the part of its price that a device sells for after `useful_years`."""
+    """owned: fraction of its price that a device is sold for after `useful_years`."""
     reserved_ratio: NonNegativeFloat = 0.8
-    """Rent of a device that is taken for a whole year, used or not, over the rent by the hour."""
+    """Rent of a device reserved for a whole year, used or not, over the hourly rent."""
     spot_ratio: NonNegativeFloat = 0.67
-    """Rent of a device that the cloud may take back, over the rent by the hour."""
+    """Rent of a device that the cloud may reclaim (spot), over the hourly rent."""
     spot_mtbf_device_hours: PositiveFloat = 29_220.0
-    """Device-hours between times that the cloud takes a node back; each ends a synchronous job, as a failure does."""
+    """Device-hours between reclaims of a node by the cloud; each ends a synchronous job, like a failure."""
     spot_wait_s: NonNegativeFloat = 1800.0
-    """The time until another node stands in its place."""
+    """Time until another node replaces a reclaimed one."""
     known_within: dict[str, float] = field(default_factory=dict)
     """The uncertainty of each value: 2 means between half and twice the value with a probability of 90%."""
     sources: dict[str, str] = field(default_factory=dict)
     """The source of each value by key."""
     unverified: tuple[str, ...] = ()
-    """Keys whose value was not checked against its source."""
+    """Keys whose value was not checked against a source."""
 
 
 @dataclass(frozen=True)
 class SlurmSpec:
-    """The Slurm options of a job; null leaves an option to the site's default."""
+    """The Slurm options of a job; null leaves an option at the site's default."""
 
     job_name: str | None = None
-    """null: the last name of `run.dir` (of a command: `--dir`), else the recipe's or the script's name."""
+    """The job's name; null: the last part of `run.dir` (of a command: `--dir`), else the recipe's or the script's
+    name."""
     partition: str | None = None
-    """The partition that the job is submitted to (`--partition`)."""
+    """The partition to submit the job to (`--partition`)."""
     account: str | None = None
-    """The account that is charged (`--account`)."""
+    """The account to charge (`--account`)."""
     qos: str | None = None
     """The quality of service (`--qos`)."""
     time: str | None = None
-    """The time limit (`--time`), in one of Slurm's forms: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS; 0 asks
-    for none. It is text, so quote it in YAML, which reads 2:00:00 as a number."""
+    """The time limit (`--time`) in one of Slurm's formats: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS; 0
+    means no limit. It is text, so quote it in YAML, which reads 2:00:00 as a number."""
     gpus_per_node: str | None = None
-    """GPUs of a node as type and number (`h100:8`), number (`8`), or type (`h100`) with the run's own number; null:
-    `cluster.devices_per_node`, if the device is cuda."""
+    """GPUs per node as type and number (`h100:8`), number (`8`), or type (`h100`) with the number that the run uses;
+    null: `cluster.devices_per_node`, if the device is cuda."""
     gpu_request: Literal["gpus_per_node", "gres", "gpus_per_task", "none"] = "gpus_per_node"
-    """The option by which the site gives GPUs: `--gpus-per-node=h100:8`, `--gres=gpu:h100:8`, `--gpus-per-task=h100:8`
-    (a node has one task), or none, where a partition gives whole nodes."""
+    """The option that requests GPUs at this site: `--gpus-per-node=h100:8`, `--gres=gpu:h100:8`,
+    `--gpus-per-task=h100:8` (each node has one task), or none, for partitions that allocate whole nodes."""
     cpus_per_task: PositiveInt | None = None
-    """CPUs per node; null: all of a whole node (see `exclusive`)."""
+    """CPUs per node; null: all CPUs of a whole node (see `exclusive`)."""
     mem: str | None = None
-    """Memory per node (`--mem`): a whole number with K, M, G or T, such as `512G`; without one, megabytes; `0` is all
-    of it. It is text, so quote a plain number."""
+    """Memory per node (`--mem`): a whole number with K, M, G or T, such as `512G`; a number without a unit is in
+    megabytes; `0` requests all memory. It is text, so quote a plain number."""
     exclusive: bool = True
-    """Take whole nodes."""
+    """Request whole nodes (`--exclusive`)."""
     constraint: str | None = None
     """Features that nodes must have (`--constraint`), such as `h100&ib`."""
     exclude: str | None = None
     """Nodes to avoid, such as `node[3,7]`."""
     dependency: str | None = None
-    """`afterok:1234`, `singleton`."""
+    """A job dependency (`--dependency`), such as `afterok:1234` or `singleton`."""
     array_parallel: PositiveInt | None = None
-    """Jobs of a sweep's array that may run at once; null: all."""
+    """Jobs of a sweep's array that may run at the same time; null: all."""
     container_runtime: Literal["pyxis", "apptainer", "singularity"] = "pyxis"
-    """What runs `container_image` on each node: Slurm's pyxis plugin (`srun --container-image`), or the program of this
-    name (`apptainer exec`)."""
+    """The program that runs `container_image` on each node: Slurm's pyxis plugin (`srun --container-image`), or the
+    named one (`apptainer exec`)."""
     container_image: str | None = None
     """The image that the run trains in, such as `/images/torch.sqsh` (pyxis) or `/images/torch.sif` (apptainer); null:
-    no container. The job's supervisor stays outside, where srun is; its nodes' agents and workers run inside."""
+    no container. The job's supervisor runs outside, where srun is available; the nodes' agents and workers run
+    inside."""
     container_mounts: str | None = None
-    """Further folders that the container sees, such as `/scratch:/scratch,/data:/data:ro`. What the run itself needs is
-    mounted without being named: trainspec, the run's folder, the folder of `sbatch`, the data, the weights that it
-    begins with, and the cache."""
+    """Additional folders to mount in the container, such as `/scratch:/scratch,/data:/data:ro`. The run's own needs are
+    mounted automatically: trainspec, the run folder, the folder of `sbatch`, the data, the initial weights and the
+    cache."""
     container_python: str = "python3"
-    """The image's Python that has torch, by name or path. A path into a virtual or conda environment of the submitting
-    machine has that environment mounted too."""
+    """The image's Python that has torch, by name or path. If the path is in a virtual or conda environment of the
+    submitting machine, that environment is mounted too."""
     container_gpus: Literal["auto", "nvidia", "amd", "none"] = "auto"
-    """The option that lets Apptainer's containers see GPUs: `--nv`, `--rocm`, or none; auto: by the accelerator's
-    vendor, nvidia where it is not known. pyxis leaves that to the site's hooks."""
+    """The option that gives Apptainer's containers access to GPUs: `--nv`, `--rocm`, or none; auto: by the
+    accelerator's vendor, nvidia if unknown. With pyxis the site's hooks decide."""
     container_env: tuple[str, ...] = ()
-    """Variables whose value outside holds inside too where the image sets another, such as `[NCCL_IB_HCA]`; those that
-    the image does not set are passed on without that."""
+    """Environment variables that keep their outside value even if the image sets another, such as `[NCCL_IB_HCA]`;
+    variables that the image does not set are always passed on."""
     sbatch_lines: tuple[str, ...] = ()
-    """Further options, each line copied verbatim after `#SBATCH` into job.sbatch, such as `--mail-type=END`. One that
-    contradicts what the script asks for is refused."""
+    """Additional options, each copied verbatim after `#SBATCH` into job.sbatch, such as `--mail-type=END`. An option
+    that contradicts the script is refused."""
     setup: tuple[str, ...] = ()
-    """Shell commands before the job begins, such as `module load cuda` or `export NCCL_IB_HCA=mlx5`; the environment
-    that was active at submission is activated after them. One that fails ends the job (`|| true` behind it prevents
-    that). They run as you: `trainspec sbatch` shows them, and submits
-    those of a file that another user owns, or that everyone may write, only with --allow-setup. The same goes for
-    `sbatch_lines` and `container_image`."""
+    """Shell commands to run before the job begins, such as `module load cuda` or `export NCCL_IB_HCA=mlx5`; the
+    environment that was active at submission is activated after them. A command that fails ends the job (append `||
+    true` to prevent that). They run with your permissions, so `trainspec sbatch` shows them, and requires --allow-setup
+    for commands from a file that another user owns or that everyone may write. The same applies to `sbatch_lines` and
+    `container_image`."""
     warn_s: NonNegativeInt = 120
-    """How long before the time limit (or a preemption that sends the job's signal) the run saves and ends."""
+    """Time before the time limit (or before a preemption that sends the job's signal) at which the run saves and
+    ends."""
     max_requeues: NonNegativeInt = 10
-    """How often a job that met its time limit, was preempted or lost a node is requeued and resumes."""
+    """Number of times that a job is requeued and resumes after a time limit, a preemption or a lost node."""
 
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """Nodes of one kind, of a cluster that has several kinds."""
+    """Nodes of one kind in a cluster that has several kinds."""
 
     accelerator: AcceleratorSpec
-    """The accelerator of its nodes: the name of one in `trainspec list`, or its values."""
+    """The accelerator of the pool's nodes: a name from `trainspec list`, or its values."""
     num_nodes: PositiveInt
-    """Nodes of the pool."""
+    """Nodes in the pool."""
     devices_per_node: PositiveInt = 8
-    """Devices of each of its nodes."""
+    """Devices per node."""
     name: str = ""
-    """The pool's name, as plans show it; empty: the accelerator's."""
+    """The pool's name in plans; empty: the accelerator's name."""
     scaleup_devices: PositiveInt | None = None
-    """Devices joined by the fast links; null: those of a node."""
+    """Devices connected by the fast links; null: the devices of a node."""
     link_gb_per_s: NonNegativeFloat | None = None
-    """Of the fast links, one direction, per device; null: the accelerator's."""
+    """Bandwidth of the fast links, one direction, per device; null: the accelerator's."""
     nic_gbit_per_s: PositiveFloat | None = None
-    """Bandwidth between nodes, one direction, per device; null: `cluster.nic_gbit_per_s`, or as is usual for the
+    """Bandwidth between nodes, one direction, per device; null: `cluster.nic_gbit_per_s`, or the usual value for the
     accelerator."""
     nic_kind: NetworkKind | None = None
-    """The kind of network between its nodes; null: `cluster.nic_kind`."""
+    """The kind of network between the pool's nodes; null: `cluster.nic_kind`."""
     price_usd_per_device_hour: NonNegativeFloat | None = None
-    """Rent; null: `cluster.cost.price_usd_per_device_hour`, or the accelerator's own."""
+    """Rent; null: `cluster.cost.price_usd_per_device_hour`, or the accelerator's price."""
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
     num_nodes: PositiveInt = 1
-    """Nodes of the run."""
+    """Nodes that the run uses."""
     devices_per_node: AutoInt = AUTO
-    """Processes per node, one per device; auto: every GPU, or on a machine without GPUs as few as `layout` and
-    `resilience` allow, usually one with every core."""
+    """Processes per node, one per device; auto: all GPUs, or on a machine without GPUs the fewest processes that
+    `layout` and `resilience` allow, usually one that uses all cores."""
     device: Literal["cpu", "cuda"] | Auto = AUTO
-    """auto: cuda if there is a GPU, else cpu; a machine without GPUs is refused if `accelerator` names one, and cpu
-    trains on its CPUs."""
+    """The device to train on. auto: cuda if a GPU is present, else cpu. If `accelerator` names a GPU, a machine without
+    GPUs is refused; cpu trains on its CPUs."""
     name: str = ""
-    """The cluster's name, as plans and reports show it."""
+    """The cluster's name in plans and reports."""
     accelerator: AcceleratorSpec | None = None
-    """null: the accelerator of this machine."""
+    """The accelerator of the nodes: a name or its values; null: the accelerator of this machine."""
     pools: tuple[PoolSpec, ...] = ()
-    """Nodes of several kinds, for `trainspec plan`: `[h100_sxm*8x8, a100_sxm_80gb*4x8]` (accelerator*nodes x devices of
-    a node), or a list of their values. They stand in the place of `num_nodes`, `devices_per_node` and `accelerator`."""
+    """Nodes of several kinds, for `trainspec plan`: `[h100_sxm*8x8, a100_sxm_80gb*4x8]` (accelerator*nodes x devices
+    per node), or a list of their values. They replace `num_nodes`, `devices_per_node` and `accelerator`."""
     pool_link_gbit_per_s: PositiveFloat | None = None
     """Bandwidth between pools, one direction, per device; null: that of the slower pool's NICs."""
     scaleup_devices: PositiveInt | None = None
-    """Devices joined by the fast links; null: those of a node. 72 in a GB200 NVL72 rack of 4-device nodes."""
+    """Devices connected by the fast links; null: the devices of a node. 72 in a GB200 NVL72 rack of 4-device nodes."""
     link_gb_per_s: NonNegativeFloat | None = None
-    """One direction, per device; null: the accelerator's."""
+    """Bandwidth of the fast links, one direction, per device; null: the accelerator's."""
     nic_gbit_per_s: NonNegativeFloat | None = None
-    """Bandwidth between nodes, one direction, per device (a node's NICs over its devices); null: as is usual for the
-    accelerator."""
+    """Bandwidth between nodes, one direction, per device (a node's NICs over its devices); null: the usual value for
+    the accelerator."""
     nic_kind: NetworkKind = "infiniband"
-    """The network between nodes: its latency and its efficiency follow from it."""
+    """The kind of network between nodes, which determines its latency and its efficiency."""
     oversubscription: Annotated[float, Range(1)] | None = None
-    """How much more the devices below the outermost tier of the network can send than it passes on; 3 is written 3:1.
-    null: what the fabric's last tier says, and 1 for a cluster without tiers, whose one network joins the nodes."""
+    """Bandwidth of the devices below the network's outermost tier over the bandwidth that the tier passes on; 3 means
+    3:1. null: the value of the fabric's last tier, and 1 for a cluster without tiers, whose only network connects the
+    nodes."""
     fabric: FabricSpec = field(default_factory=FabricSpec)
     """The tiers of the network, from the fastest links to the slowest."""
     host_link_gb_per_s: PositiveFloat = 50.0
-    """Device to host memory, one direction, for offload."""
+    """Bandwidth between device and host memory, one direction, for offload."""
     host_memory_gb: NonNegativeFloat = 2048.0
-    """Memory of a node."""
+    """Host memory of a node."""
     storage_gb_per_s: PositiveFloat = 1.2
-    """Bandwidth to checkpoint storage, per node: 2.3 TB in 40 s from 48 nodes (BLOOM, stas00/ml-engineering, fault-
-    tolerance)."""
+    """Bandwidth to checkpoint storage, per node: 2.3 TB in 40 s from 48 nodes (BLOOM, stas00/ml-engineering,
+    fault-tolerance)."""
     efficiency: dict[str, float] | None = None
-    """Corrections of the planner's efficiencies for this cluster, as `trainspec backtest --fit` writes them."""
+    """Corrections of the planner's efficiencies for this cluster, as written by `trainspec backtest --fit`."""
     profile: Literal["auto", "off"] = "auto"
-    """auto: plans and launches use what `trainspec calibrate` has learned of the cluster of this name, and say so; off:
-    they do not."""
+    """auto: plans and launches use the results of `trainspec calibrate` for the cluster of this name, and report that;
+    off: they do not."""
     reliability: ReliabilitySpec = field(default_factory=ReliabilitySpec)
-    """How often devices fail, and how long it takes until a run goes on."""
+    """Failure rates of devices, and the time that recovery takes."""
     site: SiteSpec = field(default_factory=SiteSpec)
     """The building and its electricity."""
     power: PowerSpec = field(default_factory=PowerSpec)
-    """The power that a node takes."""
+    """The power draw of a node."""
     cost: CostSpec = field(default_factory=CostSpec)
     """The cost of a device-hour."""
     slurm: SlurmSpec = field(default_factory=SlurmSpec)
@@ -408,36 +417,37 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as its driver reports it. A number of 0 is one that the driver does not report."""
+    """A GPU as its driver reports it. 0 means that the driver does not report the number."""
 
     name: str
     memory_bytes: int
-    """Its own memory, or the system's where it computes in that."""
+    """The GPU's own memory, or the system's memory for a GPU that uses it."""
     compute_capability: tuple[int, int]
-    """NVIDIA's; of an AMD GPU its gfx target, such as (9, 0x42) for gfx942."""
+    """NVIDIA's compute capability; for an AMD GPU its gfx target, such as (9, 0x42) for gfx942."""
     free_bytes: int
-    """Memory of the GPU that no other program holds."""
+    """Memory of the GPU that no other program uses."""
     vendor: Literal["nvidia", "amd"] = "nvidia"
     processors: int = 0
     """Multiprocessors, or compute units."""
     clock_mhz: float = 0.0
-    """The highest clock of the multiprocessors."""
+    """The highest clock rate of the multiprocessors."""
     memory_gb_per_s: float = 0.0
     power_w: float = 0.0
     nvlink_gb_per_s: float | None = None
-    """All links that are up, one direction; 0: the GPU has links, and all are down. None: it reports no links."""
+    """Bandwidth of all links that are up, one direction; 0: the GPU has links, and all are down. None: it reports no
+    links."""
     pcie_gb_per_s: float = 0.0
 
     @property
     def bf16(self) -> bool:
-        """Whether its matrix units multiply bf16: NVIDIA since Ampere, AMD since MI100 (gfx908) and RDNA 3."""
+        """Return whether its matrix units multiply bf16: NVIDIA since Ampere, AMD since MI100 (gfx908) and RDNA 3."""
         if self.vendor == "amd":
             return self.compute_capability >= (9, 0x08) and self.compute_capability[0] != 10
         return self.compute_capability >= (8, 0)
 
     @property
     def fp8(self) -> bool:
-        """Whether its matrix units multiply fp8: NVIDIA since Ada, AMD on MI300 (gfx942), MI350 and RDNA 4."""
+        """Return whether its matrix units multiply fp8: NVIDIA since Ada, AMD on MI300 (gfx942), MI350 and RDNA 4."""
         if self.vendor == "amd":
             return self.compute_capability >= (12, 0) or (9, 0x42) <= self.compute_capability < (10, 0)
         return self.compute_capability >= (8, 9)
@@ -445,22 +455,22 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware found on this node, without torch (see `run/job/machine.py`)."""
+    """The hardware found on this node without torch (see `run/job/machine.py`)."""
 
     hostname: str
     cpu_cores: int
-    """Cores this process may use."""
+    """Cores that this process may use."""
     memory_bytes: int
     gpu_names: tuple[str, ...] = ()
     gpu_memory_bytes: int = 0
-    """Memory of the smallest GPU."""
+    """Memory of the GPU with the least memory."""
     bf16: bool = False
     """bf16 is faster than fp32 on the device (amx_bf16 on a CPU, compute capability 8.0 on a GPU)."""
     fp8: bool = False
     """The GPUs multiply fp8 (compute capability 8.9)."""
     gpus: tuple[Gpu, ...] = ()
-    """What the driver reports of each GPU; empty for a machine that is only described."""
+    """The driver's report of each GPU; empty for a machine that is only described."""
     gpu_problem: Problem | None = None
-    """Why GPUs or other accelerators of this node cannot be used; then no GPU is listed."""
+    """The reason why GPUs or other accelerators of this node cannot be used; no GPU is listed then."""
     gpu_notes: tuple[str, ...] = ()
-    """Facts about this node's GPUs that stop nothing, such as that all are hidden."""
+    """Harmless facts about this node's GPUs, such as that all are hidden."""

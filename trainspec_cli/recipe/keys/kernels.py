@@ -1,4 +1,4 @@
-"""The table of operations and their kernels (backends). The kernels themselves are imported by the engine alone."""
+"""The table of operations and their kernels (backends). Only the engine imports the kernels themselves."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Backend:
     """`module:function` below engine/, imported when the backend is used."""
     on: Literal["any", "cuda"] = "any"
     package: str = ""
-    """The package that it needs, by import name."""
+    """The package that it needs, as an import name."""
     extra: str = ""
     """The extra of trainspec that installs the package."""
     options: dict[str, int] = field(default_factory=dict)
     """Further arguments of the function."""
     since_torch: tuple[int, int] = (2, 11)
     fused: bool = False
-    """True if torch.compile fuses the plain function."""
+    """torch.compile can fuse the plain function."""
     compiles: bool = False
-    """True if the function calls torch.compile itself."""
+    """The function calls torch.compile itself."""
     more_memory: bool = False
-    """True if it needs more memory than a plan counts: used only if named, never by `auto`."""
+    """The backend needs more memory than a plan counts, so `auto` never chooses it."""
     whole_vocabulary: bool = False
-    """True if it cannot work on a vocabulary that is cut over the ranks of tp."""
+    """The backend cannot work on a vocabulary that is sharded over the ranks of tp."""
 
     @property
     def needs_compiler(self) -> bool:
@@ -137,12 +137,12 @@ class KernelSpec:
 
     @property
     def open_ops(self) -> tuple[str, ...]:
-        """The operations whose backend is still to be measured."""
+        """Return the operations whose backend has not been measured yet."""
         return tuple(op for op, backend in self.by_op.items() if backend == AUTO)
 
     @property
     def changed(self) -> dict[str, str]:
-        """The operations whose backend is not the default."""
+        """Return the operations whose backend is not the default."""
         return {op: backend for op, backend in self.by_op.items() if backend not in (TORCH, AUTO)}
 
 
@@ -152,12 +152,12 @@ IN_BLOCKS = ("attention", "rms_norm", "swiglu", "rope", "grouped_matmul", "ssd_s
 
 @dataclass(frozen=True)
 class KernelTrial:
-    """One process's measurement of a backend, forward and backward at the run's own shapes."""
+    """One process's measurement of a backend, forward and backward, at the run's own shapes."""
 
     ratios: tuple[float, ...] = ()
-    """Its time over the default's, per round; in each round all backends take turns."""
+    """The backend's time over the default's, per round; all backends are measured in each round."""
     error: float | None = None
-    """The largest relative error (Euclidean) of its output and gradients against fp64; None if it was not tried,
+    """The largest relative error (Euclidean norm) of its output and gradients against fp64; None if it was not tried,
     failed, or gave a value that is not finite."""
     allowed_error: float | None = None
     untried: str = ""
@@ -185,9 +185,9 @@ class KernelFigure:
 
     verdict: Verdict
     reason: str = ""
-    """For `not faster`, the backend that beats it; else the cause."""
+    """For `not faster`, the faster backend; else the cause."""
     ratio: float | None = None
-    """Its time over the default's, the median over rounds."""
+    """The backend's time over the default's, the median over rounds."""
     quartiles: tuple[float, ...] = ()
     error: float | None = None
     allowed_error: float | None = None
@@ -208,6 +208,6 @@ class KernelTable:
         figures = self.figures.get(op, {})
         return next((backend for backend, figure in figures.items() if figure.verdict == "chosen"), TORCH)
 
-    def settle(self, wanted: KernelSpec) -> KernelSpec:
+    def resolve(self, wanted: KernelSpec) -> KernelSpec:
         """Return `wanted` with `auto` replaced by the chosen backends."""
         return replace(wanted, **{op: self.chosen(op) for op in wanted.open_ops})

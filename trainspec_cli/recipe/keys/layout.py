@@ -14,19 +14,20 @@ MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 ZeroStage = Literal[1, 2, 3]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
 Sharding = Literal["replicated", "zero1", "zero3"]
-"""What of a parameter data parallelism shards: nothing, the optimizer's state (and gradients), or all of it."""
+"""What data parallelism shards of a parameter: nothing, the optimizer state (and gradients), or everything."""
 SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
 ContextMethod = Literal["ring", "ulysses"]
 SPLIT_SCHEDULES: tuple[PipelineSchedule, ...] = ("zero_bubble", "zbv")
-"""The backward is done in two: the input's gradient at once, the weights' later, where a stage would wait."""
+"""The backward pass is split in two: the input's gradient first, the weights' gradients later, when a stage would
+wait."""
 
 
 @dataclass(frozen=True)
 class LayoutSpec:
-    """The layout as the recipe asks for it; the planner resolves `auto`."""
+    """The layout that the recipe asks for; the planner resolves `auto`."""
 
     dp_replicate: AutoInt = AUTO
-    """Replicas of the shards: data-parallel ranks that each hold all of the state."""
+    """Replicas of the shards: data-parallel ranks that each hold the whole state."""
     dp_shard: AutoInt = AUTO
     """Data-parallel ranks that the state is sharded over (ZeRO)."""
     cp: AutoInt = 1
@@ -38,9 +39,10 @@ class LayoutSpec:
     ep: AutoInt = 1
     """Ranks that the experts are divided over (expert parallelism), out of the data-parallel ones."""
     zero_stage: ZeroStage | Auto = 3
-    """What dp_shard shards (ZeRO, arXiv:1910.02054): 1 the optimizer state, 2 the gradients too, 3 the parameters too.
+    """What dp_shard shards (ZeRO, arXiv:1910.02054): 1 the optimizer state, 2 also the gradients, 3 also the
+    parameters.
 
-    In the engine 3 frees the gathered parameters after each forward; 1 and 2 keep them until the last backward of a
+    In the engine, 3 frees the gathered parameters after each forward; 1 and 2 keep them until the last backward of a
     step is done.
     """
     etp: AutoInt = 1
@@ -50,12 +52,13 @@ class LayoutSpec:
     pipeline_schedule: PipelineSchedule | Auto = "1f1b"
     """The order in which a pipeline's stages process micro-batches."""
     virtual_stages: AutoInt = 1
-    """Chunks of layers a pipeline stage holds (the interleaved schedule needs 2 or more)."""
+    """Chunks of layers per pipeline stage (the interleaved schedule needs 2 or more)."""
     stage_layers: tuple[PositiveInt, ...] | None = None
-    """Layers of each pipeline stage, in the order of the model; null cuts by planned times, so that the rank with the
-    most work (its layers, the embedding, the head) has as little as possible."""
+    """Layers of each pipeline stage, in the order of the model; null divides by planned times, so that the rank with
+    the most work (its layers, the embedding, the head) has as little as possible."""
     context_method: ContextMethod = "ring"
-    """With cp: keys and values go round a ring (arXiv:2310.01889), or go all-to-all (Ulysses, arXiv:2309.14509)."""
+    """With cp: keys and values are passed around a ring (arXiv:2310.01889), or exchanged all-to-all (Ulysses,
+    arXiv:2309.14509)."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Layout:
     pipeline_schedule: PipelineSchedule = "1f1b"
     virtual_stages: int = 1
     stage_layers: tuple[int, ...] | None = None
-    """Layers of each pipeline stage; None: evenly, spare ones in the first stages."""
+    """Layers of each pipeline stage; None: evenly, with the remainder in the first stages."""
     context_method: ContextMethod = "ring"
 
     @property
@@ -83,51 +86,52 @@ class Layout:
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that read different samples."""
+        """Return the number of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
     # Sharding
 
     @property
     def shards(self) -> int:
-        """Ranks that a parameter is sharded over: those of cp see the same weights, so they share them too."""
+        """Return the number of ranks that a parameter is sharded over: ranks of cp have the same weights, so they share
+        them too."""
         return self.dp_shard * self.cp
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks of one replica and one stage, which `ep` divides."""
+        """Return the number of ranks in one replica and one stage, which `ep` divides."""
         return self.dp_shard * self.cp * self.tp
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that share the state of one expert."""
+        """Return the number of ranks that share the state of one expert."""
         return max(1, self.expert_ranks // (self.ep * self.etp))
 
     @property
     def shards_parameters(self) -> bool:
-        """Each micro-batch gathers the parameters and lets go of them (ZeRO-3)."""
+        """Return whether each micro-batch gathers the parameters and frees them again (ZeRO-3)."""
         return self.zero_stage == 3 and self.dp_shard > 1
 
     @property
     def sharding(self) -> Sharding:
-        """What is sharded of the states; ranks of cp share them too."""
+        """Return what is sharded of the state; ranks of cp share it too."""
         if self.shards == 1:
             return "replicated"
         return "zero3" if self.zero_stage == 3 else "zero1"
 
     @property
     def keeps_parameters(self) -> bool:
-        """Parameters are gathered once a step and kept for all of its micro-batches: below ZeRO-3, and where no rank
-        has but a part of them."""
+        """Return whether parameters are kept for all micro-batches of a step (gathered once if they are sharded): below
+        ZeRO-3, and if every rank holds all of them."""
         return self.zero_stage < 3 or (self.shards == 1 and (self.ep == 1 or self.expert_shards == 1))
 
     @property
     def exchanges_every_backward(self) -> bool:
-        """Gradients are reduced after every micro-batch, and not once a step.
+        """Return whether gradients are reduced after every micro-batch instead of once per step.
 
-        ZeRO-2 and 3 keep them sharded from one micro-batch to the next. With replicas they are exchanged once, since
-        the sum over replicas is the dearer exchange, and so they are where weights' gradients come after their
-        backward.
+        ZeRO-2 and 3 keep gradients sharded from one micro-batch to the next. With replicas they are exchanged once,
+        because the sum over replicas is the more expensive exchange; the same holds if weight gradients are computed
+        after the backward.
         """
         sharded = self.zero_stage >= 2 and self.dp_shard > 1 and self.dp_replicate == 1
         return sharded and not self.splits_backward
@@ -136,22 +140,24 @@ class Layout:
 
     @property
     def splits_backward(self) -> bool:
-        """One stage has nobody to wait for: its backward is never split, whatever the schedule."""
+        """Return whether the schedule splits the backward. A single stage waits for no other, so its backward is never
+        split."""
         return self.pp > 1 and self.pipeline_schedule in SPLIT_SCHEDULES
 
     @property
     def bubble_part(self) -> float:
-        """The part of the other stages' one micro-batch that a stage waits while the pipeline fills and drains.
+        """Return the fraction of the other stages' one micro-batch that a stage waits while the pipeline fills and
+        drains.
 
-        1F1B and GPipe: all of it; interleaved divides it by the chunks that a rank holds (arXiv:2104.04473); ZB-H1
-        fills it with weight gradients down to a third (arXiv:2401.10241), given a micro-batch a stage (`bubble_of`).
+        1F1B and GPipe: all of it; interleaved divides it by the chunks per rank (arXiv:2104.04473); ZB-H1 fills it with
+        weight gradients down to a third (arXiv:2401.10241), given at least one micro-batch per stage (`bubble_of`).
         """
         return 1 / 3 if self.pipeline_schedule == "zero_bubble" else 1 / self.virtual_stages
 
     def bubble_of(self, micro_batches: int) -> float:
-        """`bubble_part` of a step with this many micro-batches. With fewer than stages, zero bubble has no other
-        micro-batch's weight gradients to fill the wait with: stages wait for one another's forward and input gradients,
-        two thirds of the work."""
+        """Return `bubble_part` for a step with this many micro-batches. With fewer micro-batches than stages, zero
+        bubble has no other micro-batch's weight gradients to fill the wait with: stages wait for one another's forward
+        and input gradients, two thirds of the work."""
         starved = self.pipeline_schedule == "zero_bubble" and micro_batches < self.pp
         return 2 / 3 if starved else self.bubble_part
 
@@ -164,7 +170,8 @@ class Layout:
         return self.pp * self.chunks_per_rank
 
     def rank_of_stage(self, stage: int) -> int:
-        """Round and round, but for zbv down and up again: a V, so that the first rank also holds the last stage."""
+        """Return the rank that holds a stage: round robin, except for zbv, which goes down and up again in a V, so that
+        the first rank also holds the last stage."""
         if self._is_a_v and stage >= self.pp:
             return 2 * self.pp - 1 - stage
         return stage % self.pp
@@ -179,6 +186,6 @@ class Layout:
         return self.pipeline_schedule == "zbv" and self.pp > 1
 
     def describe(self) -> str:
-        """`dp_replicate=2 tp=4`: the axes that are not 1."""
+        """Return `dp_replicate=2 tp=4`: the axes that are not 1."""
         axes = [f"{axis}={getattr(self, axis)}" for axis in (*MESH_AXES, "ep") if getattr(self, axis) > 1]
         return " ".join(axes) or "one process"

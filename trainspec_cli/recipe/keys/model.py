@@ -1,6 +1,7 @@
 """The models that a recipe can train: one frozen dataclass per family, each with the family's record.
 
-`family` tells them apart in YAML, `unit` what a batch is counted in. docs/adding-a-model.md adds another.
+`family` distinguishes them in YAML; `unit` states what a batch counts. docs/adding-a-model.md describes how to add a
+family.
 """
 
 from __future__ import annotations
@@ -12,29 +13,28 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, TypeGuard
 
 from trainspec_cli.recipe.field_types import NonNegativeFloat, NonNegativeInt, Option, PositiveFloat, PositiveInt, Range
 
-# Parts of which models are put together, and the sizes that layers have of their own: facts that the engine builds by
-# and the planner counts by.
+# Parts that models are composed of, and fixed sizes of layers: facts by which the engine builds and the planner counts.
 
 
 SINK_DIMS = 8
-"""Dims by which heads grow where a sink's logit travels with the queries: kernels want multiples of 8."""
+"""Dimensions added to heads if a sink's logit is stored with the queries: kernels need multiples of 8."""
 CONV_TAPS = 4
-"""Tokens that a state-space layer's convolution sees."""
+"""Tokens that the convolution of a state-space layer sees."""
 SCAN_BLOCK = 128
-"""Tokens of a block of a scan: the products within grow with it, the states between shrink."""
+"""Tokens per block of a scan: larger blocks make the products within them grow and the states between them shrink."""
 STEM_CHANNELS = 64
 """Channels of a ResNet's first convolution."""
 LOSS_CHUNK_BYTES = 128 * 2**20
-"""Logits that the loss holds at once, as fp32."""
+"""Bytes of fp32 logits that the loss holds at a time."""
 
 
 def loss_chunk_tokens(vocab_rows: int, chunk_bytes: int = LOSS_CHUNK_BYTES) -> int:
-    """Tokens whose logits the loss makes at once: as many as the bytes allow, at least 64."""
+    """Return the number of tokens whose logits the loss computes at a time: as many as the bytes allow, at least 64."""
     return max(64, chunk_bytes // (4 * vocab_rows))
 
 
 Mixer = Literal["attention", "latent", "feed_forward", "experts", "mamba"]
-"""Parts that can stand behind a norm of a layer of a model of text."""
+"""Parts that can follow a norm in a layer of a text model."""
 Activation = Literal["silu", "gelu", "relu2"]
 """relu2 is the square of relu (Nemotron)."""
 
@@ -46,7 +46,7 @@ class LatentAttentionSpec:
     kv_lora_rank: PositiveInt
     """Width of the latent that keys and values pass through."""
     q_lora_rank: NonNegativeInt = 0
-    """0: the queries are projected directly."""
+    """Width of the latent that queries pass through; 0: the queries are projected directly."""
     qk_nope_head_dim: PositiveInt = 128
     """Width of the part of a query's or key's head that is not rotated."""
     qk_rope_head_dim: PositiveInt = 64
@@ -57,91 +57,92 @@ class LatentAttentionSpec:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Rotary frequencies stretched from `original_seq_len` tokens to `factor` times as many."""
+    """Rotary frequencies scaled from `original_seq_len` tokens to `factor` times as many."""
 
     kind: Literal["llama3", "yarn"]
-    """llama3 (arXiv:2407.21783): long waves slowed down, short ones kept. yarn (arXiv:2309.00071): by turns within
-    the original length, and softer scores."""
+    """llama3 (arXiv:2407.21783): long waves are slowed down, short ones kept. yarn (arXiv:2309.00071): waves are scaled
+    by their number of turns within the original length, and scores are softened."""
     factor: Annotated[float, Range(1)]
-    """Sequences are so many times longer than the model was trained on first."""
+    """Length of sequences over the length that the model was first trained on."""
     original_seq_len: PositiveInt
-    """Tokens of a sequence that the model was trained on first."""
+    """Sequence length in tokens that the model was first trained on."""
     low_freq_factor: PositiveFloat = 1.0
     """llama3: waves longer than original_seq_len / this are slowed by the whole factor."""
     high_freq_factor: PositiveFloat = 4.0
     """llama3: waves shorter than original_seq_len / this are kept."""
     beta_fast: PositiveFloat = 32.0
-    """yarn: what turns more often than this is kept."""
+    """yarn: frequencies with more turns than this are kept."""
     beta_slow: PositiveFloat = 1.0
-    """yarn: what turns less often than this is slowed by the whole factor."""
+    """yarn: frequencies with fewer turns than this are slowed by the whole factor."""
     whole_bounds: bool = True
-    """yarn: the bounds between the two are rounded to whole frequencies (gpt_oss does not)."""
+    """yarn: round the bounds between the two to whole frequencies (gpt_oss does not)."""
 
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """A mixture of experts instead of the feed-forward."""
+    """A mixture of experts that replaces the feed-forward."""
 
     num_experts: PositiveInt
-    """Experts of a layer, of which a token visits some."""
+    """Experts per layer, of which a token visits some."""
     top_k: PositiveInt
     """Experts that a token visits."""
     expert_ffn_size: PositiveInt
     """Width of an expert."""
     shared_experts: NonNegativeInt = 0
-    """Experts that every token visits, each of `shared_expert_ffn_size`."""
+    """Experts that every token visits, each `shared_expert_ffn_size` wide."""
     shared_expert_ffn_size: PositiveInt | None = None
-    """null: as wide as a routed expert."""
+    """Width of a shared expert; null: as wide as a routed expert."""
     first_dense_layers: NonNegativeInt = 0
     """This many leading layers keep the plain feed-forward of `ffn_size`."""
     every: PositiveInt = 1
-    """2 makes every second layer an expert layer, the others plain."""
+    """Every n-th layer is an expert layer, the others are plain."""
     shared_gate: bool = False
-    """The shared experts' output is scaled by a learned sigmoid of each token (Qwen2-MoE)."""
+    """Scale the output of the shared experts by a learned sigmoid per token (Qwen2-MoE)."""
     bias: bool = False
     """Biases of the router and of the routed experts' matrices (gpt_oss)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """The function from the router's logits to scores; sigmoid scores every expert by itself (DeepSeek-V3)."""
+    """The function from the router's logits to scores; sigmoid scores each expert independently (DeepSeek-V3)."""
     normalise_weights: bool = True
-    """The chosen experts' weights sum to one."""
+    """Normalise the weights of the chosen experts to a sum of one."""
     weight_scale: PositiveFloat = 1.0
-    """A factor on the weights after that (the routed scaling factor)."""
+    """A factor on the weights after normalisation (the routed scaling factor)."""
     num_groups: PositiveInt = 1
-    """Experts are divided into groups; a token's experts come from the `top_groups` groups whose two best score
+    """Number of groups of experts; a token's experts come from the `top_groups` groups whose two best experts score
     highest."""
     top_groups: PositiveInt = 1
     """Groups of experts that a token may choose from."""
     balance_rate: NonNegativeFloat = 0.0
-    """Balancing without a loss (arXiv:2408.15664): after each step the choice of an expert that was visited less than
-    the mean is made likelier by so much, of the others less likely; 0: none."""
+    """Balancing without a loss (arXiv:2408.15664): after each step, the bias of an expert that was visited less than
+    the mean rises by this amount, and that of the others falls; 0: no balancing."""
     balance_loss: NonNegativeFloat = 0.0
-    """Coefficient of the loss that balances each sequence (DeepSeek-V3, eq. 17-20), weighed by the sequence's tokens;
-    it steers the gradients and is no part of the loss that is shown."""
+    """Coefficient of the loss that balances each sequence (DeepSeek-V3, eq. 17-20), weighted by the sequence's tokens;
+    it affects the gradients and is not part of the reported loss."""
     capacity_factor: PositiveFloat | None = None
-    """An expert takes at most this many times its even share of each sequence, the highest weights first; what is over
-    is dropped. null: it takes all (dropless)."""
+    """An expert accepts at most this many times its even share of each sequence, the highest weights first, and drops
+    the rest. null: it accepts all tokens (dropless)."""
 
 
 class Layer(NamedTuple):
-    """A kind of layer of a model of text: what stands behind its norms, one after another."""
+    """A kind of layer of a text model: the parts that follow its norms, in order."""
 
     mixers: tuple[Mixer, ...]
     window: int | None = None
-    """Tokens that its attention sees; None: all before."""
+    """Tokens that its attention sees; None: all previous ones."""
 
 
 @dataclass(frozen=True)
 class FamilyRecord:
-    """A family: the modules of its work, memory and layers, and what it cannot be used with. The modules are named
-    and not imported: the planner imports its own, and the engine, which alone imports torch, its own."""
+    """A model family: the modules for its work, memory and layers, and the features that it cannot be used with.
+    Modules are named and not imported: the planner imports its own, and only the engine, which imports torch, imports
+    the engine's."""
 
     work: str
-    """Module of the planner: parameters, FLOPs and the work of the layers (`planner.workload.FamilyWork`)."""
+    """Planner module: parameters, FLOPs and the work of the layers (`planner.workload.FamilyWork`)."""
     builder: str
-    """Module of the engine: `build(model, seq_len, layers)` makes the torch module."""
+    """Engine module: `build(model, seq_len, layers)` builds the torch module."""
     memory: str = ""
-    """Module of the planner: `replay(run, pipeline_rank)` counts a step's memory tensor by tensor. Empty: the planner
-    estimates it as it does for other frameworks."""
+    """Planner module: `replay(run, pipeline_rank)` counts a step's memory tensor by tensor. Empty: the planner
+    estimates it as for other frameworks."""
     refuses: Mapping[str, str] = field(default_factory=dict)
     """What the engine cannot do with such a model, and why: an axis of the layout, or one of `FEATURES`."""
 
@@ -153,7 +154,7 @@ FEATURES = ("lora", "fp8", "compile", "elastic", "muon")
 class DecoderModel:
     """Llama-style decoder: pre-norm RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-    The fields below `norm_eps` describe deviations from that.
+    The fields below `norm_eps` describe deviations from it.
     """
 
     num_layers: PositiveInt
@@ -163,17 +164,17 @@ class DecoderModel:
     num_heads: PositiveInt
     """Attention heads."""
     num_kv_heads: PositiveInt
-    """Heads of keys and values (grouped-query attention); as many as `num_heads` in plain attention."""
+    """Heads of keys and values (grouped-query attention); equal to `num_heads` in plain attention."""
     head_dim: PositiveInt
     """Width of a head."""
     ffn_size: PositiveInt
-    """Width of the feed-forward (a gated one, SwiGLU, has three matrices of hidden_size x ffn_size)."""
+    """Width of the feed-forward (gated, as in SwiGLU, it has three matrices of hidden_size x ffn_size)."""
     vocab_size: PositiveInt
     """Tokens that the model knows."""
     family: Literal["decoder"] = "decoder"
     """The family of models: decoder."""
     name: str = ""
-    """The model's name, as plans and reports show it."""
+    """The model's name in plans and reports."""
     tied_embeddings: bool = False
     """Input embedding and output head share one matrix."""
     rope_theta: PositiveFloat = 10_000.0
@@ -181,33 +182,33 @@ class DecoderModel:
     norm_eps: PositiveFloat = 1e-5
     """Added to the mean square in RMSNorm."""
     gated_mlp: bool = True
-    """False: two matrices (GPT, MPT, Nemotron) instead of three."""
+    """Gated feed-forward; false: two matrices (GPT, MPT, Nemotron) instead of three."""
     learned_positions: NonNegativeInt = 0
     """Rows of a learned position table; 0 for rotary or ALiBi."""
     sliding_window: PositiveInt | None = None
-    """Tokens that a windowed layer attends to; null: all before it."""
+    """Tokens that a windowed layer attends to; null: all previous ones."""
     global_attention_every: NonNegativeInt = 1
-    """With a window: every n-th layer attends to everything; 0: none does."""
+    """With a window: every n-th layer attends to all tokens; 0: no layer does."""
     mla: LatentAttentionSpec | None = None
-    """Latent attention in place of grouped-query attention; null: none."""
+    """Latent attention instead of grouped-query attention; null: not used."""
     experts: ExpertSpec | None = None
-    """A mixture of experts in place of the feed-forward; null: none."""
+    """A mixture of experts instead of the feed-forward; null: not used."""
     prediction_layers: NonNegativeInt = 0
-    """Extra layers that predict further tokens (multi-token prediction, DeepSeek-V3). The planner counts them; the
+    """Additional layers that predict further tokens (multi-token prediction, DeepSeek-V3). The planner counts them; the
     engine does not build them."""
     activation: Activation = "silu"
     """The activation of the feed-forward and the experts."""
     gate_limit: PositiveFloat | None = None
-    """Gate and linear half of the experts are clamped to it, the gate weighed by sigmoid(1.702 x), 1 added to the
-    linear half (gpt_oss)."""
+    """Limit to which the experts' gate and linear half are clamped; the gate is then weighted by sigmoid(1.702 x), and
+    1 is added to the linear half (gpt_oss). null: no limit."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Biases of the query, key and value projections (Qwen2), or of the output's too (gpt_oss)."""
+    """Biases of the query, key and value projections (Qwen2), or also of the output projection (gpt_oss)."""
     qk_norm: bool = False
-    """A norm over each query's and each key's head before the rotation (Qwen3)."""
+    """A norm over each head of queries and keys before the rotation (Qwen3)."""
     attention_sinks: bool = False
-    """A learned logit a head that takes part in the softmax and carries no value (gpt_oss)."""
+    """A learned logit per head that takes part in the softmax and carries no value (gpt_oss)."""
     rope_scaling: RopeScaling | None = None
-    """Rotary frequencies stretched for longer sequences; null: none."""
+    """Rotary frequencies scaled for longer sequences; null: not scaled."""
 
     unit: ClassVar[Literal["tokens"]] = "tokens"
     record: ClassVar[FamilyRecord] = FamilyRecord(
@@ -218,7 +219,7 @@ class DecoderModel:
 
     @property
     def is_built(self) -> bool:
-        """The engine can train it; what it cannot train can still be planned."""
+        """Return whether the engine can train it; a model that it cannot train can still be planned."""
         return self.prediction_layers == 0
 
     scans: ClassVar[bool] = False
@@ -229,7 +230,7 @@ class DecoderModel:
 
     @property
     def rotates(self) -> bool:
-        """Positions are turned into queries and keys."""
+        """Return whether positions are encoded by rotating queries and keys."""
         return self.learned_positions == 0
 
     @property
@@ -253,7 +254,7 @@ class DecoderModel:
         return (layer - experts.first_dense_layers) % experts.every == experts.every - 1
 
     def window_of(self, layer: int) -> int | None:
-        """Tokens that this layer attends to; None: all before it."""
+        """Return the number of tokens that this layer attends to; None: all previous ones."""
         every = self.global_attention_every
         return None if every and (layer + 1) % every == 0 else self.sliding_window
 
@@ -263,7 +264,7 @@ LETTERS: dict[str, Mixer] = {"M": "mamba", "*": "attention", "-": "feed_forward"
 
 @dataclass(frozen=True)
 class HybridModel:
-    """State-space layers (Mamba-2, arXiv:2405.21060), alone or with attention, feed-forward and expert layers between.
+    """State-space layers (Mamba-2, arXiv:2405.21060), alone or mixed with attention, feed-forward and expert layers.
 
     Every layer is one mixer behind a norm: the counts below are of single layers, as in Nemotron-H.
     """
@@ -289,23 +290,23 @@ class HybridModel:
     ffn_size: NonNegativeInt = 0
     """Width of the feed-forward."""
     gated_mlp: bool = False
-    """True: three matrices (SwiGLU) instead of two."""
+    """Gated feed-forward: three matrices (SwiGLU) instead of two."""
     experts: ExpertSpec | None = None
-    """The experts of `expert_layers`; null: none."""
+    """The experts of `expert_layers`; null: no experts."""
     mamba_expand: PositiveInt = 2
-    """Inner width over hidden width."""
+    """Inner width over hidden width of a state-space layer."""
     mamba_head_dim: PositiveInt = 64
     """Width of a state-space head."""
     mamba_num_heads: PositiveInt | None = None
-    """null: mamba_expand x hidden_size / mamba_head_dim."""
+    """Heads of a state-space layer; null: mamba_expand x hidden_size / mamba_head_dim."""
     mamba_state_size: PositiveInt = 128
-    """States of each channel of a state-space layer."""
+    """States per channel of a state-space layer."""
     mamba_groups: PositiveInt = 8
     """Groups of heads that share the scan's inputs B and C."""
     family: Literal["hybrid"] = "hybrid"
     """The family of models: hybrid."""
     name: str = ""
-    """The model's name, as plans and reports show it."""
+    """The model's name in plans and reports."""
     tied_embeddings: bool = False
     """Input embedding and output head share one matrix."""
     norm_eps: PositiveFloat = 1e-5
@@ -313,7 +314,7 @@ class HybridModel:
     activation: Activation = "silu"
     """The activation of the feed-forward and the experts."""
     layer_pattern: str = ""
-    """One letter a layer: M Mamba, * attention, - feed-forward, E experts. Empty: each kind spread evenly."""
+    """One letter per layer: M Mamba, * attention, - feed-forward, E experts. Empty: each kind is distributed evenly."""
 
     unit: ClassVar[Literal["tokens"]] = "tokens"
     record: ClassVar[FamilyRecord] = FamilyRecord(
@@ -323,7 +324,7 @@ class HybridModel:
         refuses={
             "cp": "a state-space scan runs along the whole sequence",
             "lora": "adapters are for decoders",
-            "fp8": "it is built for decoders' linear layers alone",
+            "fp8": "it is implemented only for the linear layers of decoders",
         },
     )
     is_built: ClassVar[bool] = True
@@ -352,7 +353,7 @@ class HybridModel:
 
     @property
     def layers(self) -> str:
-        """The pattern, or an even spread of the kinds if it is empty."""
+        """Return the pattern, or an even distribution of the kinds if it is empty."""
         places = [(i + 0.5) / count for count in self.layer_counts.values() for i in range(count)]
         letters = [letter for letter, count in self.layer_counts.items() for _ in range(count)]
         even = "".join(letter for _, letter in sorted(zip(places, letters, strict=True), key=lambda pair: pair[0]))
@@ -368,7 +369,7 @@ class HybridModel:
 
     @property
     def as_decoder(self) -> DecoderModel:
-        """The attention, feed-forward and expert layers in a decoder's terms; they have no positions."""
+        """Return the attention, feed-forward and expert layers as a decoder; they have no positions."""
         return DecoderModel(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -387,30 +388,31 @@ class HybridModel:
 
 @dataclass(frozen=True)
 class OwnModel:
-    """Blocks of one's own between our embedding, final norm and head."""
+    """User-defined blocks between trainspec's embedding, final norm and head."""
 
     num_layers: PositiveInt
-    """Layers, each a block of one's own."""
+    """Layers, each a user-defined block."""
     hidden_size: PositiveInt
     """Width of a token's vector between the layers."""
     vocab_size: PositiveInt
     """Tokens that the model knows."""
     block: str = ""
-    """What makes a block, called as `make(hidden_size, layer, **options)`: `FILE.py:NAME`, `package.module:NAME`, or a
-    name that a package registered."""
+    """The function that makes a block, called as `make(hidden_size, layer, **options)`: `FILE.py:NAME`,
+    `package.module:NAME`, or a name registered by a package."""
     block_params: PositiveInt | None = None
-    """The parameters of a block; null: another process makes a block and counts them. A run refuses another number."""
+    """The parameters of a block; null: a separate process makes a block and counts them. A run refuses any other
+    number."""
     options: dict[str, Option] = field(default_factory=dict, hash=False)
-    """Further arguments of the block, by name."""
+    """Additional arguments of the block, by name."""
     block_mixing_flops_per_token: NonNegativeFloat = 0.0
-    """FLOPs of a block's forward, a token, in which no weight takes part, such as those of scores between tokens."""
+    """FLOPs per token of a block's forward that involve no weights, such as those of attention scores."""
     block_saved_bytes_per_token: NonNegativeFloat | None = None
-    """Bytes of a token that a block keeps for its backward, in bf16; null: as many as a transformer's of so many
+    """Bytes per token that a block keeps for its backward, in bf16; null: as many as a transformer with this many
     parameters."""
     family: Literal["own"] = "own"
     """The family of models: own."""
     name: str = ""
-    """The model's name, as plans and reports show it."""
+    """The model's name in plans and reports."""
     tied_embeddings: bool = False
     """Input embedding and output head share one matrix."""
     norm_eps: PositiveFloat = 1e-5
@@ -421,11 +423,11 @@ class OwnModel:
         work="trainspec_cli.planner.workload.own",
         builder="trainspec_cli.engine.models.own",
         refuses={
-            "tp": "the engine cannot cut blocks of one's own",
-            "cp": "blocks of one's own see whole sequences",
+            "tp": "the engine cannot shard user-defined blocks",
+            "cp": "user-defined blocks need whole sequences",
             "lora": "adapters are for decoders",
-            "fp8": "it is built for decoders' linear layers alone",
-            "muon": "the plan does not know the matrices in blocks of one's own",
+            "fp8": "it is implemented only for the linear layers of decoders",
+            "muon": "the plan does not know the matrices of user-defined blocks",
         },
     )
     is_built: ClassVar[bool] = True
@@ -441,23 +443,23 @@ class ConvModel:
     """Convolutional network: a residual classifier or detector in 2-D, or a U-Net in 2-D or 3-D."""
 
     architecture: Literal["resnet", "retinanet", "maskrcnn", "unet"]
-    """retinanet and maskrcnn are a resnet with a feature pyramid and detection heads on top; they can be planned."""
+    """retinanet and maskrcnn are a resnet with a feature pyramid and detection heads; they can only be planned."""
     input_size: tuple[PositiveInt, ...]
-    """Extent of one sample: (224, 224), or (128, 128, 128) for volumes."""
+    """Size of one sample: (224, 224), or (128, 128, 128) for volumes."""
     widths: tuple[PositiveInt, ...]
-    """Channels of each stage (of a resnet: inside its bottlenecks; of a U-Net: from top to bottom)."""
+    """Channels of each stage (resnet: inside the bottlenecks; U-Net: from top to bottom)."""
     blocks: tuple[PositiveInt, ...] = (3, 4, 6, 3)
-    """Blocks a stage (resnet)."""
+    """Blocks per stage (resnet)."""
     in_channels: PositiveInt = 3
     """Channels of a sample."""
     num_classes: PositiveInt = 1000
-    """Classes of a sample, or for a U-Net of each voxel; class 0 of voxels is the background."""
+    """Classes of a sample, or of each voxel for a U-Net; voxel class 0 is the background."""
     groups: PositiveInt = 1
     """Groups of the 3x3 convolutions: 32 in ResNeXt-50 32x4d."""
     family: Literal["conv"] = "conv"
     """The family of models: conv."""
     name: str = ""
-    """The model's name, as plans and reports show it."""
+    """The model's name in plans and reports."""
 
     unit: ClassVar[Literal["samples"]] = "samples"
     record: ClassVar[FamilyRecord] = FamilyRecord(
@@ -465,13 +467,13 @@ class ConvModel:
         builder="trainspec_cli.engine.models.conv",
         memory="trainspec_cli.planner.memory.engine.conv",
         refuses={
-            "tp": "convolutions are not cut",
+            "tp": "convolutions are not sharded",
             "cp": "images have no sequence",
             "pp": "its stages differ in shape",
             "lora": "adapters are for decoders",
-            "fp8": "it is built for decoders' linear layers alone",
+            "fp8": "it is implemented only for the linear layers of decoders",
             # Inductor of torch 2.13 raises "Invalid ranges [0:-1]" for a 3-D convolution of dynamic sizes, which dynamo
-            # assumes once a class of blocks has met two shapes. With static sizes (dynamic=False) both kinds train to
+            # assumes once a class of blocks has seen two shapes. With static sizes (dynamic=False) both kinds train to
             # the same loss, but no step was faster on a CPU: convolutions are library calls, and batch norm, whose sums
             # run over all ranks, stays eager. Every shape is compiled, and ResNet-50 has more than dynamo's limit of 8.
             "compile": "torch.compile cannot lower its convolutions of several shapes, and batch norm stays eager",
@@ -479,7 +481,7 @@ class ConvModel:
         },
     )
     num_layers: ClassVar[int] = 1
-    """One unit to a pipeline, which cannot cut it."""
+    """The whole network is one layer for a pipeline, which cannot divide it."""
     hidden_size: ClassVar[int] = 0
     prediction_layers: ClassVar[int] = 0
     learned_positions: ClassVar[int] = 0
@@ -489,17 +491,18 @@ class ConvModel:
 
     @property
     def is_built(self) -> bool:
-        """The engine can train it; what it cannot train can still be planned."""
+        """Return whether the engine can train it; a model that it cannot train can still be planned."""
         return self.architecture in ("resnet", "unet")
 
     @property
     def segments(self) -> bool:
-        """Every voxel has a class, and not the sample as a whole."""
+        """Return whether every voxel has a class, instead of the sample as a whole."""
         return self.architecture == "unet"
 
     @property
     def expansion(self) -> int:
-        """Channels of a bottleneck's output over those inside; ResNeXt's are twice as wide inside."""
+        """Return the channels of a bottleneck's output over those inside it; ResNeXt's bottlenecks are twice as wide
+        inside."""
         return 4 if self.groups == 1 else 2
 
 
@@ -508,12 +511,12 @@ ModelSpec = TextModel | OwnModel | ConvModel
 
 
 def has_layer_list(model: ModelSpec) -> TypeGuard[DecoderModel | HybridModel]:
-    """Return whether the model's layers are made of the mixers that the planner knows tensor by tensor.
+    """Return whether the model's layers consist of the mixers that the planner knows tensor by tensor.
 
-    Membership in `TextModel` does not say so: blocks of a user and of added families have no `layer_list`.
+    Membership in `TextModel` does not imply it: user-defined blocks and added families have no `layer_list`.
     """
     return hasattr(model, "layer_list")
 
 
 AUTO_FAMILY = "auto"
-"""The `family` of a model that the checkpoint of `init.from` describes."""
+"""The `family` of a model that is described by the checkpoint of `init.from`."""

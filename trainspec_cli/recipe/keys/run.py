@@ -32,22 +32,22 @@ from trainspec_cli.recipe.keys.training import BatchingSpec, CommSpec, LoraSpec,
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """A byte-level BPE, trained on the data unless a file is named."""
+    """A byte-level BPE tokenizer, trained on the data unless a file is named."""
 
     vocab_size: Annotated[int, Range(257)] = 4096
     """The size of the vocabulary that is trained."""
     path: str | None = None
-    """A `tokenizer.json` of the `tokenizers` library; `vocab_size` is then that file's."""
+    """A `tokenizer.json` of the `tokenizers` library, which then sets `vocab_size`."""
     end_of_document: str | None = None
     """The token of that file that ends a document; null looks for a common name (`<|endoftext|>`, `</s>`, ...)."""
     code: str = ""
-    """A tokenizer of one's own: `FILE.py:NAME`, `package.module:NAME`, or a name that a package registered."""
+    """A user-defined tokenizer: `FILE.py:NAME`, `package.module:NAME`, or a name registered by a package."""
     options: dict[str, Option] = field(default_factory=dict)
-    """Arguments of one's own tokenizer, by name."""
+    """Arguments of the user-defined tokenizer, by name."""
 
     @property
     def is_trained(self) -> bool:
-        """Return whether the tokenizer is made from the data."""
+        """Return whether the tokenizer is trained on the data."""
         return self.path is None and not self.code
 
 
@@ -62,13 +62,13 @@ class PartSpec:
     path: str | None = None
     text_field: str = "text"
     weight: float = 1.0
-    """Its share of the samples, over the sum of all parts' weights."""
+    """Weight of its share of the samples, relative to the sum of all weights."""
     options: dict[str, Option] = field(default_factory=dict)
-    """Arguments of one's own code, by name."""
+    """Arguments of the user-defined code, by name."""
 
     @property
     def is_own(self) -> bool:
-        """Return whether the documents come from the user's own code."""
+        """Return whether the documents come from user-defined code."""
         return self.source not in SOURCES
 
 
@@ -77,12 +77,12 @@ class PhantomSpec:
     """Synthetic MR images; the same in every run, whatever its seed."""
 
     samples: PositiveInt = 1024
-    """Training samples per epoch; held-out samples come on top."""
+    """Training samples per epoch; held-out samples are additional."""
 
 
 SampleSource = Literal["phantom", "images", "volumes"]
 SAMPLE_SOURCES = get_args(SampleSource)
-"""Sources of convolutional networks, whose samples are images or volumes. All other sources become tokens."""
+"""Sources for convolutional networks, whose samples are images or volumes. All other sources become tokens."""
 SOURCES = (*get_args(Documents), "mixture", *SAMPLE_SOURCES)
 """The sources that ship with trainspec."""
 
@@ -92,21 +92,20 @@ class DataSpec:
     seq_len: PositiveInt
     """Tokens per sample; 1 for images and volumes."""
     source: Literal[Documents, "mixture", SampleSource] | str
-    """`tokens` is a folder that `trainspec data prepare` wrote; text is prepared at launch and cached.
+    """`tokens` is a folder written by `trainspec data prepare`; text is prepared at launch and cached.
 
-    `arrow` is a Hugging Face dataset as `save_to_disk` writes it; `nanogpt` and `megatron` are files of token ids, read
-    in place; `mixture` draws from several sources by weight.
-    `chat` is conversations (`messages`, ShareGPT or Alpaca) or completions (`prompt`, `completion`), each file in one
-    format: JSON lines, a JSON array, or a table.
+    `arrow` is a Hugging Face dataset as written by `save_to_disk`; `nanogpt` and `megatron` are files of token ids,
+    read in place; `mixture` draws from several sources by weight. `chat` is conversations (`messages`, ShareGPT or
+    Alpaca) or completions (`prompt`, `completion`), each file in one format: JSON lines, a JSON array, or a table.
     `images` is a folder with a sub-folder of pictures per class, `volumes` a folder of image and label pairs.
-    One's own code that gives documents: `FILE.py:NAME`, `package.module:NAME`, or a name that a package registered.
+    User-defined code that yields documents: `FILE.py:NAME`, `package.module:NAME`, or a name registered by a package.
     """
     path: str | None = None
-    """File, folder or glob; python_stdlib and phantom need none."""
+    """File, folder or glob; python_stdlib and phantom need no path."""
     text_field: str = "text"
     """The field of each JSON line, or the column of a table, that holds the text."""
     tokenizer: TokenizerSpec = field(default_factory=TokenizerSpec)
-    """What turns text into tokens."""
+    """The tokenizer of the text."""
     heldout_fraction: Annotated[float, Range(0, 1, includes_low=False, includes_high=False)] = 0.02
     """Fraction of the documents or samples (chosen by a hash of each) held out for evaluation."""
     max_bytes: PositiveInt | None = None
@@ -116,19 +115,19 @@ class DataSpec:
     document_masks: bool = False
     """Attention stays within each document of a sample; conversations are always kept apart."""
     chat_template: str | None = None
-    """`chatml`, or a Jinja file; null: the one beside the tokenizer (chat only)."""
+    """`chatml`, or a Jinja file; null: the template in the tokenizer's folder (chat only)."""
     loss_on: Literal["replies", "all"] = "replies"
-    """The part of a conversation that is learnt: the assistant's replies, or all of it (chat only)."""
+    """The part of a conversation to train on: the assistant's replies, or everything (chat only)."""
     mixture: dict[str, PartSpec] = field(default_factory=dict)
     """The sources by name (mixture only)."""
     validation: dict[str, PartSpec] = field(default_factory=dict)
-    """Further evaluation texts by name, each used whole; their weights are ignored."""
+    """Additional evaluation texts by name, each used as a whole; their weights are ignored."""
     options: dict[str, Option] = field(default_factory=dict)
-    """Arguments of one's own code, by name."""
+    """Arguments of the user-defined code, by name."""
 
     @property
     def is_own(self) -> bool:
-        """Return whether the documents come from the user's own code."""
+        """Return whether the documents come from user-defined code."""
         return self.source not in SOURCES
 
     @property
@@ -137,14 +136,14 @@ class DataSpec:
 
     @property
     def parts(self) -> dict[str, PartSpec]:
-        """The training sources by name."""
+        """Return the training sources by name."""
         if self.source == "mixture":
             return self.mixture
         return {"": PartSpec(self.source, self.path, self.text_field, options=self.options)}
 
     @property
     def own_parts(self) -> dict[str, PartSpec]:
-        """The sources that are the user's own code, by the key that names it."""
+        """Return the sources that are user-defined code, by the key that names them."""
         named = {f"data.mixture.{name}.source": part for name, part in self.mixture.items()}
         main = named if self.source == "mixture" else {"data.source": self.parts[""]}
         every = main | {f"data.validation.{name}.source": part for name, part in self.validation.items()}
@@ -157,7 +156,7 @@ class DataSpec:
 
     @property
     def unit(self) -> Literal["tokens", "samples"]:
-        """The unit that a batch's loss is averaged over, and that speed is counted in."""
+        """Return the unit over which a batch's loss is averaged, and in which speed is counted."""
         return "samples" if self.source in SAMPLE_SOURCES else "tokens"
 
 
@@ -167,36 +166,38 @@ ComputeFormat = Literal["bf16", "fp16", "fp32", "tf32"]
 MatmulFormat = Literal["compute", "fp8", "mxfp8", "nvfp4"]
 HUGGING_FACE = "hf:"
 DCP_FILE, LITGPT_FILE, NANOGPT_FILE = ".metadata", "lit_model.pth", "ckpt.pt"
-"""Files by which the weights of other projects are told from a run of trainspec."""
+"""Files that identify the weights of other projects, as opposed to a run of trainspec."""
 
 
 @dataclass(frozen=True)
 class CheckpointSpec:
     interval_steps: AutoInt | None = AUTO
-    """Steps between checkpoints; null writes one only at the end (and on a stop).
+    """Steps between checkpoints; null writes only one at the end (and when the run is stopped).
 
-    auto: the first after a minute of training, so that shorter runs write the last alone; then as often as the
-    checkpoints' measured cost and the cluster's failure rate ask for (Daly 2006), every one to ten minutes.
+    auto: the first after a minute of training, so that shorter runs write only the last; then at intervals of one to
+    ten minutes, depending on the measured cost of a checkpoint and the cluster's failure rate (Daly 2006).
     """
     mode: Literal["async", "sync"] = "async"
-    """async: training waits for a copy in memory, which is then written in the background; sync: until it is on
-    disk."""
+    """async: training waits for a copy in memory, which is then written in the background; sync: training waits until
+    the checkpoint is on disk."""
     memory_interval_steps: PositiveInt | None = None
-    """Steps between copies in the nodes' memory (/dev/shm), each node also keeping its predecessor's; null: none.
+    """Steps between copies in the nodes' memory (/dev/shm), where each node also keeps its predecessor's; null: no
+    copies.
 
-    They outlive the workers: a run that restarts on the same nodes, or with one of them replaced, resumes from them.
-    They take twice the state's size (four times with two nodes or more) until the run has ended normally.
+    They outlive the workers: a run that restarts on the same nodes, or with one node replaced, resumes from them. They
+    take twice the size of the state (four times on two or more nodes) until the run has ended normally.
     """
     keep_last: PositiveInt = 2
-    """Older whole checkpoints are removed."""
+    """Number of complete checkpoints to keep; older ones are removed."""
     keep_best: bool = False
-    """Write a checkpoint at each evaluation with the lowest held-out loss so far, and keep it beside the last ones."""
+    """Write a checkpoint at each evaluation with the lowest held-out loss so far, and keep it in addition to the last
+    ones."""
 
 
 @dataclass(frozen=True)
 class PrecisionSpec:
     compute: ComputeFormat | Auto = AUTO
-    """auto: bf16 where it is faster than fp32 (GPUs since Ampere, CPUs with AMX), else fp32."""
+    """Compute format. auto: bf16 if it is faster than fp32 (GPUs since Ampere, CPUs with AMX), else fp32."""
     reduce: Literal["bf16", "fp32"] = "fp32"
     """The format in which gradients are summed across ranks."""
     matmul: MatmulFormat = "compute"
@@ -206,33 +207,33 @@ class PrecisionSpec:
 @dataclass(frozen=True)
 class InitSpec:
     from_: str | None = None
-    """`hf:FOLDER`, a Hugging Face checkpoint; `hf:ORG/NAME` or `hf:ORG/NAME@REVISION`, one that the Hub's cache on this
-    machine holds; the folder of a distributed checkpoint of torch (DCP, also torchtitan's and Megatron's) or of litgpt;
-    or the folder of a run of trainspec. null: drawn from the seed.
+    """`hf:FOLDER`, a Hugging Face checkpoint; `hf:ORG/NAME` or `hf:ORG/NAME@REVISION`, one in this machine's Hub cache;
+    the folder of a distributed checkpoint of torch (DCP, also torchtitan's and Megatron's) or of litgpt; or the folder
+    of a run of trainspec. null: random weights from the seed.
 
     Only weights are loaded: the optimizer, the step and the data start from the beginning.
     """
 
     @property
     def hugging_face(self) -> Path | None:
-        """The folder of a Hugging Face checkpoint; None of other weights."""
+        """Return the folder of a Hugging Face checkpoint; None for other weights."""
         return None if self._named is None else locate_checkpoint(self._named)
 
     @property
     def hub_name(self) -> HubName | None:
-        """The name of a checkpoint on the Hub; None of other weights."""
+        """Return the name of a checkpoint on the Hub; None for other weights."""
         return None if self._named is None else hub_name(self._named)
 
     @property
     def _named(self) -> str | None:
-        """The text behind `hf:`."""
+        """Return the text after `hf:`."""
         if self.from_ is None or not self.from_.startswith(HUGGING_FACE):
             return None
         return self.from_.removeprefix(HUGGING_FACE)
 
     @property
     def other(self) -> Path | None:
-        """The folder of weights of a project that is neither Hugging Face nor trainspec; None of others."""
+        """Return the folder of weights from a project other than Hugging Face and trainspec; None for others."""
         folder = self._folder
         files = (DCP_FILE, LITGPT_FILE, NANOGPT_FILE)
         return folder if folder is not None and any(exists(folder / name) for name in files) else None
@@ -243,47 +244,50 @@ class InitSpec:
 
     @property
     def _folder(self) -> Path | None:
-        """What is named without `hf:`."""
+        """Return the folder named without `hf:`."""
         return None if self.from_ is None or self._named is not None else expand(self.from_)
 
 
 @dataclass(frozen=True)
 class TrainSection:
     max_steps: PositiveInt
-    """Steps of `batching.global_batch_size` samples, which together are the run's samples. A batch that changes
-    (`batching.schedule`) trains as many in another number of steps. `tokens` or `epochs` may be given in its place."""
+    """Steps of `batching.global_batch_size` samples, whose product is the number of samples that the run trains. A
+    batch that changes (`batching.schedule`) trains the same samples in another number of steps. `tokens` or `epochs`
+    can replace it."""
     tokens: PositiveInt | None = None
-    """In place of `max_steps`: tokens that the run trains (samples, for images and volumes), rounded up to whole steps.
+    """Replaces `max_steps`: tokens that the run trains (samples, for images and volumes), rounded up to whole steps.
 
-    The run is over when they are trained, also where steps had fewer samples (`batching.on_loss: shrink`).
+    The run ends when they are trained, also if steps had fewer samples (`batching.on_loss: shrink`).
     """
     epochs: PositiveFloat | None = None
-    """In place of `max_steps`: how many times the run trains every sample of the data, which is counted for that; 0.5
-    is half of them. As with `tokens`, the samples say when the run is over."""
+    """Replaces `max_steps`: number of times that the run trains every sample of the data, whose samples are counted for
+    that; 0.5 trains half of them. As with `tokens`, the samples determine when the run ends."""
     seed: NonNegativeInt = 0
     """The seed of the weights and the order of samples."""
     max_skipped_steps: PositiveInt = 10
-    """A step whose loss or gradients are not finite updates nothing; this many in a row end the run."""
+    """Number of consecutive steps with a loss or gradients that are not finite that end the run; such a step updates
+    nothing."""
     eval_interval_steps: PositiveInt | None = None
-    """Steps between evaluations on the held-out text; null: one at the end."""
+    """Steps between evaluations on the held-out text; null: one evaluation at the end."""
     early_stop_evals: PositiveInt | None = None
-    """Evaluations in a row without a new lowest held-out loss that end the run, as done; null: it makes all steps."""
+    """Number of consecutive evaluations without a new lowest held-out loss that end the run as done; null: it makes all
+    steps."""
     sample_interval_steps: PositiveInt | None = None
     """Steps between samples of text that the model writes (`sample`); null: one at the end."""
     log_interval_steps: PositiveInt = 10
     """Steps between log lines if the output is not a terminal."""
     loss: str = ""
-    """A loss of one's own in place of cross-entropy, called as `loss(logits, targets, **loss_options)`: `FILE.py:NAME`,
-    `package.module:NAME`, or a name that a package registered. The held-out loss stays cross-entropy."""
+    """A user-defined loss that replaces cross-entropy, called as `loss(logits, targets, **loss_options)`:
+    `FILE.py:NAME`, `package.module:NAME`, or a name registered by a package. The held-out loss stays cross-entropy."""
     loss_options: dict[str, Option] = field(default_factory=dict)
-    """Further arguments of one's own loss, by name."""
+    """Additional arguments of the user-defined loss, by name."""
     callbacks: tuple[str, ...] = ()
-    """Classes of one's own that are told of steps, evaluations and checkpoints: `FILE.py:NAME`, `package.module:NAME`,
-    or a name that a package registered."""
+    """User-defined classes that are notified of steps, evaluations and checkpoints: `FILE.py:NAME`,
+    `package.module:NAME`, or a name registered by a package."""
 
     @property
     def counts_samples(self) -> bool:
-        """Return whether the run was asked for by what it trains, not by its steps."""
+        """Return whether the recipe sets the run's length in samples and not in steps."""
         return self.tokens is not None or self.epochs is not None
 
 
@@ -292,11 +296,11 @@ class SampleSection:
     """Text that the trained model writes at the end."""
 
     prompt: str = ""
-    """The text that the sample goes on from."""
+    """The text that the sample continues."""
     max_new_tokens: NonNegativeInt = 0
-    """0 writes nothing."""
+    """Number of tokens to write; 0 writes no sample."""
     temperature: NonNegativeFloat = 0.8
-    """Divides the logits before a token is drawn; 0 takes the likeliest."""
+    """Divides the logits before a token is drawn; 0 always takes the likeliest token."""
 
 
 @dataclass(frozen=True)
@@ -306,25 +310,25 @@ class RunSection:
     name: str = ""
     """A name by which commands find the run, such as `trainspec report NAME`."""
     tags: tuple[str, ...] = ()
-    """Words by which `trainspec runs --tag WORD` chooses runs."""
+    """Words to select runs by, as in `trainspec runs --tag WORD`."""
     stop_grace_s: PositiveFloat = 60.0
     """A worker that has not ended this long after a stop request is killed."""
     node_timeout_s: PositiveFloat = 30.0
-    """On several nodes: a node that is silent for this long (off, hung, cut off) is lost, and the job ends."""
+    """On several nodes: a node that is silent for this long (off, hung, disconnected) is lost, and the job ends."""
     join_timeout_s: PositiveFloat = 300.0
-    """On several nodes: the time in which nodes must have started after the first (a slow prologue, an image to fetch),
-    in which a lost node may come back, and for which the others wait for the first."""
+    """On several nodes: time limit for nodes to start after the first (a slow prologue, an image to fetch), for a lost
+    node to return, and for the others to wait for the first."""
     preflight: bool = True
-    """Before the workers start, refuse a node without enough memory or disk. Several nodes are each measured for some
-    seconds, and one far slower than the others is refused."""
+    """Before the workers start, refuse a node without enough memory or disk. On several nodes, measure each for some
+    seconds, and refuse one that is far slower than the others."""
 
 
 @dataclass(frozen=True)
 class TrackingSection:
-    """Other places to record events; each needs its own extra."""
+    """Additional trackers that record events; each needs its own extra."""
 
     tensorboard: bool = False
-    """Files in the run folder."""
+    """TensorBoard files in the run folder."""
     wandb: bool = False
     """Weights & Biases, offline in the run folder unless `WANDB_MODE` is set (`wandb sync` uploads it later)."""
     mlflow: bool = False
@@ -332,40 +336,40 @@ class TrackingSection:
     project: str = "trainspec"
     """The project name in Weights & Biases and MLflow."""
     trackers: tuple[str, ...] = ()
-    """Trackers of one's own, which record every event of rank 0: `FILE.py:NAME`, `package.module:NAME`, or a name that
-    a package registered."""
+    """User-defined trackers, which record every event of rank 0: `FILE.py:NAME`, `package.module:NAME`, or a name
+    registered by a package."""
 
 
 @dataclass(frozen=True)
 class ObserveSection:
-    """What a run watches of itself beside its steps."""
+    """What a run observes of itself in addition to its steps."""
 
     deeper_look: bool = True
-    """When the diagnosis finds what slows the run, the suspected rank profiles itself for three steps (one where steps
+    """When the diagnosis finds what slows the run, the suspected rank profiles itself for three steps (one, if steps
     take seconds), and the verdict names the line of code or the operations.
 
-    It costs nothing before that. A run looks eight times at most, once at each place, and keeps 1 MiB of each look.
+    It costs nothing before that. A run profiles eight times at most, once per location, and keeps 1 MiB each time.
     """
 
 
 @dataclass(frozen=True)
 class RunSpec:
     model: ModelSpec
-    """The model that is trained: its family and sizes."""
+    """The model to train: its family and sizes."""
     data: DataSpec
-    """The data that it is trained on."""
+    """The data to train on."""
     optim: OptimSpec
     """The optimizer and the learning rate."""
     batching: BatchingSpec
-    """The batch of a step, and its division."""
+    """The batch of a step, and how it is divided."""
     train: TrainSection
     """How long the run trains, and how often it evaluates."""
     description: str = ""
-    """One line for `trainspec list recipe`."""
+    """A one-line description for `trainspec list recipe`."""
     init: InitSpec = field(default_factory=InitSpec)
     """The weights that the run begins with."""
     lora: LoraSpec = field(default_factory=LoraSpec)
-    """Low-rank adapters in place of training all weights."""
+    """Low-rank adapters, trained instead of all weights."""
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
     """The hardware: this machine, or a described cluster."""
     framework: FrameworkSpec = field(
@@ -379,32 +383,33 @@ class RunSpec:
     comm: CommSpec = field(default_factory=CommSpec)
     """The formats in which gradients and parameters travel."""
     kernels: KernelSpec = field(default_factory=KernelSpec)
-    """The implementation of each operator."""
+    """The implementation of each operation."""
     compile: bool = False
-    """torch.compile each block."""
+    """Compile each block with torch.compile."""
     recompute: Recompute | Auto = "none"
-    """Activations recomputed in the backward: `selective` those of the attention core, `full` a whole block's."""
+    """Activations to recompute in the backward: `selective` those of the attention core, `full` those of a whole
+    block."""
     offload: Offload | Auto = "none"
-    """The state that is kept in host memory between its uses."""
+    """The state to keep in host memory between its uses."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     """When checkpoints are written and removed."""
     resilience: ResilienceSpec = field(default_factory=ResilienceSpec)
     """How a run survives failures."""
     scheduler: SchedulerSpec = field(default_factory=SchedulerSpec)
-    """The part that follows the cluster's real speeds while the run goes on."""
+    """How the run adapts to the measured speeds of the cluster."""
     fault: str = ""
     """Faults to inject, such as `kill(group=1,step=40)`; several are separated by `;`."""
     sample: SampleSection = field(default_factory=SampleSection)
     """Text that the trained model writes."""
     tracking: TrackingSection = field(default_factory=TrackingSection)
-    """Other places to record events."""
+    """Additional trackers that record events."""
     observe: ObserveSection = field(default_factory=ObserveSection)
-    """What a run watches of itself beside its steps."""
+    """What a run observes of itself in addition to its steps."""
     run: RunSection = field(default_factory=RunSection)
-    """The run folder, its name, and limits of its processes."""
+    """The run folder, the run's name, and limits of its processes."""
 
     @property
     def ends_by_samples(self) -> bool:
-        """Return whether the run is over when its samples are trained, in however many steps, and not at `max_steps`:
-        where the batch changes, and where the recipe says how much is trained."""
+        """Return whether the run ends when its samples are trained, in however many steps, instead of at `max_steps`:
+        if the batch changes, and if the recipe sets how much is trained."""
         return self.batching.schedule.kind != "constant" or self.train.counts_samples

@@ -25,15 +25,15 @@ from trainspec_cli.recipe.keys.layout import ContextMethod, LayoutSpec, Pipeline
 OptimizerName = Literal["adamw", "sgd", "muon", "adamw8bit"]
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 KeptState = OptimizerName | float
-"""What is kept of each parameter: by the name of an optimizer of the engine, or the bytes of one's own."""
+"""State kept per parameter: the name of an optimizer of the engine, or the bytes of a user-defined one."""
 ON_DEVICE: tuple[OptimizerName, ...] = ("muon", "adamw8bit")
-"""Optimizers whose state and update stay on the device that trains."""
+"""Optimizers whose state and update stay on the training device."""
 STACKED_VALUES = 2**22
-"""muon: small matrices of one shape are orthogonalised together, as many as hold this number of values."""
+"""muon: small matrices of one shape are orthogonalised together, up to this number of values."""
 BLOCK = 256
-"""adamw8bit: values of a row that share a scale; a row ends its last block."""
+"""adamw8bit: values of a row that share a scale; the last block of a row may be shorter."""
 QUANTISED_SIZE, QUANTISED_ROW = 4096, 64
-"""adamw8bit: a tensor with fewer values, or with shorter rows, keeps moments of fp32; so does every vector."""
+"""adamw8bit: tensors with fewer values, or with shorter rows, keep fp32 moments; so do all vectors."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,11 @@ class ScheduleSpec:
     """Learning rate over the run, a pure function of the step (see `balance/batch/batch.py`)."""
 
     kind: Literal["constant", "cosine", "wsd"] = "cosine"
-    """constant; cosine: down to `final_lr_ratio` by a half cosine; wsd: constant, then falling over the last
+    """constant; cosine: falls to `final_lr_ratio` along a half cosine; wsd: constant, then falling over the last
     `decay_fraction`."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the rate rises from 0 to its peak; a share of the run, `3%` or 0.03, is turned into steps."""
+    """Steps over which the rate rises from 0 to its peak; a fraction of the run, `3%` or 0.03, is converted to
+    steps."""
     decay_fraction: Fraction = 0.2
     """wsd: the last fraction of the run, over which the rate falls."""
     final_lr_ratio: Fraction = 0.1
@@ -52,7 +53,7 @@ class ScheduleSpec:
 
     @property
     def lowest_lr_ratio(self) -> float:
-        """The rate that the schedule falls to, as a fraction of the peak; 1 where it does not fall."""
+        """Return the rate that the schedule falls to, as a fraction of the peak; 1 if it does not fall."""
         falls = self.kind == "cosine" or (self.kind == "wsd" and self.decay_fraction > 0)
         return self.final_lr_ratio if falls else 1.0
 
@@ -60,43 +61,44 @@ class ScheduleSpec:
 @dataclass(frozen=True)
 class OptimSpec:
     lr: PositiveFloat
-    """The learning rate at its peak."""
+    """The peak learning rate."""
     name: OptimizerName | str = "adamw"
-    """The optimizer: adamw (arXiv:1711.05101); sgd; muon, which orthogonalises the momentum of the matrices inside of
-    blocks, and trains all else by adamw at the same rate (arXiv:2502.16982); adamw8bit, with moments of 8 bits
-    (arXiv:2110.02861). One's own is `FILE.py:NAME`, `package.module:NAME`, or a name that a package registered."""
+    """The optimizer: adamw (arXiv:1711.05101); sgd; muon, which orthogonalises the momentum of the matrices in the
+    blocks, and trains everything else with adamw at the same rate (arXiv:2502.16982); adamw8bit, with 8-bit moments
+    (arXiv:2110.02861). A user-defined optimizer is `FILE.py:NAME`, `package.module:NAME`, or a name registered by a
+    package."""
     beta1: Annotated[float, Range(0, 1, includes_high=False)] = 0.9
-    """adamw, adamw8bit, and what muon leaves to adamw: decay of the average of the gradients."""
+    """adamw, adamw8bit, and muon's adamw part: decay of the average of the gradients."""
     beta2: Annotated[float, Range(0, 1, includes_high=False)] = 0.95
-    """The same optimizers: decay of the average of their squares."""
+    """The same optimizers: decay of the average of the squared gradients."""
     eps: PositiveFloat = 1e-8
     """The same optimizers: added to the root of that average."""
     momentum: Annotated[float, Range(0, 1, includes_high=False)] = 0.95
-    """muon: decay of the average of a matrix's gradients (Nesterov's)."""
+    """muon: decay of the average of a matrix's gradients (Nesterov momentum)."""
     weight_decay: NonNegativeFloat = 0.1
     """Applied only to matrices (not to norms and biases)."""
     grad_clip_norm: PositiveFloat | None = 1.0
-    """The norm over all gradients to which larger ones are clipped; null: they are not."""
+    """The norm over all gradients to which larger ones are clipped; null: no clipping."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
-    """The course of the learning rate over the run."""
+    """The learning rate over the run."""
     options: dict[str, Option] = field(default_factory=dict)
-    """Further arguments of one's own optimizer, by name."""
+    """Additional arguments of the user-defined optimizer, by name."""
     state_bytes: NonNegativeFloat | None = None
-    """The bytes of state that one's own optimizer keeps of each parameter: 8 for two averages in fp32. The plan counts
-    with them; a run measures them before its first step, and refuses another number."""
+    """Bytes of state that the user-defined optimizer keeps per parameter: 8 for two averages in fp32. The plan uses
+    this number; a run measures it before its first step and refuses any other number."""
 
     @property
     def is_own(self) -> bool:
-        """Return whether the optimizer is the user's own code."""
+        """Return whether the optimizer is user-defined code."""
         return self.name not in OPTIMIZERS
 
     @property
     def kept_state(self) -> KeptState:
-        """Return what says how much state the optimizer keeps of each parameter."""
+        """Return the state that the optimizer keeps per parameter."""
         return self.name if self.name in OPTIMIZERS else self.state_bytes or 0.0
 
 
-# The batch of a step, how it changes over the run, and its division into micro-batches.
+# The batch of a step, how it changes over the run, and how it is divided into micro-batches.
 
 
 OnLoss = Literal["keep", "shrink"]
@@ -110,60 +112,60 @@ class RampStage:
     from_tokens: PositiveInt
     """Tokens trained when the stage begins (samples, for images and volumes)."""
     global_batch_size: PositiveInt
-    """Samples per step from then on."""
+    """Samples per step from this stage on."""
 
 
 @dataclass(frozen=True)
 class BatchScheduleSpec:
     """How the batch changes over the run (see `balance/batch/batch.py`).
 
-    A run begins with `batching.global_batch_size` samples a step and trains `train.max_steps` times as many, whatever
-    the schedule: progress is counted in samples, and a batch that grows makes fewer steps of them. The learning rate
-    follows `optim.schedule`, whose steps are of the first size, over the samples, times a factor for the batch.
+    Every run begins with `batching.global_batch_size` samples per step and trains `train.max_steps` times as many:
+    progress is counted in samples, and a growing batch takes fewer steps for them. The learning rate follows
+    `optim.schedule`, whose steps have the initial size, over the samples, times a factor for the batch.
     """
 
     kind: Literal["constant", "ramp", "seesaw", "noise"] = "constant"
-    """ramp: `stages`. seesaw: the batch grows by the factor that `optim.schedule` has taken off the learning rate
+    """ramp: `stages`. seesaw: the batch grows by the factor by which `optim.schedule` has reduced the learning rate
     (arXiv:2510.14717). noise: the batch follows the measured gradient noise scale (arXiv:1812.06162)."""
     lr_rule: Literal["optimizer", "sqrt", "linear", "none"] = "optimizer"
     """The factor on the learning rate for a larger batch: its square root (arXiv:2205.10287), in proportion
     (arXiv:1706.02677), or none. optimizer: linear for sgd, sqrt for all others."""
     stages: tuple[RampStage, ...] = ()
-    """ramp: the sizes after the first, in their order."""
+    """ramp: the sizes after the initial one, in order."""
     growth: Annotated[float, Range(1.05, 16)] = 1.5
-    """seesaw, noise: each size is the one before it times this, rounded to an eighth of the first."""
+    """seesaw, noise: each size is the previous one times this factor, rounded to an eighth of the initial size."""
     max_global_batch_size: PositiveInt | None = None
-    """seesaw, noise: the largest size; null, which seesaw alone may have: as large as the learning rate asks for."""
+    """seesaw, noise: the largest size; null, allowed only for seesaw: as large as the learning rate implies."""
     interval_steps: PositiveInt = 100
-    """noise: steps between decisions; each changes the size by one `growth` at most."""
+    """noise: steps between decisions; each changes the size by at most one factor of `growth`."""
     smoothing_steps: PositiveInt = 100
-    """noise: steps that the measurements are averaged over (exponentially: the newest weighs 1 / smoothing_steps)."""
+    """noise: steps over which measurements are averaged (exponentially: the newest has weight 1 / smoothing_steps)."""
     noise_fraction: PositiveFloat = 1.0
-    """noise: the size that is aimed at, as a fraction of the noise scale. At 1 a sample is worth half as much as in a
-    small batch; at 0.25, four fifths."""
+    """noise: the target size as a fraction of the noise scale. At 1, a sample is worth half as much as in a small
+    batch; at 0.25, four fifths."""
 
 
 @dataclass(frozen=True)
 class BatchingSpec:
     global_batch_size: PositiveInt
-    """Samples per step, over all ranks; with a `schedule`, of the first steps. They are divided as evenly as whole ones
-    can be, over any number of ranks."""
+    """Samples per step over all ranks; with a `schedule`, the initial number. Whole samples are divided as evenly as
+    possible over any number of ranks."""
     micro_batch_size: AutoInt = AUTO
-    """Samples that a rank processes in one forward and backward, at most; the rest is gradient accumulation."""
+    """The most samples that a rank processes in one forward and backward; the rest is gradient accumulation."""
     on_loss: OnLoss = "keep"
-    """While a replica group is away: keep the global batch (the others process its samples too, in more micro-batches
-    where they need them), or shrink it in proportion to the groups that are left."""
+    """While a replica group is down: keep the global batch (the others also process its samples, in more micro-batches
+    if needed), or shrink it in proportion to the remaining groups."""
     shrink_lr: ShrinkRule = "linear"
     """Factor on the learning rate for a smaller batch: in proportion (arXiv:1706.02677), with its square root
-    (arXiv:2205.10287), or not at all."""
+    (arXiv:2205.10287), or no factor."""
     schedule: BatchScheduleSpec = field(default_factory=BatchScheduleSpec)
     """How the batch changes over the run."""
 
     def sizes_up_to(self, largest: float) -> tuple[int, ...]:
-        """Return the sizes that `seesaw` and `noise` choose from: powers of `schedule.growth` times the first.
+        """Return the sizes that `seesaw` and `noise` choose from: the initial size times powers of `schedule.growth`.
 
-        They are rounded to eighths of the first, or to fourths, halves or wholes where it has no eighths: so they
-        divide over ranks nearly as well as the first does.
+        They are rounded to eighths of the initial size, or to fourths, halves or wholes if it is not divisible by 8, so
+        that they divide over ranks nearly as well as the initial size.
         """
         first = self.global_batch_size
         growth = self.schedule.growth
@@ -177,7 +179,7 @@ class BatchingSpec:
         return tuple(sizes)
 
 
-# The scheduler: whether and how a run follows the speeds that its ranks really have.
+# The scheduler: whether and how a run adapts to the measured speeds of its ranks.
 
 
 SchedulerMode = Literal["off", "advise", "auto"]
@@ -185,15 +187,15 @@ Changeable = Literal["shares", "layers", "layout", "nodes"]
 
 
 STAGES = ("pp", "pipeline_schedule", "virtual_stages")
-"""The keys that a cut into stages depends on."""
+"""The keys that determine how layers are divided into stages."""
 
 
 @dataclass(frozen=True)
 class LayoutChangeSpec:
-    """Another layout from a step on. What it leaves out (null) is as in `layout`."""
+    """Another layout from a given step on. Keys that are null stay as in `layout`."""
 
     step: PositiveInt
-    """Updates made before it."""
+    """Updates made before the change."""
     dp_replicate: AutoInt | None = None
     dp_shard: AutoInt | None = None
     cp: PositiveInt | None = None
@@ -205,11 +207,11 @@ class LayoutChangeSpec:
     pipeline_schedule: PipelineSchedule | None = None
     virtual_stages: PositiveInt | None = None
     stage_layers: tuple[PositiveInt, ...] | None = None
-    """Where the change names other stages and not their layers, these are cut by planned times."""
+    """Layers per stage; if the change names other stages without their layers, layers are divided by planned times."""
     context_method: ContextMethod | None = None
 
     def of(self, layout: LayoutSpec) -> LayoutSpec:
-        """Return `layout` with this change, which does not build on the changes before it."""
+        """Return `layout` with this change applied; changes before it are not included."""
         named = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "step"}
         named = {name: value for name, value in named.items() if value is not None}
         if any(name in named for name in STAGES):
@@ -220,38 +222,38 @@ class LayoutChangeSpec:
 @dataclass(frozen=True)
 class SchedulerSpec:
     mode: SchedulerMode = "advise"
-    """off: nothing is measured. advise: write what would be changed, and change nothing. auto: change it.
+    """off: nothing is measured. advise: report possible changes, and change nothing. auto: apply them.
 
-    Where memory runs out, advise and auto both take smaller micro-batches of the same global batch, then recompute and
-    offload, and go on; with off the run ends.
+    If memory runs out, advise and auto both use smaller micro-batches of the same global batch, then recompute and
+    offload, and continue; with off the run ends.
 
-    advise is the default, since two runs of a recipe then compute the same bits whatever their ranks' speeds: other
+    advise is the default, so that two runs of a recipe compute the same bits whatever the speed of their ranks: other
     shares sum the same gradients in another order.
     """
     may_change: tuple[Changeable, ...] = ("shares", "layers", "layout", "nodes")
-    """What auto changes and advise speaks of. shares: samples of the ranks, and of replica groups. layers: of pipeline
-    stages. layout: any axis of the layout. nodes: which of them take part."""
+    """What auto changes and advise reports. shares: samples of the ranks, and of replica groups. layers: layers of
+    pipeline stages. layout: any axis of the layout. nodes: the nodes that take part."""
     change: Annotated[float, Range(0.01, 1)] = 0.1
-    """A rank's speed has changed when several steps in a row take longer or less by this fraction, and by more than
+    """A rank's speed has changed if several consecutive steps take longer or shorter by this fraction, and by more than
     the rank's own noise."""
     max_micro_batch_size: AutoInt = AUTO
-    """Samples of a rank's micro-batch, at most; auto is what memory allows, up to twice the plan's."""
+    """The most samples in a rank's micro-batch; auto: what memory allows, up to twice the plan's number."""
     max_stage_layers: AutoInt = AUTO
-    """Layers that a pipeline rank may hold when layers move off a slow one, at most; auto is what the prediction of
-    memory allows, and none move where there is no prediction."""
+    """The most layers that a pipeline rank may hold when layers move off a slow rank; auto: what the memory prediction
+    allows (without a prediction no layers move)."""
     changes: tuple[LayoutChangeSpec, ...] = ()
-    """Layouts that the run changes to while it goes on, in any mode, such as `[{step: 500, pp: 2, dp_shard: 2}]`."""
+    """Layouts that the run changes to during training, in any mode, such as `[{step: 500, pp: 2, dp_shard: 2}]`."""
 
 
 # Low-rank adapters, trained instead of the weights themselves.
 
 
 NF4_BLOCK = 64
-"""Weights of a row that are quantised to 4 bits with one scale."""
+"""Weights of a row that share one scale when quantised to 4 bits."""
 NF4_SCALE_BLOCK = 256
-"""Such scales that are quantised to 8 bits with one scale of their own."""
+"""Such scales that share one scale when quantised to 8 bits."""
 NF4_CHUNK = 2**24
-"""Weights that are dequantised at a time, which bounds what is held of them in fp32."""
+"""Weights that are dequantised at a time, which limits their memory in fp32."""
 TARGETS = ("q", "k", "v", "out", "gate", "up", "down")
 """The matrices of attention and feed-forward, as the engine names them."""
 
@@ -259,14 +261,14 @@ TARGETS = ("q", "k", "v", "out", "gate", "up", "down")
 @dataclass(frozen=True)
 class LoraSpec:
     rank: NonNegativeInt = 0
-    """0: no adapters, every weight is trained."""
+    """Rank of the adapters; 0: no adapters, all weights are trained."""
     alpha: PositiveFloat = 16.0
     """The adapters' output is scaled by alpha / rank."""
     targets: tuple[str, ...] = TARGETS
-    """The matrices of each block that get one; routed experts get none."""
+    """The matrices of each block that get an adapter; routed experts get none."""
     base: Literal["full", "nf4"] = "full"
-    """How the frozen matrices of the blocks are kept: in full, or in 4-bit NormalFloat (QLoRA), 4.127 bits a weight, of
-    which each data-parallel rank holds a copy; embedding, head and norms stay in full."""
+    """How the frozen matrices of the blocks are stored: in full, or in 4-bit NormalFloat (QLoRA), 4.127 bits per
+    weight, with a copy on each data-parallel rank; embedding, head and norms stay in full."""
 
     @property
     def scale(self) -> float:
@@ -274,11 +276,11 @@ class LoraSpec:
 
     @property
     def is_quantised(self) -> bool:
-        """Return whether the frozen matrices of the blocks are kept in 4 bits."""
+        """Return whether the frozen matrices of the blocks are stored in 4 bits."""
         return self.rank > 0 and self.base == "nf4"
 
 
-# The formats in which data parallelism's exchanges travel between ranks.
+# The formats in which data-parallel ranks exchange data.
 
 
 WireFormat = Literal["full", "bf16", "int8", "int4"]
@@ -286,25 +288,26 @@ WireFormat = Literal["full", "bf16", "int8", "int4"]
 
 @dataclass(frozen=True)
 class CommSpec:
-    """full: in the format in which they are computed or summed.
+    """full: the format in which the values are computed or summed.
 
-    Sums are made in fp32 in every format, and what integers lose of a gradient is added to the next one.
+    Sums are made in fp32 in every format, and the rounding error of integer gradients is added to the next gradient.
     """
 
     gradients: WireFormat | Auto = "full"
-    """Gradients, as they are summed over data-parallel ranks and replica groups. auto: full, bf16 or int8, whichever is
-    predicted to take the least time, encoding counted."""
+    """Gradients, summed over data-parallel ranks and replica groups. auto: full, bf16 or int8, whichever is predicted
+    to take the least time, including encoding."""
     parameters: WireFormat = "full"
-    """Parameters, as dp_shard's ranks gather them. Norms and biases always travel in full."""
+    """Parameters, gathered by the ranks of dp_shard. Norms and biases are always exchanged in full."""
     across_nodes: WireFormat | Auto | None = None
-    """Gradients, where the ranks of an exchange lie on several nodes; null: as `gradients`."""
+    """Gradients in exchanges between ranks on several nodes; null: as `gradients`."""
     bucket_bytes: NonNegativeInt | None = None
-    """Gradients of a rank that are summed in one exchange, at least, on CPUs (on GPUs each block's are); 0: each
-    block's. null: the run tries a few sizes in its first steps, unless `scheduler` is off, and each block's are."""
+    """On CPUs, the smallest number of bytes of gradients per exchange (GPUs always exchange each block's gradients); 0:
+    each block's gradients. null: the run tries a few sizes in its first steps, or uses each block's gradients if
+    `scheduler` is off."""
 
     @property
     def fixed(self) -> WireFormats:
-        """The formats, with `auto` as full."""
+        """Return the formats, with `auto` replaced by full."""
         across = self.gradients if self.across_nodes is None else self.across_nodes
         return WireFormats(_fixed(self.gradients), self.parameters, _fixed(across))
 
@@ -321,10 +324,10 @@ class WireFormats:
     parameters: WireFormat = "full"
     across_nodes: WireFormat = "full"
     reason: str = ""
-    """Why, where the planner has chosen."""
+    """The planner's reason, if it chose the format."""
 
     def describe(self) -> str:
-        """`int8`, or `full inside nodes and int4 across them`."""
+        """Return `int8`, or `full inside nodes and int4 across them`."""
         if self.gradients == self.across_nodes:
             return self.gradients
         return f"{self.gradients} inside nodes and {self.across_nodes} across them"
@@ -351,18 +354,19 @@ FaultKind = Literal[
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, injected once in a run after `step` updates, during the gradient exchange of the next."""
+    """A fault, injected once per run after `step` updates, during the next gradient exchange."""
 
     kind: FaultKind
     """kill: SIGKILL. stop: SIGSTOP. hang: the worker waits forever. exception, oom: it raises one. slow: it sleeps.
 
-    oom with `above`: from `step` on, in every start, the backward of a micro-batch of more samples finds no memory.
+    oom with `above`: from `step` on, after every start, the backward of a micro-batch with more samples runs out of
+    memory.
 
-    throttle: its passes take `seconds` longer for each sample, as on a slower device.
+    throttle: its passes take `seconds` longer per sample, as on a slower device.
 
     bitflip: one bit of a parameter changes. disk_full: no file that it writes grows beyond a page. lighthouse: the
-    rendezvous server, where the replica groups meet, is killed. move_kill, move_oom: as kill and oom, when half of the
-    state has been moved to another layout.
+    rendezvous server of the replica groups is killed. move_kill, move_oom: like kill and oom, when half of the state
+    has been moved to another layout.
     """
     step: int
     group: int = 0
@@ -373,15 +377,15 @@ class Fault:
     steps: int = 1
     """slow, throttle, disk_full: the number of steps."""
     above: int | None = None
-    """oom: the samples that there is memory for."""
+    """oom: the largest number of samples that fits in memory."""
 
     def lasts_at(self, step: int) -> bool:
-        """Return whether a fault of several steps goes on after update `step`."""
+        """Return whether a fault that lasts several steps is still active after update `step`."""
         return self.step <= step < self.step + self.steps
 
 
 class FaultSyntaxError(ValueError):
-    """The text of a fault is wrong; the message says what is allowed."""
+    """The text of a fault is wrong; the message states what is allowed."""
 
 
 _ONE = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
@@ -400,7 +404,7 @@ def _parse(text: str) -> Fault:
     kind = match.group(1)
     arguments = dict(_arguments(match.group(2)))
     if kind not in get_args(FaultKind):
-        raise FaultSyntaxError(f"there is no fault `{kind}`; there are {', '.join(get_args(FaultKind))}")
+        raise FaultSyntaxError(f"unknown fault `{kind}` (known: {', '.join(get_args(FaultKind))})")
     if "step" not in arguments:
         raise FaultSyntaxError(f"`{text.strip()}` has no step; write, for example, {kind}(step=40)")
     return Fault(kind, **arguments)  # type: ignore[arg-type]
@@ -411,7 +415,7 @@ def _arguments(text: str) -> Iterator[tuple[str, float]]:
         name, _, value = (word.strip() for word in part.partition("="))
         if name not in _NUMBERS:
             names = ", ".join(field.name for field in fields(Fault) if field.name != "kind")
-            raise FaultSyntaxError(f"a fault has no `{name}`; it has {names}")
+            raise FaultSyntaxError(f"a fault has no argument `{name}`; it has {names}")
         try:
             number = _NUMBERS[name](value)
         except ValueError:

@@ -10,18 +10,18 @@ from trainspec_cli.recipe.keys.layout import Layout
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 Algorithm = Literal["ring", "hierarchical", "tree", "direct"]
 """ring: one flat ring through all ranks; hierarchical: a ring in each tier, innermost first and back; tree: up and down
-a tree over nodes; direct: every pair by itself (all-to-all, sends)."""
+a tree over nodes; direct: every pair separately (all-to-all, sends)."""
 
 
 @dataclass(frozen=True)
 class BlueprintTier:
     name: str
     elements: int
-    """Such elements the cluster has: scale-up domains, leaf switches, ..."""
+    """Number of such elements in the cluster: scale-up domains, leaf switches, ..."""
     devices: int
-    """Below one element, or of the whole cluster where that has fewer."""
+    """Devices below one element, or in the whole cluster if it has fewer."""
     gbit_per_s: float
-    """A device's share, one way, oversubscription taken off."""
+    """A device's share, one way, after oversubscription."""
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,22 @@ class Exchange:
     operation: Operation
     ranks: int
     tier: str
-    """The outermost that it crosses."""
+    """The outermost tier that it crosses."""
     message_bytes: float
     per_step: float
-    """Number of times that one rank does it in a step."""
+    """Number of times per step that one rank performs it."""
     algorithm: Algorithm
     time_s: float
-    """Time of one, by that algorithm."""
+    """Time of one exchange with that algorithm."""
     ring_s: float
-    """Time of one, by a flat ring; the same for what has no ring."""
+    """Time of one exchange with a flat ring; equal to `time_s` for exchanges without a ring."""
     bucket_bytes: float | None = None
-    """Best size where gradients and parameters go in buckets: sqrt(S a B) of S bytes in all, latency a, bandwidth B."""
+    """Best bucket size for gradients and parameters: sqrt(S a B) for S bytes in total, latency a, bandwidth B."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One variable of the workers' environment, with why it is set and who says so."""
+    """One environment variable of the workers, with the reason and its source."""
 
     name: str
     value: str
@@ -64,7 +64,7 @@ class TunerRow:
     max_bytes: int
     algorithm: Literal["ring", "tree"]
     nodes: int
-    """-1: any number; of ranks too."""
+    """-1: any number; the same for ranks."""
     ranks: int
     reason: str
 
@@ -75,23 +75,23 @@ class Blueprint:
     tiers: tuple[BlueprintTier, ...]
     """Innermost first."""
     order: tuple[str, ...]
-    """Axes of more than one rank, outermost first, as they lie on the nodes sorted by tier."""
+    """Axes with more than one rank, outermost first, as they are placed on the nodes sorted by tier."""
     node_places: tuple[int, ...]
-    """For each node by its number in the job, its place among the nodes sorted by tier. Empty: the order of the numbers
-    is as good as any."""
+    """For each node by its number in the job, its position among the nodes sorted by tier. Empty: the order of the
+    numbers is equally good."""
     step_s: float
-    """Planned, with nodes at these places."""
+    """Planned step time with nodes at these positions."""
     unplaced_step_s: float
-    """Planned, with nodes in the order of their numbers."""
+    """Planned step time with nodes in the order of their numbers."""
     exchanges: tuple[Exchange, ...]
     settings: tuple[Setting, ...] = ()
     tuner: tuple[TunerRow, ...] = ()
     sorts_nodes: bool = False
-    """The cost depends on which nodes lie together: Slurm's nodes are to be sorted by switch."""
+    """The cost depends on which nodes are close together, so Slurm's nodes should be sorted by switch."""
 
     @property
     def sums_replicas_in_tiers(self) -> bool:
-        """Gradients are summed over replicas inside each node first."""
+        """Return whether gradients are summed over replicas inside each node first."""
         return any(
             exchange.operation == "all_reduce" and exchange.algorithm == "hierarchical"
             for exchange in self.exchanges
@@ -99,7 +99,7 @@ class Blueprint:
         )
 
 
-# A multi-plane fabric in figures, and what failures of its parts cost a job.
+# Figures of a multi-plane fabric, and the cost of failures of its parts for a job.
 
 
 Part = Literal["link", "port", "t1_switch", "t0_switch", "plane", "transceiver"]
@@ -108,45 +108,45 @@ Part = Literal["link", "port", "t1_switch", "t0_switch", "plane", "transceiver"]
 
 @dataclass(frozen=True)
 class PlanesFigures:
-    """A fabric of so many planes, built of one kind of switch."""
+    """A fabric with this many planes, built of one kind of switch."""
 
     planes: int
     radix: int
-    """Ports of a switch, each of a plane's speed."""
+    """Ports of a switch, each at a plane's speed."""
     switch_tiers: int
     port_gbit_per_s: float
     most_nics: int
-    """The most NICs that the tiers can join."""
+    """The largest number of NICs that the tiers can connect."""
     switches_per_nic: float
     optics_per_nic: float
-    """Transceivers of a NIC's speed: two ends for each tier of links."""
+    """Transceivers per NIC, in units of its speed: two ends for each tier of links."""
     one_hop_nics: int
     """NICs below one T0 switch."""
     lost_speed: dict[Part, float]
-    """Part of a job's speed that is lost while one such part of the fabric is down; 1 where the job ends."""
+    """Fraction of a job's speed that is lost while one such part of the fabric is down; 1 if the job ends."""
 
 
 @dataclass(frozen=True)
 class SprayedEvent:
-    """The effect of a failure of some parts on a job whose queue pairs spray over every plane, simulated by counts."""
+    """The effect of failed parts on a job whose queue pairs spray over every plane, from a simulation of counts."""
 
     name: str
     lowest_speed: float
-    """Fraction of the undisturbed speed, once the paths that were lost are no longer used."""
+    """Fraction of the undisturbed speed after the lost paths are no longer used."""
     slow_s: float
-    """Time until the job has its speed again."""
+    """Time until the job has its full speed again."""
     lost_s: float
-    """Time of undisturbed training that is lost."""
+    """Undisturbed training time that is lost."""
     touched: float
-    """Part of the queue pairs that had a path through it."""
+    """Fraction of the queue pairs that had a path through the failed parts."""
     most_bad_paths: int
-    """Entropy values, of all queue pairs, that were not used at one time."""
+    """The most entropy values, over all queue pairs, that were unused at the same time."""
     ends_job: bool
 
 
 @dataclass(frozen=True)
 class PlanesPlan:
-    """A multi-plane fabric for a job, beside the fabric of one plane that joins as many NICs."""
+    """A multi-plane fabric for a job, compared with a single-plane fabric for the same number of NICs."""
 
     nics: int
     figures: PlanesFigures
@@ -155,12 +155,12 @@ class PlanesPlan:
     """Switches of the first tier in each plane, as many as the job's NICs need."""
     events: tuple[SprayedEvent, ...]
     dips_per_day: float
-    """Failures of the network that cost a dip, and would end a job on one plane."""
+    """Network failures per day that cost a dip in speed, and would end a job on a single plane."""
     dip_share: float
-    """Part of the time that they cost."""
+    """Fraction of the time that the dips cost."""
 
 
-# A plan over pools of unlike nodes beside the plans on some of them.
+# A plan over pools of different nodes, compared with plans on some of the pools.
 
 
 @dataclass(frozen=True)
@@ -170,26 +170,26 @@ class PoolChoice:
     pools: tuple[str, ...]
     devices: int
     division: str
-    """`samples`: every pool has whole replicas, which share a step's samples by speed. `layers`: pipelines go through
+    """`samples`: every pool has whole replicas, which share a step's samples by speed. `layers`: pipelines pass through
     the pools, whose stages have layers by speed. `alone`: one pool."""
     layout: Layout | None
-    """None where nothing fits."""
+    """None if nothing fits."""
     step_time_s: float | None
     tokens_per_s: float | None
-    """Samples, for a model of images."""
+    """Samples per second for a model of images."""
     wall_time_s: float | None
-    """Of the whole run, failures included."""
+    """Duration of the whole run, failures included."""
     usd_per_token: float | None
-    """None where a price is not known."""
+    """None if a price is unknown."""
     joules_per_token: float | None
-    """None where the power of an accelerator is not known."""
+    """None if the power of an accelerator is unknown."""
 
 
 @dataclass(frozen=True)
 class PoolsPlan:
-    """The plan on all pools beside those on fewer."""
+    """The plan on all pools, compared with plans on fewer pools."""
 
     choices: tuple[PoolChoice, ...]
-    """On all pools first."""
+    """The plan on all pools comes first."""
     verdict: str
-    """Whether leaving pools out is faster, or cheaper for each token."""
+    """States whether leaving pools out is faster, or cheaper per token."""

@@ -1,4 +1,4 @@
-"""The doctor's reports: of each node, and of all nodes of a job together. Their JSON is what `doctor --json` prints."""
+"""The doctor's reports: of each node, and of all nodes of a job together. `doctor --json` prints their JSON."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class NodeReport:
     host: str
     """The node's name."""
     time: float
-    """Unix seconds by the node's own clock."""
+    """Unix seconds on the node's own clock."""
     checks: tuple[Check, ...]
     speed: SpeedResult | None = None
-    """None where it was not measured, or the measurement failed."""
+    """None if it was not measured, or the measurement failed."""
     heard_at: float | None = None
-    """Unix seconds by the first node's clock when the report came; None for this node's own report."""
+    """Unix seconds on the first node's clock when the report arrived; None for that node's own report."""
 
     def as_json(self) -> JsonObject:
         plain = to_plain(self) | {"speed": to_plain(self.speed) if self.speed else {}}
@@ -41,10 +41,10 @@ class NodeReport:
 @dataclass(frozen=True)
 class Diagnosis:
     status: Status
-    """The worst that was found."""
+    """The worst status found."""
     hosts: tuple[NodeReport, ...]
     between: tuple[Check, ...]
-    """Checks that compare nodes, and those of their links."""
+    """Checks that compare nodes, and checks of their links."""
     slowest: str | None
     links: LinksResult | None
     """None for a single process."""

@@ -25,14 +25,14 @@ class MemoryBreakdown:
     optimizer_bytes: float = 0.0
     """Master weights and moments."""
     feedback_bytes: float = 0.0
-    """What compressed gradients have lost so far, which the next step adds."""
+    """Error feedback: the rounding errors of compressed gradients, which the next step adds."""
     activations_bytes: float = 0.0
     logits_bytes: float = 0.0
-    """Logits, and what the loss makes of them."""
+    """Logits, and the loss's values derived from them."""
     comm_buffers_bytes: float = 0.0
-    """Collectives' staging, of NCCL and of the framework."""
+    """Staging buffers of collectives, of NCCL and of the framework."""
     fragmentation_bytes: float = 0.0
-    """Held by the caching allocator and used by no tensor."""
+    """Held by the caching allocator but used by no tensor."""
     context_bytes: float = 0.0
     """The device's context and kernels, outside the allocator."""
 
@@ -44,27 +44,27 @@ class MemoryBreakdown:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One optimizer step, by phase. The parts sum to the step; communication is what is not hidden behind work."""
+    """One optimizer step by phase. The parts sum to the step; communication counts only what work does not hide."""
 
     matmul_s: float = 0.0
     attention_s: float = 0.0
-    """Scores and values (or the state-space scan): what is not a weight's matrix product."""
+    """Scores and values (or the state-space scan): the matrix products without weights."""
     memory_bound_s: float = 0.0
     """Norms, activation functions, residuals, casts, losses."""
     recompute_s: float = 0.0
-    """Forward work done a second time in the backward."""
+    """Forward work that is repeated in the backward."""
     tp_comm_s: float = 0.0
     cp_comm_s: float = 0.0
     ep_comm_s: float = 0.0
     pp_comm_s: float = 0.0
     dp_comm_s: float = 0.0
-    """Gradients' reduction and parameters' gathering."""
+    """Reduction of gradients and gathering of parameters."""
     bubble_s: float = 0.0
-    """Waiting of a pipeline's stages, the imbalance between them included."""
+    """Time that pipeline stages wait, including their imbalance."""
     optimizer_s: float = 0.0
     data_s: float = 0.0
     host_s: float = 0.0
-    """The device waits for kernels to be launched, or for the slowest of its peers."""
+    """Time that the device waits for kernel launches, or for the slowest of its peers."""
 
     @property
     def total_s(self) -> float:
@@ -74,10 +74,10 @@ class StepTime:
 
 @dataclass(frozen=True)
 class SizedStep:
-    """A step of one size of a batch that changes."""
+    """A step with one size of a batch that changes."""
 
     samples: int
-    """Over all devices."""
+    """Samples over all devices."""
     time: StepTime
 
 
@@ -93,14 +93,14 @@ class PoolPart:
     layers: int
     """Layers of the model that it computes."""
     samples: int
-    """Samples of a step that go through it."""
+    """Samples of a step that pass through it."""
     micro_batch_size: int
-    """The largest of its micro-batches."""
+    """Its largest micro-batch."""
     time: StepTime
-    """Its step, waiting for other pools included (in `bubble_s` of a pipeline through several pools, else in
+    """Its step, including the wait for other pools (in `bubble_s` for a pipeline through several pools, else in
     `host_s`)."""
     waiting_s: float
-    """The part of it in which it waits for other pools."""
+    """The time in it that the pool waits for other pools."""
     peak_memory_bytes: float
     memory_limit_bytes: float
 
@@ -114,10 +114,10 @@ class Candidate:
     grad_accum_steps: int
     recompute: str
     offload: Literal["none", "optimizer"]
-    """What waits in host memory."""
+    """The state that is kept in host memory."""
     step_time_s: float
     tokens_per_s: float
-    """Over all devices; samples a second for a model of images."""
+    """Rate over all devices; samples per second for a model of images."""
     tokens_per_s_per_gpu: float
     mfu: float
     """Model FLOPs (causal half of attention, no recomputed work) over the chip's peak in the matmul format."""
@@ -126,21 +126,23 @@ class Candidate:
     peak_memory_bytes: float
     memory_limit_bytes: float
     fit_probability: float
-    """By the measured error of predicted memory."""
+    """Probability that it fits, given the measured error of predicted memory."""
     expected_step_s: float
-    """The step with that in it: what does not fit costs a start, and goes on more slowly with less memory."""
+    """The step time that accounts for this probability: a layout that does not fit costs a restart, and continues more
+    slowly with less memory."""
     memory: tuple[MemoryBreakdown, ...]
-    """One for each pipeline stage."""
+    """One per pipeline stage."""
     time: StepTime
-    """Times of a step; where the batch changes, of the size that trains most samples, as is every other figure."""
+    """Times of a step. If the batch changes, they and all other figures are for the size that trains most samples."""
     sized_steps: tuple[SizedStep, ...] = ()
-    """Steps of the batch's sizes where it changes, or of some of many, smallest first."""
+    """Steps with the sizes of a changing batch (or a selection of many sizes), smallest first."""
     pools: tuple[PoolPart, ...] = ()
-    """The part of each pool, of a cluster of several."""
+    """The part of each pool, in a cluster of several pools."""
 
     @property
     def pipelines_cross_pools(self) -> bool:
-        """Each pipeline goes through several pools, which share its layers; else the pools share samples."""
+        """Return whether each pipeline passes through several pools, which share its layers; otherwise the pools share
+        samples."""
         return any(part.stages < self.layout.pp for part in self.pools)
 
     @property
@@ -149,7 +151,7 @@ class Candidate:
 
     @property
     def fullest_memory(self) -> MemoryBreakdown:
-        """The memory of the pipeline stage that takes most."""
+        """Return the memory of the pipeline stage that needs most."""
         return max(self.memory, key=lambda stage: stage.total_bytes, default=MemoryBreakdown())
 
 
@@ -165,28 +167,28 @@ class CapacityPlan:
     """The search result for a cluster: the layouts that fit, best first, and why the others do not."""
 
     params: int
-    """The model's own; `adapter_params` are beside them."""
+    """Parameters of the model itself, without `adapter_params`."""
     active_params: int
     flops_per_token: float
-    """Model FLOPs of forward and backward a token (a sample, for a model of images)."""
+    """Model FLOPs of forward and backward per token (per sample, for a model of images)."""
     world_size: int
     tokens_per_step: int
     candidates: tuple[Candidate, ...]
-    """Layouts that fit: first the one that is chosen, the simplest of those about as fast as the fastest, then the
-    others, the shortest expected step first. Where nothing fits, those that do not."""
+    """Layouts that fit. The first is the chosen one: the simplest of those about as fast as the fastest. The others are
+    sorted by expected step. If nothing fits, the layouts that do not fit."""
     usual: Candidate | None = None
-    """The layout that an expert would start from, by rules of thumb (`planner.capacity.is_usual`); None where none of
-    that kind fits."""
+    """The layout that an expert would start from, by rules of thumb (`planner.capacity.is_usual`); None if no such
+    layout fits."""
     safest: Candidate | None = None
-    """The layout that most probably fits, of those whose step is a tenth longer than the best one's at most."""
+    """The layout that most probably fits, among those whose step is at most a tenth longer than the best one's."""
     rejected: dict[str, int] = field(default_factory=dict)
-    """Layouts refused, counted by reason."""
+    """Refused layouts, counted by reason."""
     advice: tuple[str, ...] = ()
     """Changes that would make the run fit, if no layout does."""
     assumptions: tuple[str, ...] = ()
     considered: int = 0
     adapter_params: int = 0
-    """Those that a fine-tune with LoRA trains."""
+    """Parameters that a fine-tune with LoRA trains."""
 
     @property
     def best(self) -> Candidate | None:
@@ -194,7 +196,7 @@ class CapacityPlan:
 
     @property
     def fastest(self) -> Candidate | None:
-        """The layout with the shortest expected step, which is not `best` where a simpler one is about as fast."""
+        """Return the layout with the shortest expected step. It is not `best` if a simpler one is about as fast."""
         fitting = (candidate for candidate in self.candidates if candidate.fits)
         return min(fitting, key=lambda candidate: candidate.expected_step_s, default=None)
 
@@ -203,7 +205,7 @@ class CapacityPlan:
 class PlannedLink:
     axis: str
     bytes_per_s: float
-    """Bytes that a rank sends in the largest exchange along the axis."""
+    """Bytes per second that a rank sends in the largest exchange along the axis."""
 
 
 @dataclass(frozen=True)
@@ -211,11 +213,11 @@ class LocalPrediction:
     time_s: dict[str, float]
     """A step's parts, named as in the step events."""
     memory: dict[str, float]
-    """Bytes of one process at its peak, by cause: what a run measures."""
+    """Bytes of one process at its peak, by cause, as a run measures them."""
     beside: dict[str, float] = field(default_factory=dict)
-    """Bytes that a GPU needs beside what its allocator hands out, and a run does not measure."""
+    """Bytes that a GPU needs in addition to its allocator's, and that a run does not measure."""
     links: tuple[PlannedLink, ...] = ()
-    """Links of the axes that are looked at."""
+    """Links of the axes that are observed."""
 
     @property
     def step_time_s(self) -> float:
@@ -232,7 +234,7 @@ class LocalPrediction:
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A layout that a run has from a step on, and the micro-batches that go with it."""
+    """A layout that a run has from a given step on, and its micro-batches."""
 
     step: int
     """Updates made before it."""
@@ -245,23 +247,23 @@ class PlannedLayout:
 
 @dataclass(frozen=True)
 class LayoutProposal:
-    """Another layout for a run whose ranks are not equally fast, and what it is expected to save.
+    """Another layout for a run whose ranks differ in speed, and the time that it is expected to save.
 
-    Seconds are the planner's: where nothing measured stands behind them (on a CPU), their ratio alone counts.
+    Seconds are the planner's: without measurements behind them (on a CPU), only their ratio counts.
     """
 
     layout: Layout
     micro_batch_size: int
     grad_accum_steps: int
-    """Micro-batches of each rank in a step, over ranks that are equally fast."""
+    """Micro-batches per rank and step, for ranks of equal speed."""
     largest_micro_batch_size: int
     largest_stage_layers: int | None
-    """Layers that memory allows on a pipeline rank; None where none move."""
+    """Layers that memory allows on a pipeline rank; None if none move."""
     before_s: float
-    """A step in the present layout, with the shares and the cut into stages that are best for the measured speeds."""
+    """A step in the present layout, with the best shares and stages for the measured speeds."""
     expected_s: float
-    """A step in the proposed one, likewise; where planned times are rough, without what it would save on equally fast
-    ranks too."""
+    """A step in the proposed layout under the same conditions; if planned times are rough, without the time that it
+    would save even on ranks of equal speed."""
     reason: str
 
     def planned_from(self, step: int) -> PlannedLayout:
@@ -281,63 +283,65 @@ class Plan:
     """The plan that `launch` writes to `plan.json` and the workers run."""
 
     spec: RunSpec
-    """The recipe as it was asked for (`auto`s included, for the record)."""
+    """The recipe as requested (including `auto`s, for the record)."""
     layout: Layout
     device: Literal["cpu", "cuda"]
     num_nodes: int
     devices_per_node: int
     compute: Literal["bf16", "fp32", "fp64"]
-    """fp64 is for references alone: no recipe asks for it."""
+    """fp64 is for references only: no recipe requests it."""
     micro_batch_size: int
     """Samples of the largest micro-batch."""
     grad_accum_steps: int
-    """Micro-batches of each rank in a step."""
+    """Micro-batches per rank and step."""
     recompute: Recompute
     offload: Offload
     params: int
     flops_per_token: float
-    """Model FLOPs of forward and backward a token: 6 per matmul parameter, and attention over the causal half."""
+    """Model FLOPs of forward and backward per token: 6 per matmul parameter, and attention over the causal half."""
     peak_flops: float | None = None
-    """FLOP/s of one device that MFU is taken of; None: the workers measure their best matmul."""
+    """FLOP/s of one device, as the base of MFU; None: the workers measure their best matmul."""
     peak_source: str = ""
 
     adapter_params: int = 0
-    """Those that a fine-tune with LoRA trains, beside the model's own `params`."""
+    """Parameters that a fine-tune with LoRA trains, in addition to the model's own `params`."""
 
     replica_groups: int = 1
-    """Groups of processes, each with the whole model in `layout`; above 1 they survive one another."""
+    """Groups of processes, each with the whole model in `layout`; with more than one, a group survives the loss of
+    others."""
 
     largest_micro_batch_size: int | None = None
-    """The most that memory allows, as far as the scheduler asks; None where that is not known."""
+    """The largest size that memory allows, limited to what the scheduler needs; None if unknown."""
 
     memory_ladder: tuple[MemorySetting, ...] = ()
-    """The settings that a run takes in turn where its memory runs out (`run/recovery/memory.py`), each with less
-    memory than the one before; empty where it ends."""
+    """The settings that a run tries in turn when its memory runs out (`run/recovery/memory.py`), each with less memory
+    than the previous one; if empty, the run ends."""
 
     largest_stage_layers: int | None = None
-    """Layers that memory allows on a pipeline rank, as far as the scheduler asks; None where that is not known."""
+    """Layers that memory allows on a pipeline rank, limited to what the scheduler needs; None if unknown."""
 
     layer_flops: tuple[float, ...] = ()
-    """Operations of a micro-batch's forward by layer, by which the scheduler moves layers; empty without a pipeline."""
+    """Operations of a micro-batch's forward by layer, which the scheduler uses to move layers; empty without a
+    pipeline."""
     head_flops: float = 0.0
 
     kernels: KernelSpec = field(default_factory=KernelSpec)
-    """The kernel of each operation; `auto` is resolved by measuring, just before the launch."""
+    """The kernel of each operation; `auto` is resolved by measurement just before the launch."""
 
     comm: WireFormats = field(default_factory=WireFormats)
 
     steps: int | None = None
-    """Steps of the run, where its batch changes; at most so many where it follows what is measured. None:
+    """Steps of a run whose batch changes; the largest possible number if the batch depends on measurements. None:
     `train.max_steps`."""
 
     changes: tuple[PlannedLayout, ...] = ()
-    """Layouts that the recipe changes to while the run goes on, in the order of their steps."""
+    """Layouts that the recipe changes to during the run, in the order of their steps."""
 
     prediction: LocalPrediction | None = None
-    """Memory and time of a run on this machine's CPU; None where no probe speaks of it."""
+    """Memory and time of a run on this machine's CPU; None without a suitable probe."""
 
     blueprint: Blueprint | None = None
-    """Communication of a run on several nodes whose network is described; None elsewhere."""
+    """Communication of a run on several nodes with a described network; None otherwise."""
 
     @property
     def memory_setting(self) -> MemorySetting:
@@ -349,27 +353,28 @@ class Plan:
 
     @property
     def group_size(self) -> int:
-        """Processes of one replica group."""
+        """Return the number of processes in one replica group."""
         return self.world_size // self.replica_groups
 
     @property
     def group_backend(self) -> str:
-        """The backend that replica groups exchange over: the devices' own (`engine/elastic/cross_group.py`)."""
+        """Return the backend of exchanges between replica groups: the devices' own
+        (`engine/elastic/cross_group.py`)."""
         return {"cpu": "gloo", "cuda": "nccl"}[self.device]
 
     def nodes_of_group(self, group: int) -> range:
-        """Nodes of a replica group: some whole ones, or one that several groups share."""
+        """Return the nodes of a replica group: several whole ones, or one that several groups share."""
         first = group * self.num_nodes // self.replica_groups
         return range(first, first + max(1, self.num_nodes // self.replica_groups))
 
     @property
     def as_one_group(self) -> Plan:
-        """The same work by one group, whose replicas the groups then are."""
+        """Return a plan of the same work by one group whose replicas are the groups."""
         layout = replace(self.layout, dp_replicate=self.layout.dp_replicate * self.replica_groups)
         return replace(self, layout=layout, replica_groups=1)
 
     def with_layout(self, other: PlannedLayout) -> Plan:
-        """The same run in another layout."""
+        """Return the plan of the same run in another layout."""
         return replace(
             self,
             layout=other.layout,
@@ -385,5 +390,6 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        """The tokens of a step of the first size; or its samples, where they are the unit: their `seq_len` is 1."""
+        """Return the tokens of a step of the initial size, or its samples for models of samples, whose `seq_len` is
+        1."""
         return self.spec.batching.global_batch_size * self.spec.data.seq_len

@@ -20,7 +20,7 @@ class ErrorSummary:
     """Median of the signed error."""
     worst_under: float = 0.0
     known_within: float = 1.0
-    """Nine in ten predictions differ from the measurement by no more than this factor."""
+    """Nine in ten predictions differ from the measurement by at most this factor."""
 
     @classmethod
     def of(cls, errors: Sequence[float]) -> ErrorSummary | None:
@@ -36,19 +36,19 @@ class ErrorSummary:
 
 @dataclass(frozen=True)
 class Ranking:
-    """A sweep: runs of one source, model and machine that differ in their layout."""
+    """A sweep: runs of one source, model and machine with different layouts."""
 
     source: str
     model: str
     gpu: str
     layouts: int
     loss: float
-    """The layout predicted fastest was measured slower than the fastest measured, by this fraction."""
+    """Fraction by which the layout that was predicted fastest was slower than the fastest one, both measured."""
 
 
 @dataclass(frozen=True)
 class PredictedRow:
-    """A row of the table, predicted and measured."""
+    """A row of the table, with its prediction and measurement."""
 
     id: str | None
     predicted_step_time_s: float | None
@@ -56,17 +56,17 @@ class PredictedRow:
     predicted_tokens_s_gpu: float | None
     peak_memory_bytes: float | None
     compared_memory_bytes: float | None
-    """The predicted figure that the measured one counts."""
+    """The predicted figure that corresponds to the measured one."""
     measured_memory_bytes: float | None
     assumed: tuple[str, ...]
     """Figures that the row does not state."""
     refused: str | None
-    """The reason, where the row cannot be predicted."""
+    """The reason if the row cannot be predicted."""
 
 
 @dataclass(frozen=True)
 class BacktestSummary:
-    """The figures over all rows; None where no row has been measured."""
+    """The figures over all rows; None if no row has been measured."""
 
     rows: int
     predicted: int
@@ -95,7 +95,7 @@ class BacktestReport:
     rows: tuple[PredictedRow, ...]
 
 
-# The budget of a portfolio of runs over some years: buying machines, and renting them in three ways.
+# The budget of a portfolio of runs over some years: buying machines, and three ways of renting them.
 
 
 Way = Literal["owned", "on_demand", "reserved", "spot"]
@@ -104,7 +104,7 @@ WAYS: tuple[Way, ...] = ("owned", "on_demand", "reserved", "spot")
 
 @dataclass(frozen=True)
 class BudgetedRun:
-    """One kind of run of the portfolio, as it is planned."""
+    """One kind of run in the portfolio, as planned."""
 
     name: str
     per_year: tuple[float, ...]
@@ -112,34 +112,34 @@ class BudgetedRun:
     devices: int
     wall_s: float
     spot_wall_s: float | None
-    """Its time on devices that the cloud takes back now and then; None where it would never end."""
+    """Its time on devices that the cloud reclaims now and then; None if it would never end."""
     tokens: float
     energy_joules: float
     usd: dict[str, float]
-    """What one such run costs, by way: its share of all device-hours."""
+    """Cost of one such run by way of acquisition: its share of all device-hours."""
     usd_per_million_tokens: dict[str, float]
 
 
 @dataclass(frozen=True)
 class BudgetYear:
     year: int
-    """From 1."""
+    """Counted from 1."""
     device_hours: float
     fleet_devices: int
-    """Devices that the year's runs take, at the utilisation that can be kept."""
+    """Devices that the year's runs need, at the achievable utilisation."""
     bought_devices: int
     sold_devices: int
     utilisation: float
-    """The part of the fleet's hours in which a run uses them."""
+    """Fraction of the fleet's hours in which a run uses them."""
     owned_usd: dict[str, float]
-    """Cash of the year by cause; what a sale brings is negative."""
+    """Cash of the year by cause; income from a sale is negative."""
     usd: dict[str, float]
-    """Cash of the year, by way."""
+    """Cash of the year, by way of acquisition."""
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What the whole costs by each way where one input is at its bounds."""
+    """Total cost of each way of acquisition with one input at its bounds."""
 
     key: str
     low: float
@@ -155,16 +155,15 @@ class Budget:
     runs: tuple[BudgetedRun, ...]
     years: tuple[BudgetYear, ...]
     usd: dict[str, float]
-    """Of all years, by way; owned less what the machines are still worth at the end."""
+    """Total of all years by way of acquisition; for owned machines, minus their value at the end."""
     worth_usd: float
-    """Value of the machines at the end: straight-line between price and resale."""
+    """Value of the machines at the end: a straight line between price and resale."""
     break_even_months: float | None
-    """After which buying has cost less cash than renting by the hour; None: not in `useful_years`."""
+    """Months after which buying has cost less cash than renting by the hour; None: not within `useful_years`."""
     break_even_utilisation: float | None
-    """Use of a device, as a part of its life, above which buying costs less than renting by the hour; None: no use is
-    enough."""
+    """Utilisation of a device over its life above which buying costs less than renting by the hour; None: never."""
     cumulated_usd: dict[str, tuple[float, ...]]
-    """Cash up to the end of each month, by way, from the beginning."""
+    """Cash up to the end of each month, by way of acquisition, from the beginning."""
     sensitivities: tuple[Sensitivity, ...]
 
     @property
@@ -172,40 +171,40 @@ class Budget:
         return min(self.usd, key=lambda way: self.usd[way])
 
 
-# What `trainspec calibrate` has learned of a cluster.
+# The results of `trainspec calibrate` for a cluster.
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A parameter's factor over its shipped value."""
+    """A parameter's factor relative to its shipped value."""
 
     factor: float
     low: float
-    """Its bounds, nine in ten."""
+    """Its 90% bounds."""
     high: float
     informed: bool
-    """False where the measurements say nothing of it, so that the shipped value stands."""
+    """False if the measurements contain no information about it, so that the shipped value stays."""
 
 
 @dataclass(frozen=True)
 class ClusterProfile:
     cluster: str
-    """The cluster's name, as `cluster.name` says."""
+    """The cluster's name (`cluster.name`)."""
     device: str
-    """The accelerator, or the processor, on which was measured."""
+    """The accelerator, or the processor, of the measurement."""
     kind: str
-    """gpu: the factors are of the planner's efficiencies; cpu: of a step's parts."""
+    """gpu: factors of the planner's efficiencies; cpu: factors of a step's parts."""
     date: str
     rows: int
-    """Measured steps that it was fitted to."""
+    """Number of measured steps in the fit."""
     torch: str
     trainspec: str
     error_before: float
-    """Mean error of the rows' step times by the shipped values, and"""
+    """Mean error of the rows' step times with the shipped values."""
     error_after: float
-    """by the fitted ones."""
+    """The same with the fitted values."""
     known_within: float
-    """Other steps like these are known within this factor, nine in ten."""
+    """Nine in ten similar steps are predicted within this factor."""
     parameters: dict[str, Calibrated]
 
     @property
@@ -214,24 +213,24 @@ class ClusterProfile:
 
     @property
     def kept(self) -> list[str]:
-        """Parameters that the measurements did not inform."""
+        """Return the parameters that the measurements contain no information about."""
         return [name for name, found in self.parameters.items() if not found.informed]
 
 
-# Memory that ran out: with which setting, and which one was taken for it.
+# Out of memory: the setting that failed, and the one that replaced it.
 
 
 @dataclass(frozen=True)
 class MemorySetting:
-    """The settings that decide a step's peak memory and leave its result the same."""
+    """The settings that decide a step's peak memory without changing its result."""
 
     micro_batch_size: int
-    """Samples of a rank that are processed together, at most."""
+    """The most samples that a rank processes together."""
     recompute: Recompute
     offload: Offload
 
     def describe(self, before: MemorySetting | None = None) -> str:
-        """`micro-batches of 4 samples`, `recompute=full`: what differs from `before`, or all of it."""
+        """Return `micro-batches of 4 samples`, `recompute=full`: the differences from `before`, or everything."""
         words = {
             "micro_batch_size": f"micro-batches of {self.micro_batch_size} sample{'s' * (self.micro_batch_size > 1)}",
             "recompute": f"recompute={self.recompute}",
@@ -243,23 +242,23 @@ class MemorySetting:
 
 @dataclass(frozen=True)
 class Shortage:
-    """The memory of a rank ran out."""
+    """A rank ran out of memory."""
 
     failed: MemorySetting
-    """The setting in force, with the samples of the micro-batch that failed."""
+    """The active setting, with the samples of the micro-batch that failed."""
     layout: str
-    """The axes of the layout in force, which a run may change between two steps."""
+    """The axes of the active layout, which a run may change between two steps."""
     used_bytes: int | None = None
-    """Memory that the process held; None where nobody could ask."""
+    """Memory that the process used; None if unknown."""
     limit_bytes: int | None = None
-    """Memory that the process may hold."""
+    """Memory that the process is allowed to use."""
     was_killed: bool = False
-    """The kernel killed a process; else an allocation failed."""
+    """The kernel killed a process; otherwise an allocation failed."""
 
 
 @dataclass(frozen=True)
 class Relief:
-    """A setting whose memory ran out, and the one that was taken for it."""
+    """A setting that ran out of memory, and the one that replaced it."""
 
     failed: MemorySetting
     taken: MemorySetting

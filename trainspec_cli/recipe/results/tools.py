@@ -1,4 +1,4 @@
-"""The requests and the results of the engine's tools. Each travels as JSON from one process to another."""
+"""The requests to the engine's tools and their results. Each is sent as JSON from one process to another."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Compute = Literal["bf16", "fp32", "fp64"]
 REQUEST = "request.json"
 RESULT = "tool_result.json"
 DRAWN_BATCHES, DRAWN_TOKENS = "batches.npz", "tokens"
-"""The file of the batches that a run of the certification was asked to leave, and its array."""
+"""The file of the batches that a certification run was asked to save, and its array."""
 
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """Measure this machine with all processes at once; the result is a `MachineProbe`."""
+    """Measure this machine with all processes at the same time; the result is a `MachineProbe`."""
 
     compute: Compute
 
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """Try every backend at the shapes of a plan."""
+    """Try every backend with the shapes of a plan."""
 
     plan: Plan
 
@@ -51,12 +51,12 @@ class BlockRequest:
 class BlockCount:
     params: int = 0
     problem: Problem | None = None
-    """What is wrong with the block; None where it was counted."""
+    """The block's problem; None if it was counted."""
 
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """Count one rank's step of a plan under fake tensors."""
+    """Count one rank's step of a plan with fake tensors."""
 
     plan: Plan
     rank: int
@@ -64,7 +64,7 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class TraceResult:
-    """Tensors are counted, not the allocator's holes nor the device's context."""
+    """Counts tensors, excluding the allocator's fragmentation and the device's context."""
 
     rank: int
     state_bytes: float
@@ -77,25 +77,25 @@ class TraceResult:
     seconds: float = 0.0
     """Time that the trace took."""
     peak_reserved_bytes: float = 0.0
-    """Bytes that PyTorch's allocator for CUDA devices would reserve for these tensors, by its rules; devices have more
-    streams, each with blocks of its own, and give blocks back when they are full."""
+    """Bytes that PyTorch's CUDA allocator would reserve for these tensors by its rules; real devices have more streams,
+    each with its own blocks, and free blocks when they are full."""
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """Write a checkpoint's weights, as safetensors files or as another project has them."""
+    """Export a checkpoint's weights, as safetensors files or in another project's format."""
 
     plan_json: str
     checkpoint: str
     output: str
     dtype: str
-    """The dtype as safetensors names it."""
+    """The dtype's name in safetensors."""
     max_file_bytes: int
     what: Literal["merged", "adapters", "base"] = "merged"
-    """The whole weights with LoRA adapters merged in, PEFT's file of the adapters alone, or the weights below them."""
+    """All weights with LoRA adapters merged in, only the adapters as PEFT's file, or the base weights."""
     format: Literal["safetensors", "dcp", "litgpt"] = "safetensors"
     naming: Literal["hf", "torchtitan", "megatron", "litgpt"] = "hf"
-    """Whose names the tensors have; other than Hugging Face's only where they are not safetensors files."""
+    """The naming scheme of the tensors; schemes other than Hugging Face's only for formats other than safetensors."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class ExportResult:
 
 @dataclass(frozen=True)
 class SpeedRequest:
-    """Measure each device of this node by itself."""
+    """Measure each device of this node separately."""
 
     device: Device
     compute: Compute
@@ -113,7 +113,7 @@ class SpeedRequest:
 
 @dataclass(frozen=True)
 class SpeedResult:
-    """The slowest device counts."""
+    """The figures of the slowest device."""
 
     torch: str
     cuda: str | None
@@ -127,7 +127,7 @@ class SpeedResult:
 
 @dataclass(frozen=True)
 class LinksRequest:
-    """Measure how fast a job's processes reach one another."""
+    """Measure the speed of the links between a job's processes."""
 
     device: Device
 
@@ -137,14 +137,14 @@ class AllReduceRate:
     bytes: int
     seconds: float
     bus_bytes_per_s: float
-    """Bytes times 2(n-1)/n over the time, as nccl-tests count it."""
+    """Bytes times 2(n-1)/n over the time, as in nccl-tests."""
 
 
 @dataclass(frozen=True)
 class PingRate:
     bytes: int
     seconds: float
-    """One way."""
+    """One-way time."""
     bytes_per_s: float
 
 
@@ -154,7 +154,7 @@ class PairRate:
 
     hosts: tuple[str, ...]
     bytes_per_s: float
-    """Rate of the largest message."""
+    """Rate with the largest message."""
     sizes: tuple[PingRate, ...]
 
 
@@ -166,7 +166,7 @@ class LinksResult:
 
 @dataclass(frozen=True)
 class CheckpointRatesRequest:
-    """Write and read checkpoints of a plan's state below a folder, which lies on the disk that is measured."""
+    """Write and read checkpoints of a plan's state in a folder on the disk to measure."""
 
     plan: Plan
     folder: str
@@ -174,51 +174,51 @@ class CheckpointRatesRequest:
 
 @dataclass(frozen=True)
 class CheckpointRates:
-    """The quickest of several times; the slowest process counts."""
+    """The fastest of several repetitions; the slowest process counts."""
 
     bytes: int
     """Size of a checkpoint, over all processes."""
     write_s: float
-    """Until all of it is on the disk."""
+    """Time until everything is on disk."""
     read_s: float
-    """Until all of it is verified and in place again; the system was asked to hold none of it in memory."""
+    """Time until everything is verified and loaded; the system does not cache it."""
 
 
 @dataclass(frozen=True)
 class CertifyRun:
-    """A plan to be trained on samples that are drawn from its seed."""
+    """A plan to train on samples drawn from its seed."""
 
     plan: Plan
     steps: int
     gradients: bool
-    """Leave the full gradients of the first step's batch."""
+    """Save the full gradients of the first step's batch."""
     clip_from: int | None
-    """The step from which gradients are clipped to `clip_norm`, whatever the plan says, and its batch is seen again and
-    again; None: never."""
+    """The step from which gradients are clipped to `clip_norm`, whatever the plan says, and its batch is repeated;
+    None: never."""
     clip_norm: float
     save_at: int | None
-    """The step after which a checkpoint is written."""
+    """The step after which to write a checkpoint."""
     resume: bool
-    """Train the steps after `save_at` a second time, from the checkpoint."""
+    """Train the steps after `save_at` again, from the checkpoint."""
     continues: str | None
-    """The run whose checkpoint this one begins with."""
+    """The run with whose checkpoint this one begins."""
     exchanges: int = 1
-    """How often those gradients are computed and exchanged, with no update between; their mean is left."""
+    """How often those gradients are computed and exchanged without an update; their mean is saved."""
     weights: tuple[float, ...] = ()
-    """The shares of the data-parallel ranks of each batch, in any unit; none: they are equal."""
+    """The shares of the data-parallel ranks of each batch, in any unit; empty: equal shares."""
     inputs: bool = False
-    """Leave first.stage*.npz, the weights before the first step, and `DRAWN_BATCHES`."""
+    """Save first.stage*.npz, the weights before the first step, and `DRAWN_BATCHES`."""
     live: bool = False
-    """The trainer makes it, as in a launch, with the plan's changes of layout and faults; its gradients are those of
-    the batch after the last step."""
+    """Run the trainer as in a launch, with the plan's layout changes and faults; its gradients are those of the batch
+    after the last step."""
     killed_at: int | None = None
-    """A live run is ended in the middle of its change of layout after so many updates, and started again."""
+    """Kill a live run in the middle of its layout change after this many updates, and start it again."""
 
 
 @dataclass(frozen=True)
 class CertifyRequest:
     folder: str
-    """Below it each run leaves NAME/result.json (a `CertifyRunResult`), gradients.stage*.npz and weights.stage*.npz."""
+    """In it, each run saves NAME/result.json (a `CertifyRunResult`), gradients.stage*.npz and weights.stage*.npz."""
     runs: dict[str, CertifyRun]
     """Runs by name, in order."""
 
@@ -226,13 +226,13 @@ class CertifyRequest:
 @dataclass(frozen=True)
 class TrainedSteps:
     losses: tuple[float | None, ...]
-    """None for what is not finite."""
+    """None for a loss that is not finite."""
     least_clipped_norm: float | None
-    """The smallest norm of a gradient that was to be clipped; None where none was, or where it is not finite."""
+    """The smallest norm of a gradient that was to be clipped; None without such a gradient, or if it is not finite."""
     weights_sha256: str
     taken: tuple[tuple[int, ...], ...] = ()
-    """The positions of the samples that all ranks together took in each step, in order: one that several took stands
-    there as often."""
+    """The sorted positions of the samples that all ranks together trained in each step; a sample that several ranks
+    trained is repeated."""
 
 
 @dataclass(frozen=True)
@@ -240,13 +240,13 @@ class LiveSteps:
     """The figures of a run of the trainer."""
 
     starts: tuple[int, ...]
-    """The updates made when each start of the run began."""
+    """Number of updates before each start of the run."""
     layouts: tuple[Layout, ...]
     """The layout of each step."""
     largest_micro_batches: tuple[int, ...]
-    """Samples that the first rank processed together in each step, at most."""
+    """The most samples that the first rank processed together in each step."""
     written_bytes: int
-    """Bytes by which the run's folder grew, logs apart, while no checkpoint was due."""
+    """Bytes by which the run folder grew, without logs, while no checkpoint was due."""
 
 
 @dataclass(frozen=True)
@@ -261,29 +261,31 @@ class CertifyResult:
     runs: int
 
 
-# The results of a short probe of a machine without GPUs, with all of a run's processes running at once.
+# The results of a short probe of a machine without GPUs, with all processes of a run active at the same time.
 
 
 PROBED_TOKENS = 1024
-"""Tokens that go through the probed matrix products and attention."""
+"""Tokens in the probed matrix products and attention."""
 PROBED_HEADS = 4
 PROBED_HEAD_SIZES = (16, 64)
-"""Sizes of the probed heads: a head costs its scores and softmax, whatever its size, and products that grow with it."""
+"""Sizes of the probed heads: a head costs scores and softmax independent of its size, and products that grow with
+it."""
 
 
 BUSY = 0.1
-"""A probe displaced for a larger fraction of its time measures other processes as much as the machine."""
+"""A probe that is displaced for a larger fraction of its time measures other processes as much as the machine."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over size. The first size is next to nothing: what it takes is the cost of the call itself."""
+    """Seconds by size. The first size is nearly zero: its time is the cost of the call itself."""
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
 
     def at(self, size: float) -> float:
-        """Straight between two points on logarithmic axes; beyond the last one proportional to size."""
+        """Return the seconds at a size: linear between two points on logarithmic axes; beyond the last point
+        proportional to size."""
         if size <= self.sizes[0]:
             return self.seconds[0]
         if size >= self.sizes[-1]:
@@ -294,7 +296,7 @@ class Curve:
         return math.exp(math.log(y0) + share * math.log(y1 / y0))
 
     def beyond_call(self, size: float) -> float:
-        """Return the cost that the size adds to the cost of the call."""
+        """Return the cost of the size in addition to the cost of the call."""
         return max(0.0, self.at(size) - self.seconds[0])
 
 
@@ -308,7 +310,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class MatmulCurves:
-    """The three products of training over a matrix's elements, for `PROBED_TOKENS` tokens; CPUs differ in them."""
+    """The three products of training by a matrix's elements, for `PROBED_TOKENS` tokens; CPUs differ in them."""
 
     forward: Curve
     input_gradient: Curve
@@ -317,11 +319,11 @@ class MatmulCurves:
 
 @dataclass(frozen=True)
 class Reference:
-    """A model of middle size, really trained for some steps over the whole of the probe."""
+    """A medium-sized model, trained for some steps throughout the probe."""
 
     plan: Plan
     parts_s: dict[str, float]
-    """Times of a step's parts, named as in the step events."""
+    """Times of a step's parts, with the names in step events."""
     grown_bytes: float
     """Resident memory that it added to the process."""
 
@@ -331,36 +333,36 @@ class MachineProbe:
     processes: int
     compute: str
     empty_step_s: dict[str, float]
-    """The parts of a step of a model next to nothing, without its blocks: hosts' time, small collectives."""
+    """The parts of a step of a nearly empty model without its blocks: host time, small collectives."""
     empty_block_s: dict[str, float]
     """The time that each of its blocks adds."""
     small: Reference
     large: Reference
     matmul: MatmulCurves
     attention: Passes
-    """Attention by sequence length, for `PROBED_TOKENS` tokens and `PROBED_HEADS`, of the larger head size."""
+    """Attention by sequence length, for `PROBED_TOKENS` tokens and `PROBED_HEADS`, with the larger head size."""
     attention_narrow: Passes
-    """Attention of the smaller head size."""
+    """Attention with the smaller head size."""
     norm: Passes
-    """This and what follows over elements."""
+    """This and the following curves are by elements."""
     rope: Passes
     swiglu: Passes
     loss: Curve
-    """Over logits, their gradient included."""
+    """Indexed by logits, including their gradient."""
     add: Curve
     cast: Curve
     optimizer: Curve
-    """The gradients' norm and the update, over parameters."""
+    """The gradients' norm and the update, by parameters."""
     all_reduce: Curve
-    """Collectives over bytes, each process with work of its own before."""
+    """Collectives by bytes, after each process had work of its own."""
     all_gather: Curve
     reduce_scatter: Curve
     bare_bytes: float
-    """Resident memory of a worker with a model next to nothing."""
+    """Resident memory of a worker with a nearly empty model."""
     displaced: float
-    """Part of the time that a process was ready to run and another had the core."""
+    """Fraction of the time that a process was ready to run while another had the core."""
     peak_flops: float
-    """FLOP/s of a process's best matrix product, that MFU is taken of."""
+    """FLOP/s of a process's best matrix product, as the base of MFU."""
 
     @property
     def is_disturbed(self) -> bool:

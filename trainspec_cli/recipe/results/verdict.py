@@ -1,4 +1,5 @@
-"""Verdicts: what slows a run, and where. `diagnose --json` prints them, and `verdicts.jsonl` holds them."""
+"""Verdicts: the causes that slow a run, and their locations. `diagnose --json` prints them, and `verdicts.jsonl` holds
+them."""
 
 from __future__ import annotations
 
@@ -32,22 +33,22 @@ Cause = Literal[
     "as_planned",
 ]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
-"""Their names are stable: programs read them."""
+"""Their names are stable, because programs read them."""
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A step as it would be with one thing changed."""
+    """A step with one thing changed."""
 
     change: str
     step_s: Seconds
     saved_s: Seconds
-    """So much shorter than it is."""
+    """Time saved per step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunVerdict:
-    """One cause, its place, its price and its proof. Without a rank, node or link it is of the whole run."""
+    """One cause with its location, cost and evidence. Without a rank, node or link it concerns the whole run."""
 
     cause: Cause
     rank: Count | None = None
@@ -56,19 +57,19 @@ class RunVerdict:
     """The ranks at its ends."""
     since_step: Count = 0
     until_step: Count | None = None
-    """The last step that shows it; None where the newest one does."""
+    """The last step that shows it; None if the newest step does."""
     cost_s: Seconds = 0.0
-    """A step is longer by so much while it lasts."""
+    """Additional time per step while it lasts."""
     confidence: Annotated[float, number(0, 1)] = 0.0
     evidence: tuple[str, ...] = ()
     code: str | None = None
-    """The line of code that a deeper look has found, `FILE:LINE (FUNCTION)`."""
+    """The line of code that profiling has found, `FILE:LINE (FUNCTION)`."""
     advice: str = ""
-    """A command or a key of the recipe."""
+    """A command, or a key of the recipe."""
     full_step: Count | None = None
-    """The step at which memory runs out, for a leak."""
+    """For a leak, the step at which memory runs out."""
     what_if: tuple[WhatIf, ...] = ()
-    """Changes that would help a run that goes as planned, most first."""
+    """Changes that would speed up a run that goes as planned, most effective first."""
 
     @property
     def place(self) -> tuple[object, ...]:
@@ -79,12 +80,11 @@ class RunVerdict:
 
 
 def heaviest_first(verdicts: list[RunVerdict]) -> tuple[RunVerdict, ...]:
-    """Return the verdicts, those that cost most first; what will end the run costs most."""
-    ends = ("hang", "memory_leak")
-    return tuple(sorted(verdicts, key=lambda one: (one.cause != ends[0], -one.cost_s, CAUSES.index(one.cause))))
+    """Return the verdicts sorted by cost, highest first; a hang, which ends the run, comes before all others."""
+    return tuple(sorted(verdicts, key=lambda one: (one.cause != "hang", -one.cost_s, CAUSES.index(one.cause))))
 
 
-# A deeper look at one rank for a few steps: what the supervisor asks for, and what the rank finds.
+# Profiling of one rank for a few steps: the supervisor's request, and the rank's findings.
 
 
 Share = Annotated[float, number(0, 1)]
@@ -92,12 +92,12 @@ Share = Annotated[float, number(0, 1)]
 
 @dataclass(frozen=True, kw_only=True)
 class LookOrder:
-    """A look that the supervisor asks for: the rank that looks at itself, and the verdict that gave rise to it."""
+    """A request of the supervisor: the rank that profiles itself, and the verdict that caused the request."""
 
     number: Count
-    """Looks of a run are numbered from 1, over all of its starts."""
+    """Requests of a run are numbered from 1, over all of its starts."""
     looker: Count
-    """The rank that looks; ranks of replica groups are counted through."""
+    """The rank that profiles itself, numbered over all replica groups."""
     cause: Cause
     rank: Count | None = None
     node: Count | None = None
@@ -105,26 +105,26 @@ class LookOrder:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Return the place of the verdict, as `RunVerdict.place`."""
+        """Return the location of the verdict, as `RunVerdict.place`."""
         return self.cause, self.rank, self.node, self.link
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperationTime:
-    """An operation in the steps that were looked at."""
+    """An operation in the profiled steps."""
 
     name: str
     self_s: Seconds
-    """Its time in a step, without the operations that it calls."""
+    """Its time per step, without the operations that it calls."""
     calls: Seconds
-    """In a step, on average."""
+    """Calls per step, on average."""
     on_device: bool = False
-    """It ran on the GPU; else on the host."""
+    """True if it ran on the GPU, else it ran on the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodeLine:
-    """A line of Python at which samples of a thread stand."""
+    """A line of Python at which samples of a thread were taken."""
 
     file: str
     line: Count
@@ -140,39 +140,39 @@ class CodeLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """The findings of a rank in the steps that it looked at."""
+    """The findings of a rank in the steps that it profiled."""
 
     order: LookOrder
     first_step: Count
     last_step: Count
-    """The step before the first one where no step was made: the rank hung."""
+    """If the rank hung and made no step, the step before `first_step`."""
     operations: tuple[OperationTime, ...] = ()
-    """Those that took most time, most first."""
+    """The operations that took most time, in descending order."""
     operations_share: Share = 0.0
-    """The part of the steps' time in which some operation ran on the host."""
+    """The fraction of the steps' time in which an operation ran on the host."""
     lines: tuple[CodeLine, ...] = ()
-    """Where samples stand outside of operations, most first."""
+    """Code lines sampled outside of operations, in descending order."""
     samples: Count = 0
     sampled_by: Literal["trainspec", "py-spy"] = "trainspec"
     cost_s: Seconds = 0.0
-    """The thread that trains was held up for so long by the profiler's start and end."""
+    """Time that starting and stopping the profiler stalled the training thread."""
     file: str | None = None
-    """The trace, in the run folder; None where the disk did not take it."""
+    """The trace in the run folder; None if it could not be written."""
     notes: tuple[str, ...] = ()
-    """Parts of the look that could not be done, and why."""
+    """Parts of the profiling that failed, and why."""
 
 
-# Links between ranks as a run has measured them: what the workers report, and what decisions are made of.
+# Links between ranks as measured by a run: the workers' reports, and the basis of decisions.
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLink:
-    """Ranks that exchange along an axis; of a pipeline (`pp`), two neighbours."""
+    """Ranks that exchange along an axis; for a pipeline (`pp`), two neighbours."""
 
     axis: str
     ranks: tuple[Count, ...]
     bytes_per_s: Rate
-    """Rate at which each of them sends, waiting left out."""
+    """Rate at which each of them sends, excluding waiting."""
     noise: Rate
     """The samples' standard deviation, as a fraction."""
     sent_bytes: Rate

@@ -1,7 +1,7 @@
-"""What a recipe is checked for: by itself, for the engine, and on a machine.
+"""All checks of a recipe: on its own, for the engine, and on a machine.
 
-A rule yields problems. A rule that meets an unknown value (`structure.UNKNOWN`), one that misses, is mistyped or is out
-of its range, ends there: so one wrong number does not hide the others' faults, and no rule divides by zero.
+A rule yields problems. A rule that uses an unknown value (`records.UNKNOWN`: missing, mistyped or out of range) stops
+there, so that one wrong number does not hide the problems of other keys, and no rule divides by zero.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from trainspec_cli.recipe.keys.layout import MESH_AXES
 from trainspec_cli.recipe.keys.model import TextModel
 from trainspec_cli.recipe.keys.resilience import SitesSpec
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import UNKNOWN, UnknownTouched
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.layout import (
     COMM_RULES,
@@ -56,27 +57,26 @@ from trainspec_cli.recipe.rules.run import (
     TEXT_RULES,
     forget_out_of_range,
 )
-from trainspec_cli.recipe.structure import UNKNOWN, UnknownTouched
 
 WITHOUT_PATH = {"python_stdlib": "data=text or data=jsonl", "phantom": "data=images or data=volumes"}
-"""Sources that read no file, and what to type for those that do."""
+"""Sources that read no file, and what to type for sources that do."""
 OF_FOLDERS = ("tokens", "images", "volumes")
 OF_IDS = ("tokens", "nanogpt", "megatron")
-"""Sources that were tokenised before."""
+"""Sources that are already tokenised."""
 OF_TABLES = ("parquet", "arrow")
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 Rule = Callable[[RunSpec], Iterable[Problem]]
 
 
-# Keys of a recipe that belong to a wing: the recipe is a protocol, so they are known and checked although the wing's
-# folder may be deleted; what they mean is in the wing alone. A recipe uses a wing where the wing's key has the wing's
-# value. Parts of other wings are not loaded for it.
+# Recipe keys that belong to a wing. The recipe format is a protocol, so these keys are known and checked even if the
+# wing's folder is deleted; only the wing interprets them. A recipe uses a wing if the wing's key has the wing's value.
+# Parts of other wings are not loaded for it.
 
 
 RULES: Point[Iterable[Callable[[RunSpec], Iterable[Problem]]]] = Point("rules")
 """Rules for recipes that use the wing."""
 PACKAGES: Point[Iterable[tuple[str, str, str, str]]] = Point("packages")
-"""(key, its value, the package that it needs, the extra of trainspec that brings it)"""
+"""(key, its value, the package that it needs, the trainspec extra that installs the package)"""
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,16 @@ class WingKeys:
     wing: str
     key: str
     value: str
-    """The recipe uses the wing where `key` is `value`."""
+    """The recipe uses the wing if `key` has this value."""
     otherwise: str
-    """What to type where the wing is not to be used."""
+    """What to type instead of using the wing."""
     section: str
-    """Settings, which mean nothing without the wing."""
+    """The section of the wing's settings, which have no meaning without the wing."""
     defaults: object
     of_one_start: tuple[str, ...]
     """Keys of `section` that differ from start to start: refused without the wing, and in a sweep."""
     files: tuple[str, ...]
-    """Those of them that name a file, which every process of the run finds: a relative path is made absolute."""
+    """Keys among these that name a file, which every process of the run must find: a relative path is made absolute."""
 
     @property
     def paths_of_one_start(self) -> list[str]:
@@ -115,41 +115,41 @@ WING_KEYS = (
 
 
 def parts_for(point: Point[Part], spec: RunSpec) -> list[Part]:
-    """Return what the wings that a recipe uses give at `point`."""
+    """Return the parts that the wings used by a recipe register at `point`."""
     used = [keys.wing for keys in WING_KEYS if attrgetter(keys.key)(spec) == keys.value]
     return parts_of(point, used) if used else []
 
 
 def keys_of_wings(spec: RunSpec) -> Iterator[Problem]:
-    """Keys of a wing are set where the wing is there and used."""
+    """Refuse keys of a wing that is not installed or not used."""
     for keys in WING_KEYS:
         is_used = attrgetter(keys.key)(spec) == keys.value
         section = attrgetter(keys.section)(spec)
         if keys.wing not in find_wings():
             path = keys.key if is_used else keys.section
             if is_used or section != keys.defaults:
-                message = f"`{path}` is set, and this installation lacks its part trainspec_cli/wings/{keys.wing}"
+                message = f"`{path}` is set, but this installation lacks its part trainspec_cli/wings/{keys.wing}"
                 yield Problem(MISSING_WING, message, path, f"install all of trainspec, or type {keys.otherwise}")
             continue
         for name in keys.of_one_start if not is_used else ():
             if (value := getattr(section, name)) is not None:
                 path = f"{keys.section}.{name}"
-                message = f"`{path}` is {value}, and `{keys.key}` is {attrgetter(keys.key)(spec)}, not {keys.value}"
+                message = f"`{path}` is {value}, but `{keys.key}` is {attrgetter(keys.key)(spec)}, not {keys.value}"
                 yield Problem(
                     "usage", message, path, f"type {keys.key.partition('.')[0]}={keys.value}, or leave it out"
                 )
 
 
-# By itself, and on a machine.
+# Checks of the recipe on its own, and on a machine.
 
 
 def check(spec: RunSpec) -> list[Problem]:
-    """All problems that can be found without a machine."""
+    """Return all problems that can be found without a machine."""
     rules: list[Rule] = [*MODEL_RULES, world_size, schedule, vocabulary, data_path, tokenizer, uncertainty, ownership]
     rules += [half_precision, largest_micro_batch, keys_of_wings]
     rules += [*RUN_RULES, *BATCHING_RULES, *COMM_RULES, *ELASTIC_RULES, *FABRIC_RULES, *KERNEL_RULES]
     rules += [*OPTIM_RULES, *POOL_RULES, *RELAYOUT_RULES, *SLURM_RULES, *TEXT_RULES, *OWN_CODE_RULES]
-    # Whether a wing is used is not known where the key that says so is wrong.
+    # If the key that selects a wing is wrong, whether the wing is used is unknown.
     with contextlib.suppress(UnknownTouched):
         rules += [rule for of_wing in parts_for(RULES, spec) for rule in of_wing]
     known, problems = forget_out_of_range(spec)
@@ -162,28 +162,28 @@ def check_engine(spec: RunSpec) -> list[Problem]:
 
 
 def check_built(spec: RunSpec) -> list[Problem]:
-    """Return the parts of the model and its layout that the engine cannot build, wherever it is to run."""
+    """Return the parts of the model and its layout that the engine cannot build, on any machine."""
     return apply(BUILT, spec)
 
 
 def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
-    """Return what this machine lacks for a recipe that is right in itself."""
+    """Return what this machine lacks to run a recipe that is correct in itself."""
     here: list[Rule] = [partial(rule, machine=machine) for rule in (gpus, matrix_units, check_kernels)]
     return apply([*here, packages, compiler, shared_memory], spec)
 
 
 def check_packages_of_data(spec: RunSpec) -> list[Problem]:
-    """Return the packages that this machine lacks to read the data, whatever machine the recipe is for."""
+    """Return the packages that this machine lacks to read the data, for any target machine."""
     return [problem for problem in apply([packages], spec) if problem.path.startswith("data.")]
 
 
 def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
-    """Apply `rules` to the values that are in range; `check` reports the others one by one."""
+    """Apply `rules` to the values that are in range; `check` reports the others individually."""
     return apply_in_range(rules, forget_out_of_range(spec)[0])
 
 
 def apply_in_range(rules: Iterable[Rule], known: RunSpec) -> list[Problem]:
-    """Apply `rules` to values of which none is out of its range; searches do so for many layouts of one recipe."""
+    """Apply `rules` to values that are all in range. Searches do so for many layouts of one recipe."""
     problems: list[Problem] = []
     for rule in rules:
         with contextlib.suppress(UnknownTouched):
@@ -192,15 +192,15 @@ def apply_in_range(rules: Iterable[Rule], known: RunSpec) -> list[Problem]:
 
 
 def world_size(spec: RunSpec) -> Iterator[Problem]:
-    """The axes' product is the number of processes (of a replica group); where an axis is auto, the others' product
-    divides it."""
+    """Require that the product of the axes is the number of processes (of a replica group). If an axis is auto, the
+    product of the others must divide it."""
     devices = spec.cluster.devices_per_node
     if devices == AUTO:
         return
     processes = spec.cluster.num_nodes * devices
     every = {axis: getattr(spec.layout, axis) for axis in MESH_AXES}
     sizes = {axis: size for axis, size in every.items() if size != AUTO}
-    # Each replica group has a mesh of its own; a number of groups that does not divide has a rule of its own too.
+    # Each replica group has its own mesh. A number of groups that does not divide the processes has its own rule.
     groups = fixed_groups(spec)
     if processes % groups == 0:
         processes //= groups
@@ -212,15 +212,15 @@ def world_size(spec: RunSpec) -> Iterator[Problem]:
     over = f" / {groups}" if groups > 1 else ""
     nodes = f"{spec.cluster.num_nodes} x {devices}{over} = {processes} processes"
     nodes += f" for each of {groups} replica groups" if groups > 1 else ""
-    layout = f"{axes}, which does not divide them" if free else f"{axes}, which makes {product}"
-    message = f"the cluster has {nodes} (nodes x devices), the layout asks for {layout}"
-    # The largest axis is the one to look at first; of axes that are all 1, the one that usually grows.
+    layout = f"{axes}, which does not divide the processes" if free else f"{axes}, which makes {product}"
+    message = f"the cluster has {nodes} (nodes x devices), but the layout asks for {layout}"
+    # Point to the largest axis, as the likeliest mistake, and to the axis that usually grows if all are 1.
     path = f"layout.{max(sizes, key=lambda axis: (sizes[axis], axis == 'dp_shard'))}"
     others = product // max(sizes.values())
     hint = f"choose axes whose product divides {processes}, or change cluster.devices_per_node"
     if processes % others == 0:
         fitting = ", ".join(map(str, divisors(processes // others)))
-        hint = f"type {path}=auto; where the other axes stay, it may be {fitting}"
+        hint = f"type {path}=auto; with the other axes unchanged, it may be {fitting}"
     yield Problem("not_divisible", message, path, hint)
 
 
@@ -239,10 +239,10 @@ def schedule(spec: RunSpec) -> Iterator[Problem]:
 
 
 def vocabulary(spec: RunSpec) -> Iterator[Problem]:
-    """Every token has a row in the embedding."""
+    """Require a row in the embedding for every token."""
     if spec.model.unit == "samples":
         return
-    # Only of a tokenizer that is still to be trained is the size known here; the others are read with the data.
+    # The size is known here only for a tokenizer that is still to be trained; others are read with the data.
     wanted = spec.data.tokenizer.vocab_size
     rows = spec.model.vocab_size
     if spec.data.source not in OF_IDS and spec.data.tokenizer.is_trained and wanted > rows:
@@ -256,9 +256,9 @@ def data_path(spec: RunSpec) -> Iterator[Problem]:
     if spec.data.source == "mixture":
         if not spec.data.mixture:
             hint = "type data.mixture.NAME.source=jsonl data.mixture.NAME.path=<path> data.mixture.NAME.weight=1"
-            yield Problem("missing_value", "`data.mixture` names nothing to mix", "data.mixture", hint)
+            yield Problem("missing_value", "`data.mixture` names no sources", "data.mixture", hint)
         elif spec.data.path is not None:
-            message = "`data.path` is given, but each part of data=mixture has a path of its own"
+            message = "`data.path` is set, but each part of data=mixture has its own path"
             yield Problem("unsupported", message, "data.path", "type data.path=null")
     elif not spec.data.is_own:
         yield from _source_path(spec.data.source, spec.data.path, "data")
@@ -267,7 +267,7 @@ def data_path(spec: RunSpec) -> Iterator[Problem]:
             if not part.is_own:
                 yield from _source_path(part.source, part.path, f"data.{group}.{name}")
             if part.weight <= 0:
-                message = f"`data.{group}.{name}.weight` is {part.weight:g}; a number of more than 0 is needed"
+                message = f"`data.{group}.{name}.weight` is {part.weight:g}; a number greater than 0 is needed"
                 yield Problem("out_of_range", message, f"data.{group}.{name}.weight")
 
 
@@ -276,7 +276,7 @@ def _source_path(source: str, path: str | None, where: str) -> Iterator[Problem]
     kind = "folder" if source in OF_FOLDERS else "file, folder or glob"
     if source in WITHOUT_PATH:
         if path is not None:
-            message = f"`{where}.path` is {path}, but {chosen} reads no file of yours"
+            message = f"`{where}.path` is {path}, but {chosen} reads no file"
             yield Problem("unsupported", message, f"{where}.path", f"type {WITHOUT_PATH[source]}")
     elif path is None:
         message = f"`{where}.path` is null; {chosen} reads a {kind}"
@@ -284,19 +284,19 @@ def _source_path(source: str, path: str | None, where: str) -> Iterator[Problem]
         yield Problem(code="missing_value", path=f"{where}.path", message=message, hint=hint)
     else:
         place = expand(path)
-        # One match is enough: a glob may stand for a million files.
+        # One match is enough: a glob may match a million files.
         exists = place.is_dir() if source in OF_FOLDERS else place.exists()
         if not exists and (source in OF_FOLDERS or not any(glob.iglob(str(place), recursive=True))):  # noqa: PTH207
             yield _missing_file(f"{where}.path", path, kind)
 
 
 def tokenizer(spec: RunSpec) -> Iterator[Problem]:
-    """A file that is named is there, and the parts of a mixture do not each train a tokenizer of their own."""
+    """Require that a named tokenizer file exists, and refuse a mixture whose parts would each train a tokenizer."""
     path = spec.data.tokenizer.path
     sources = {part.source for part in spec.data.mixture.values()}
     if spec.data.source == "mixture" and spec.data.tokenizer.is_trained and not sources <= set(OF_IDS):
-        message = "the parts of a mixture are read with one tokenizer, and `data.tokenizer.path` is null"
-        hint = "type data.tokenizer.path=<a tokenizer.json>, or begin with a checkpoint, which brings its own"
+        message = "the parts of a mixture share one tokenizer, but `data.tokenizer.path` is null"
+        hint = "type data.tokenizer.path=<a tokenizer.json>, or set init.from to a checkpoint that has its own"
         yield Problem("missing_value", message, "data.tokenizer.path", hint)
     if path is not None and not expand(path).is_file():
         yield _missing_file("data.tokenizer.path", path, "file")
@@ -304,20 +304,20 @@ def tokenizer(spec: RunSpec) -> Iterator[Problem]:
 
 def _missing_file(path: str, value: str, kind: str) -> Problem:
     place = "" if expand(value).is_absolute() else f" in {Path.cwd()}"
-    message = f"`{path}` is {value}; there is no such {kind}{place}"
+    message = f"`{path}` is {value}; no such {kind}{place}"
     if remote := how_to_copy(value):
         return Problem("missing_file", f"`{path}` is {value}, which is not on this machine", path, remote)
     return Problem(code="missing_file", path=path, message=message, hint=f"type {path}=<the {kind}'s path>")
 
 
 def uncertainty(spec: RunSpec) -> Iterator[Problem]:
-    """A value that is known within a factor is a number of its section, and the factor is at least 1."""
+    """Require that each key of `known_within` is a number of its section, with a factor of at least 1."""
     for section in ("reliability", "site", "power", "cost"):
         values = getattr(spec.cluster, section)
         for key, factor in values.known_within.items():
             path = f"cluster.{section}.known_within.{key}"
             if not isinstance(getattr(values, key, ""), (int, float, type(None))):
-                message = f"`{path}` speaks of a number that `cluster.{section}` does not have"
+                message = f"`{path}` does not match a number of `cluster.{section}`"
                 yield Problem(code="unknown_key", path=path, message=message, hint=f"type ~{path}")
             elif factor < 1:
                 message = f"`{path}` is {factor:g}; a factor of at least 1 is needed (2: between half and twice)"
@@ -333,31 +333,32 @@ def ownership(spec: RunSpec) -> Iterator[Problem]:
 
 
 def half_precision(spec: RunSpec) -> Iterator[Problem]:
-    """The planner counts the rates that a chip does not name from that of bf16, or of fp16 where it has no bf16."""
+    """Refuse a chip without bf16 and fp16 rates. The planner derives missing rates from bf16, or from fp16 for a chip
+    without bf16."""
     chips = {f"cluster.pools.{place}.accelerator": pool.accelerator for place, pool in enumerate(spec.cluster.pools)}
     if spec.cluster.accelerator is not None:
         chips["cluster.accelerator"] = spec.cluster.accelerator
     for section, chip in chips.items():
         if chip.bf16_tflops == chip.fp16_tflops == 0:
             path = f"{section}.bf16_tflops"
-            message = f"`{path}` is 0, and `{section}.fp16_tflops` too; one of them is needed"
-            yield Problem("missing_value", message, path, "set it to the rate of the chip's data sheet")
+            message = f"`{path}` and `{section}.fp16_tflops` are 0; one of them is needed"
+            yield Problem("missing_value", message, path, "set it to the rate in the chip's data sheet")
 
 
 def largest_micro_batch(spec: RunSpec) -> Iterator[Problem]:
-    """The scheduler cannot stay below the micro-batch that every rank begins with."""
+    """Refuse a limit below the micro-batch that every rank starts with: the scheduler could not keep it."""
     usual = spec.batching.micro_batch_size
     most = spec.scheduler.max_micro_batch_size
     if usual != AUTO and most != AUTO and most < usual:
         path = "scheduler.max_micro_batch_size"
-        message = f"`{path}` is {most}, and `batching.micro_batch_size` is {usual} already"
+        message = f"`{path}` is {most}, but `batching.micro_batch_size` is already {usual}"
         yield Problem("out_of_range", message, path, f"type {path}={usual} or more, or auto")
 
 
 def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
-    """GPUs that a recipe asks for, by `cluster.device` or by naming the accelerator, are there and can be used.
+    """Refuse a machine without the usable GPUs that a recipe requests by `cluster.device` or by naming the accelerator.
 
-    Without this rule, a run on a node whose driver is broken would train on its CPUs for days unnoticed.
+    Without this rule, a run on a node with a broken driver would train on its CPUs for days unnoticed.
     """
     cluster = spec.cluster
     found = len(machine.gpu_names)
@@ -373,29 +374,29 @@ def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
         if cluster.device != "cuda" and cluster.accelerator is not None:
             asked_by = "cluster.accelerator"
             value = cluster.accelerator.name
-        message = f"`{asked_by}` is {value}, and {machine.hostname} shows no GPU"
-        hint = "type cluster.device=cpu to train on its CPUs, or run where there is one (nvidia-smi lists them)"
+        message = f"`{asked_by}` is {value}, but {machine.hostname} has no GPU"
+        hint = "type cluster.device=cpu to train on its CPUs, or run on a machine with a GPU (nvidia-smi lists GPUs)"
         yield _lacking("no_gpu", asked_by, message, hint)
     elif found and wanted != AUTO and wanted > found:
-        message = f"`cluster.devices_per_node` is {wanted}, and {machine.hostname} has {found} GPUs"
+        message = f"`cluster.devices_per_node` is {wanted}, but {machine.hostname} has {found} GPUs"
         hint = f"type cluster.devices_per_node={found}, or auto"
         yield _lacking("too_few_gpus", "cluster.devices_per_node", message, hint)
 
 
 def matrix_units(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
-    """A GPU multiplies a format or not; a CPU emulates it."""
+    """Refuse formats that the GPUs cannot multiply. A CPU emulates them."""
     if spec.cluster.device == "cpu" or not machine.gpu_names:
         return
     if spec.precision.compute == "bf16" and not machine.bf16:
-        got = f"`precision.compute` is bf16, which {machine.gpu_names[-1]} does not multiply (Ampere and later do)"
+        got = f"`precision.compute` is bf16, which {machine.gpu_names[-1]} does not support (Ampere and later do)"
         yield _lacking("no_bf16", "precision.compute", got, "type precision=fp32, or precision.compute=auto")
     if spec.precision.matmul == "fp8" and not machine.fp8:
-        got = f"`precision.matmul` is fp8, which {machine.gpu_names[0]} does not multiply (Ada, Hopper and later do)"
+        got = f"`precision.matmul` is fp8, which {machine.gpu_names[0]} does not support (Ada, Hopper and later do)"
         yield _lacking("no_fp8", "precision.matmul", got, "type precision.matmul=compute")
 
 
 def packages(spec: RunSpec) -> Iterator[Problem]:
-    """The packages that an extra brings are installed."""
+    """Require the packages that an extra installs."""
     tracked = [(f"tracking.{name}", "true", name, name) for name in TRACKERS if getattr(spec.tracking, name)]
     sources = {"data.source": spec.data.source}
     for group in ("mixture", "validation"):
@@ -404,21 +405,21 @@ def packages(spec: RunSpec) -> Iterator[Problem]:
     scaled = [("precision.matmul", "fp8", "torchao", "float8")] if spec.precision.matmul == "fp8" else []
     of_wings = [needed for of_wing in parts_for(PACKAGES, spec) for needed in of_wing]
     for path, value, package, extra in (*tracked, *tables, *scaled, *of_wings):
-        # Found and not imported: some of them take seconds to load.
+        # Located without importing: some of them take seconds to load.
         if importlib.util.find_spec(package) is None:
-            message = f"`{path}` is {value}, and the package {package} is not installed"
+            message = f"`{path}` is {value}, but the package {package} is not installed"
             yield _lacking("missing_package", path, message, f"type pip install 'trainspec[{extra}]'")
 
 
 def compiler(spec: RunSpec) -> Iterator[Problem]:
-    """torch.compile writes C++ for a CPU, and a C launcher for each GPU kernel."""
+    """Require a C++ compiler: torch.compile writes C++ for a CPU, and a C launcher for each GPU kernel."""
     if spec.compile and not find_compiler():
-        message = "`compile` is true, and no C++ compiler (g++, clang++) is on the PATH"
+        message = "`compile` is true, but no C++ compiler (g++, clang++) is on the PATH"
         yield _lacking("missing_compiler", "compile", message, "type compile=false, or install one (apt install g++)")
 
 
 def shared_memory(spec: RunSpec) -> Iterator[Problem]:
-    """Copies of the state are kept in files that lie in memory."""
+    """Require /dev/shm for in-memory copies of the state."""
     path = "checkpoint.memory_interval_steps"
     if spec.checkpoint.memory_interval_steps is not None and not Path("/dev/shm").is_dir():
         yield _lacking("no_shared_memory", path, f"`{path}` needs /dev/shm, which this node lacks", f"type {path}=null")
@@ -428,7 +429,7 @@ def _lacking(code: str, path: str, message: str, hint: str) -> Problem:
     return Problem(code=code, path=path, message=message, hint=hint, environment=True)
 
 
-# Which backends a run may have, and what its machine must bring for them.
+# Which backends a run can use, and what its machine needs for them.
 
 
 def known_backends(spec: RunSpec) -> Iterator[Problem]:
@@ -442,10 +443,10 @@ def known_backends(spec: RunSpec) -> Iterator[Problem]:
 
 
 def used_operations(spec: RunSpec) -> Iterator[Problem]:
-    """A kernel that was named is used."""
+    """Refuse a backend for an operation that the run does not have."""
     for op, backend in _named(spec):
         if not backend_is_used(spec, op):
-            message = f"`kernels.{op}` is {backend}, and this run has no such operation"
+            message = f"`kernels.{op}` is {backend}, but this run has no such operation"
             yield Problem("unsupported", message, f"kernels.{op}", f"type kernels.{op}={TORCH}")
 
 
@@ -461,7 +462,7 @@ def backend_is_used(spec: RunSpec, op: str) -> bool:
         return model.experts is not None
     if op == "rope":
         return model.rotates
-    # Ring attention has a kernel of its own, which passes keys and values on while it computes.
+    # Ring attention has its own kernel, which passes keys and values on while it computes.
     ring = size_of(spec.layout, "cp") > 1 and spec.layout.context_method == "ring"
     return op != "attention" or not ring
 
@@ -470,17 +471,17 @@ def whole_vocabulary(spec: RunSpec) -> Iterator[Problem]:
     for op, backend in _named(spec):
         reason = KERNELS[op][backend].whole_vocabulary and size_of(spec.layout, "tp") > 1
         if reason:
-            message = f"`kernels.{op}` is {backend}, which needs the whole vocabulary, and layout.tp cuts it"
+            message = f"`kernels.{op}` is {backend}, which needs the whole vocabulary, but layout.tp shards it"
             yield Problem("unsupported", message, f"kernels.{op}", f"type kernels.{op}={TORCH}, or layout.tp=1")
 
 
 def seen_by_recompute(spec: RunSpec) -> Iterator[Problem]:
-    """Selective recomputation of eager blocks watches each operation, and under its eyes nothing is fused."""
+    """Refuse fused kernels in eager blocks with selective recomputation, which must observe each operation."""
     if spec.recompute != "selective" or spec.compile:
         return
     for op, name in _named(spec):
         if op in IN_BLOCKS and KERNELS[op][name].needs_compiler:
-            message = f"`kernels.{op}` is {name}, and recompute=selective follows single operations, which it fuses"
+            message = f"`kernels.{op}` is {name}, which fuses the single operations that recompute=selective observes"
             hint = f"type kernels.{op}={TORCH}, recompute=full or compile=true"
             yield Problem("unsupported", message, f"kernels.{op}", hint)
 
@@ -489,7 +490,7 @@ KERNEL_RULES = (known_backends, used_operations, whole_vocabulary, seen_by_recom
 
 
 def check_kernels(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
-    """Return what this machine lacks for the backends that are named."""
+    """Return what this machine lacks for the named backends."""
     on_gpu = spec.cluster.device == "cuda" or (spec.cluster.device == AUTO and bool(machine.gpu_names))
     for op, name in _named(spec):
         path = f"kernels.{op}"
@@ -504,7 +505,7 @@ def check_kernels(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
 
 
 def lacking(backend: Backend, *, on_gpu: bool) -> str:
-    """Name what the backend needs and is missing here; "" where nothing is."""
+    """Return a name for what the backend needs and this machine lacks; "" if nothing is missing."""
     if backend.on == "cuda" and not on_gpu:
         return "CUDA"
     from importlib.metadata import version  # takes long to load, and few recipes name a kernel
@@ -515,11 +516,11 @@ def lacking(backend: Backend, *, on_gpu: bool) -> str:
 
 
 def explain(backend: Backend, *, on_gpu: bool) -> str:
-    """`lacking` in words; "" where nothing is."""
+    """Describe `lacking` in words; "" if nothing is missing."""
     lack = lacking(backend, on_gpu=on_gpu)
     words = {
         "": "",
-        "CUDA": "it runs on CUDA alone",
+        "CUDA": "it runs only on CUDA",
         "torch": f"it needs torch {'.'.join(map(str, backend.since_torch))}",
         "compiler": "no C++ compiler (g++, clang++) is on the PATH",
     }
@@ -527,41 +528,41 @@ def explain(backend: Backend, *, on_gpu: bool) -> str:
 
 
 def why_untried(plan: Plan, op: str, name: str) -> str:
-    """Why `auto` does not consider a backend; "" where it does."""
+    """Return why `auto` does not consider a backend; "" if it does."""
     backend = KERNELS[op][name]
     compiles = plan.spec.compile
     if op in IN_BLOCKS and compiles and backend.fused:
-        return "blocks are compiled as they are"
+        return "compiled blocks keep the default"
     if op in IN_BLOCKS and not compiles and plan.recompute == "selective" and backend.needs_compiler:
-        return "recompute=selective follows single operations"
+        return "recompute=selective observes single operations"
     if backend.whole_vocabulary and plan.layout.tp > 1:
-        return "layout.tp cuts the vocabulary"
-    more = "it takes more memory than the plan counts, and is used where it is named" if backend.more_memory else ""
+        return "layout.tp shards the vocabulary"
+    more = "it needs more memory than the plan counts, so it is used only if named" if backend.more_memory else ""
     return explain(backend, on_gpu=plan.device == "cuda") or more
 
 
 def find_compiler() -> str | None:
-    """Return the path of a C++ compiler, if there is one."""
+    """Return the path of a C++ compiler, or None."""
     candidates = [os.environ.get("CXX") or "g++", "g++", "clang++", "c++"]
     return next((found for found in map(shutil.which, candidates) if found), None)
 
 
 def _named(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """Operations with a backend that is neither the default nor left open nor unknown."""
+    """Yield operations with a backend that is neither the default, nor left open, nor unknown."""
     return ((op, name) for op, name in spec.kernels.changed.items() if name in KERNELS[op])
 
 
-# What can be written and planned but not yet trained: the engine refuses it instead of ignoring it.
+# Values that can be written and planned but not trained yet: the engine refuses them instead of ignoring them.
 
 
 TRAINED = {"compute": ("bf16", "fp32", AUTO), "matmul": ("compute", "fp8")}
-"""The formats of `precision` that this version's engine takes; the first is the one to type."""
+"""The formats of `precision` that this version's engine supports; the first is the one to suggest."""
 FP8_MULTIPLE = 16
-"""Kernels take matrices whose sides are multiples of it."""
+"""Kernels need matrices whose sides are multiples of this."""
 
 
 def close_axes(spec: RunSpec) -> RunSpec:
-    """Return `spec` with the axes beside data parallelism set to 1 where they are `auto`, as a launch has them."""
+    """Return `spec` with every axis except data parallelism set to 1 if it is `auto`, as a launch resolves it."""
     if spec.layout is UNKNOWN:
         return spec
 
@@ -574,19 +575,19 @@ def close_axes(spec: RunSpec) -> RunSpec:
 
 
 def own_framework(spec: RunSpec) -> Iterator[Problem]:
-    """Only trainspec's own engine can be started; other frameworks are planned for."""
+    """Refuse to start other frameworks than trainspec's own engine; they can be planned."""
     if not spec.framework.counted:
-        message = f"`framework` is {spec.framework.name}, whose runs are planned and not started here"
+        message = f"`framework` is {spec.framework.name}, whose runs can be planned but not started"
         hint = "leave `framework` out, or type `trainspec plan`; `trainspec emit` writes other engines' configurations"
         yield Problem("unsupported", message, "framework", hint)
 
 
 def data_of_its_kind(spec: RunSpec) -> Iterator[Problem]:
-    """Images or volumes for models of samples, tokens for those of text."""
+    """Require images or volumes for models of samples, and tokens for text models."""
     model = spec.model
     data = spec.data
     if model.unit == "samples" and data.unit == "tokens":
-        message = f"data={data.source} is text, and a {model.family} model reads images or volumes"
+        message = f"data={data.source} is text, but a {model.family} model reads images or volumes"
         yield Problem("unsupported", message, "data.source", "type data=phantom, data=images or data=volumes")
     elif model.unit == "tokens" and data.unit == "samples":
         message = f"data={data.source} has no tokens, which a {model.family} model reads"
@@ -613,7 +614,7 @@ def elastic_model(spec: RunSpec) -> Iterator[Problem]:
 
 
 def float8(spec: RunSpec) -> Iterator[Problem]:
-    """Linear layers multiply in fp8 where the family allows it, and a rank's matrices fit the kernels."""
+    """Refuse fp8 linear layers if the family does not allow them, or a rank's matrices do not fit the kernels."""
     if spec.precision.matmul != "fp8":
         return
     refused = spec.model.record.refuses.get("fp8")
@@ -629,13 +630,13 @@ def float8(spec: RunSpec) -> Iterator[Problem]:
         }
         for path, side in sides.items():
             if side % FP8_MULTIPLE:
-                multiple = f"which is no multiple of {FP8_MULTIPLE}"
+                multiple = f"which is not a multiple of {FP8_MULTIPLE}"
                 found[path] = f"`{path}` gives a rank a matrix with a side of {side:g}, {multiple}"
     for path, reason in found.items():
         yield Problem("unsupported", f"`precision.matmul` is fp8: {reason}", path, "type precision.matmul=compute")
     if not refused and pipeline_of(spec.layout).splits_backward:
         path = "layout.pipeline_schedule"
-        split = f"{spec.layout.pipeline_schedule} splits each linear layer's backward, which fp8 ones do in one"
+        split = f"{spec.layout.pipeline_schedule} splits each linear layer's backward, which fp8 layers cannot split"
         hint = f"type {path}=1f1b, or precision.matmul=compute"
         yield Problem("unsupported", f"`precision.matmul` is fp8: {split}", path, hint)
 
@@ -646,7 +647,7 @@ def trained_formats(spec: RunSpec) -> Iterator[Problem]:
         if value not in allowed:
             path = f"precision.{key}"
             message = f"`{path}` is {value}; this version trains with {' or '.join(allowed)}"
-            hint = f"type {path}={allowed[0]}, or trainspec plan with the same arguments says what it would take"
+            hint = f"type {path}={allowed[0]}, or predict it with trainspec plan and the same arguments"
             yield Problem("unsupported", message, path, hint)
 
 

@@ -1,5 +1,5 @@
-"""Rules for the model, and for what its layout needs: axes, sizes, networks, pools, formats on the wire, replica groups
-and layouts that change. What is `auto` is left to the planner."""
+"""Rules for the model and the requirements of its layout: axes, sizes, networks, pools, exchange formats, replica
+groups and layout changes. Values that are `auto` are left to the planner."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
 from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel, TextModel
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.keys.training import NF4_BLOCK, TARGETS, FaultSyntaxError, parse_faults
-from trainspec_cli.recipe.structure import UNKNOWN
+from trainspec_cli.recipe.records import UNKNOWN
 
 
 def size_of(layout: LayoutSpec, axis: str) -> int:
-    """An axis that is left to the planner restricts nothing yet."""
+    """Return the size of an axis. An axis that is left to the planner restricts nothing yet, so it counts as 1."""
     size = getattr(layout, axis)
     return 1 if size == AUTO else int(size)
 
 
 def pipeline_of(layout: LayoutSpec, virtual_stages: int = 1) -> Layout:
-    """The pipeline alone, with what is left to the planner as it is without one."""
+    """Return the layout of the pipeline only, with open axes as in a run without a pipeline."""
     schedule = layout.pipeline_schedule
     return Layout(
         pp=size_of(layout, "pp"),
@@ -36,7 +36,7 @@ def pipeline_of(layout: LayoutSpec, virtual_stages: int = 1) -> Layout:
 
 
 def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
-    """Each rank of tp takes whole heads, and equal parts of the feed-forward and the vocabulary."""
+    """Require that each rank of tp gets whole heads, and equal parts of the feed-forward and the vocabulary."""
     tp = size_of(spec.layout, "tp")
     if tp == 1:
         return
@@ -44,84 +44,82 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
         yield _spread_alone("tp", reason)
         return
     if spec.train.loss:
-        yield _spread_alone("tp", f"it cuts the vocabulary, of which {spec.train.loss} (`train.loss`) sees all logits")
+        yield _spread_alone("tp", f"it shards the vocabulary, but {spec.train.loss} (`train.loss`) needs all logits")
     for field in ("num_heads", "num_kv_heads", "ffn_size", "vocab_size", "mamba_heads", "mamba_groups"):
-        # A family without such a size has nothing there to cut.
+        # A family without such a size has nothing to shard there.
         size = getattr(spec.model, field, 0)
         if size % tp:
             yield _indivisible("tp", tp, f"model.{field}", size)
     if spec.layout.sequence_parallel:
-        # Ranks of cp have each a part of the sequence, and those of tp divide that part once more.
+        # Each rank of cp has a part of the sequence, which the ranks of tp divide once more.
         yield from _sequence(spec, size_of(spec.layout, "cp") * tp, "cp x tp")
         if spec.model.learned_positions:
-            message = "a table of positions is added to whole sequences, which sequence parallelism cuts"
+            message = "a table of positions is added to whole sequences, but sequence parallelism divides them"
             yield Problem("illegal_layout", message, "layout.sequence_parallel", "type layout.sequence_parallel=false")
     elif spec.model.experts is not None:
-        message = "experts with tp need sequence parallelism: else every rank of tp would route the same tokens"
+        message = "experts with tp need sequence parallelism: otherwise every rank of tp would route the same tokens"
         yield Problem("illegal_layout", message, "layout.sequence_parallel", "type layout.sequence_parallel=true")
 
 
 def adapters(spec: RunSpec) -> Iterator[Problem]:
-    """Adapters are plain layers beside frozen ones."""
+    """Refuse adapters where they cannot be added as plain layers to frozen ones."""
     if not spec.lora.rank:
         if spec.lora.base != "full":
-            message = (
-                f"`lora.base` is {spec.lora.base}, and `lora.rank` is 0: weights that are trained are kept in full"
-            )
+            message = f"`lora.base` is {spec.lora.base}, but `lora.rank` is 0: trained weights are stored in full"
             yield Problem("contradiction", message, "lora.base", "type lora.rank=16, or lora.base=full")
         return
-    # The families themselves say what they refuse, so a new family needs no edit here.
+    # Each family lists what it refuses, so a new family needs no edit here.
     if reason := spec.model.record.refuses.get("lora"):
-        message = f"{reason}, and `model.family` is {spec.model.family}"
+        message = f"{reason}; `model.family` is {spec.model.family}"
         yield Problem("unsupported", message, "lora.rank", "type lora.rank=0")
     if pipeline_of(spec.layout).splits_backward:
-        got = f"`layout.pipeline_schedule` {spec.layout.pipeline_schedule} splits backwards, which adapters have not"
+        got = f"`layout.pipeline_schedule` {spec.layout.pipeline_schedule} splits the backward, unlike adapters"
         yield Problem("unsupported", got, "layout.pipeline_schedule", "type layout.pipeline_schedule=1f1b")
     if spec.precision.matmul == "fp8":
         message = "layers with adapters do not multiply in fp8"
         yield Problem("unsupported", message, "precision.matmul", "type precision.matmul=compute")
     unknown = [target for target in spec.lora.targets if target not in TARGETS]
     if unknown or not spec.lora.targets:
-        message = f"`lora.targets` is {list(spec.lora.targets)}; there are {', '.join(TARGETS)}"
+        message = f"`lora.targets` is {list(spec.lora.targets)}; allowed are {', '.join(TARGETS)}"
         yield Problem("wrong_choice", message, "lora.targets", "type lora.targets=[q,v]")
 
 
 def quantised_base(spec: RunSpec) -> Iterator[Problem]:
-    """4-bit matrices are those of dense layers; a rank of tp holds whole blocks of their rows."""
+    """Refuse 4-bit matrices outside dense layers, and rows that tp does not divide into whole blocks."""
     model = spec.model
     if not spec.lora.is_quantised or not isinstance(model, DecoderModel):
         return
     if model.experts is not None or model.mla is not None:
         kind = "routed experts" if model.experts is not None else "latent attention"
-        message = f"4 bits hold the matrices of attention and feed-forwards alone, and the model has {kind}"
+        message = f"only the matrices of attention and feed-forwards can be stored in 4 bits, and the model has {kind}"
         yield Problem("unsupported", message, "lora.base", "type lora.base=full")
         return
     if spec.offload != "none":
-        message = f"`offload` is {spec.offload}, which keeps parameters in host memory; 4-bit ones stay on the device"
+        message = f"`offload` is {spec.offload}, which moves parameters to host memory; 4-bit ones stay on the device"
         yield Problem("unsupported", message, "offload", "type offload=none")
     heads = model.num_heads * model.head_dim
     tp = size_of(spec.layout, "tp")
     for field, size in (("hidden_size", model.hidden_size), ("ffn_size", model.ffn_size), ("head_dim", heads)):
         if size % 2:
-            message = f"4-bit weights are held in pairs, and rows of {size} (`model.{field}`) do not divide by 2"
+            message = f"4-bit weights are stored in pairs, but rows of {size} (`model.{field}`) do not divide by 2"
             yield Problem("not_divisible", message, "lora.base", "type lora.base=full")
-        elif tp > 1 and field != "hidden_size" and size % (tp * NF4_BLOCK):  # tp cuts rows of these
-            # The hint has to be a value that passes this rule.
+        elif tp > 1 and field != "hidden_size" and size % (tp * NF4_BLOCK):  # tp divides rows of these
+            # The suggested value must pass this rule.
             largest = max(n for n in range(1, tp) if n == 1 or size % (n * NF4_BLOCK) == 0)
             message = f"rows of {size} (`model.{field}`) do not divide into {tp} (layout.tp) x blocks of {NF4_BLOCK}"
             yield Problem("not_divisible", message, "layout.tp", f"type layout.tp={largest}, or lora.base=full")
 
 
 def documents(spec: RunSpec) -> Iterator[Problem]:
-    """Attention is kept within documents by some models and layouts only."""
+    """Refuse document masks for models and layouts that do not support them."""
     if not spec.data.masks_documents:
         return
     path = "data.document_masks" if spec.data.document_masks else "data.source"
     if not spec.model.rotates:
-        message = "documents are kept apart by attention with rotary positions; this model has other ways across them"
+        message = "documents are kept apart in attention with rotary positions; this model has other mixing"
         yield Problem("unsupported", message, path, "choose a decoder with rotary positions")
     if size_of(spec.layout, "cp") > 1:
-        message = "documents' masks do not go with context parallelism yet"
+        message = "document masks do not work with context parallelism yet"
         yield Problem("unsupported", message, "layout.cp", "type layout.cp=1")
 
 
@@ -140,12 +138,12 @@ def context_parallel(spec: RunSpec) -> Iterator[Problem]:
             if heads % (cp * tp):
                 yield _indivisible("cp", cp * tp, f"model.{field}", heads)
     else:
-        # A causal mask gives later tokens more work: each rank takes one early chunk and one late one.
-        yield from _sequence(spec, 2 * cp, "2 x cp, the zigzag's chunks")
+        # A causal mask gives later tokens more work, so each rank takes one early chunk and one late chunk.
+        yield from _sequence(spec, 2 * cp, "2 x cp, the chunks of the zigzag")
         for field in ("sliding_window", "mla", "attention_sinks"):
             if getattr(model, field, None):
                 message = (
-                    f"ring attention crosses the whole causal half; `model.{field}` needs each head's whole sequence"
+                    f"ring attention covers the whole causal half, but `model.{field}` needs each head's whole sequence"
                 )
                 yield Problem("illegal_layout", message, "layout.context_method", "type layout.context_method=ulysses")
 
@@ -167,13 +165,13 @@ def pipeline(spec: RunSpec) -> Iterator[Problem]:
     chunks = spec.layout.virtual_stages
     path = "layout.virtual_stages"
     if schedule == "interleaved" and chunks != AUTO and chunks < 2:
-        message = f"the interleaved schedule needs 2 virtual stages or more, `{path}` is {chunks}"
+        message = f"the interleaved schedule needs 2 virtual stages or more, but `{path}` is {chunks}"
         yield Problem("illegal_layout", message, path, f"type {path}=2")
     elif schedule not in ("interleaved", AUTO) and chunks != AUTO and chunks > 1:
-        got = f"`{path}` is {chunks}; the schedule {schedule} has one chunk of layers a rank of its own"
+        got = f"`{path}` is {chunks}, but the schedule {schedule} sets the chunks of layers per rank itself"
         hint = f"type layout.pipeline_schedule=interleaved, or {path}=1"
         yield Problem("illegal_layout", got, path, hint)
-    # A stage without layers would have nothing to send to the next one.
+    # A stage without layers would have nothing to send to the next stage.
     layers = spec.model.num_layers
     wanted = spec.layout.stage_layers
     layout = pipeline_of(spec.layout, size_of(spec.layout, "virtual_stages"))
@@ -183,16 +181,16 @@ def pipeline(spec: RunSpec) -> Iterator[Problem]:
         of_rank = layout.chunks_per_rank
         hint = f"type layout.pp={max(1, layers // of_rank)}"
         if of_rank > 1 and layers >= layout.pp:
-            hint = f"type layout.pipeline_schedule=1f1b, which has one stage a rank and not {of_rank}"
+            hint = f"type layout.pipeline_schedule=1f1b, which has one stage per rank instead of {of_rank}"
         yield Problem("illegal_layout", message, "layout.pp", hint)
     if wanted is not None and (len(wanted) != stages or sum(wanted) != layers):
         message = (
             f"`layout.stage_layers` is {list(wanted)}: {len(wanted)} stages with {sum(wanted)} layers; "
-            f"the layout has {stages} stages, the model {layers} layers"
+            f"the layout has {stages} stages and the model {layers} layers"
         )
         even, spare = divmod(layers, stages)
         fitting = ",".join(str(even + (stage < spare)) for stage in range(stages))
-        hint = f"type layout.stage_layers=[{fitting}], or null to cut by planned times"
+        hint = f"type layout.stage_layers=[{fitting}], or null to divide by planned times"
         yield Problem("illegal_layout", message, "layout.stage_layers", hint)
 
 
@@ -201,7 +199,7 @@ def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
     etp = size_of(spec.layout, "etp")
     experts = spec.model.experts
     if etp > 1:
-        yield Problem("illegal_layout", "the engine spreads whole experts", "layout.etp", "type layout.etp=1")
+        yield Problem("illegal_layout", "the engine distributes whole experts", "layout.etp", "type layout.etp=1")
     if ep == 1:
         return
     if experts is None:
@@ -209,21 +207,21 @@ def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
         return
     if experts.num_experts % ep:
         yield _indivisible("ep", ep, "model.experts.num_experts", experts.num_experts)
-    # Experts are spread over the ranks of one replica and stage; how many these are is known where no axis is open.
+    # Experts are distributed over the ranks of one replica and stage, whose number is known only if no axis is open.
     axes = ("dp_shard", "cp", "tp")
     sizes = [getattr(spec.layout, axis) for axis in axes]
     if AUTO not in sizes and (sizes[0] * sizes[1] * sizes[2]) % ep:
         ranks = sizes[0] * sizes[1] * sizes[2]
         message = f"ep={ep} does not divide the {ranks} ranks of {' x '.join(axes)}, which share the experts"
-        yield Problem("not_divisible", message, "layout.ep", "experts are spread over those ranks: raise dp_shard")
+        yield Problem("not_divisible", message, "layout.ep", "experts are distributed over those ranks: raise dp_shard")
 
 
 def capacity(spec: RunSpec) -> Iterator[Problem]:
-    """An expert's capacity is its share of each sequence, which a rank must then see whole."""
+    """Refuse a capacity per sequence if the layout divides sequences over ranks."""
     experts = spec.model.experts
     cut = [axis for axis in ("cp", "tp") if size_of(spec.layout, axis) > 1]
     if experts is not None and experts.capacity_factor is not None and cut:
-        message = f"a capacity of each sequence's experts cannot be kept where {cut[0]} cuts the sequence"
+        message = f"experts cannot have a capacity per sequence if {cut[0]} divides the sequence"
         hint = f"type model.experts.capacity_factor=null, or layout.{cut[0]}=1"
         yield Problem("illegal_layout", message, f"layout.{cut[0]}", hint)
 
@@ -241,7 +239,7 @@ LAYOUT_RULES = (
 
 
 def _spread_alone(axis: str, reason: str) -> Problem:
-    message = f"`layout.{axis}` cannot be used here: {reason}"
+    message = f"`layout.{axis}` cannot be used: {reason}"
     return Problem("illegal_layout", message, f"layout.{axis}", f"type layout.{axis}=1")
 
 
@@ -251,11 +249,11 @@ def _indivisible(axis: str, parts: int, path: str, size: int) -> Problem:
     return Problem("not_divisible", message, f"layout.{axis}", f"it divides by {fitting}")
 
 
-# Rules for a model's sizes: what fits in any model and in those of one family, and what the engine can train.
+# Rules for a model's sizes: for all models, for those of one family, and what the engine can train.
 
 
 MAX_PHANTOM_CLASSES = 8
-"""Tissues, or kinds of lesions, of phantoms that differ by enough."""
+"""The most kinds of tissue or lesion in phantoms that differ clearly enough."""
 
 
 def expert_choice(spec: RunSpec) -> Iterator[Problem]:
@@ -267,7 +265,7 @@ def expert_choice(spec: RunSpec) -> Iterator[Problem]:
 
 
 def expert_groups(spec: RunSpec) -> Iterator[Problem]:
-    """Groups are of one size, and those that a token may visit hold enough experts."""
+    """Require groups of equal size, and enough experts in the groups that a token may visit."""
     experts = spec.model.experts
     if experts is None or experts.num_groups == 1:
         return
@@ -278,10 +276,10 @@ def expert_groups(spec: RunSpec) -> Iterator[Problem]:
         yield not_divisible("model.experts.num_groups", message, number, groups)
     elif experts.top_groups * number // groups < experts.top_k or experts.top_groups > groups:
         message = (
-            f"{experts.top_groups} of {groups} groups (`model.experts.top_groups`) are to hold a token's "
-            f"{experts.top_k} experts; a group has {number // groups}"
+            f"{experts.top_groups} of {groups} groups (`model.experts.top_groups`) must hold a token's "
+            f"{experts.top_k} experts, but a group has {number // groups}"
         )
-        # Rounded up: these groups have to hold a token's experts at least.
+        # Rounded up: these groups must hold at least a token's experts.
         fewest = min(groups, -(-experts.top_k * groups // number))
         allowed = f"{groups} or less" if experts.top_groups > groups else f"{fewest} or more"
         hint = f"type model.experts.top_groups={allowed}"
@@ -289,14 +287,14 @@ def expert_groups(spec: RunSpec) -> Iterator[Problem]:
 
 
 def expert_width(spec: RunSpec) -> Iterator[Problem]:
-    """Grouped matrix products want rows of whole 16 bytes."""
+    """Require rows of whole 16 bytes for grouped matrix products."""
     experts = spec.model.experts
     if experts is None:
         return
     sizes = {"model.experts.expert_ffn_size": experts.expert_ffn_size, "model.hidden_size": spec.model.hidden_size}
     for path, size in sizes.items():
         if size % 8:
-            message = f"`{path}` is {size}; experts' matrices need a multiple of 8"
+            message = f"`{path}` is {size}; matrices of experts need a multiple of 8"
             yield Problem(code="not_divisible", path=path, message=message, hint=f"type {path}={size + -size % 8}")
 
 
@@ -307,17 +305,17 @@ def position_table(spec: RunSpec) -> Iterator[Problem]:
         yield Problem(code="out_of_range", path="data.seq_len", message=message, hint=f"type data.seq_len={rows}")
 
 
-# Models of text
+# Text models
 
 
 def prediction_layers(spec: RunSpec) -> Iterator[Problem]:
     if isinstance(spec.model, DecoderModel) and not spec.model.is_built:
-        message = "the engine does not build layers that predict further tokens; without them the model is the same"
+        message = "the engine does not build the layers that predict further tokens; the rest of the model is the same"
         yield Problem("unsupported", message, "model.prediction_layers", "type model.prediction_layers=0")
 
 
 def heads(spec: RunSpec) -> Iterator[Problem]:
-    """Each key-value head serves equally many heads."""
+    """Require that all key-value heads serve the same number of heads."""
     model = spec.model
     if isinstance(model, TextModel) and model.num_kv_heads and model.num_heads % model.num_kv_heads:
         message = f"{model.num_heads} heads (`model.num_heads`) do not divide by {model.num_kv_heads} key-value heads"
@@ -327,12 +325,12 @@ def heads(spec: RunSpec) -> Iterator[Problem]:
 def rotary_width(spec: RunSpec) -> Iterator[Problem]:
     model = spec.model
     if isinstance(model, DecoderModel) and model.head_dim % 2:
-        message = f"`model.head_dim` is {model.head_dim}; rotary embeddings turn pairs and need an even number"
+        message = f"`model.head_dim` is {model.head_dim}; rotary embeddings rotate pairs, which needs an even number"
         yield Problem("not_divisible", message, "model.head_dim", f"type model.head_dim={model.head_dim + 1}")
 
 
 def layer_pattern(spec: RunSpec) -> Iterator[Problem]:
-    """It has as many letters of each kind as the model has layers of it."""
+    """Require one letter in the pattern per layer of each kind."""
     model = spec.model
     if not isinstance(model, HybridModel) or not model.layer_pattern:
         return
@@ -341,12 +339,12 @@ def layer_pattern(spec: RunSpec) -> Iterator[Problem]:
     if {letter: pattern.count(letter) for letter in counts} != counts or len(pattern) != model.num_layers:
         wanted = ", ".join(f"{count} x {letter}" for letter, count in counts.items() if count)
         message = f"`model.layer_pattern` is {pattern}; the model has {wanted} (M Mamba, * attention, - MLP, E experts)"
-        hint = "give as many letters, or leave it empty to spread each kind evenly"
+        hint = "give one letter per layer, or leave it empty to distribute each kind evenly"
         yield Problem("wrong_value", message, "model.layer_pattern", hint)
 
 
 def mamba_heads(spec: RunSpec) -> Iterator[Problem]:
-    """Each group serves equally many heads."""
+    """Require that all groups serve the same number of heads."""
     model = spec.model
     if isinstance(model, HybridModel) and model.mamba_layers and model.mamba_heads % model.mamba_groups:
         message = f"{model.mamba_heads} Mamba heads do not divide into {model.mamba_groups} groups"
@@ -365,7 +363,7 @@ def known_architecture(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, "model.architecture", "type model.architecture=resnet")
     elif model.architecture == "resnet" and len(model.widths) != len(model.blocks):
         message = f"{len(model.widths)} stages in `model.widths`, {len(model.blocks)} in `model.blocks`"
-        yield Problem("not_divisible", message, "model.blocks", "give both a number for every stage")
+        yield Problem("not_divisible", message, "model.blocks", "give both one number per stage")
 
 
 def fitting_input(spec: RunSpec) -> Iterator[Problem]:
@@ -376,10 +374,10 @@ def fitting_input(spec: RunSpec) -> Iterator[Problem]:
     if dims not in ((2, 3) if model.segments else (2,)):
         allowed = "a unet takes 2 or 3" if model.segments else f"a {model.architecture} takes 2"
         yield Problem("out_of_range", f"`model.input_size` has {dims} dimensions; {allowed}", "model.input_size")
-    # Each level halves every extent, and what comes back up has to fit what went down.
+    # Each level halves the size in every dimension, and the way up must match the way down.
     shrinks_by = 2 ** len(model.widths)
     if model.segments and any(extent % shrinks_by for extent in model.input_size):
-        message = f"`model.input_size` is {list(model.input_size)}; {len(model.widths)} levels halve every extent"
+        message = f"`model.input_size` is {list(model.input_size)}; {len(model.widths)} levels halve every size"
         near = ",".join(str(max(1, round(extent / shrinks_by)) * shrinks_by) for extent in model.input_size)
         yield Problem("not_divisible", message, "model.input_size", f"type model.input_size=[{near}]")
 
@@ -399,7 +397,7 @@ MODEL_RULES = (
     *(heads, rotary_width, layer_pattern, mamba_heads),
 )
 TRAINING_RULES = (prediction_layers, known_architecture, fitting_input, phantom_classes)
-"""For models that the engine is to train; what it cannot train can still be planned."""
+"""For models that the engine should train; a model that it cannot train can still be planned."""
 
 
 def not_divisible(path: str, message: str, total: int, part: int) -> Problem:
@@ -408,40 +406,42 @@ def not_divisible(path: str, message: str, total: int, part: int) -> Problem:
 
 
 def divisors(number: int, most: int = 8) -> list[Any]:
-    """Return all divisors of a number, or of a large one the smallest few."""
-    # Sizes may be as large as 1e9, and nobody spreads over more ranks than these.
+    """Return all divisors of a number; of a large number, only the smallest few."""
+    # Sizes may be as large as 1e9, and nobody uses more ranks than this.
     found: list[Any] = [n for n in range(1, min(number, 4096) + 1) if number % n == 0]
     return found if len(found) <= most else [*found[:most], "..."]
 
 
-# Rules for a network: each tier holds more than the one below, the last every device; planes join every NIC.
+# Rules for a network: each tier holds more than the one below and the last one holds every device; planes connect all
+# NICs.
 
 
 TIERS = "cluster.fabric.tiers"
 
 
 def tiers(spec: RunSpec) -> Iterator[Problem]:
-    """A fabric has a scale-up domain and a network or more; sizes grow, in whole nodes, up to all devices."""
+    """Require a scale-up domain and at least one network tier, with sizes that grow in whole nodes up to all
+    devices."""
     described = spec.cluster.fabric.tiers
     if len(described) == 1:
-        message = f"`{TIERS}` has one tier, `{described[0].name}`; the scale-up domain and a network are needed"
-        yield Problem("missing_value", message, TIERS, "add the tier that joins the domains, or type fabric=flat")
+        message = f"`{TIERS}` has one tier, `{described[0].name}`; a scale-up domain and a network are needed"
+        yield Problem("missing_value", message, TIERS, "add the tier that connects the domains, or type fabric=flat")
     for place, tier in enumerate(described):
         if tier.devices is None and 0 < place < len(described) - 1:
             path = f"{TIERS}.{place}.devices"
-            message = f"`{path}` has no value; only the first tier and the last take it from the cluster"
-            yield Problem("missing_value", message, path, "say how many devices one element of the tier holds")
+            message = f"`{path}` has no value; only the first and the last tier take it from the cluster"
+            yield Problem("missing_value", message, path, "set the number of devices in one element of the tier")
     if described and described[0].kind is not None:
         path = f"{TIERS}.0.kind"
-        message = f"`{path}` is {described[0].kind}, and the first tier is the devices' own links"
-        yield Problem("unsupported", message, path, "leave it out: cluster.accelerator.link_kind says what they are")
+        message = f"`{path}` is {described[0].kind}, but the first tier is the devices' own links"
+        yield Problem("unsupported", message, path, "leave it out: cluster.accelerator.link_kind sets their kind")
     yield from _sizes(described, spec)
 
 
 def _sizes(described: tuple[TierSpec, ...], spec: RunSpec) -> Iterator[Problem]:
     per_node = spec.cluster.devices_per_node
     known = [(place, tier.name, tier.devices) for place, tier in enumerate(described) if tier.devices is not None]
-    # The first tier is the scale-up domain: the cluster's own keys give its size where the tier does not.
+    # The first tier is the scale-up domain: if the tier does not state its size, the cluster's keys do.
     domain = spec.cluster.scaleup_devices or (None if per_node == AUTO else per_node)
     if described and described[0].devices is None and domain is not None:
         known.insert(0, (0, described[0].name, domain))
@@ -458,25 +458,26 @@ def _sizes(described: tuple[TierSpec, ...], spec: RunSpec) -> Iterator[Problem]:
         wanted = spec.cluster.num_nodes * per_node
         if described[-1].devices < wanted:
             path = f"{TIERS}.{len(described) - 1}.devices"
-            message = f"`{path}` is {described[-1].devices}, and the cluster has {wanted} devices"
-            hint = f"type {wanted} or more, or null for all of them, or add the tier that joins these"
+            message = f"`{path}` is {described[-1].devices}, but the cluster has {wanted} devices"
+            hint = f"type {wanted} or more, or null for all devices, or add the tier that connects these"
             yield Problem("out_of_range", message, path, hint)
 
 
 def network(spec: RunSpec) -> Iterator[Problem]:
-    """Several nodes are joined by links that carry something."""
+    """Refuse several nodes whose links have no bandwidth."""
     cluster = spec.cluster
     described = cluster.fabric.tiers[1:]
     is_described = bool(described) and all(tier.gbit_per_s for tier in described)
     if cluster.nic_gbit_per_s == 0 and cluster.num_nodes > 1 and not is_described:
         path = "cluster.nic_gbit_per_s"
-        message = f"`{path}` is 0, and {cluster.num_nodes} nodes exchange data over their NICs"
-        hint = f"type {path}=400, or what a device has, in Gbit/s; null takes what is usual for the accelerator"
+        message = f"`{path}` is 0, but {cluster.num_nodes} nodes exchange data over their NICs"
+        hint = f"type {path}=400, or the bandwidth per device in Gbit/s; null takes the usual value for the accelerator"
         yield Problem("out_of_range", message, path, hint)
 
 
 def planes(spec: RunSpec) -> Iterator[Problem]:
-    """A switch has a whole, even number of ports, half of which go up, and the tiers join every device's NIC."""
+    """Require a whole, even number of ports per switch, half of which go up, and tiers that connect every device's
+    NIC."""
     found = spec.cluster.fabric.planes
     per_node = spec.cluster.devices_per_node
     if found is None:
@@ -490,12 +491,12 @@ def planes(spec: RunSpec) -> Iterator[Problem]:
         )
         yield Problem("not_divisible", message, path, "choose planes, nic_gbit_per_s and switch_tbit_per_s that divide")
         return
-    # Half of a switch's ports go up, but for the last tier: radix^2 / 2 NICs in two tiers, radix^3 / 4 in three.
+    # Half of a switch's ports go up, except in the last tier: radix^2 / 2 NICs in two tiers, radix^3 / 4 in three.
     most = round(radix) ** found.switch_tiers // (2 if found.switch_tiers == 2 else 4)
     nics = None if per_node == AUTO else spec.cluster.num_nodes * per_node
     if nics is not None and nics > most:
         path = "cluster.fabric.planes.switch_tiers"
-        message = f"`{path}` is {found.switch_tiers}, which join {most:,} NICs, and the cluster has {nics:,} devices"
+        message = f"`{path}` is {found.switch_tiers}, which connect {most:,} NICs, but the cluster has {nics:,} devices"
         hint = f"type {path}=3" if found.switch_tiers == 2 else "choose more planes, or fewer nodes"
         yield Problem("out_of_range", message, path, hint)
 
@@ -503,28 +504,28 @@ def planes(spec: RunSpec) -> Iterator[Problem]:
 FABRIC_RULES = (tiers, network, planes)
 
 
-# Rules for a cluster of several pools: what nothing is said beside, and what they cannot be joined with.
+# Rules for a cluster of several pools: keys that must not be set, and features that pools exclude.
 
 
 POOLS = "cluster.pools"
 MOST = 4
-"""Pipelines go through the pools in every order, of which there are 24 for four."""
+"""Pipelines are tried through the pools in every order: 24 orders for four pools."""
 
 
 def instead_of_nodes(spec: RunSpec) -> Iterator[Problem]:
-    """Pools say what the cluster's nodes are; the keys of an ordinary cluster say nothing beside them."""
+    """Refuse keys of an ordinary cluster together with pools, which describe the nodes themselves."""
     cluster = spec.cluster
     if not cluster.pools:
         if cluster.pool_link_gbit_per_s is not None:
             path = "cluster.pool_link_gbit_per_s"
-            message = f"`{path}` is {cluster.pool_link_gbit_per_s:g}, and the cluster has no pools"
+            message = f"`{path}` is {cluster.pool_link_gbit_per_s:g}, but the cluster has no pools"
             yield Problem("unsupported", message, path, f"type {path}=null, or {POOLS}=[...]")
         return
     if cluster.accelerator is not None:
-        message = f"`{POOLS}` names the accelerators, and `cluster.accelerator` is {cluster.accelerator.name} besides"
-        yield Problem("unsupported", message, POOLS, "type cluster=auto, and say in each pool what it has")
+        message = f"`{POOLS}` names the accelerators, but `cluster.accelerator` is {cluster.accelerator.name}"
+        yield Problem("unsupported", message, POOLS, "type cluster=auto, and set these keys in each pool")
         return
-    # A key that has its usual value was not written, as far as a rule can know.
+    # A rule cannot distinguish a key with its default value from a key that was not written.
     set_besides = {
         "num_nodes": (cluster.num_nodes, 1),
         "devices_per_node": (cluster.devices_per_node, AUTO),
@@ -533,45 +534,45 @@ def instead_of_nodes(spec: RunSpec) -> Iterator[Problem]:
     }
     for key, (value, usual) in set_besides.items():
         if value != usual:
-            message = f"`cluster.{key}` is {value}, and each of `{POOLS}` says its own"
+            message = f"`cluster.{key}` is {value}, but each of `{POOLS}` has its own"
             yield Problem("unsupported", message, f"cluster.{key}", f"type cluster=auto, or leave out {POOLS}")
 
 
 def joined_with(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse too many pools, and keys that describe nodes which are alike."""
+    """Refuse too many pools, and keys that assume identical nodes."""
     cluster = spec.cluster
     if not cluster.pools:
         return
     if len(cluster.pools) > MOST:
         message = f"`{POOLS}` has {len(cluster.pools)} pools; at most {MOST} are planned together"
-        yield Problem("out_of_range", message, POOLS, "join those that are alike")
+        yield Problem("out_of_range", message, POOLS, "merge identical ones")
     if cluster.fabric.tiers or cluster.fabric.planes:
         message = (
-            f"the fabric {cluster.fabric.name or 'of this recipe'} has tiers, and `{POOLS}` are joined by one link"
+            f"the fabric {cluster.fabric.name or 'of this recipe'} has tiers, but `{POOLS}` are connected by one link"
         )
-        hint = "type fabric=flat, and cluster.pool_link_gbit_per_s=<Gbit/s of a device> for what joins the pools"
+        hint = "type fabric=flat, and cluster.pool_link_gbit_per_s=<Gbit/s of a device> for the link between pools"
         yield Problem("unsupported", message, "cluster.fabric.tiers", hint)
     if cluster.nic_gbit_per_s == 0:
         path = "cluster.nic_gbit_per_s"
-        message = f"`{path}` is 0, and the nodes of `{POOLS}` exchange data over their NICs"
-        yield Problem("out_of_range", message, path, f"type {path}=null, and write it in each pool")
+        message = f"`{path}` is 0, but the nodes of `{POOLS}` exchange data over their NICs"
+        yield Problem("out_of_range", message, path, f"type {path}=null, and set it in each pool")
     if cluster.reliability.spare_nodes:
         path = "cluster.reliability.spare_nodes"
-        message = f"`{path}` is {cluster.reliability.spare_nodes}, and does not say of which of `{POOLS}`"
+        message = f"`{path}` is {cluster.reliability.spare_nodes}, but does not state in which of `{POOLS}`"
         yield Problem("unsupported", message, path, f"type {path}=null, or count the spare nodes in a pool")
     if cluster.cost.owned:
-        message = f"`cluster.cost.owned` has one price of a device, and `{POOLS}` have several kinds"
-        hint = f"type cost=rented, and write price_usd_per_device_hour in each of {POOLS}"
+        message = f"`cluster.cost.owned` has one price per device, but `{POOLS}` have several kinds of devices"
+        hint = f"type cost=rented, and set price_usd_per_device_hour in each of {POOLS}"
         yield Problem("unsupported", message, "cluster.cost.owned", hint)
 
 
 def only_planned(spec: RunSpec) -> Iterator[Problem]:
-    """The engine does not place ranks by pools."""
+    """Refuse pools in a launch: the engine does not place ranks by pool."""
     if not spec.cluster.pools:
         return
     sizes = {pool.devices_per_node for pool in spec.cluster.pools}
     nodes = sum(pool.num_nodes for pool in spec.cluster.pools)
-    message = f"`{POOLS}` are planned (trainspec plan) and not launched: no layout is placed on nodes by their kind"
+    message = f"`{POOLS}` can be planned (trainspec plan) but not launched: layouts are not placed by kind of node"
     if len(sizes) > 1:
         hint = "launch on the nodes of one pool: ~cluster.pools cluster.num_nodes=<its nodes>"
     else:
@@ -585,7 +586,7 @@ def only_planned(spec: RunSpec) -> Iterator[Problem]:
 POOL_RULES = (instead_of_nodes, joined_with)
 
 
-# Rules for the formats in which gradients and parameters travel.
+# Rules for the formats in which gradients and parameters are exchanged.
 
 
 GRADIENTS = "comm.gradients"
@@ -593,62 +594,61 @@ PARAMETERS = "comm.parameters"
 ACROSS = "comm.across_nodes"
 BUCKETS = "comm.bucket_bytes"
 LEFT_OPEN = ("full", AUTO, None)
-"""Values that ask for no fewer bits."""
+"""Values that do not request fewer bits."""
 
 
 def fp32_sums(spec: RunSpec) -> Iterator[Problem]:
-    """Compressed gradients are summed in fp32."""
+    """Require fp32 sums for compressed gradients."""
     asked = {GRADIENTS: spec.comm.gradients, ACROSS: spec.comm.across_nodes}
     path = next((path for path, value in asked.items() if value not in ("full", None)), None)
     if path is not None and spec.precision.reduce != "fp32":
-        message = f"`{path}` is {asked[path]}, whose sums are made in fp32, and `precision.reduce` is bf16"
+        message = f"`{path}` is {asked[path]}, which is summed in fp32, but `precision.reduce` is bf16"
         yield Problem("unsupported", message, "precision.reduce", f"type precision.reduce=fp32, or {path}=full")
 
 
 def parameter_format(spec: RunSpec) -> Iterator[Problem]:
-    """Four bits hold differences from the weights of the step before, which each rank would have to keep whole."""
+    """Refuse int4 parameters: four bits could only hold differences from the previous step, which each rank would have
+    to keep whole."""
     if spec.comm.parameters == "int4":
-        message = (
-            f"`{PARAMETERS}` is int4; whole weights lose too much in 4 bits, and no rank keeps those of a step ago"
-        )
+        message = f"`{PARAMETERS}` is int4; whole weights lose too much in 4 bits, and no rank keeps the previous ones"
         yield Problem("unsupported", message, PARAMETERS, f"type {PARAMETERS}=int8")
 
 
 def several_nodes(spec: RunSpec) -> Iterator[Problem]:
     if spec.comm.across_nodes is not None and spec.cluster.num_nodes == 1 and not spec.cluster.pools:
-        message = f"`{ACROSS}` is {spec.comm.across_nodes}, and `cluster.num_nodes` is 1"
+        message = f"`{ACROSS}` is {spec.comm.across_nodes}, but `cluster.num_nodes` is 1"
         yield Problem("unsupported", message, ACROSS, f"type {ACROSS}=null, or {GRADIENTS}={spec.comm.across_nodes}")
 
 
 def exchanged(spec: RunSpec, layout: Layout, replica_groups: int) -> Iterator[Problem]:
-    """Refuse formats of exchanges that the layout does not have."""
+    """Refuse formats for exchanges that the layout does not have."""
     comm = spec.comm
     described = layout.describe()
     asked = {GRADIENTS: comm.gradients, ACROSS: comm.across_nodes}
     path = next((path for path, value in asked.items() if value not in LEFT_OPEN), None)
     if path is not None and layout.shards * layout.dp_replicate * replica_groups == 1:
-        message = f"`{path}` is {asked[path]}, and in this layout ({described}) no ranks sum gradients"
+        message = f"`{path}` is {asked[path]}, but in this layout ({described}) no ranks sum gradients"
         hint = f"type {path}=full, or choose a layout with dp_shard or dp_replicate of 2 or more"
         yield Problem("unsupported", message, path, hint)
     if comm.parameters != "full" and layout.shards == 1:
-        message = f"`{PARAMETERS}` is {comm.parameters}, and in this layout ({described}) no rank gathers parameters"
+        message = f"`{PARAMETERS}` is {comm.parameters}, but in this layout ({described}) no rank gathers parameters"
         yield Problem("unsupported", message, PARAMETERS, f"type {PARAMETERS}=full, or layout.dp_shard=2 (or more)")
 
 
 def joined(spec: RunSpec, layout: Layout, device: str) -> Iterator[Problem]:
-    """Refuse a size of buckets where the gradients of several blocks never go together."""
+    """Refuse a bucket size if the gradients of several blocks are never exchanged together."""
     size = spec.comm.bucket_bytes
     why = ""
     if not size:
         return
     if device == "cuda":
-        why = "on GPUs FSDP2 sums the gradients of each block by themselves"
+        why = "on GPUs FSDP2 sums the gradients of each block separately"
     elif layout.shards * layout.dp_replicate == 1:
         why = f"in this layout ({layout.describe()}) no ranks sum gradients"
     elif spec.comm.gradients not in LEFT_OPEN or spec.comm.across_nodes not in LEFT_OPEN:
-        why = "in fewer bits each block's gradients travel by themselves"
+        why = "in fewer bits each block's gradients are exchanged separately"
     if why:
-        yield Problem("unsupported", f"`{BUCKETS}` is {size:,}, and {why}", BUCKETS, f"type {BUCKETS}=null")
+        yield Problem("unsupported", f"`{BUCKETS}` is {size:,}, but {why}", BUCKETS, f"type {BUCKETS}=null")
 
 
 COMM_RULES = (fp32_sums, parameter_format, several_nodes)
@@ -658,11 +658,11 @@ COMM_RULES = (fp32_sums, parameter_format, several_nodes)
 
 
 ELASTIC_WITHOUT_NUMBER = 2
-"""Groups where neither `resilience.replica_groups` nor `layout.dp_replicate` says how many."""
+"""Groups if neither `resilience.replica_groups` nor `layout.dp_replicate` states their number."""
 
 
 def wanted_groups(spec: RunSpec) -> int:
-    """Replica groups of a launch."""
+    """Return the number of replica groups of a launch."""
     if spec.resilience.mode != "elastic":
         return 1
     if spec.resilience.replica_groups != AUTO:
@@ -672,27 +672,28 @@ def wanted_groups(spec: RunSpec) -> int:
 
 
 def fixed_groups(spec: RunSpec) -> int:
-    """Count the groups beside the layout's own axes: `layout.dp_replicate` may count the groups itself."""
+    """Return the number of groups in addition to the layout's axes: `layout.dp_replicate` may count the groups
+    itself."""
     counted_by_layout = spec.resilience.replica_groups == AUTO and spec.layout.dp_replicate not in (AUTO, 1)
     return 1 if counted_by_layout else wanted_groups(spec)
 
 
 def groups(spec: RunSpec) -> Iterator[Problem]:
-    """Two groups at least, of equally many processes."""
+    """Require at least two groups, with equal numbers of processes."""
     path = "resilience.replica_groups"
     number = spec.resilience.replica_groups
     if spec.resilience.mode != "elastic":
         if number not in (AUTO, 1):
-            message = f"`{path}` is {number}, and `resilience.mode` is {spec.resilience.mode}, which has no groups"
+            message = f"`{path}` is {number}, but `resilience.mode` is {spec.resilience.mode}, which has no groups"
             yield Problem("unsupported", message, path, "type resilience=elastic")
         return
     number = wanted_groups(spec)
     if number == 1:
-        message = f"`{path}` is 1; one group has no other to heal from"
+        message = f"`{path}` is 1; a single group has no other to heal from"
         yield Problem("out_of_range", message, path, f"type {path}=2 or more, or resilience=restart")
     if spec.resilience.min_groups > number:
         path = "resilience.min_groups"
-        message = f"`{path}` is {spec.resilience.min_groups}, and there are {number} replica groups"
+        message = f"`{path}` is {spec.resilience.min_groups}, but there are {number} replica groups"
         yield Problem("out_of_range", message, path, f"type {path}={number} or less")
 
 
@@ -708,13 +709,13 @@ def group_processes(spec: RunSpec) -> Iterator[Problem]:
 
 
 def whole_hosts(num_nodes: int, number: int) -> Iterator[Problem]:
-    """The loss of a node must not take parts of several replica groups along."""
+    """Refuse a placement in which the loss of one node takes parts of several replica groups."""
     if number == 1 or num_nodes % number == 0 or number % num_nodes == 0:
         return
     path = "resilience.replica_groups"
     message = f"{num_nodes} nodes do not divide over {number} replica groups, nor the groups over the nodes"
     fitting = [n for n in range(2, 2 * num_nodes + 1) if num_nodes % n == 0 or n % num_nodes == 0]
-    # The nearest to what was asked for, shown in their order.
+    # The values nearest to the request, in ascending order.
     near = sorted(fitting, key=lambda n: abs(n - number))[:3]
     yield Problem("not_divisible", message, path, f"type {path}={' or '.join(map(str, sorted(near)))}")
 
@@ -728,55 +729,56 @@ def faults(spec: RunSpec) -> Iterator[Problem]:
     number = wanted_groups(spec)
     for fault in parsed:
         if fault.group >= number:
-            message = f"`fault` is for replica group {fault.group}, and the groups are numbered 0 to {number - 1}"
+            message = f"`fault` is for replica group {fault.group}, but the groups are numbered 0 to {number - 1}"
             yield Problem("out_of_range", message, "fault", "type fault='kill(group=0,step=40)'")
         if fault.kind in ("lighthouse", "bitflip") and number == 1:
-            message = f"`fault` {fault.kind} is felt by replica groups alone"
+            message = f"`fault` {fault.kind} affects only replica groups"
             yield Problem("unsupported", message, "fault", "type resilience=elastic")
 
 
 ELASTIC_RULES = (groups, group_processes, faults)
 
 
-# Rules for a layout that changes while the run goes on.
+# Rules for a layout that changes during the run.
 
 
 PATH = "scheduler.changes"
 
 
 def changed_specs(spec: RunSpec) -> list[RunSpec]:
-    """Return the recipe as it would be with each of the layouts that it changes to from the start on."""
+    """Return one recipe per layout change, as if the run started with that layout."""
     if spec.layout is UNKNOWN:
         return []
     return [replace(spec, layout=change.of(spec.layout)) for change in spec.scheduler.changes]
 
 
 def changed_layouts(spec: RunSpec) -> Iterator[Problem]:
-    """Each layout that the run changes to is legal in itself, and builds on axes that are known before the search."""
+    """Require that each layout that the run changes to is legal, and builds only on axes that are known before the
+    search."""
     for place, (changed, change) in enumerate(zip(changed_specs(spec), spec.scheduler.changes, strict=False)):
-        # The planner searches before the run begins, for one layout: a change has to name what it builds on.
+        # The planner searches before the run begins, for one layout, so a change must name the axes that it builds on.
         open_axes = [axis for axis in ("cp", "tp", "pp", "ep") if getattr(changed.layout, axis) == AUTO]
         if open_axes:
-            message = f"the layout from step {change.step} on leaves {', '.join(open_axes)} to the planner"
+            message = f"the layout from step {change.step} leaves {', '.join(open_axes)} to the planner"
             hint = f"name {open_axes[0]} in {PATH}.{place}, or type layout.{open_axes[0]}=1"
             yield Problem("unsupported", message, f"{PATH}.{place}.{open_axes[0]}", hint)
         for problem in (found for rule in LAYOUT_RULES for found in rule(changed)):
             field = problem.path.rpartition(".")[2]
             path = f"{PATH}.{place}.{field}" if hasattr(change, field) else problem.path
-            message = f"the layout from step {change.step} on: {problem.message}"
+            message = f"the layout from step {change.step}: {problem.message}"
             hint = problem.hint and f"in {PATH}.{place}: {problem.hint.replace('layout.', '')}"
             yield replace(problem, message=message, path=path, hint=hint)
 
 
 def order_of_changes(spec: RunSpec) -> Iterator[Problem]:
-    """Changes come one after another, before the last step."""
+    """Require changes in ascending order of steps, before the last step."""
     changes = spec.scheduler.changes
     for place, (before, change) in enumerate(pairwise(changes), 1):
         if change.step <= before.step:
-            message = f"`{PATH}.{place}.step` is {change.step}, and the change before it comes at {before.step}"
-            hint = f"put the changes in their order, each at a later step: {before.step + 1} or more"
+            message = f"`{PATH}.{place}.step` is {change.step}, but the change before it is at {before.step}"
+            hint = f"order the changes by step: {before.step + 1} or more"
             yield Problem("out_of_range", message, f"{PATH}.{place}.step", hint)
-    # A batch that changes makes another number of steps, and the last one is not known.
+    # A batch that changes makes another number of steps, so the last step is unknown.
     late = [place for place, change in enumerate(changes) if change.step >= spec.train.max_steps]
     if late and spec.batching.schedule.kind == "constant":
         message = f"`{PATH}.{late[0]}.step` is {changes[late[0]].step}, in a run of {spec.train.max_steps} steps"
@@ -784,7 +786,7 @@ def order_of_changes(spec: RunSpec) -> Iterator[Problem]:
 
 
 def one_replica_group(spec: RunSpec) -> Iterator[Problem]:
-    """Replica groups heal from one another part by part, and so keep one layout."""
+    """Refuse layout changes with replica groups, which heal from one another part by part and so need one layout."""
     if spec.scheduler.changes and spec.resilience.mode == "elastic":
         message = "replica groups (`resilience.mode` is elastic) keep their layout: they heal from one another"
         yield Problem("unsupported", message, PATH, f"type resilience=restart, or ~{PATH}")

@@ -1,4 +1,4 @@
-"""Rules for the run: its files and evaluations, the optimizer, the batch, the user's own code, text, and Slurm."""
+"""Rules for the run: its files and evaluations, the optimizer, the batch, user-defined code, text, and Slurm."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import HybridModel, ModelSpec, OwnModel, TextModel, has_layer_list
 from trainspec_cli.recipe.keys.run import SOURCES, DataSpec, Documents, PartSpec, RunSpec
 from trainspec_cli.recipe.keys.training import BLOCK, ON_DEVICE, OPTIMIZERS, QUANTISED_ROW, QUANTISED_SIZE, RampStage
-from trainspec_cli.recipe.own_code import BLOCK as OWN_BLOCK
-from trainspec_cli.recipe.own_code import (
+from trainspec_cli.recipe.records import UNKNOWN
+from trainspec_cli.recipe.rules.layout import size_of
+from trainspec_cli.recipe.user_code import BLOCK as OWN_BLOCK
+from trainspec_cli.recipe.user_code import (
     CALLBACK,
     LOSS,
     OPTIMIZER,
@@ -31,8 +33,6 @@ from trainspec_cli.recipe.own_code import (
     problems_of,
     worker_code_of,
 )
-from trainspec_cli.recipe.rules.layout import size_of
-from trainspec_cli.recipe.structure import UNKNOWN
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -40,45 +40,45 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 def memory_copies(spec: RunSpec) -> Iterator[Problem]:
     path = "checkpoint.memory_interval_steps"
     if spec.checkpoint.memory_interval_steps is not None and spec.resilience.mode == "elastic":
-        message = f"`{path}` is set, and with resilience=elastic every replica group holds the newest state already"
+        message = f"`{path}` is set, but with resilience=elastic every replica group already holds the newest state"
         yield Problem(code="unsupported", path=path, message=message, hint=f"type {path}=null, or resilience=restart")
 
 
 def run_name(spec: RunSpec) -> Iterator[Problem]:
-    """A run is found by its name, which must not look like a folder, an option or `last`."""
+    """Require a run name that cannot be mistaken for a folder, an option or `last`."""
     name = spec.run.name
     if name and (not RUN_NAME.fullmatch(name) or name == "last"):
-        message = f"`run.name` is {name!r}; letters, digits, `_`, `-` and `.` make a name, and `last` is the newest run"
+        message = f"`run.name` is {name!r}; letters, digits, `_`, `-` and `.` are allowed; `last` is the newest run"
         yield Problem("bad_name", message, "run.name", "such as run.name=baseline-2")
 
 
 def local_folder(spec: RunSpec) -> Iterator[Problem]:
-    """A run's files are on this machine or on a file system that it mounts."""
+    """Require a run folder on this machine or on a file system that it mounts."""
     if spec.run.dir and how_to_copy(spec.run.dir):
-        message = f"`run.dir` is {spec.run.dir}; a run writes to a local or mounted folder, and to no remote path"
+        message = f"`run.dir` is {spec.run.dir}; a run writes to a local or mounted folder, not to a remote path"
         yield Problem("unsupported", message, "run.dir", "type run.dir=FOLDER, and copy it when the run is over")
 
 
 def heldout(spec: RunSpec) -> Iterator[Problem]:
-    """What follows the held-out loss needs evaluations, which one replica group remembers alone."""
+    """Require evaluations for settings that depend on the held-out loss, which a healed replica group does not know."""
     wanted = {
         "checkpoint.keep_best": spec.checkpoint.keep_best,
         "train.early_stop_evals": spec.train.early_stop_evals is not None,
     }
     for path in (path for path, is_wanted in wanted.items() if is_wanted):
         if spec.train.eval_interval_steps is None:
-            message = f"`{path}` follows the held-out loss, and `train.eval_interval_steps` is null"
+            message = f"`{path}` needs the held-out loss, but `train.eval_interval_steps` is null"
             yield Problem("missing_value", message, path, "type train.eval_interval_steps=100, or another number")
         if spec.resilience.mode == "elastic":
-            message = f"`{path}` is set, and with resilience=elastic a group that comes back knows no evaluations"
+            message = f"`{path}` is set, but with resilience=elastic a restarted group lacks earlier evaluations"
             yield Problem("unsupported", message, path, "leave it out, or type resilience=restart")
 
 
 def framework_has(spec: RunSpec) -> Iterator[Problem]:
-    """A layout that is pinned names what the framework has."""
+    """Refuse layout values that the framework does not have."""
     facts = spec.framework
     layout = spec.layout
-    # Of one rank, and of an axis that is still open, a ZeRO stage or a schedule says nothing yet.
+    # For one rank, or an axis that is still open, a ZeRO stage or a schedule has no effect yet.
     pinned = {
         "zero_stage": (layout.zero_stage, facts.zero_stages, layout.dp_shard not in (AUTO, 1)),
         "pipeline_schedule": (layout.pipeline_schedule, facts.schedules, layout.pp not in (AUTO, 1)),
@@ -87,21 +87,21 @@ def framework_has(spec: RunSpec) -> Iterator[Problem]:
         if counts and value != AUTO and value not in has:
             path = f"layout.{key}"
             message = f"`{path}` is {value}, which {facts.name} does not have"
-            hint = f"type {path}=" + ", or ".join(map(str, has)) if has else f"{facts.name} has none: type layout.pp=1"
+            hint = f"type {path}=" + ", or ".join(map(str, has)) if has else "no pipelines: type layout.pp=1"
             yield Problem("unsupported", message, path, hint)
 
 
 RUN_RULES = (memory_copies, heldout, run_name, local_folder, framework_has)
 
 
-# Rules for what an optimizer does not train, or does not go with.
+# Rules for what an optimizer does not train, or cannot be combined with.
 
 
 NAME = "optim.name"
 
 
 def muon_models(spec: RunSpec) -> Iterator[Problem]:
-    """Muon is for matrices of hidden layers that are trained as a whole."""
+    """Require whole matrices of hidden layers for Muon."""
     if spec.optim.name != "muon":
         return
     why = spec.model.record.refuses.get("muon", "")
@@ -114,17 +114,17 @@ def muon_models(spec: RunSpec) -> Iterator[Problem]:
         why = f"it trains whole matrices: `lora.rank` is {spec.lora.rank}"
         hint = f"type {NAME}=adamw, or lora.rank=0"
     if why:
-        yield Problem("unsupported", f"`{NAME}` is muon, and {why}", NAME, hint)
+        yield Problem("unsupported", f"`{NAME}` is muon, but {why}", NAME, hint)
 
 
 def offloaded_state(spec: RunSpec) -> Iterator[Problem]:
     if spec.optim.name in ON_DEVICE and spec.offload not in ("none", AUTO):
-        message = f"`offload` is {spec.offload}, and the update of `{NAME}` {spec.optim.name} is made on the device"
+        message = f"`offload` is {spec.offload}, but `{NAME}` {spec.optim.name} updates on the device"
         yield Problem("unsupported", message, "offload", f"type offload=none, or {NAME}=adamw")
 
 
 def blocks_of_changed_layouts(spec: RunSpec) -> Iterator[Problem]:
-    """A layout that the recipe changes to has to have the same blocks, in which the state is moved."""
+    """Require the same quantisation blocks in every layout of the run, because the state is moved in these blocks."""
     if spec.optim.name != "adamw8bit" or not has_layer_list(spec.model):
         return
     tp = size_of(spec.layout, "tp")
@@ -135,23 +135,24 @@ def blocks_of_changed_layouts(spec: RunSpec) -> Iterator[Problem]:
 
 
 def describe_other_blocks(spec: RunSpec, tp: int, other_tp: int) -> str:
-    """Return why 8-bit state that was made under `tp` cannot be read under another one; "" where it can.
+    """Return why 8-bit state made under `tp` cannot be read under `other_tp`; "" if it can.
 
-    tp cuts rows of some matrices, and each rank quantises its part in blocks of its own: those of another tp are the
-    same only where every part of either is some whole blocks.
+    tp divides rows of some matrices, and each rank quantises its part in its own blocks. They are the same under
+    another tp only if every part of either is a whole number of blocks.
     """
     if spec.optim.name != "adamw8bit" or not has_layer_list(spec.model) or tp == other_tp:
         return ""
     for key, row in _rows_cut_by_tp(spec.model, spec.lora.rank).items():
         if any(size > 1 and row % (size * BLOCK) for size in (tp, other_tp)):
-            cut = f"layout.tp {tp} and {other_tp} cut rows of {key} ({row}) into other blocks of {BLOCK}"
-            return f"`{NAME}` is adamw8bit, and {cut}"
+            cut = f"layout.tp {tp} and {other_tp} divide rows of {key} ({row}) into different blocks of {BLOCK}"
+            return f"`{NAME}` is adamw8bit, but {cut}"
     return ""
 
 
 def _rows_cut_by_tp(model: TextModel, lora_rank: int) -> dict[str, int]:
-    """Return the lengths of the rows that tp cuts and whose moments are kept in 8 bits, by the keys that say them."""
-    # tp cuts the rows of matrices that lead back to the hidden size; the others it cuts between their rows.
+    """Return the lengths of the rows that tp divides and whose moments are kept in 8 bits, by the keys that determine
+    them."""
+    # tp divides the rows of matrices that lead back to the hidden size; other matrices it divides between rows.
     mixers = {mixer for layer in model.layer_list for mixer in layer.mixers}
     decoder = model.as_decoder
     experts = model.experts
@@ -174,9 +175,8 @@ def _rows_cut_by_tp(model: TextModel, lora_rank: int) -> dict[str, int]:
 OPTIM_RULES = (muon_models, offloaded_state, blocks_of_changed_layouts)
 
 
-# Rules for one's own code: it is there, it can be called as the engine does, and the recipe says what it needs.
-#
-# Nothing of it runs for that: `own_code.find` reads it.
+# Rules for user-defined code: it exists, it can be called as the engine does, and the recipe states what it needs. None
+# of it is executed: `user_code.find` reads the source.
 
 
 BLOCK_PARAMS = "model.block_params"
@@ -187,7 +187,7 @@ def optimizer(spec: RunSpec) -> Iterator[Problem]:
         given = {"optim.options": bool(spec.optim.options), "optim.state_bytes": spec.optim.state_bytes is not None}
         for path, is_given in given.items():
             if is_given:
-                message = f"`{path}` is for an optimizer of one's own, and `optim.name` is {spec.optim.name}"
+                message = f"`{path}` is for a user-defined optimizer, but `optim.name` is {spec.optim.name}"
                 yield Problem("unsupported", message, path, "leave it out, or type optim.name=FILE.py:NAME")
         return
     problems = list(problems_of(Extension(OPTIMIZER, NAME, spec.optim.name, tuple(spec.optim.options)), OPTIMIZERS))
@@ -196,22 +196,22 @@ def optimizer(spec: RunSpec) -> Iterator[Problem]:
         return
     path = "optim.state_bytes"
     if spec.optim.state_bytes is None:
-        message = f"`{path}` has no value: the plan cannot know what {spec.optim.name} keeps of each parameter"
+        message = f"`{path}` has no value: the plan cannot know how much state {spec.optim.name} keeps per parameter"
         yield Problem("missing_value", message, path, f"type {path}=8 for two averages in fp32, 4 for one, 0 for none")
     schedule = spec.batching.schedule
     if schedule.kind != "constant" and schedule.lr_rule == "optimizer":
         path = "batching.schedule.lr_rule"
-        message = f"`{path}` is optimizer, and {spec.optim.name} has no rule for a batch that changes"
+        message = f"`{path}` is optimizer, but {spec.optim.name} has no rule for a changing batch"
         yield Problem("missing_value", message, path, f"type {path}=sqrt, linear or none")
 
 
 def block(spec: RunSpec) -> Iterator[Problem]:
-    """A model of one's own blocks says which, and how large they are."""
+    """Require the block of a model of user-defined blocks, and its number of parameters."""
     model = spec.model
     if not isinstance(model, OwnModel):
         return
     if not model.block:
-        message = "`model.block` has no value: a model of the family own is made of blocks of one's own"
+        message = "`model.block` has no value: a model of the family own consists of user-defined blocks"
         yield Problem("missing_value", message, "model.block", "type model.block=FILE.py:NAME (docs/extending.md)")
         return
     (extension,) = OWN_BLOCK.named(model.block, model.options)
@@ -220,7 +220,7 @@ def block(spec: RunSpec) -> Iterator[Problem]:
     if model.block_params is None and not problems:
         path = BLOCK_PARAMS
         message = f"`{path}` has no value: the plan cannot know how many parameters {model.block} makes"
-        yield Problem("missing_value", message, path, f"type {path}=NUMBER; commands that load a recipe count them")
+        yield Problem("missing_value", message, path, f"type {path}=NUMBER; most commands count them")
 
 
 def loss(spec: RunSpec) -> Iterator[Problem]:
@@ -228,19 +228,19 @@ def loss(spec: RunSpec) -> Iterator[Problem]:
         yield from problems_of(extension)
     backend = spec.kernels.linear_cross_entropy
     if spec.train.loss and spec.model.unit == "samples":
-        message = f"`train.loss` is for models of text, and `model.family` is {spec.model.family}"
+        message = f"`train.loss` is for text models, but `model.family` is {spec.model.family}"
         yield Problem("unsupported", message, "train.loss", "leave it out")
     elif spec.train.loss and backend not in (TORCH, AUTO):
         path = "kernels.linear_cross_entropy"
-        message = f"`{path}` is {backend}, a kernel of cross-entropy, and `train.loss` is {spec.train.loss}"
+        message = f"`{path}` is {backend}, a kernel of cross-entropy, but `train.loss` is {spec.train.loss}"
         yield Problem("contradiction", message, path, f"type {path}={TORCH}, or leave out train.loss")
     if spec.train.loss_options and not spec.train.loss:
-        message = "`train.loss_options` is for a loss of one's own, and `train.loss` has no value"
+        message = "`train.loss_options` is for a user-defined loss, but `train.loss` has no value"
         yield Problem("unsupported", message, "train.loss_options", "leave it out, or type train.loss=FILE.py:NAME")
 
 
 TEXT_SOURCES = ("python_stdlib", "text", "jsonl", "parquet", "arrow", "tokens")
-"""Sources that a tokenizer of one's own encodes, or has encoded."""
+"""Sources that a user-defined tokenizer can encode, or has encoded."""
 
 
 def own_tokenizer(spec: RunSpec) -> Iterator[Problem]:
@@ -249,18 +249,18 @@ def own_tokenizer(spec: RunSpec) -> Iterator[Problem]:
     key = TOKENIZER.key
     if not tokenizer.code:
         if tokenizer.options:
-            message = f"`data.tokenizer.options` is for a tokenizer of one's own, and `{key}` has no value"
+            message = f"`data.tokenizer.options` is for a user-defined tokenizer, but `{key}` has no value"
             yield Problem("unsupported", message, "data.tokenizer.options", f"leave it out, or type {key}=FILE.py:NAME")
         return
     for extension in TOKENIZER.named(tokenizer.code, tokenizer.options):
         yield from problems_of(extension)
     parts = () if data.is_own else tuple(data.parts.values())
     for source in {part.source for part in (*parts, *data.validation.values())} - {*TEXT_SOURCES}:
-        message = f"`{key}` is {tokenizer.code}, and the source {source} does not go with a tokenizer of one's own"
-        yield Problem("unsupported", message, key, f"it goes with {', '.join(TEXT_SOURCES)} and one's own source")
+        message = f"`{key}` is {tokenizer.code}, but the source {source} does not work with a user-defined tokenizer"
+        yield Problem("unsupported", message, key, f"it works with {', '.join(TEXT_SOURCES)} and user-defined sources")
     for path, value in (("path", tokenizer.path), ("end_of_document", tokenizer.end_of_document)):
         if value is not None:
-            message = f"`data.tokenizer.{path}` is {value}, and the tokenizer is one's own (`{key}`)"
+            message = f"`data.tokenizer.{path}` is {value}, but the tokenizer is user-defined (`{key}`)"
             yield Problem("contradiction", message, f"data.tokenizer.{path}", f"type data.tokenizer.{path}=null")
 
 
@@ -282,27 +282,27 @@ def _source(data: DataSpec | PartSpec, where: str, built_in: Sequence[str]) -> I
     if data.source not in SOURCES:
         yield from problems_of(Extension(SOURCE, f"{where}.source", data.source, tuple(data.options)), built_in)
         if data.path is not None:
-            message = f"`{where}.path` is {data.path}, which one's own source is not given"
+            message = f"`{where}.path` is {data.path}, which a user-defined source does not receive"
             hint = f"type {where}.path=null {where}.options.path={data.path}"
             yield Problem("unsupported", message, f"{where}.path", hint)
     elif data.source not in built_in:
-        message = f"`{where}.source` is {data.source}; {', '.join(built_in)}, or one's own code is needed"
+        message = f"`{where}.source` is {data.source}; {', '.join(built_in)}, or user-defined code is needed"
         yield Problem("wrong_choice", message, f"{where}.source", f"type {where}.source=jsonl, or another of these")
     elif data.options:
-        message = f"`{where}.options` is for a source of one's own, and `{where}.source` is {data.source}"
+        message = f"`{where}.options` is for a user-defined source, but `{where}.source` is {data.source}"
         yield Problem("unsupported", message, f"{where}.options", f"leave it out, or type {where}.source=FILE.py:NAME")
 
 
 OWN_CODE_RULES = (source, own_tokenizer, block, loss, optimizer, watchers)
 
 
-# Rules on a value by itself: a number's range, and text that becomes a line of a batch script or a folder's path.
+# Rules for single values: the range of a number, and text that becomes a line of a batch script or a folder's path.
 
 
 def forget_out_of_range(section: Any, prefix: str = "") -> tuple[Any, list[Problem]]:
-    """Return `section` with UNKNOWN in the place of each value that is out of its range, and a problem for each.
+    """Return `section` with UNKNOWN in place of each value that is out of range, and a problem for each.
 
-    null and auto are in every range. The sections of a list are looked through one by one.
+    null and auto are in every range. The sections of a list are checked one by one.
     """
     changes: dict[str, object] = {}
     problems: list[Problem] = []
@@ -320,7 +320,7 @@ def forget_out_of_range(section: Any, prefix: str = "") -> tuple[Any, list[Probl
         elif value is not UNKNOWN and value is not None and value != AUTO and field.name in ranges:
             numbers = value if isinstance(value, tuple) else (value,)
             if not all(map(ranges[field.name].holds, numbers)):
-                # Rules that meet it end there: none divides by a zero, or loops over 1e18 layers.
+                # Rules that use it stop there, so none divides by zero or loops over 1e18 layers.
                 changes[field.name] = UNKNOWN
                 problems.append(_out_of_range(path, value, ranges[field.name]))
     return replace(section, **changes) if problems else section, problems
@@ -336,8 +336,8 @@ def _out_of_range(path: str, value: float | tuple[float, ...], allowed: Range) -
     return Problem("out_of_range", f"`{path}` is {kind} of {allowed.describe()} is needed", path, hint)
 
 
-def slurm_text(spec: RunSpec) -> Iterator[Problem]:
-    """A line break would begin a line of its own in job.sbatch; other control characters could hide what stands there.
+def text_on_lines(spec: RunSpec) -> Iterator[Problem]:
+    """Refuse control characters: a line break would begin a new line in job.sbatch, and others could hide text in it.
 
     `setup` is shell, which may have several lines.
     """
@@ -347,27 +347,24 @@ def slurm_text(spec: RunSpec) -> Iterator[Problem]:
         path = f"cluster.slurm.{field.name}"
         for text in value if isinstance(value, tuple) else (value,):
             yield from _check_text(path, text, may_have_lines=field.name == "setup")
-
-
-def run_folder(spec: RunSpec) -> Iterator[Problem]:
     yield from _check_text("run.dir", spec.run.dir)
 
 
 def _check_text(path: str, text: object, *, may_have_lines: bool = False) -> Iterator[Problem]:
-    if not isinstance(text, str):  # a number, or of a wrong type, which is reported elsewhere
+    if not isinstance(text, str):  # a number, or a value of a wrong type, which is reported elsewhere
         return
     if is_printable(text) if may_have_lines else text == on_one_line(text):
         return
     what = "control characters" if may_have_lines else "line breaks or other control characters"
     message = f"`{path}` is `{on_one_line(text)}`; it cannot hold {what}"
-    yield Problem("bad_text", message, path, "take out what is shown with a backslash")
+    yield Problem("bad_text", message, path, "remove the characters that are shown with a backslash")
 
 
-TEXT_RULES = (slurm_text, run_folder)
+TEXT_RULES = (text_on_lines,)
 
 
-# Rules for the options of a Slurm job: forms of times, sizes and GPUs as sbatch(1) has them, and further options that
-# contradict what the script asks for.
+# Rules for the options of a Slurm job: formats of times, sizes and GPUs as in sbatch(1), and additional options that
+# contradict the script.
 
 
 PREFIX = "cluster.slurm"
@@ -376,7 +373,7 @@ _TIME = re.compile(
 )
 TIME_FORMS = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
 NO_LIMIT = ("unlimited", "infinite")
-"""Words that Slurm takes for a time without an end."""
+"""Words that Slurm accepts for no time limit."""
 _MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
 _GPUS = re.compile(r"(?:(?P<type>[\w.+-]*[A-Za-z_][\w.+-]*)(?::(?P<typed>[1-9]\d*))?|(?P<number>[1-9]\d*))", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -384,11 +381,11 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 OF_SCRIPT = {
     "job-name": f"{PREFIX}.job_name",
     "nodes": "cluster.num_nodes",
-    "ntasks": "cluster.num_nodes and cluster.devices_per_node: a node has one task, which starts its processes",
-    "ntasks-per-node": "cluster.devices_per_node: a node has one task, which starts its processes",
-    "output": "run.dir, whose logs/ holds the job's log",
-    "open-mode": "nothing: a job that is requeued goes on with its log",
-    "array": "--sweep, which makes the array",
+    "ntasks": "cluster.num_nodes and cluster.devices_per_node: each node has one task, which starts its processes",
+    "ntasks-per-node": "cluster.devices_per_node: each node has one task, which starts its processes",
+    "output": "run.dir, whose logs/ contains the job's log",
+    "open-mode": "the script: a requeued job continues its log",
+    "array": "--sweep, which creates the array",
     "signal": f"{PREFIX}.warn_s",
     "requeue": f"{PREFIX}.max_requeues",
     "no-requeue": f"{PREFIX}.max_requeues=0",
@@ -428,11 +425,11 @@ SHORT = {
     "G": "gpus",
     "s": "oversubscribe",
 }
-"""sbatch's letters for those options."""
+"""sbatch's short names of those options."""
 
 
 def time_limit_s(text: str) -> float | None:
-    """Return the seconds of one of Slurm's forms of time, infinity for no limit; None where it is none of them."""
+    """Return the seconds of a time in one of Slurm's formats, infinity for no limit; None for any other text."""
     if text.lower() in NO_LIMIT:
         return float("inf")
     found = _TIME.fullmatch(text)
@@ -445,13 +442,13 @@ def time_limit_s(text: str) -> float | None:
         days = 0
     else:
         days, hours, minutes, seconds = (int(found[part] or 0) for part in ("days", "hours", "minutes", "seconds"))
-    # 0 asks for no limit.
+    # 0 means no limit.
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds or float("inf")
 
 
 def gpus_of_node(text: str, devices: int) -> str | None:
-    """Return the GPUs of a node as Slurm writes them, `h100:8` or `8`; a type alone gets the number of `devices`. None
-    where the text is neither type, number nor both."""
+    """Return the GPUs of a node as Slurm writes them, `h100:8` or `8`; a type without a number gets `devices`. None if
+    the text is neither a type, a number nor both."""
     found = _GPUS.fullmatch(text)
     if found is None:
         return None
@@ -465,11 +462,11 @@ def times(spec: RunSpec) -> Iterator[Problem]:
         return
     limit_s = time_limit_s(str(slurm.time))
     if limit_s is None:
-        message = f"`{path}` is `{slurm.time}`, which is no time of Slurm's; {TIME_FORMS} is needed"
-        yield Problem("bad_time", message, path, f"such as two hours: {path}=2:00:00 (2:00 would be two minutes)")
+        message = f"`{path}` is `{slurm.time}`, which is not a Slurm time; {TIME_FORMS} is needed"
+        yield Problem("bad_time", message, path, f"for two hours, type {path}=2:00:00 (2:00 means two minutes)")
     elif limit_s <= slurm.warn_s:
-        read = f"{limit_s:g} s" + (" (a number alone is minutes)" if str(slurm.time).isdigit() else "")
-        message = f"`{path}` is `{slurm.time}`, {read}: the job would be asked to end as soon as it starts"
+        read = f"{limit_s:g} s" + (" (a plain number is minutes)" if str(slurm.time).isdigit() else "")
+        message = f"`{path}` is `{slurm.time}`, {read}: the job would receive its stop signal as soon as it starts"
         hint = (
             f"type a longer one, such as {path}=2:00:00 for two hours, or {PREFIX}.warn_s below {limit_s:g} "
             f"(it is {slurm.warn_s})"
@@ -482,7 +479,7 @@ def memory(spec: RunSpec) -> Iterator[Problem]:
     path = f"{PREFIX}.mem"
     if text is not None and not _MEMORY.fullmatch(str(text)):
         message = f"`{path}` is `{text}`; a whole number with K, M, G or T is needed"
-        yield Problem("bad_size", message, path, f"such as {path}=64G; all memory of a node is 0G")
+        yield Problem("bad_size", message, path, f"type {path}=64G, for example, or {path}=0G for all memory of a node")
 
 
 def gpus(spec: RunSpec) -> Iterator[Problem]:
@@ -495,17 +492,17 @@ def gpus(spec: RunSpec) -> Iterator[Problem]:
     found = _GPUS.fullmatch(str(text))
     if found is None:
         message = f"`{path}` is `{text}`; a type and number such as h100:8, a number or a type is needed"
-        hint = f"the option itself is {PREFIX}.gpu_request, such as gres"
+        hint = f"to select the option that requests GPUs, type {PREFIX}.gpu_request=gres"
         yield Problem("bad_gpus", message, path, hint)
     elif slurm.gpu_request == "none":
-        message = f"`{path}` is `{text}`, and `{PREFIX}.gpu_request` is none, which asks for no GPUs"
-        yield Problem("unsupported", message, path, f"leave out one of them, or type {PREFIX}.gpu_request=gres")
+        message = f"`{path}` is `{text}`, but `{PREFIX}.gpu_request` is none, which requests no GPUs"
+        yield Problem("unsupported", message, path, f"remove one of them, or type {PREFIX}.gpu_request=gres")
     elif spec.cluster.device == "cuda" and isinstance(devices, int):
-        # A type alone asks for as many as the run uses.
+        # A type without a number requests as many GPUs as the run uses.
         asked = int(found["typed"] or found["number"] or devices)
         if asked < devices:
-            message = f"`{path}` asks for {asked} GPUs of a node, and `cluster.devices_per_node` uses {devices}"
-            yield Problem("out_of_range", message, path, f"type cluster.devices_per_node={asked}, or ask for {devices}")
+            message = f"`{path}` requests {asked} GPUs per node, but `cluster.devices_per_node` uses {devices}"
+            yield Problem("out_of_range", message, path, f"type cluster.devices_per_node={asked}, or request {devices}")
 
 
 def container(spec: RunSpec) -> Iterator[Problem]:
@@ -515,43 +512,43 @@ def container(spec: RunSpec) -> Iterator[Problem]:
     for name in keys if slurm.container_image is None else ():
         if getattr(slurm, name) != defaults[name]:
             path = f"{PREFIX}.{name}"
-            message = f"`{path}` is set, and `{PREFIX}.container_image` is null: there is no container"
+            message = f"`{path}` is set, but `{PREFIX}.container_image` is null, so there is no container"
             yield Problem("unsupported", message, path, f"type {PREFIX}.container_image=/images/torch.sif")
     for mount in slurm.container_mounts.split(",") if slurm.container_mounts is not None else ():
         parts = mount.split(":")
         if not all(parts) or len(parts) > 3:
             path = f"{PREFIX}.container_mounts"
-            message = f"`{path}` has `{mount}`; a folder outside, and inside, and options are needed"
-            yield Problem("bad_mount", message, path, "such as /data:/data:ro, and commas between several")
+            message = f"`{path}` has `{mount}`; OUTSIDE:INSIDE or OUTSIDE:INSIDE:OPTIONS is needed"
+            yield Problem("bad_mount", message, path, "such as /data:/data:ro; separate several by commas")
     for name in slurm.container_env:
         if not _VARIABLE.fullmatch(name):
             path = f"{PREFIX}.container_env"
-            message = f"`{path}` has `{name}`, which is no variable's name; its value is that outside"
+            message = f"`{path}` has `{name}`, which is not the name of a variable (its value is taken from outside)"
             yield Problem("bad_name", message, path, f"such as {path}=[NCCL_IB_HCA]")
     if slurm.container_image is not None and slurm.container_runtime == "pyxis" and slurm.container_gpus != "auto":
         path = f"{PREFIX}.container_gpus"
-        message = f"`{path}` is {slurm.container_gpus}, and pyxis has no such option: the site's hooks give GPUs"
+        message = f"`{path}` is {slurm.container_gpus}, but pyxis has no such option: the site's hooks assign GPUs"
         yield Problem("unsupported", message, path, f"leave it out, or type {PREFIX}.container_runtime=apptainer")
 
 
 def further_options(spec: RunSpec) -> Iterator[Problem]:
-    """sbatch takes the last of two options of one name without a word."""
+    """Refuse additional options that the script already has, because sbatch silently takes the last one."""
     slurm = spec.cluster.slurm
     path = f"{PREFIX}.sbatch_lines"
-    # An option whose key is not set stands in no line of the script, and contradicts nothing.
+    # An option whose key is not set is not in the script, so nothing contradicts it.
     set_keys = {option: f"{PREFIX}.{key}" for option, key in KEYS.items() if getattr(slurm, key) not in (None, False)}
     owners = {**OF_SCRIPT, **set_keys}
     if slurm.gpu_request != "none" and (spec.cluster.device == "cuda" or slurm.gpus_per_node is not None):
-        owners |= dict.fromkeys(OF_GPUS, f"{PREFIX}.gpus_per_node, and {PREFIX}.gpu_request=none asks for none")
+        owners |= dict.fromkeys(OF_GPUS, f"{PREFIX}.gpus_per_node ({PREFIX}.gpu_request=none requests no GPUs)")
     for line in slurm.sbatch_lines:
         if not line.lstrip().startswith("-"):
-            message = f"`{path}` has `{line}`, which is no option of sbatch: it stands after #SBATCH in the script"
-            yield Problem("bad_option", message, path, "write the option alone, such as --mail-type=END")
+            message = f"`{path}` has `{line}`, which is not an option of sbatch: it follows #SBATCH in the script"
+            yield Problem("bad_option", message, path, "write only the option, such as --mail-type=END")
             continue
         for name, value in _options(line):
             if name not in owners or (name == "gres" and slurm.gpu_request != "gres" and "gpu" not in value):
                 continue
-            message = f"`{path}` has `{line}`, and the script has such an option already: sbatch would take one of them"
+            message = f"`{path}` has `{line}`, but the script has this option, and sbatch would use one of them"
             yield Problem("contradiction", message, path, f"leave it out; it is set by {owners[name]}")
 
 
@@ -573,7 +570,7 @@ def _options(line: str) -> Iterator[tuple[str, str]]:
 SLURM_RULES = (times, memory, gpus, container, further_options)
 
 
-# Rules for a batch that changes over the run.
+# Rules for a batch that changes during the run.
 
 
 SCHEDULE_PATH = "batching.schedule"
@@ -583,9 +580,9 @@ WITH_LARGEST = ("seesaw", "noise")
 
 
 def largest_size(spec: RunSpec) -> float:
-    """Return the bound of a batch under `seesaw` or `noise`; infinity where nothing bounds it.
+    """Return the limit of the batch under `seesaw` or `noise`; infinity if nothing limits it.
 
-    Seesaw needs no more than what the lowest learning rate asks for.
+    Seesaw never exceeds the batch that the lowest learning rate implies.
     """
     batching = spec.batching
     largest = math.inf
@@ -595,54 +592,54 @@ def largest_size(spec: RunSpec) -> float:
 
 
 def ramp(spec: RunSpec) -> Iterator[Problem]:
-    """The stages of a ramp follow one another, and no size is smaller than the one before it."""
+    """Require stages in ascending order, with sizes that never decrease."""
     kind = spec.batching.schedule.kind
     stages = spec.batching.schedule.stages
     path = f"{SCHEDULE_PATH}.stages"
     if kind != "ramp" and stages:
-        message = f"`{path}` has {len(stages)} sizes, and `{SCHEDULE_PATH}.kind` is {kind}, which has no stages"
+        message = f"`{path}` has {len(stages)} sizes, but `{SCHEDULE_PATH}.kind` is {kind}, which has no stages"
         yield Problem("unsupported", message, path, f"type {SCHEDULE_PATH}.kind=ramp, or ~{path}")
     elif kind == "ramp" and not stages:
         doubled = 2 * spec.batching.global_batch_size
         hint = f"type {path}='[{{from_tokens: 1e9, global_batch_size: {doubled}}}]'"
-        yield Problem("missing_value", f"`{path}` is empty; a ramp has at least one", path, hint)
+        yield Problem("missing_value", f"`{path}` is empty; a ramp needs at least one stage", path, hint)
     elif kind == "ramp":
         first = RampStage(0, spec.batching.global_batch_size)
         for place, (before, stage) in enumerate(pairwise((first, *stages))):
             if stage.from_tokens <= before.from_tokens:
                 begin = f"{path}.{place}.from_tokens"
-                message = f"`{begin}` is {stage.from_tokens}, and the stage before it begins at {before.from_tokens}"
-                hint = f"put the stages in their order, each with more tokens: {before.from_tokens + 1} or more"
+                message = f"`{begin}` is {stage.from_tokens}, but the previous stage begins at {before.from_tokens}"
+                hint = f"order the stages by tokens: {before.from_tokens + 1} or more"
                 yield Problem("out_of_range", message, begin, hint)
             if stage.global_batch_size < before.global_batch_size:
                 size = f"{path}.{place}.global_batch_size"
-                before_it = f"the steps before it have {before.global_batch_size}"
-                message = f"`{size}` is {stage.global_batch_size}, and {before_it}"
-                hint = f"a ramp does not fall: type {before.global_batch_size} or more"
+                before_it = f"the steps before it have {before.global_batch_size} samples"
+                message = f"`{size}` is {stage.global_batch_size}, but {before_it}"
+                hint = f"a ramp never shrinks the batch: type {before.global_batch_size} or more"
                 yield Problem("out_of_range", message, size, hint)
 
 
 def bounds(spec: RunSpec) -> Iterator[Problem]:
-    """A largest size stands where the schedule has one, and leaves room for the batch to grow."""
+    """Refuse a largest size for a schedule without one, and a largest size that leaves the batch no room to grow."""
     schedule = spec.batching.schedule
     start = spec.batching.global_batch_size
     largest = schedule.max_global_batch_size
     if schedule.kind not in WITH_LARGEST:
         if largest is not None:
             message = (
-                f"`{LARGEST}` is {largest}, and `{SCHEDULE_PATH}.kind` is {schedule.kind}, which has no largest size"
+                f"`{LARGEST}` is {largest}, but `{SCHEDULE_PATH}.kind` is {schedule.kind}, which has no largest size"
             )
             yield Problem("unsupported", message, LARGEST, f"type {LARGEST}=null, or batching=seesaw")
     elif largest is not None and largest < start:
-        message = f"`{LARGEST}` is {largest}, and the run begins with {start} (`batching.global_batch_size`)"
+        message = f"`{LARGEST}` is {largest}, but the run begins with {start} (`batching.global_batch_size`)"
         yield Problem("out_of_range", message, LARGEST, f"type {LARGEST}={math.ceil(start * schedule.growth)} or more")
     elif math.isinf(largest_size(spec)):
-        zero = "the learning rate ends at 0" if schedule.kind == "seesaw" else "the noise scale has no bound"
-        hint = f"type {LARGEST}={8 * start}, or what the data's critical batch size allows"
-        yield Problem("missing_value", f"`{LARGEST}` is null, and {zero}: so would the batch have none", LARGEST, hint)
+        zero = "the learning rate ends at 0" if schedule.kind == "seesaw" else "the noise scale has no limit"
+        hint = f"type {LARGEST}={8 * start}, or a value that the data's critical batch size allows"
+        yield Problem("missing_value", f"`{LARGEST}` is null and {zero}: the batch has no limit", LARGEST, hint)
     elif _falls(spec) and len(spec.batching.sizes_up_to(largest_size(spec))) == 1:
         message = (
-            f"a `{SCHEDULE_PATH}.growth` of {schedule.growth:g} leads from {start} to no size up to the largest, "
+            f"a `{SCHEDULE_PATH}.growth` of {schedule.growth:g} gives no size between {start} and the largest, "
             f"{largest_size(spec):g}: the batch would never change"
         )
         hint = f"type {SCHEDULE_PATH}.growth=1.1, a larger {LARGEST}, or {SCHEDULE_PATH}.kind=constant"
@@ -654,14 +651,12 @@ def _falls(spec: RunSpec) -> bool:
 
 
 def seesaw(spec: RunSpec) -> Iterator[Problem]:
-    """Seesaw replaces a falling learning rate, and so needs one, and a rule for the rate."""
+    """Require a falling learning rate and a rule for the rate, because seesaw replaces the fall by a growing batch."""
     if spec.batching.schedule.kind != "seesaw":
         return
     if not _falls(spec):
         lr = spec.optim.schedule
-        message = (
-            f"`{SCHEDULE_PATH}.kind` is seesaw, which grows the batch where the learning rate falls, and it does not"
-        )
+        message = f"`{SCHEDULE_PATH}.kind` is seesaw, which grows the batch as the learning rate falls, but it does not"
         path = "optim.schedule.kind" if lr.kind == "constant" else "optim.schedule.final_lr_ratio"
         if lr.kind == "wsd" and lr.decay_fraction == 0:
             path = "optim.schedule.decay_fraction"
@@ -669,33 +664,34 @@ def seesaw(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, path, f"type {path}={typed}, or {SCHEDULE_PATH}.kind=constant")
     if spec.batching.schedule.lr_rule == "none":
         path = f"{SCHEDULE_PATH}.lr_rule"
-        message = f"`{path}` is none: the learning rate would fall as without seesaw, and the batch grow beside it"
+        message = f"`{path}` is none: the learning rate would fall as it does without seesaw, while the batch grows too"
         yield Problem("unsupported", message, path, f"type {path}=optimizer")
 
 
 def noise(spec: RunSpec) -> Iterator[Problem]:
-    """The noise shows between two data-parallel ranks; `measurable_noise` refuses what only the plan can tell."""
+    """Require two data-parallel ranks, between which noise is measured; `measurable_noise` checks what only the plan
+    knows."""
     devices = spec.cluster.devices_per_node
     axes = (spec.layout.pp, spec.layout.cp, spec.layout.tp)
     if spec.batching.schedule.kind != "noise" or devices == AUTO or AUTO in axes:
-        return  # a machine or a search decides how many ranks there are
+        return  # the machine or a search determines the number of ranks
     if divmod(spec.cluster.num_nodes * int(devices), math.prod(map(int, axes))) == (1, 0):
-        message = f"`{SCHEDULE_PATH}.kind` is noise, which is measured between data-parallel ranks, and there is 1"
+        message = f"`{SCHEDULE_PATH}.kind` is noise, which is measured between data-parallel ranks, but there is only 1"
         hint = f"type cluster.devices_per_node=2 or more with room for data parallelism, or {SCHEDULE_PATH}.kind=seesaw"
         yield Problem("unsupported", message, f"{SCHEDULE_PATH}.kind", hint)
 
 
 def noise_hindrance(model: ModelSpec, layout: Layout, replica_groups: int, micro_batches: int) -> str:
-    """Return why the noise of the gradients cannot be measured in a layout; empty where it can.
+    """Return why the gradient noise cannot be measured in a layout; "" if it can.
 
-    It shows between the gradients of different samples, before they are summed. `micro_batches` of a rank in a step are
-    so many parts where each is exchanged by itself.
+    It is measured between the gradients of different samples before they are summed. If each of a rank's
+    `micro_batches` is exchanged separately, each counts as one part.
     """
     turns = micro_batches if layout.exchanges_every_backward else 1
     if layout.data_parallel_size * replica_groups < 2:
-        return "it is measured between data-parallel ranks, and there is 1"
+        return "it is measured between data-parallel ranks, but there is only 1"
     if model.tied_embeddings and layout.pp > 1 and layout.exchanges_every_backward:
-        return f"ZeRO-{layout.zero_stage} sums a tied embedding's gradient on each of its stages by itself"
+        return f"ZeRO-{layout.zero_stage} sums a tied embedding's gradient separately on each of its stages"
     ranks, left = divmod(layout.ep, layout.cp * layout.tp)
     if layout.ep > 1 and left:
         return f"the {layout.ep} ranks of ep hold parts of a sample's gradient"
@@ -705,17 +701,17 @@ def noise_hindrance(model: ModelSpec, layout: Layout, replica_groups: int, micro
 
 
 def measurable_noise(spec: RunSpec, layout: Layout, replica_groups: int, micro_batches: int) -> Iterator[Problem]:
-    """Refuse a batch that is to follow a noise which cannot be measured in the layout."""
+    """Refuse a batch that should follow the gradient noise if the layout does not allow measuring it."""
     if spec.batching.schedule.kind != "noise":
         return
     why = noise_hindrance(spec.model, layout, replica_groups, micro_batches)
     if replica_groups > 1:
-        message = f"`{SCHEDULE_PATH}.kind` is noise, and a replica group that comes back ({replica_groups} of them)"
-        message += " knows none of it"
+        message = f"`{SCHEDULE_PATH}.kind` is noise, but a restarted replica group (of {replica_groups})"
+        message += " does not know the measured noise"
         hint = f"type resilience=restart, or {SCHEDULE_PATH}.kind=seesaw"
         yield Problem("unsupported", message, f"{SCHEDULE_PATH}.kind", hint)
     elif why:
-        message = f"`{SCHEDULE_PATH}.kind` is noise, and in this layout ({layout.describe()}) nobody measures it: {why}"
+        message = f"`{SCHEDULE_PATH}.kind` is noise, not measurable in this layout ({layout.describe()}): {why}"
         hint = f"type layout=ddp cluster.devices_per_node=2 (or more), or {SCHEDULE_PATH}.kind=seesaw"
         yield Problem("unsupported", message, f"{SCHEDULE_PATH}.kind", hint)
 

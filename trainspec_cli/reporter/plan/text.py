@@ -14,9 +14,9 @@ from rich.table import Table
 from trainspec_cli.core.printable import format_bytes, format_count, format_duration, format_si
 from trainspec_cli.recipe.keys.cluster import ClusterSpec
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.own_code import describe_code
 from trainspec_cli.recipe.results.forecast import Assumption, Interval, RunForecast
 from trainspec_cli.recipe.results.plan import ALWAYS_ASSUMED, Candidate
+from trainspec_cli.recipe.user_code import describe_code
 from trainspec_cli.reporter.plan import labels
 from trainspec_cli.reporter.plan.labels import PlanReport, SweepPoint, SweepReport, percent
 from trainspec_cli.reporter.plan.sections import (

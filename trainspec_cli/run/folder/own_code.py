@@ -9,16 +9,16 @@ from pathlib import Path
 from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.core.reading.files import exists, read_bytes
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.own_code import (
+from trainspec_cli.recipe.records import from_plain, to_plain
+from trainspec_cli.recipe.user_code import (
     MAX_SOURCE_BYTES,
     SOURCE,
     find,
-    own_code_of,
     source_files,
     source_sha256,
+    user_code_of,
     worker_code_of,
 )
-from trainspec_cli.recipe.records import from_plain, to_plain
 from trainspec_cli.run.folder.files import (
     read_versioned,
     write_versioned,
@@ -50,7 +50,7 @@ def keep_code(spec: RunSpec, run: RunDir) -> None:
     """Copy the sources that the recipe names into the run's folder, and note their digests; older copies stay."""
     files: dict[str, KeptFile] = {}
     before = read_code(run).files
-    for extension in own_code_of(spec):
+    for extension in user_code_of(spec):
         if extension.kind is SOURCE and before:  # read when the run began; it need not be there any more
             files |= {path: file for path, file in before.items() if extension.path in file.keys}
             continue

@@ -13,12 +13,11 @@ from pathlib import Path
 from trainspec_cli.core.errors import EXIT_DONE, Problem, RecipeError
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.records import build, to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tables import Relief
 from trainspec_cli.recipe.rules.check import check, check_engine, check_kernels, close_axes
 from trainspec_cli.recipe.rules.run import describe_other_blocks
-from trainspec_cli.recipe.structure import build
 from trainspec_cli.reporter.runs import ALIVE
 from trainspec_cli.run.backend.nodes.backend import Reach, build_nodes_job
 from trainspec_cli.run.folder.files import write_text

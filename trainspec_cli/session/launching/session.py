@@ -32,10 +32,10 @@ from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.kernels import KernelTable
-from trainspec_cli.recipe.own_code import describe_code
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import parts_for
+from trainspec_cli.recipe.user_code import describe_code
 from trainspec_cli.reporter.kernels_text import describe_choice
 from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.reporter.text import describe_plan
@@ -459,6 +459,6 @@ def select_kernels(
     if table is None:
         console.report("kernels: not measured yet; the first launch does that, in about a minute")
         return plan, None
-    selected = replace(plan, kernels=table.settle(plan.kernels))
+    selected = replace(plan, kernels=table.resolve(plan.kernels))
     console.report(f"kernels: {describe_choice(selected.kernels, table)}")
     return selected, table

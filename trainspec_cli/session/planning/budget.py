@@ -14,9 +14,9 @@ from trainspec_cli.planner.run.forecast import forecast_run, rental_price
 from trainspec_cli.recipe.compose.folders import locate, read_yaml
 from trainspec_cli.recipe.field_types import NonNegativeFloat, Range
 from trainspec_cli.recipe.keys.cluster import ClusterSpec
+from trainspec_cli.recipe.records import build
 from trainspec_cli.recipe.results.tables import Budget
 from trainspec_cli.recipe.rules.run import forget_out_of_range
-from trainspec_cli.recipe.structure import build
 from trainspec_cli.reporter.plan.labels import PlanReport
 from trainspec_cli.session.planning.plan import plan_recipe, require_fit
 

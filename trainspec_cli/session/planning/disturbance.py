@@ -60,7 +60,7 @@ def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> Named
 
     Raises RecipeError with every mistake in its file and its line.
     """
-    from trainspec_cli.recipe.compose.arguments import (
+    from trainspec_cli.recipe.compose.values import (
         find_argument,  # loads hydra, which the help of a command does without
     )
 

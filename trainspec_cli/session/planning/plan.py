@@ -133,7 +133,7 @@ def require_fit(planned: PlanReport) -> Candidate:
 
 def names_disturbance(arguments: Sequence[str]) -> bool:
     """Return whether the command line has `disturb=`."""
-    from trainspec_cli.recipe.compose.arguments import find_argument
+    from trainspec_cli.recipe.compose.values import find_argument
 
     return find_argument(arguments, DISTURB) is not None
 

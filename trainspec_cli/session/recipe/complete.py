@@ -18,10 +18,10 @@ from trainspec_cli.recipe.compose.compose import NAMES, SECTION, Complete, Compl
 from trainspec_cli.recipe.field_types import MISSING
 from trainspec_cli.recipe.keys.model import AUTO_FAMILY
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.own_code import KINDS, absolute_reference
+from trainspec_cli.recipe.records import UnknownTouched, build
 from trainspec_cli.recipe.rules.check import WING_KEYS
 from trainspec_cli.recipe.rules.run import forget_out_of_range
-from trainspec_cli.recipe.structure import UnknownTouched, build
+from trainspec_cli.recipe.user_code import KINDS, absolute_reference
 from trainspec_cli.session.recipe.load import EPOCHS, STEPS, TOKENS
 
 INIT_FROM = "init.from"

@@ -17,8 +17,7 @@ from trainspec_cli.recipe.compose.compose import Completion
 from trainspec_cli.recipe.keys.model import AUTO_FAMILY, DecoderModel, ModelSpec
 from trainspec_cli.recipe.keys.run import HUGGING_FACE, SAMPLE_SOURCES, InitSpec, RunSpec
 from trainspec_cli.recipe.keys.training import LoraSpec
-from trainspec_cli.recipe.records import to_plain
-from trainspec_cli.recipe.structure import build, choose_section
+from trainspec_cli.recipe.records import build, choose_section, to_plain
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir, read_section
 from trainspec_cli.session.recipe.complete import failed, section_of

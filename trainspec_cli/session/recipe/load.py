@@ -18,10 +18,10 @@ from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
 from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec, OwnModel
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import UNKNOWN, UnknownTouched, build
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import apply, check, check_engine, check_machine, close_axes, parts_for
 from trainspec_cli.recipe.rules.run import BLOCK_PARAMS
-from trainspec_cli.recipe.structure import UNKNOWN, UnknownTouched, build
 
 if TYPE_CHECKING:
     from trainspec_cli.recipe.compose.compose import Complete, Composed

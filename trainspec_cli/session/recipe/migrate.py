@@ -33,8 +33,8 @@ from trainspec_cli.core.reading.files import (
 from trainspec_cli.core.reading.yaml_file import compose_yaml, construct_yaml, read_yaml
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import key_of
 from trainspec_cli.recipe.results.tables import ClusterProfile
-from trainspec_cli.recipe.structure import key_of
 from trainspec_cli.run.folder.events import MAX_LINE_BYTES
 from trainspec_cli.run.folder.files import replace_head
 from trainspec_cli.run.folder.forms import FORMS, PROFILE, RECIPE, Form, bring_to_current

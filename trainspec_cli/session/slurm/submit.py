@@ -20,8 +20,8 @@ from trainspec_cli.core.node import private_files, why_not_trusted
 from trainspec_cli.core.printable import format_duration
 from trainspec_cli.core.reading.files import read_text
 from trainspec_cli.planner.this_machine import is_known, is_predictable, predict_device, predict_local
-from trainspec_cli.recipe.compose.arguments import assign, find_argument
 from trainspec_cli.recipe.compose.folders import COMMAND_LINE, Origin, find_origin
+from trainspec_cli.recipe.compose.values import assign, find_argument
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine, SlurmSpec
 from trainspec_cli.recipe.keys.run import RunSpec

@@ -24,8 +24,8 @@ from trainspec_cli.data.corpus.token_files import SOURCES as TOKEN_FILES
 from trainspec_cli.data.corpus.tokenise import OnProgress
 from trainspec_cli.recipe.compose.folders import SUFFIX, Folders, find_folders
 from trainspec_cli.recipe.keys.run import SAMPLE_SOURCES, DataSpec, RunSpec
-from trainspec_cli.recipe.own_code import find, source_files, worker_code_of
 from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.user_code import find, source_files, worker_code_of
 from trainspec_cli.run.folder.files import write_json, write_text
 from trainspec_cli.wings.bundle import installer
 from trainspec_cli.wings.bundle.installer import INSTALLER, RECORD, WHEELS, BundledFile, BundleRecord, sha256_of

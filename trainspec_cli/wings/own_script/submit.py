@@ -11,14 +11,14 @@ from pathlib import Path
 from trainspec_cli.cli.options import CommandOptions
 from trainspec_cli.cli.sbatch import PreparedJob
 from trainspec_cli.core.errors import Problem, RecipeError, closest
-from trainspec_cli.recipe.compose.arguments import Argument, parse_arguments
 from trainspec_cli.recipe.compose.folders import RECIPE, locate
+from trainspec_cli.recipe.compose.values import Argument, parse_arguments
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, SlurmSpec
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import build
 from trainspec_cli.recipe.rules.check import apply
 from trainspec_cli.recipe.rules.run import SLURM_RULES, TEXT_RULES, forget_out_of_range
-from trainspec_cli.recipe.structure import build
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_run_record

@@ -8,7 +8,7 @@ from pathlib import Path
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.recipe.keys.resilience import FIRST_SITE
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.structure import MAX_ITEMS
+from trainspec_cli.recipe.records import MAX_ITEMS
 from trainspec_cli.run.folder.generations import read_secret
 
 PATH = "resilience.sites"

@@ -97,13 +97,13 @@ def test_several_contrasts_are_channels(folder):
 
 def test_a_volume_without_a_label_is_named(folder):
     (folder / "labels" / "case3.npy").unlink()
-    with pytest.raises(RecipeError, match=r"images/case3.npy has no counterpart of its name in labels/"):
+    with pytest.raises(RecipeError, match=r"images/case3.npy has no counterpart of the same name in labels/"):
         find_samples(spec(folder), MODEL)
 
 
 def test_sizes_that_differ_are_named(folder):
     np.save(folder / "labels" / "case2.npy", np.zeros((3, 3, 3), dtype=np.uint8))
-    with pytest.raises(RecipeError, match=r"images/case2.npy has shape \(12, 10, 6\), its label \(3, 3, 3\)"):
+    with pytest.raises(RecipeError, match=r"images/case2.npy has shape \(12, 10, 6\), but its label \(3, 3, 3\)"):
         find_samples(spec(folder), MODEL)
 
 
@@ -195,7 +195,9 @@ def test_pairs_are_by_name_whatever_the_suffixes(tmp_path: Path) -> None:
     assert pairs == [("a.nii.gz", "a.npy"), ("b.npy", "b.nii")]
     (tmp_path / "labels" / "c.npy").touch()
     (tmp_path / "labels" / "d.npy").touch()
-    with pytest.raises(RecipeError, match=r"labels/c.npy has no counterpart of its name in images/, nor have 1 others"):
+    with pytest.raises(
+        RecipeError, match=r"labels/c.npy has no counterpart of the same name in images/, and 1 others have none either"
+    ):
         find_pairs(tmp_path)
 
 

@@ -18,14 +18,14 @@ from trainspec_cli.recipe.keys.run import DataSpec
 MAX_PIXELS = 2**28
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 CROP_AREA = (0.25, 1.0)
-"""The part of a picture that a training crop covers; its aspect is stretched by up to 4/3 (arXiv:1409.4842)."""
+"""The fraction of a picture that a training crop covers; its aspect ratio changes by up to 4/3 (arXiv:1409.4842)."""
 MAX_STRETCH = 4 / 3
 HELDOUT_CROP = 0.875
-"""The fraction of each side kept from the middle of a held-out picture."""
+"""The fraction of each side that the centre crop of a held-out picture keeps."""
 
 
 class ImageFolder:
-    """Classes are the sub-folders in alphabetical order; a hash of each file's name decides what is held out."""
+    """Classes are the sub-folders in alphabetical order; a hash of each file's name decides whether it is held out."""
 
     def __init__(self, folder: Path, data: DataSpec, model: ConvModel):
         self.folder = folder
@@ -42,19 +42,19 @@ class ImageFolder:
             raise RecipeError(Problem("no_samples", message, "data.path", "make one sub-folder per class"))
         if len(self.classes) > model.num_classes:
             message = (
-                f"{folder.absolute()} has {len(self.classes)} classes (sub-folders), the model {model.num_classes}"
+                f"{folder.absolute()} has {len(self.classes)} classes (sub-folders), the model has {model.num_classes}"
             )
             hint = f"type model.num_classes={len(self.classes)}"
             raise RecipeError(Problem("wrong_classes", message, "model.num_classes", hint))
         files = [(path, label) for label, name in enumerate(self.classes) for path in list_pictures(folder / name)]
-        # By their names: adding a picture moves no other from one split to the other.
+        # By name, so that adding a picture does not move others between the splits.
         names = [path.relative_to(folder).as_posix() for path, _ in files]
         held = hold_out(names, data.heldout_fraction)
         self._files = {
             "train": [file for name, file in zip(names, files, strict=True) if name not in held],
             "heldout": [file for name, file in zip(names, files, strict=True) if name in held],
         }
-        # Here, so that a missing package shows before the first step and not in the middle of one.
+        # Done here, so that a missing package is reported before the first step and not in the middle of one.
         if any(path.suffix != ".npy" for path, _ in files):
             load_reader("PIL", "Pillow", "pictures", "images")
         self._load(files[0][0])
@@ -63,7 +63,7 @@ class ImageFolder:
         return len(self._files[split])
 
     def train(self, index: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return a random crop, resized, and mirrored half of the time, with its class."""
+        """Return a random crop, resized and mirrored half of the time, with its class."""
         path, label = self._files["train"][index]
         picture = random_part(self._load(path), generator)
         if generator.random() < 0.5:
@@ -75,7 +75,7 @@ class ImageFolder:
         return self._finish(middle_part(self._load(path))), np.asarray(label, dtype=np.int64)
 
     def _load(self, path: Path) -> np.ndarray:
-        """Return (C, H, W) of fp32. Raises MachineError that names a file which is not such a picture."""
+        """Return (C, H, W) of fp32. Raises MachineError that names a file that is not such a picture."""
         try:
             pixels = self._read(path)
         except ANY_DAMAGE as error:
@@ -83,7 +83,7 @@ class ImageFolder:
         if pixels.ndim == 2:
             pixels = pixels[:, :, None]
         if pixels.ndim != 3 or 0 in pixels.shape or pixels.shape[2] != self.model.in_channels:
-            wanted = f"(H, W, {self.model.in_channels}), or (H, W) where model.in_channels is 1"
+            wanted = f"(H, W, {self.model.in_channels}), or (H, W) if model.in_channels is 1"
             raise MachineError(f"{path} has shape {pixels.shape}; {wanted} is needed", code="wrong_shape")
         return pixels.transpose(2, 0, 1).astype(np.float32)
 
@@ -96,7 +96,7 @@ class ImageFolder:
                 return np.asarray(picture.convert("L" if self.model.in_channels == 1 else "RGB"))
         pixels = np.load(path, mmap_mode="r")
         if pixels.size > MAX_PIXELS or pixels.dtype.kind not in "buif":
-            raise ValueError(f"{pixels.size:,} values of {pixels.dtype}; at most {MAX_PIXELS:,} numbers are read")
+            raise ValueError(f"{pixels.size:,} values of {pixels.dtype}; at most {MAX_PIXELS:,} numbers are allowed")
         return np.array(pixels)
 
     def _finish(self, picture: np.ndarray) -> np.ndarray:
@@ -111,8 +111,8 @@ def list_pictures(folder: Path) -> list[Path]:
 
 
 def load_reader(module: str, package: str, what: str, extra: str) -> Any:
-    """Import the package that reads a format, which not every installation has. Raises MachineError with what to type.
-    `extra`: that of trainspec which brings it."""
+    """Import the package that reads a format and that not every installation has. Raises MachineError with what to
+    type. `extra`: the trainspec extra that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -122,7 +122,7 @@ def load_reader(module: str, package: str, what: str, extra: str) -> Any:
         raise MachineError(problem) from error
 
 
-# Crops and sizes of pictures (C, H, W)
+# Crops and resizing of pictures (C, H, W)
 
 
 def random_part(picture: np.ndarray, generator: np.random.Generator) -> np.ndarray:
@@ -145,7 +145,7 @@ def middle_part(picture: np.ndarray) -> np.ndarray:
 
 
 def resize(picture: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
-    """Resize (C, H, W) to (C, *size): linear between pixels, averaging where it shrinks (no aliasing)."""
+    """Resize (C, H, W) to (C, *size): linear interpolation between pixels, averaging when shrinking (no aliasing)."""
     rows, columns = (weights(extent, wanted) for extent, wanted in zip(picture.shape[1:], size, strict=True))
     resized: np.ndarray = rows @ picture @ columns.T
     return resized

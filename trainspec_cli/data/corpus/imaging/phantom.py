@@ -1,7 +1,8 @@
 """Synthetic MR-like images: ellipsoids of tissue under a bias field, with Rician noise.
 
-Sample `index` is a pure function of the seed and the index, so nothing is stored and any rank can make any sample. For
-a U-Net every voxel is labelled with its tissue; for a classifier the sample is labelled with the kind of its lesion.
+Sample `index` is a pure function of the seed and the index, so nothing is stored and any rank can generate any sample.
+For a U-Net every voxel is labelled with its tissue; for a classifier the sample is labelled with the kind of its
+lesion.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from trainspec_cli.recipe.keys.model import ConvModel
 from trainspec_cli.recipe.keys.run import DataSpec
 
 NOISE_STD = 0.05
-"""Noise of each of the receiver's two channels (Gudbjartsson and Patz 1995); tissues lie between 0 and 1."""
+"""Noise of each of the receiver's two channels (Gudbjartsson and Patz 1995); tissue intensities are between 0 and 1."""
 BIAS_STRENGTH = 0.3
 """The largest deviation of the receiver's sensitivity from 1, at the edges."""
 SEED = 0
-"""The same images in every run: they stand in for a data set, and the order in which a run takes them has `train.seed`.
-Other images would be another data set with the same statistics."""
+"""The same images in every run, because they replace a data set; `train.seed` determines the order in which a run uses
+them. Other images would be another data set with the same statistics."""
 HELDOUT_STREAM = 1
-"""A seed word that separates held-out samples from training samples, whatever their counts."""
+"""A seed word that separates held-out samples from training samples, whatever their numbers."""
 
 
 class Phantoms:
@@ -37,7 +38,7 @@ class Phantoms:
         return self._counts[split]
 
     def train(self, index: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Make sample `index`. The generator is unused: a phantom is made at the model's size."""
+        """Generate sample `index`. The random generator is not used: a phantom is generated at the model's size."""
         return self._make(np.random.default_rng([SEED, 0, index]))
 
     def heldout(self, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -55,7 +56,7 @@ class Phantoms:
 
 
 def draw_tissues(generator: np.random.Generator, size: tuple[int, ...], num_classes: int) -> np.ndarray:
-    """Return labels of a head (1) with ever smaller organs (2, 3, ...) inside: `size` of int64; 0 is air."""
+    """Return labels of a head (1) with increasingly small organs (2, 3, ...) inside: `size` of int64; 0 is air."""
     tissues = np.zeros(size, dtype=np.int64)
     head = generator.uniform(0.65, 0.9, len(size))
     tissues[ellipsoid(size, np.zeros(len(size)), head, random_rotation(generator, len(size)))] = 1
@@ -116,7 +117,7 @@ def contrast(channel: int) -> np.ndarray:
 
 
 def bias_field(generator: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
-    """Return a smooth gain, 1 in the middle, with one slope and one bend along each axis."""
+    """Return a smooth gain that is 1 in the middle, with one slope and one bend along each axis."""
     gain = np.ones(size, dtype=np.float32)
     for axis, extent in enumerate(size):
         along = np.linspace(-1, 1, extent, dtype=np.float32)

@@ -1,7 +1,7 @@
 """A folder of volumes with labels: FOLDER/images/NAME and FOLDER/labels/NAME, as .npy, .nii or .nii.gz.
 
-An image is (D, H, W), or (C, D, H, W) of several contrasts (NIfTI has them last); its label (D, H, W) of class numbers.
-Two-dimensional slices are kept in the same way.
+An image is (D, H, W), or (C, D, H, W) with several contrasts (last in NIfTI); its label is (D, H, W) of class numbers.
+Two-dimensional slices are stored in the same way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SUFFIXES = (".npy", ".nii", ".nii.gz")
 
 
 class VolumeFolder:
-    """Image and label pairs in alphabetical order; a hash of each name decides what is held out."""
+    """Image and label pairs in alphabetical order; a hash of each name decides whether it is held out."""
 
     def __init__(self, folder: Path, data: DataSpec, model: ConvModel):
         self.model = model
@@ -49,7 +49,7 @@ class VolumeFolder:
         return self._read(pair, [int(generator.integers(room + 1)) for room in free])
 
     def heldout(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the middle crop."""
+        """Return the centre crop."""
         pair = self._pairs["heldout"][index]
         sizes = zip(shape_of(pair[1]), self.model.input_size, strict=True)
         return self._read(pair, [max(0, extent - wanted) // 2 for extent, wanted in sizes])
@@ -62,11 +62,11 @@ class VolumeFolder:
             message = f"{label} has shape {space}; the model takes {dims} dimensions (model.input_size)"
             raise RecipeError(Problem("wrong_shape", message, "data.path"))
         if self._full_shape(image) != (channels, *space):
-            message = f"{image} has shape {shape_of(image)}, its label {space}; model.in_channels is {channels}"
-            raise RecipeError(Problem("wrong_shape", message, "data.path", "image and label must be of one size"))
+            message = f"{image} has shape {shape_of(image)}, but its label {space}, with model.in_channels={channels}"
+            raise RecipeError(Problem("wrong_shape", message, "data.path", "image and label must have the same size"))
 
     def _full_shape(self, image: Path) -> tuple[int, ...]:
-        """Return (C, ...) whatever the file's order of dims."""
+        """Return (C, ...) whatever the file's order of dimensions."""
         shape = shape_of(image)
         if len(shape) == len(self.model.input_size):
             return (1, *shape)
@@ -83,9 +83,14 @@ class VolumeFolder:
             raise MachineError(message, code="unreadable_file") from error
 
     def _read_part(self, pair: tuple[Path, Path], start: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        image = self._channels_first(open_array(pair[0]), pair[0])
+        image = open_array(pair[0])
+        if image.ndim == len(self.model.input_size):
+            image = image[None]
+        elif pair[0].suffix != ".npy":
+            image = np.moveaxis(np.asarray(image), -1, 0)  # NIfTI has its contrasts last
         label = open_array(pair[1])
-        # Air (0) fills most of a scan and would set the scale, so only tissue counts; a file is read whole once for it.
+        # Air (0) fills most of a scan and would determine the scale, so only tissue counts; each file is read once as a
+        # whole for this.
         path = pair[0]
         if path not in self._moments:
             voxels = np.asarray(image, dtype=np.float32)
@@ -102,11 +107,6 @@ class VolumeFolder:
             )
             raise MachineError(message, code="wrong_classes", hint=hint)
         return self._pad(voxels), self._pad(classes[None])[0]
-
-    def _channels_first(self, array: Any, path: Path) -> Any:
-        if array.ndim == len(self.model.input_size):
-            return array[None]
-        return array if path.suffix == ".npy" else np.moveaxis(np.asarray(array), -1, 0)
 
     def _pad(self, array: np.ndarray) -> np.ndarray:
         """Pad with zeros at the end if a volume is smaller than the model's input."""
@@ -125,8 +125,8 @@ def find_pairs(folder: Path) -> list[tuple[Path, Path]]:
     alone = sorted(images.keys() ^ labels.keys())
     if alone:
         unpaired = images.get(alone[0]) or labels[alone[0]]
-        message = f"{unpaired} has no counterpart of its name in {'labels' if alone[0] in images else 'images'}/"
-        more = f", nor have {len(alone) - 1} others" if len(alone) > 1 else ""
+        message = f"{unpaired} has no counterpart of the same name in {'labels' if alone[0] in images else 'images'}/"
+        more = f", and {len(alone) - 1} others have none either" if len(alone) > 1 else ""
         raise RecipeError(Problem("no_partner", message + more, "data.path", "every image needs its label"))
     return [(images[stem], labels[stem]) for stem in sorted(images)]
 
@@ -139,7 +139,7 @@ def _by_stem(folder: Path) -> dict[str, Path]:
 
 
 def shape_of(path: Path) -> tuple[int, ...]:
-    """Return a volume's shape from its header alone."""
+    """Return a volume's shape from its header only."""
     return tuple(int(extent) for extent in open_array(path).shape)
 
 
@@ -156,5 +156,5 @@ def open_array(path: Path) -> Any:
         return array
     except MachineError:
         raise
-    except Exception as error:  # nibabel has errors of its own for each format
+    except Exception as error:  # nibabel raises different errors for each format
         raise MachineError(f"{path} cannot be read as a volume: {error}", code="unreadable_file") from error

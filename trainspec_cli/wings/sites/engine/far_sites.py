@@ -26,8 +26,7 @@ from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, gather_json
 from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, StepSamples, StepStart, TrainProgress
-from trainspec_cli.recipe.records import from_plain, to_plain
-from trainspec_cli.recipe.structure import convert
+from trainspec_cli.recipe.records import convert, from_plain, to_plain
 from trainspec_cli.run.folder.event_types.events import RecoveryEvent, WarningEvent
 from trainspec_cli.run.folder.generations import read_secret
 from trainspec_cli.wings.sites.engine.outer_state import OuterState

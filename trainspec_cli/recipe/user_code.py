@@ -1,6 +1,6 @@
-"""The user's own code that a recipe names: found and checked by its source alone, then imported by the workers.
+"""User-defined code that a recipe names: located and checked by its source, then imported by the workers.
 
-`validate` and `plan` of a stranger's recipe say which code it would run, and run none of it.
+`validate` and `plan` of an untrusted recipe report which code it would run, and run none of it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHOWN_CHARS = 160
 PACKAGE = Path(__file__).parents[1]
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
-# The extension points: for each the key of a recipe, the entry-point group, and how the engine calls what is named.
+# The extension points: for each one the recipe key, the entry-point group, and how the engine calls the named code.
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class ExtensionKind:
     positional: tuple[str, ...] = ()
     """The arguments that the engine passes by position."""
     keywords: tuple[str, ...] = ()
-    """The arguments that the engine passes by name, beside those of the recipe's options."""
+    """The arguments that the engine passes by name, in addition to the recipe's options."""
     is_list: bool = False
-    """The key holds a list of them."""
+    """The key holds a list of references."""
 
     def named(self, text: str, options: Collection[str] = ()) -> list[Extension]:
-        """Return the code that the key names; nothing where it is empty."""
+        """Return the code that the key names; empty if the key has no value."""
         return [Extension(self, self.key, text, tuple(options))] if text else []
 
 
@@ -77,28 +77,28 @@ class Extension:
     path: str
     """The key, such as `optim.name` or `train.callbacks`."""
     text: str
-    """The value as the recipe has it."""
+    """The value in the recipe."""
     options: tuple[str, ...] = ()
-    """The names of the further arguments that the recipe gives."""
+    """The names of the additional arguments that the recipe passes."""
 
     def typed(self, text: str) -> str:
-        """Return `key=text`, as it is typed."""
+        """Return `key=text` for the command line."""
         return f"{self.path}=[{text}]" if self.kind.is_list else f"{self.path}={text}"
 
 
 KINDS = (SOURCE, TOKENIZER, BLOCK, LOSS, OPTIMIZER, CALLBACK, TRACKER)
-"""The extension points, by the order in which a run comes to them."""
+"""The extension points, in the order in which a run reaches them."""
 
 
-def own_code_of(spec: RunSpec) -> Iterator[Extension]:
-    """Yield what the recipe names: nothing where it names only what ships with trainspec."""
+def user_code_of(spec: RunSpec) -> Iterator[Extension]:
+    """Yield the user-defined code that the recipe names; nothing if everything it names ships with trainspec."""
     for key, part in spec.data.own_parts.items():
         yield Extension(SOURCE, key, part.source, tuple(part.options))
     yield from worker_code_of(spec)
 
 
 def worker_code_of(spec: RunSpec) -> Iterator[Extension]:
-    """Yield what the workers of a run import: all but the source of the data, which is read before they start."""
+    """Yield the code that the workers of a run import: all but the data source, which is read before they start."""
     yield from TOKENIZER.named(spec.data.tokenizer.code, spec.data.tokenizer.options)
     if isinstance(spec.model, OwnModel):
         yield from BLOCK.named(spec.model.block, spec.model.options)
@@ -112,22 +112,22 @@ def worker_code_of(spec: RunSpec) -> Iterator[Extension]:
 
 
 def describe_code(spec: RunSpec) -> Iterator[str]:
-    """Yield a line for each piece of code that a run of the recipe executes, which is checked already."""
-    for extension in own_code_of(spec):
+    """Yield a line for each piece of code that a run of the recipe executes. The recipe must be checked already."""
+    for extension in user_code_of(spec):
         yield f"{extension.path} runs {find(extension).describe()}"
 
 
-# Found, without running any of it.
+# Locating code without running any of it.
 
 
 @dataclass(frozen=True)
 class Source:
-    """The place where code lies."""
+    """The location of code."""
 
     module: str
     """The module's dotted name; empty for a file."""
     file: Path | None
-    """Its source, absolute; None for a module that is compiled."""
+    """Its source file, absolute; None for a compiled module."""
     name: str
 
     def describe(self) -> str:
@@ -135,12 +135,12 @@ class Source:
 
 
 def is_reference(text: str) -> bool:
-    """Return whether the text names code by its file or module, and not by a registered name."""
+    """Return whether the text names code by file or module instead of by a registered name."""
     return ":" in text
 
 
 def absolute_reference(text: str, folder: Path) -> str:
-    """Return the text with a relative file sought in `folder`; unchanged if it names no file."""
+    """Return the text with a relative file resolved against `folder`; unchanged if it names no file."""
     if not (is_reference(text) and text.rpartition(":")[0].endswith(SUFFIX)):
         return text
     file, _, name = text.rpartition(":")
@@ -148,20 +148,20 @@ def absolute_reference(text: str, folder: Path) -> str:
 
 
 def find(extension: Extension, built_in: Iterable[str] = ()) -> Source:
-    """Find the code without running any. Raises RecipeError with what is wrong: no such file, module or name, a syntax
-    error, a signature that does not fit. `built_in`: other values that the key may have."""
+    """Locate the code without running any. Raises RecipeError for a missing file, module or name, a syntax error, or an
+    unsuitable signature. `built_in`: other values that the key may have."""
     text = extension.text
     if not is_reference(text):
-        from importlib.metadata import entry_points  # takes long to load, and few runs have code of their own
+        from importlib.metadata import entry_points  # slow to load, and few runs have user-defined code
 
-        # The names that installed packages have registered, with what they stand for.
+        # The names that installed packages have registered, with their targets.
         own = {point.name: point.value for point in entry_points(group=extension.kind.group)}
         if text not in own:
             known = sorted({*built_in, *own})
             shown = f"{', '.join(known)}, " if known else ""
             message = f"`{extension.path}` is {extension.text!r}; {shown}{FORM} is needed"
             near = closest(extension.text, known)
-            hint = f"a package that brings it registers it as {extension.kind.group} (docs/extending.md)"
+            hint = f"a package can register names under {extension.kind.group} (docs/extending.md)"
             if text.endswith(SUFFIX):
                 hint = _hint_of_names(extension, _find_file(extension, text), text)
             elif near:
@@ -170,7 +170,7 @@ def find(extension: Extension, built_in: Iterable[str] = ()) -> Source:
         text = own[text]
     place, _, name = text.rpartition(":")
     if not name.isidentifier():
-        got = f"`{extension.path}` is {extension.text}, which ends in no name of a function or class"
+        got = f"`{extension.path}` is {extension.text}, which does not end in the name of a function or class"
         hint = f"type {extension.typed(f'{place}:NAME' if place else 'FILE.py:NAME')}"
         if place.endswith(SUFFIX):
             hint = _hint_of_names(extension, _find_file(extension, place), place)
@@ -181,14 +181,14 @@ def find(extension: Extension, built_in: Iterable[str] = ()) -> Source:
         source = Source(place, _find_module(extension, place, name), name)
     else:
         got = f"`{extension.path}` is {extension.text}; {FORM} is needed"
-        raise _refuse(extension, "wrong_type", got, f"a file of Python ends in {SUFFIX}")
+        raise _refuse(extension, "wrong_type", got, f"a Python file ends in {SUFFIX}")
     if source.file is not None:
         _check_source(extension, source, source.file)
     return source
 
 
 def problems_of(extension: Extension, built_in: Iterable[str] = ()) -> Iterator[Problem]:
-    """Yield what `find` raises."""
+    """Yield the problems that `find` raises."""
     try:
         find(extension, built_in)
     except RecipeError as error:
@@ -196,11 +196,12 @@ def problems_of(extension: Extension, built_in: Iterable[str] = ()) -> Iterator[
 
 
 def neighbours(file: Path) -> dict[str, tuple[Path, ...]]:
-    """Return the modules in the folder of `file` that it imports, itself or through one of them, by their top-level
-    name, with their source files: of a package all of them.
+    """Return the modules in the folder of `file` that it imports directly or indirectly, by top-level name, with their
+    source files (for a package, all of them).
 
-    Found by reading. What Python has itself and what is installed comes first, so that a file `json.py` in the folder
-    takes the place of no library. The current folder, which is on the path of some processes alone, does not.
+    Found by reading the sources. The standard library and installed packages have priority, so that a file `json.py` in
+    the folder does not replace a library. The current folder, which is on the path of some processes only, has no
+    priority.
     """
     path = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
     found: dict[str, tuple[Path, ...]] = {}
@@ -228,8 +229,8 @@ def neighbours(file: Path) -> dict[str, tuple[Path, ...]]:
 
 @lru_cache(maxsize=4096)
 def _imported_names(file: Path, _mtime_ns: int, _size: int) -> frozenset[str]:
-    """Return the top-level names of the modules that a file imports anywhere in it; none where it is not Python, which
-    its import reports. Kept while the file's time and size stay, since packages can have many files."""
+    """Return the top-level names of all modules that a file imports; empty if it is not Python, which its import
+    reports. Cached while the file's time and size stay the same, since packages can have many files."""
     try:
         tree = ast.parse(read_bytes(file, MAX_SOURCE_BYTES), str(file))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -244,8 +245,8 @@ def _imported_names(file: Path, _mtime_ns: int, _size: int) -> frozenset[str]:
 
 
 def source_files(source: Source) -> list[Path]:
-    """Return the files that make up the code: its own, first, and of a file the neighbours that it imports. Empty for a
-    module that is compiled."""
+    """Return the files that make up the code: its own file first, then, for a file, the neighbours that it imports.
+    Empty for a compiled module."""
     if source.file is None:
         return []
     beside = () if source.module else neighbours(source.file).values()
@@ -270,20 +271,20 @@ def _find_file(extension: Extension, place: str) -> Path:
     for each in source_files(Source("", file, "")):
         if reason := why_not_trusted(each.stat()):
             message = f"`{extension.path}` would run {each}, which {reason}"
-            raise _refuse(extension, "not_trusted", message, "read it, and use a copy of your own")
+            raise _refuse(extension, "not_trusted", message, "read it, and use your own copy")
     return file
 
 
 def _find_module(extension: Extension, module: str, name: str) -> Path | None:
-    """Return the source of a module; None of one that is compiled. Packages are not imported for that."""
+    """Return the source of a module, or None for a compiled one. No package is imported for this."""
     top, *others = module.split(".")
     spec = None
-    with suppress(ImportError, ValueError):  # a module that is half imported has no spec
+    with suppress(ImportError, ValueError):  # a half-imported module has no spec
         spec = importlib.util.find_spec(top)
     if spec is None:
-        message = f"`{extension.path}` names the module {module}, and no package {top} is installed"
+        message = f"`{extension.path}` names the module {module}, but no package {top} is installed"
         own = f"{module.replace('.', '/')}{SUFFIX}"
-        hint = f"type pip install {top}, or {extension.typed('FILE.py:NAME')} for a file of your own"
+        hint = f"type pip install {top}, or {extension.typed('FILE.py:NAME')} for your own file"
         if exists(Path(own)):
             hint = _hint_of_names(extension, Path(own), own, name)
         raise _refuse(extension, "missing_package", message, hint)
@@ -294,26 +295,26 @@ def _find_module(extension: Extension, module: str, name: str) -> Path | None:
         found = PathFinder.find_spec(full, folders) if folders else None
         if found is None:
             names = [entry.name for entry in pkgutil.iter_modules(folders)]
-            message = f"`{extension.path}` names {module}, and {full.rpartition('.')[0]} has no module {part}"
+            message = f"`{extension.path}` names {module}, but {full.rpartition('.')[0]} has no module {part}"
             raise _refuse(extension, "missing_package", message, did_you_mean(part, names))
         spec = found
     return Path(spec.origin) if spec.origin and spec.origin.endswith(SUFFIX) else None
 
 
 def _parse(extension: Extension, file: Path) -> ast.Module:
-    """Raises RecipeError where the file is not Python."""
+    """Parse a file. Raises RecipeError if it is not Python."""
     try:
         return ast.parse(read_bytes(file, MAX_SOURCE_BYTES), str(file))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
         reason = getattr(error, "msg", None) or str(error) or "nested too deeply"
         message = f"{file}, which `{extension.path}` names, is not Python: {reason}"
-        problem = Problem("syntax_error", message, extension.path, f"look at line {line}", str(file), line)
+        problem = Problem("syntax_error", message, extension.path, f"see line {line}", str(file), line)
         raise RecipeError(problem) from error
 
 
 def _check_source(extension: Extension, source: Source, file: Path) -> None:
-    """Raise RecipeError where the source does not define what is named, or defines it with another signature."""
+    """Raise RecipeError if the source does not define the name, or defines it with an unsuitable signature."""
     names, is_whole = _names_of(_parse(extension, file))
     if source.name not in names:
         if not is_whole:
@@ -328,7 +329,7 @@ def _check_source(extension: Extension, source: Source, file: Path) -> None:
 
 
 def _hint_of_names(extension: Extension, file: Path, place: str, name: str = "") -> str:
-    """Return what to type to name something that `file` defines: what is nearest to `name`, or else what the engine
+    """Return what to type to name a definition of `file`: the one most similar to `name`, or else those that the engine
     could call. `place`: the file, as it is typed."""
     names, _ = _names_of(_parse(extension, file))
     callable_names = []
@@ -346,7 +347,7 @@ def _hint_of_names(extension: Extension, file: Path, place: str, name: str = "")
 
 
 def _why_not_callable(extension: Extension, signature: inspect.Signature) -> TypeError | None:
-    """Return the error of the engine's call; None where it fits."""
+    """Return the error of the engine's call; None if the signature fits."""
     kind = extension.kind
     try:
         signature.bind(*kind.positional, **dict.fromkeys((*kind.keywords, *extension.options)))
@@ -356,7 +357,7 @@ def _why_not_callable(extension: Extension, signature: inspect.Signature) -> Typ
 
 
 def _check_signature(extension: Extension, source: Source, signature: inspect.Signature) -> None:
-    """Raise RecipeError where the engine's call does not fit."""
+    """Raise RecipeError if the signature does not fit the engine's call."""
     error = _why_not_callable(extension, signature)
     if error is None:
         return
@@ -372,7 +373,8 @@ Definition = ast.FunctionDef | ast.ClassDef
 
 
 def _names_of(tree: ast.Module) -> tuple[dict[str, Definition | None], bool]:
-    """Return (what a module binds at its top level, with its definition if it is one; whether that is all of it)."""
+    """Return (the names bound at a module's top level, with their definition if there is one; whether these are all
+    names)."""
     names: dict[str, Definition | None] = {}
     is_whole = True
     for node in _top_level_statements(tree.body):
@@ -388,7 +390,7 @@ def _names_of(tree: ast.Module) -> tuple[dict[str, Definition | None], bool]:
 
 
 def _top_level_statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module, also those below `if`, `try` and `with`."""
+    """Yield the top-level statements of a module, including those below `if`, `try` and `with`."""
     for node in body:
         yield node
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -399,7 +401,7 @@ def _top_level_statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _signature_of(definition: Definition) -> inspect.Signature | None:
-    """Return what a function, or a class's `__init__`, takes; None where the source does not say."""
+    """Return the signature of a function or of a class's `__init__`; None if the source does not show it."""
     if definition.decorator_list:
         return None
     if isinstance(definition, ast.FunctionDef):
@@ -412,7 +414,7 @@ def _signature_of(definition: Definition) -> inspect.Signature | None:
 
 
 def _signature(arguments: ast.arguments, skip: int = 0) -> inspect.Signature | None:
-    """Return the signature that arguments amount to, without the first `skip`, which a method's call does not give."""
+    """Return the signature of `arguments` without the first `skip`, which a method's call does not pass."""
     by_position = [*arguments.posonlyargs, *arguments.args]
     required = len(by_position) - len(arguments.defaults)
     parameters = []
@@ -434,7 +436,7 @@ def _signature(arguments: ast.arguments, skip: int = 0) -> inspect.Signature | N
 
 
 class _Default:
-    """A default as it is shown: its value does not matter."""
+    """A default in a displayed signature: its value does not matter."""
 
     def __repr__(self) -> str:
         return "..."
@@ -445,14 +447,14 @@ def _parameter(argument: ast.arg, kind: inspect._ParameterKind, *, has_default: 
     return inspect.Parameter(argument.arg, kind, default=default)
 
 
-# Imported, with what goes wrong in it in its own file and line.
+# Importing code, with errors reported at its own file and line.
 
 
 def load(extension: Extension) -> Callable[..., Any]:
-    """Import the code and return what it names, which can be called as the engine does. Raises RecipeError, for people,
-    for all that is wrong with it: also what it raises while it is imported."""
+    """Import the code and return the named function or class, whose signature fits the engine's call. Raises
+    RecipeError for everything that is wrong with it, including exceptions during the import."""
     source = find(extension)
-    with own_errors(extension, "while it was imported", RecipeError):
+    with user_code_errors(extension, "while it was imported", RecipeError):
         module = _import(extension, source)
     try:
         found = getattr(module, source.name)
@@ -465,21 +467,21 @@ def load(extension: Extension) -> Callable[..., Any]:
             f"`{extension.path}` names {source.describe()}, a {type(found).__name__}; a function or class is needed"
         )
         raise RecipeError(Problem("wrong_type", message, extension.path))
-    with suppress(TypeError, ValueError):  # compiled code does not say what it takes
+    with suppress(TypeError, ValueError):  # compiled code has no visible signature
         _check_signature(extension, source, inspect.signature(found))
     return found  # type: ignore[no-any-return]
 
 
 def arguments(options: Mapping[str, object]) -> dict[str, object]:
-    """Return the options of a recipe as arguments: YAML has lists where Python's code takes tuples."""
+    """Return the options of a recipe as arguments: YAML lists become tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
 class Neighbours:
-    """A finder of the modules that lie next to a file which a recipe names, and that this file imports.
+    """An import finder for the modules next to a file that a recipe names, as far as this file imports them.
 
-    It serves those names alone, of which no library has one. The folder on `sys.path` would also serve what libraries
-    try to import and do without, from files that nobody has checked.
+    It serves only those names, which no library has. The whole folder on `sys.path` would also serve names that
+    libraries try to import optionally, from files that nobody has checked.
     """
 
     def __init__(self) -> None:
@@ -492,57 +494,57 @@ class Neighbours:
         return PathFinder.find_spec(fullname, [str(folder)]) if folder else None
 
     def add(self, extension: Extension, file: Path) -> None:
-        """Serve the neighbours of `file`. Raises RecipeError where a module of another folder has the name."""
+        """Serve the neighbours of `file`. Raises RecipeError if a module of another folder has the same name."""
         for name, files in neighbours(file).items():
             first = self.folders.setdefault(name, file.parent)
             loaded = getattr(sys.modules.get(name), "__file__", None)
             if loaded and Path(loaded).resolve() not in {each.resolve() for each in files}:
                 first = Path(loaded).parent
             if first != file.parent:
-                message = f"`{extension.path}`: {file} imports {name}, and the {name} of {first} is in use already"
+                message = f"`{extension.path}`: {file} imports {name}, but the {name} of {first} is already in use"
                 raise RecipeError(Problem("name_taken", message, extension.path, f"rename one {name}"))
         if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)  # the current folder may have such a name too
+            sys.meta_path.insert(0, self)  # the current folder may have the same name too
 
 
 NEIGHBOURS = Neighbours()
 
 
 def _import(extension: Extension, source: Source) -> ModuleType:
-    """Import a module, or a file as a module of its own: once, for all keys that name it."""
+    """Import a module, or a file as a separate module, once for all keys that name it."""
     if source.module:
         return importlib.import_module(source.module)
     assert source.file is not None, "a reference without a module names a file"
-    # Two files of one name in different folders are two modules.
+    # Files of the same name in different folders are different modules.
     place = hashlib.sha256(str(source.file).encode()).hexdigest()[:8]
     name = f"trainspec_own_{source.file.stem}_{place}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, source.file)
     assert spec is not None and spec.loader is not None, "a file of Python has a loader"
-    # Before the file runs, since its imports run first.
+    # Before the file runs, because its imports run first.
     NEIGHBOURS.add(extension, source.file)
     module = importlib.util.module_from_spec(spec)
-    # Before it runs: dataclasses and pickles of the file look their module up there.
+    # Before it runs, because dataclasses and pickles of the file look up their module there.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        # A half-run module would be taken for a whole one by the next key that names the file.
+        # Otherwise the next key that names the file would use a half-run module as if it were complete.
         del sys.modules[name]
         raise
     return module
 
 
 @contextmanager
-def own_errors(
+def user_code_errors(
     extension: Extension,
     when: str,
     kind: type[TrainspecError] = WorkerError,
     passes: Callable[[Exception], bool] = lambda error: False,
 ) -> Iterator[None]:
-    """Turn what one's own code raises in the block into an error with its file, line and message, without a traceback
-    of trainspec. `passes`: errors that are no fault of the code, such as memory that runs out."""
+    """Convert exceptions of user-defined code in the block to an error with its file, line and message, without a
+    traceback of trainspec. `passes`: errors that are not the code's fault, such as out of memory."""
     try:
         yield
     except TrainspecError:
@@ -554,14 +556,15 @@ def own_errors(
 
 
 def _problem(extension: Extension, when: str, error: Exception) -> Problem:
-    message = f"`{extension.path}`: {extension.text} raised {describe_error(error)} {when}"
-    frame = _own_frame(error)
+    shown = f"{type(error).__name__}: {error}".strip().rstrip(":")  # as Python prints it
+    message = f"`{extension.path}`: {extension.text} raised {shown} {when}"
+    frame = _user_frame(error)
     hint = ""
     if isinstance(error, ModuleNotFoundError) and error.name:
         module = error.name.partition(".")[0]
         own = Path(extension.text.rpartition(":")[0])
         is_near = (own.parent / f"{module}.py").is_file() or (own.parent / module).is_dir()
-        by_name = f"write `import {module}` in {own.name}: modules next to it are found where it imports them by name"
+        by_name = f"write `import {module}` in {own.name}: modules next to it are found if it imports them by name"
         hint = by_name if is_near else f"type pip install {module}"
     if frame is None:
         return Problem("own_code", message, extension.path, hint)
@@ -571,14 +574,9 @@ def _problem(extension: Extension, when: str, error: Exception) -> Problem:
     return Problem("own_code", message, extension.path, hint, file, line)
 
 
-def describe_error(error: Exception) -> str:
-    """Return the error as Python shows it: `ValueError: the message`."""
-    return f"{type(error).__name__}: {error}".strip().rstrip(":")
-
-
-def _own_frame(error: Exception) -> tuple[str, int, str] | None:
-    """Return file, line and function of the innermost frame that is the user's: neither trainspec's nor of a library
-    that the user's code calls, where there is such a frame."""
+def _user_frame(error: Exception) -> tuple[str, int, str] | None:
+    """Return file, line and function of the innermost frame of the user's code, as opposed to frames of trainspec and
+    of libraries that the user's code calls, if such a frame exists."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return error.filename, error.lineno, ""
     outside = _frames_outside(error)
@@ -590,13 +588,13 @@ def _own_frame(error: Exception) -> tuple[str, int, str] | None:
     return chosen.filename, chosen.lineno, function
 
 
-def came_through_own_code(error: BaseException) -> bool:
-    """Return whether the error came through code that is neither trainspec's nor a library's."""
+def came_through_user_code(error: BaseException) -> bool:
+    """Return whether the error passed through code of neither trainspec nor a library."""
     return any(not _is_library(frame.filename) for frame in _frames_outside(error))
 
 
 def _frames_outside(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of the error that lie in files outside of trainspec."""
+    """Return the frames of the error in files outside of trainspec."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     return [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
 

@@ -1,6 +1,6 @@
-"""Documents that one's own code gives (`data.source=FILE.py:NAME`), prepared as those of other sources are.
+"""User-defined code for data: documents (`data.source=FILE.py:NAME`), and tokenizers.
 
-The code is called once: its documents are written aside, since preparing reads text three times.
+The code of a source is called once, and its documents are written to a file, because preparing reads text three times.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.errors import Problem, RecipeError, WorkerError
 from trainspec_cli.data.corpus.records import excerpt
 from trainspec_cli.data.corpus.samples import hold_out
 from trainspec_cli.data.corpus.shards import (
@@ -28,14 +28,24 @@ from trainspec_cli.data.corpus.shards import (
 )
 from trainspec_cli.data.corpus.sources import check_encodable
 from trainspec_cli.recipe.keys.run import DataSpec
-from trainspec_cli.recipe.own_code import SOURCE, Extension, find, load, own_errors, source_sha256
-from trainspec_cli.recipe.own_code import source_files as files_of
+from trainspec_cli.recipe.records import canonical_json
+from trainspec_cli.recipe.user_code import (
+    SOURCE,
+    TOKENIZER,
+    Extension,
+    arguments,
+    find,
+    load,
+    source_sha256,
+    user_code_errors,
+)
+from trainspec_cli.recipe.user_code import source_files as files_of
 
 ALLOWED = "text, {'text': text} or a list of token ids is needed"
 ID_TYPE: Dtype = "uint32"
 MAX_ID = 2**31 - 1
 TextWriter = Callable[[DataSpec, Path], None]
-"""Takes a file of JSON lines, and the settings by which it is read."""
+"""Takes a file of JSON lines, and the settings for reading it."""
 
 
 @dataclass(frozen=True)
@@ -49,25 +59,26 @@ class OwnDocument:
 
 
 def source_files(data: DataSpec) -> list[Path]:
-    """Return the files of the code, where it has some that can be read."""
+    """Return the source files of the code, if they can be read."""
     return files_of(find(SOURCE.named(data.source, data.options)[0]))
 
 
 def source_facts(data: DataSpec) -> dict[str, object]:
-    """Return what the prepared data depends on: the code by its digest, its options, and the field that is read."""
+    """Return the facts that the prepared data depends on: the code's digest, its options, and the field that is
+    read."""
     files = [source_sha256(file) for file in source_files(data)]
     name = data.source.rpartition(":")[2]
     return {"name": name, "code": files, "options": data.options, "text_field": data.text_field}
 
 
 def write_own(data: DataSpec, folder: Path, write_text: TextWriter) -> None:
-    """Write the documents that the code gives into `folder`, as tokens; `write_text` turns a file of JSON lines into
-    them. Raises RecipeError for what the code raises, and for documents that are none."""
+    """Write the documents of the code into `folder`, as tokens; `write_text` tokenises a file of JSON lines. Raises
+    RecipeError for exceptions of the code, and for invalid documents."""
     (extension,) = SOURCE.named(data.source, data.options)
     documents = _limited(_documents(extension, data), data.max_bytes)
     first = next(documents, None)
     if first is None:
-        raise RecipeError(Problem("empty_data", f"`data.source`: {data.source} gave no document", "data.source"))
+        raise RecipeError(Problem("empty_data", f"`data.source`: {data.source} yielded no document", "data.source"))
     every = chain([first], documents)
     if first.text is None:
         _write_ids(extension, data, every, folder)
@@ -90,7 +101,7 @@ def write_own(data: DataSpec, folder: Path, write_text: TextWriter) -> None:
 def _documents(extension: Extension, data: DataSpec) -> Iterator[OwnDocument]:
     call = load(extension)
     number = 0
-    with own_errors(extension, "when it was called", RecipeError):
+    with user_code_errors(extension, "when it was called", RecipeError):
         made = call(**data.options)
     if not isinstance(made, Iterable) or isinstance(made, (str, bytes, Mapping)):
         message = f"`{extension.path}`: {extension.text} returned {type(made).__name__}; documents are needed"
@@ -98,7 +109,7 @@ def _documents(extension: Extension, data: DataSpec) -> Iterator[OwnDocument]:
     given: Iterator[Any] = iter(made)
     while True:
         number += 1
-        with own_errors(extension, f"at document {number}", RecipeError):
+        with user_code_errors(extension, f"at document {number}", RecipeError):
             try:
                 document = next(given)
             except StopIteration:
@@ -134,11 +145,11 @@ def _refuse(extension: Extension, number: int, what: str) -> RecipeError:
 
 def _mixed(extension: Extension, document: OwnDocument) -> RecipeError:
     kinds = ("text", "token ids") if document.text is not None else ("token ids", "text")
-    return _refuse(extension, document.number, f"is {kinds[0]}, and the first one is {kinds[1]}")
+    return _refuse(extension, document.number, f"is {kinds[0]}, but the first one is {kinds[1]}")
 
 
 def _limited(documents: Iterable[OwnDocument], max_bytes: int | None) -> Iterator[OwnDocument]:
-    """Yield documents up to the one that reaches `max_bytes` of text, so that the code may go on for ever."""
+    """Yield documents up to the one that reaches `max_bytes` of text, so that the code may yield documents forever."""
     left_bytes = sys.maxsize if max_bytes is None else max_bytes
     for document in documents:
         yield document
@@ -148,15 +159,15 @@ def _limited(documents: Iterable[OwnDocument], max_bytes: int | None) -> Iterato
 
 
 def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocument], folder: Path) -> None:
-    """Write ids one after another, as the code gave them. Documents are held out by a hash of their ids; the ids have
-    no tokenizer, so nothing is known of the text."""
+    """Write ids one after another, as the code yielded them. Documents are held out by a hash of their ids. The ids
+    have no tokenizer, so their text is unknown."""
     given = {
         "data.max_bytes": data.max_bytes is not None,
         "data.tokenizer.path": data.tokenizer.path is not None,
         "data.tokenizer.code": data.tokenizer.code != "",
     }
     for path in (path for path, is_given in given.items() if is_given):
-        message = f"`{path}` is given, and {extension.text} gives token ids, whose text is not known"
+        message = f"`{path}` is set, but {extension.text} yields token ids, whose text is unknown"
         raise RecipeError(Problem("unsupported", message, path, f"leave it out: ~{path}"))
     aside = folder / "documents.bin"
     lengths = list[int]()
@@ -173,7 +184,7 @@ def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocu
             largest = max(largest, int(document.ids.max(initial=0)))
     chosen = hold_out(names, data.heldout_fraction)
     is_heldout = [name in chosen for name in names]
-    if not chosen:  # all are alike: the end of the last one
+    if not chosen:  # all documents are equal: hold out the end of the last one
         rest = min(max(round(lengths[-1] * data.heldout_fraction), 1), lengths[-1])
         lengths[-1:], is_heldout[-1:] = [lengths[-1] - rest, rest], [False, True]
     every = np.memmap(aside, dtype="<u4", mode="r")
@@ -199,3 +210,65 @@ def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocu
         heldout=summaries["heldout"],
     )
     write_manifest(folder, manifest)
+
+
+# A user-defined tokenizer (`data.tokenizer.code=FILE.py:NAME`): the user's code converts text to token ids and back. A
+# token folder stores only its digest and none of its code: text is decoded by the tokenizer that the recipe names.
+
+
+TRIAL_TEXT = "Tokens, and back: 3 + 4 = 7.\n"
+LARGEST_VOCABULARY = 2**31
+
+
+class OwnTokenizer:
+    """Calls the user's code and checks its results. Raises RecipeError before a run has begun, then WorkerError."""
+
+    def __init__(self, data: DataSpec, error: type[RecipeError | WorkerError] = RecipeError):
+        (self._extension,) = TOKENIZER.named(data.tokenizer.code, data.tokenizer.options)
+        self._error = error
+        call = load(self._extension)
+        with user_code_errors(self._extension, "when the tokenizer was made", error):
+            self._inner: Any = call(**arguments(data.tokenizer.options))
+        self.vocab_size = self._number("vocab_size", LARGEST_VOCABULARY)
+        self.end_of_document = self._number("end_of_document", self.vocab_size - 1)
+        self.decode(self.encode(TRIAL_TEXT))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of `text`, without an end of document."""
+        with user_code_errors(self._extension, "in `encode`", self._error):
+            ids = [int(one) for one in self._inner.encode(text)]
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            wrong = next(one for one in ids if not 0 <= one < self.vocab_size)
+            raise self._refuse(f"returns the id {wrong}, but has a `vocab_size` of {self.vocab_size}")
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        with user_code_errors(self._extension, "in `decode`", self._error):
+            text = self._inner.decode(list(ids))
+        if not isinstance(text, str):
+            raise self._refuse(f"decodes to {type(text).__name__}; text is needed")
+        return text
+
+    def _number(self, name: str, largest: int) -> int:
+        value = getattr(self._inner, name, None)
+        if not isinstance(value, int) or not 0 <= value <= largest:
+            got = "no" if value is None else f"{value!r} as"
+            raise self._refuse(f"has {got} `{name}`; a whole number from 0 to {largest} is needed")
+        return value
+
+    def _refuse(self, what: str) -> RecipeError | WorkerError:
+        message = f"`{self._extension.path}`: {self._extension.text} {what}"
+        hint = "a tokenizer has vocab_size, end_of_document (an id), encode(text) and decode(ids)"
+        return self._error(Problem("own_code", message, self._extension.path, hint))
+
+
+def tokenizer_sha256(data: DataSpec) -> str:
+    """Return the identity of a user-defined tokenizer: the digest of its name, code and options."""
+    (extension,) = TOKENIZER.named(data.tokenizer.code, data.tokenizer.options)
+    digests = [source_sha256(file) for file in files_of(find(extension))]
+    facts: dict[str, object] = {
+        "name": extension.text.rpartition(":")[2],
+        "code": " ".join(digests) or extension.text,  # compiled code cannot be read
+        "options": data.tokenizer.options,
+    }
+    return hashlib.sha256(canonical_json(facts).encode()).hexdigest()

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.core.errors import RecipeError, WorkerError
-from trainspec_cli.recipe.own_code import (
+from trainspec_cli.recipe.user_code import (
     NEIGHBOURS,
     OPTIMIZER,
     Extension,
     absolute_reference,
     find,
     load,
-    own_errors,
     problems_of,
     source_files,
+    user_code_errors,
 )
 
 GOOD = """
@@ -104,13 +104,13 @@ def test_code_is_found_by_file_module_and_registered_name_and_not_run(
             "mine.py:",
             (),
             "wrong_type",
-            "ends in no name of a function or class",
+            "does not end in the name of a function or class",
             "type optim.name=mine.py:NAME; it has ",
         ),
         ("lone.py", (), "wrong_choice", "'lone.py'; adamw, sprint, ", "type optim.name=lone.py:Lone"),
-        ("lone:Alone", (), "missing_package", "names the module lone, and no", "type optim.name=lone.py:Lone"),
+        ("lone:Alone", (), "missing_package", "names the module lone, but no", "type optim.name=lone.py:Lone"),
         ("deep.lone:Lone", (), "missing_package", "names the module deep.lone", "type optim.name=deep/lone.py:Lone"),
-        ("mine.txt:make", (), "missing_package", "names the module mine.txt, and no package mine", "pip install mine"),
+        ("mine.txt:make", (), "missing_package", "names the module mine.txt, but no package mine", "pip install mine"),
         ("a/b:make", (), "wrong_type", "FILE.py:NAME or package.module:NAME is needed", "ends in .py"),
         ("adamv", (), "wrong_choice", "is 'adamv'; adamw, sprint, ", "did you mean optim.name=adamw?"),
         ("sprnt", (), "wrong_choice", "is 'sprnt'; adamw, sprint, ", "did you mean optim.name=sprint?"),
@@ -121,7 +121,7 @@ def test_code_is_found_by_file_module_and_registered_name_and_not_run(
             (),
             "syntax_error",
             "broken.py, which `optim.name` names, is not Python: ",
-            "look at line 2",
+            "see line 2",
         ),
         (
             "mine.py:narrow",
@@ -147,7 +147,7 @@ def test_what_is_wrong_is_said_with_what_to_type(
 def test_a_file_that_others_may_write_is_not_run(folder: Path) -> None:
     (folder / "mine.py").chmod(0o666)
     (problem,) = problems_of(named("mine.py:make"))
-    assert problem.code == "not_trusted" and "may be written by every user" in problem.message
+    assert problem.code == "not_trusted" and "can be written by every user" in problem.message
 
 
 def test_files_are_named_absolutely_and_nothing_else_is() -> None:
@@ -250,8 +250,8 @@ def test_an_error_of_a_library_is_said_at_the_line_that_called_it(folder: Path) 
     file.write_text("import json\n\ndef make(groups, lr):\n    return json.loads(groups)\n")
     extension = named(f"{file}:make")
     call = load(extension)
-    with pytest.raises(WorkerError, match="in an update") as caught, own_errors(extension, "in an update"):
+    with pytest.raises(WorkerError, match="in an update") as caught, user_code_errors(extension, "in an update"):
         call("{", lr=1)
     assert f"({file}:4, in make: return json.loads(groups))" in str(caught.value)
-    with pytest.raises(KeyError), own_errors(extension, "here", passes=lambda error: isinstance(error, KeyError)):
+    with pytest.raises(KeyError), user_code_errors(extension, "here", passes=lambda error: isinstance(error, KeyError)):
         raise KeyError
