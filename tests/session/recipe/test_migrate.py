@@ -181,7 +181,7 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "code", "hint"),
     [
-        ("0.1", "downgrade", "the file as it was lies beside it: mv FILE.0.1.bak FILE"),
+        ("0.1", "downgrade", "restore the backup next to the file: mv FILE.0.1.bak FILE"),
         ("3.0", "newer_version", "upgrade: pip install --upgrade trainspec"),
         ("x", "unknown_version", "type --to 1.0, or leave it out"),
     ],
