@@ -60,6 +60,7 @@ IDLE = 32
 ATTACKED_RECIPE = (
     *("recipe=tiny", f"train.max_steps={ATTACKED_STEPS}", "scheduler=off", "run.preflight=false", "resilience=none"),
     # A slow rank keeps the run alive long enough for every connection of the attack.
+    *("checkpoint.keep_last=1", "fault=slow(rank=0,step=1,seconds=0.1,steps=1000)"),
 )
 CONNECT_S = 10.0
 RESUMED_S = 300.0
