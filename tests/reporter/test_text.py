@@ -306,7 +306,7 @@ def test_a_diagnosis() -> None:
         "  FAIL  gpu             no GPU",
         "between the processes",
         "  ok    clocks          1 ms apart",
-        "2 nodes: 2 ok, 1 to look at, 1 failed",
+        "2 nodes: 2 ok, 1 warning, 1 failed",
         "slowest node: two",
     ]
 
@@ -314,7 +314,7 @@ def test_a_diagnosis() -> None:
 def test_a_diagnosis_of_one_node() -> None:
     assert text_of(render_diagnosis(Diagnosis("warn", NODES[:1], (), "one", None)))[-2:] == [
         "                        make room",
-        "1 node: 1 ok, 1 to look at, 0 failed",
+        "1 node: 1 ok, 1 warning, 0 failed",
     ]
 
 
