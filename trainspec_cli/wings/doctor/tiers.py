@@ -64,8 +64,8 @@ def _pcie_tiers(gpus: Sequence[FoundGpu], source: str) -> tuple[list[FoundTier],
         tiers = f"{{name: pcie, devices: {len(sockets[0])}}}, {{name: node, devices: {len(gpus)}, gbit_per_s: ...}}"
         among = " and ".join(f"{group[0]} to {group[-1]}" for group in sockets)
         remarks.append(
-            f"GPUs are connected by PCIe within {among}, and by the link between the CPUs (SYS) otherwise; to plan with "
-            f"the rate of that link for each GPU, replace the first tier by {tiers}"
+            f"GPUs are connected by PCIe within {among}, and by the link between the CPUs (SYS) otherwise; to plan "
+            f"with the rate of that link for each GPU, replace the first tier by {tiers}"
         )
     return [_pcie(gpus, source)], remarks
 
