@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -41,6 +42,11 @@ def run_of(*arguments: str) -> RunValues:
 
 def translated_for(engine: str, *arguments: str) -> Translation:
     return translate(TARGETS[engine], run_of(*arguments))
+
+
+def config_for(engine: str, *arguments: str) -> dict[str, JsonValue]:
+    """Return the dotted keys and values of an engine's configuration."""
+    return dict(translated_for(engine, *arguments).keys_of("config"))
 
 
 def refused_by(engine: str, **changes: JsonValue) -> list[Problem]:
@@ -103,3 +109,8 @@ def mistyped(key: str) -> str:
     """Return a key with its last letter doubled."""
     name, bracket, index = key.partition("[")
     return f"{name}{name[-1]}{bracket}{index}"
+
+
+def each_mistyped(keys: dict[str, JsonValue], named: Iterable[str]) -> list[dict[str, JsonValue]]:
+    """Return copies of `keys`, each with another one of `named` mistyped."""
+    return [{mistyped(key) if key == one else key: value for key, value in keys.items()} for one in named]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from wings.interop.emitting import Case, files_in, judge, mistyped, run_of, translated_for
+from wings.interop.emitting import Case, config_for, files_in, judge, mistyped, run_of
 
 from trainspec_cli.wings.interop import TARGETS, guess_engine, read_back, read_source
 from trainspec_cli.wings.interop.targets.axolotl import config_text
@@ -43,7 +43,7 @@ RUNS = (
 
 
 def case_of(run: tuple[str, ...]) -> Case:
-    return Case(files_in("axolotl", *run), list(translated_for("axolotl", *run).keys_of("config")))
+    return Case(files_in("axolotl", *run), list(config_for("axolotl", *run)))
 
 
 @pytest.mark.slow
@@ -54,14 +54,14 @@ def test_axolotl_reads_every_key() -> None:
         axes = [planned[f"layout.{axis}"] for axis in ("dp_replicate", "dp_shard", "tp", "cp")]
         assert judgement.keys.pop("axes") == axes or planned["derived.is_ddp"], run
         assert judgement.keys.pop("batch_size") == planned["batching.global_batch_size"], run
-        assert judgement.keys == translated_for("axolotl", *run).keys_of("config"), run
+        assert judgement.keys == config_for("axolotl", *run), run
 
 
 @pytest.mark.slow
 def test_axolotl_does_not_read_a_mistyped_key_as_the_right_one() -> None:
     cases, typos = [], []
     for run in (RUNS[0], RUNS[1], RUNS[3]):
-        keys = translated_for("axolotl", *run).keys_of("config")
+        keys = config_for("axolotl", *run)
         typos.append(keys)
         wrong = [{mistyped_within(key) if key == one else key: value for key, value in keys.items()} for one in keys]
         cases += [case_of(run), *(Case({"axolotl.yml": config_text(one)}, list(keys)) for one in wrong)]
@@ -124,19 +124,17 @@ def test_the_script_starts_the_planned_processes() -> None:
 
 
 def test_values_that_axolotl_names_differently() -> None:
-    by_stage = [
-        translated_for("axolotl", *run).keys_of("config")["fsdp_config.reshard_after_forward"] for run in RUNS[:2]
-    ]
+    by_stage = [config_for("axolotl", *run)["fsdp_config.reshard_after_forward"] for run in RUNS[:2]]
     assert by_stage == [True, False]
-    keys = translated_for("axolotl", *RUNS[1]).keys_of("config")
+    keys = config_for("axolotl", *RUNS[1])
     assert keys["lr_scheduler_kwargs.num_decay_steps"] == round(0.2 * int(str(keys["max_steps"])))
-    adapted = translated_for("axolotl", *RUNS[3]).keys_of("config")
+    adapted = config_for("axolotl", *RUNS[3])
     assert adapted["lora_target_modules"] == ["q_proj", "v_proj"] and adapted["adapter"] == "qlora"
     assert (adapted["train_on_inputs"], adapted["bf16"], "fsdp_version" in adapted) == (True, True, False)
 
 
 def test_the_mesh_has_as_many_devices_as_the_run() -> None:
-    keys = translated_for("axolotl", *RUNS[2]).keys_of("config")
+    keys = config_for("axolotl", *RUNS[2])
     axes = ("dp_replicate_size", "dp_shard_size", "tensor_parallel_size", "context_parallel_size")
     assert math.prod(int(str(keys[axis])) for axis in axes) == 16
     assert yaml.safe_load(files_in("axolotl", *RUNS[2])["axolotl.yml"])["datasets"] == [

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from wings.interop.emitting import Case, files_in, judge, mistyped, run_of, translated_for
+from wings.interop.emitting import Case, config_for, each_mistyped, files_in, judge, run_of
 
 from trainspec_cli.wings.interop import RunValues, nest
 
@@ -44,7 +44,7 @@ def case_of(arguments: tuple[str, ...], keys: dict[str, object]) -> Case:
 
 @pytest.mark.slow
 def test_deepspeed_reads_every_key() -> None:
-    configs = [translated_for("deepspeed", *run).keys_of("config") for run in RUNS]
+    configs = [config_for("deepspeed", *run) for run in RUNS]
     judged = judge("deepspeed", [case_of(run, keys) for run, keys in zip(RUNS, configs, strict=True)])
     for keys, judgement in zip(configs, judged, strict=True):
         assert judgement.error is None
@@ -55,9 +55,9 @@ def test_deepspeed_reads_every_key() -> None:
 
 @pytest.mark.slow
 def test_deepspeed_notices_a_mistyped_key() -> None:
-    keys = translated_for("deepspeed", *RUNS[1]).keys_of("config")
+    keys = config_for("deepspeed", *RUNS[1])
     named = [key for key in keys if "[" not in key]
-    wrong = [{mistyped(key) if key == one else key: value for key, value in keys.items()} for one in named]
+    wrong = each_mistyped(keys, named)
     right, *judged = judge("deepspeed", [replace(case_of(RUNS[1], case), keys=list(keys)) for case in (keys, *wrong)])
     unseen = {key for key, judgement in zip(named, judged, strict=True) if judgement == right}
     assert unseen <= FOLLOW
@@ -65,13 +65,13 @@ def test_deepspeed_notices_a_mistyped_key() -> None:
 
 @pytest.mark.slow
 def test_deepspeed_checks_the_product_of_the_batch() -> None:
-    keys = translated_for("deepspeed").keys_of("config")
+    keys = config_for("deepspeed")
     (judgement,) = judge("deepspeed", [case_of((), {**keys, "train_batch_size": 500})])
     assert judgement.error is not None and "train_batch_size" in judgement.error
 
 
 def test_no_clipping_is_a_norm_of_zero() -> None:
-    assert translated_for("deepspeed", *RUNS[2]).keys_of("config")["gradient_clipping"] == 0.0
+    assert config_for("deepspeed", *RUNS[2])["gradient_clipping"] == 0.0
 
 
 def test_the_command_starts_every_process() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from wings.interop.emitting import Case, files_in, judge, mistyped, run_of, translated_for
+from wings.interop.emitting import Case, config_for, files_in, judge, mistyped, run_of
 
 from trainspec_cli.wings.interop import TARGETS, read_back, read_source
 
@@ -41,7 +41,7 @@ UNSEEN = ("base_config",)
 
 
 def case_of(run: tuple[str, ...], text: str = "") -> Case:
-    keys = [key for key in translated_for("maxtext", *run).keys_of("config") if key not in UNSEEN]
+    keys = [key for key in config_for("maxtext", *run) if key not in UNSEEN]
     return Case({"maxtext.yml": text or files_in("maxtext", *run)["maxtext.yml"]}, keys)
 
 
@@ -49,7 +49,7 @@ def case_of(run: tuple[str, ...], text: str = "") -> Case:
 def test_maxtext_reads_every_key() -> None:
     for run, judgement in zip(RUNS, judge("maxtext", [case_of(run) for run in RUNS]), strict=True):
         assert judgement.error is None, run
-        keys = translated_for("maxtext", *run).keys_of("config")
+        keys = config_for("maxtext", *run)
         assert judgement.keys == {key: keys[key] for key in judgement.keys}, run
 
 
@@ -82,7 +82,7 @@ def test_the_axes_of_a_file_determine_its_devices(tmp_path: Path) -> None:
 
 
 def test_fractions_give_the_planned_steps() -> None:
-    keys = translated_for("maxtext", *RUNS[1]).keys_of("config")
+    keys = config_for("maxtext", *RUNS[1])
     run = run_of(*RUNS[1])
     assert (
         int(run.whole("train.max_steps") * float(str(keys["warmup_steps_fraction"])))
@@ -98,7 +98,7 @@ def test_the_script_gives_each_node_its_rank() -> None:
 
 def test_every_axis_is_written_because_missing_ones_take_all_devices() -> None:
     for run in RUNS:
-        keys = translated_for("maxtext", *run).keys_of("config")
+        keys = config_for("maxtext", *run)
         sizes = [int(str(size)) for key, size in keys.items() if key.endswith("_parallelism")]
         assert math.prod(sizes) == 16, run
         assert {"ici_fsdp_parallelism", "dcn_data_parallelism"} <= set(keys), run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 import pytest
-from wings.interop.emitting import Case, files_in, judge, mistyped, translated_for
+from wings.interop.emitting import Case, config_for, files_in, judge, mistyped, translated_for
 
 from trainspec_cli.wings.interop import options
 
@@ -56,18 +56,14 @@ def test_megatron_reads_every_key() -> None:
     judged = judge("megatron", [case_of(run) for run in RUNS], package="megatron.training")
     for run, judgement in zip(RUNS, judged, strict=True):
         assert judgement.error is None, run
-        keys = {**translated_for("megatron", *run).keys_of("config")}
+        keys = {**config_for("megatron", *run)}
         wanted = {key: OTHER_FORM.get(key, value) for key, value in keys.items()}
         assert {key: one for key, one in judgement.keys.items() if not matches(one, wanted[key])} == {}, run
 
 
 @pytest.mark.slow
 def test_megatron_refuses_a_mistyped_key() -> None:
-    keys = [
-        key
-        for key, value in translated_for("megatron", *RUNS[2]).keys_of("config").items()
-        if value not in (False, None)
-    ]
+    keys = [key for key, value in config_for("megatron", *RUNS[2]).items() if value not in (False, None)]
     cases = [case_of(RUNS[2], (key, mistyped(key))) for key in keys]
     judged = judge("megatron", cases, package="megatron.training")
     assert [key for key, judgement in zip(keys, judged, strict=True) if not judgement.error] == []
@@ -88,13 +84,13 @@ def test_only_tp_and_cp_without_fsdp_need_ordered_launches() -> None:
 
 
 def test_the_layers_of_each_stage_are_emitted() -> None:
-    layout = str(translated_for("megatron", *RUNS[2]).keys_of("config")["--pipeline-model-parallel-layout"])
+    layout = str(config_for("megatron", *RUNS[2])["--pipeline-model-parallel-layout"])
     stages = [int(stage.strip("EtL*")) for stage in layout.split("|")]
     assert len(stages) == 2 and sum(stages) == 32
 
 
 def test_values_that_megatron_counts_differently() -> None:
-    keys = translated_for("megatron", *RUNS[1]).keys_of("config")
+    keys = config_for("megatron", *RUNS[1])
     assert keys["--min-lr"] == pytest.approx(3e-5)
     assert keys["--split"] == "98,2,0"
     assert keys["--seed"] == 1

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from wings.interop import test_megatron
-from wings.interop.emitting import Case, files_in, judge, mistyped, run_of, translated_for
+from wings.interop.emitting import Case, config_for, files_in, judge, mistyped, run_of, translated_for
 
 from trainspec_cli.wings.interop.targets import megatron, megatron_bridge
 
@@ -33,7 +33,7 @@ def test_megatron_bridge_reads_every_key() -> None:
     for run, judgement in zip(RUNS, judged([case_of(run) for run in RUNS]), strict=True):
         assert judgement.error is None, run
         assert judgement.keys.pop("data_parallel_size") == run_of(*run)["derived.data_parallel_size"], run
-        keys = translated_for(ENGINE, *run).keys_of("config")
+        keys = config_for(ENGINE, *run)
         wrong = {key: (one, keys[key]) for key, one in judgement.keys.items() if one != keys[key]}
         assert set(wrong) <= {"model.pipeline_model_parallel_layout"}, run
 
@@ -85,12 +85,12 @@ def test_every_argument_of_megatron_has_its_field() -> None:
 
 
 def test_fields_with_the_opposite_meaning_of_their_argument() -> None:
-    keys = translated_for(ENGINE, *RUNS[5]).keys_of("config")
+    keys = config_for(ENGINE, *RUNS[5])
     assert (keys["mixed_precision.grad_reduce_in_fp32"], keys["model.share_embeddings_and_output_weights"]) == (
         False,
         True,
     )
-    assert translated_for(ENGINE, *RUNS[0]).keys_of("config")["model.share_embeddings_and_output_weights"] is False
+    assert config_for(ENGINE, *RUNS[0])["model.share_embeddings_and_output_weights"] is False
     assert keys["scheduler.end_weight_decay"] == keys["optimizer.weight_decay"] == 0.1
 
 

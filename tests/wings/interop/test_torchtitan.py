@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from wings.interop.emitting import Case, files_in, judge, mistyped, run_of, translated_for
+from wings.interop.emitting import Case, config_for, files_in, judge, mistyped, run_of
 
 from trainspec_cli.wings.interop.targets.torchtitan import FLAVORS
 
@@ -22,7 +22,7 @@ RECOMPUTES = {None: None, "full": "FullAC.Config", "selective": "SelectiveAC.Con
 
 
 def case_of(*run: str) -> Case:
-    keys = translated_for("torchtitan", *run).keys_of("config")
+    keys = config_for("torchtitan", *run)
     return Case(files_in("torchtitan", *run), [key for key in keys if key not in NAMED])
 
 
@@ -30,7 +30,7 @@ def case_of(*run: str) -> Case:
 def test_torchtitan_reads_every_key() -> None:
     for run, judgement in zip(RUNS, judge("torchtitan", [case_of(*run) for run in RUNS]), strict=True):
         assert judgement.error is None
-        keys = translated_for("torchtitan", *run).keys_of("config")
+        keys = config_for("torchtitan", *run)
         sizes = [run_of(*run)[f"model.{size}"] for size in ("num_layers", "hidden_size", "vocab_size")]
         recompute = RECOMPUTES[keys.pop("activation_checkpoint")]  # type: ignore[index]
         del keys["model"]
@@ -66,6 +66,6 @@ def test_the_sizes_of_the_table_are_those_of_the_registry() -> None:
 
 
 def test_a_pipeline_gets_the_whole_batch_of_a_rank() -> None:
-    keys = translated_for("torchtitan", *RUNS[1]).keys_of("config")
+    keys = config_for("torchtitan", *RUNS[1])
     assert keys["training.local_batch_size"] == 512 // 8
     assert keys["parallelism.pipeline_parallel_microbatch_size"] == 1
