@@ -347,7 +347,8 @@ FP8 = "fp8"
 
 
 def features_here(*, on_gpu: bool) -> tuple[str, ...]:
-    """Return the kernels (`attention.math`) and formats (`fp8`) that this machine supports besides the defaults."""
+    """Return the kernels (`attention.math`) and formats (`fp8`) that this machine supports in addition to the
+    defaults."""
     kernels = [
         f"{operation}.{name}"
         for operation, backends in KERNELS.items()

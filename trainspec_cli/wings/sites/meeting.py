@@ -6,7 +6,7 @@ round. They are made on plain numbers; `now_s` is any monotonic clock.
 | contributes within the grace time | its work is merged |
 | is connected, but late | it stays a member: its work comes with its next contribution |
 | is late twice in a row, or not connected | it is lost: the others take the samples that were not merged |
-| comes back | it follows the rounds without training, and is a member again from the next one on |
+| returns | it follows the rounds without training, and is a member again from the next one on |
 
 A round is one exchange together with the decision that holds until the next one. Its record plans the steps until then:
 for each step and site, one contiguous range of positions in the data, so that all sites together take every position
