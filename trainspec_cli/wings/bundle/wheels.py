@@ -209,9 +209,9 @@ def download(
         raise MachineError(Problem("no_pip", message, hint=f"{sys.executable} -m ensurepip", environment=True))
     own = own_wheel(staging, source, on_step)
     _check_wanted(own, targets, extras)
-    places = ["--find-links", str(staging)]
+    sources = ["--find-links", str(staging)]
     if source is not None:
-        places = ["--no-index", "--find-links", str(source.absolute()), *places]
+        sources = ["--no-index", "--find-links", str(source.absolute()), *sources]
     else:
         on_step("dependencies without wheels")
         _pip(["wheel", "--no-deps", "--wheel-dir", str(staging), *SOURCE_ONLY], on_step)
@@ -221,18 +221,18 @@ def download(
         aim = ["--only-binary", ":all:", "--implementation", "cp", "--python-version", target.python, *platforms]
         here = (python_here(), sys.platform, platform.machine())
         is_this_system = here == (target.python, target.markers["sys_platform"], target.markers["platform_machine"])
-        asked = [f"{own.file}{of_extras}", PIP]
+        requested = [f"{own.file}{of_extras}", PIP]
         # pip evaluates markers for the machine it runs on. Repeat with what is missing on the target, until nothing is.
         for _ in range(MAX_ROUNDS):
             on_step(f"wheels for {target.platform}")
-            _pip(["download", "--dest", str(folder), *aim, *places, *asked], on_step, target)
+            _pip(["download", "--dest", str(folder), *aim, *sources, *requested], on_step, target)
             wheels = [read_wheel(file) for file in folder.glob("*.whl")]
             missing = missing_requirements(wheels, Requirement(f"{NAME}{of_extras}"), target)
             # Without markers: they are true on the target, but may be false on this machine.
             more = [f"{one.name}{_bracketed(one.extras)}{one.specifier}" for one in missing]
-            if not missing or is_this_system or set(more) <= set(asked):
+            if not missing or is_this_system or set(more) <= set(requested):
                 break
-            asked += more
+            requested += more
         if missing:
             names = ", ".join(sorted({str(requirement) for requirement in missing}))
             message = f"there are no wheels for {target.platform} with Python {target.python} of {names}"
@@ -314,10 +314,10 @@ def _pip(arguments: Sequence[str], on_step: OnLine, target: WheelTarget | None =
     if "No space left on device" in reason:
         hint = "free some space on the disk of OUT, or choose another folder"
         raise MachineError(Problem("disk_full", f"the wheels do not fit: {reason}", hint=hint, environment=True))
-    whose = f" for {target.platform} with Python {target.python}" if target else ""
+    of_target = f" for {target.platform} with Python {target.python}" if target else ""
     hint = (
         "give a --platform that has wheels (a newer manylinux), or a folder of wheels: --wheels FOLDER; pip config "
         "list and PIP_INDEX_URL show pip's index"
     )
-    message = f"pip could not download the wheels{whose}: {reason}"
+    message = f"pip could not download the wheels{of_target}: {reason}"
     raise MachineError(Problem("missing_wheel", message, hint=hint, environment=True))

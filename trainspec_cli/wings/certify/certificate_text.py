@@ -58,12 +58,12 @@ def _describe_verdict(found: Certificate) -> str:
     refusals = sum(clause.cases for clause in measured if clause.id == REFUSALS)
     counted = {"cases measured": runs, "layouts refused": refusals}
     counts = " and ".join(f"{count:,} {what}" for what, count in counted.items() if count) or "no cases"
-    whose = f" by {found.engine}" if found.engine else ""
+    engine = f" by {found.engine}" if found.engine else ""
     part = f"{len(measured)} clause{'s' * (len(measured) != 1)} of the spec"
     what = f"the training spec {found.spec_version}" if found.whole else part
     gpus = found.machine.gpu_names
     where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{found.machine.cpu_cores} CPU cores"
-    return f"{what}: {found.verdict}{whose}, {counts} on {where}; digest {found.digest[:SHOWN_DIGITS]}"
+    return f"{what}: {found.verdict}{engine}, {counts} on {where}; digest {found.digest[:SHOWN_DIGITS]}"
 
 
 def describe_trust(found: Certificate) -> str:

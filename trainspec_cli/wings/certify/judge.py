@@ -240,8 +240,8 @@ def _judge_live(check: ClauseCheck, results: Results) -> Figures:
 def planned_layouts(case: Case) -> tuple[Layout, ...]:
     """Return the planned layout of each step."""
     plan = build_plan(case, "cpu")
-    begun = [(0, plan.layout), *((change.step, change.layout) for change in plan.changes)]
-    return tuple(next(layout for first, layout in reversed(begun) if first <= step) for step in range(LIVE_STEPS))
+    layouts = [(0, plan.layout), *((change.step, change.layout) for change in plan.changes)]
+    return tuple(next(layout for first, layout in reversed(layouts) if first <= step) for step in range(LIVE_STEPS))
 
 
 def judge_refusals(max_processes: int) -> list[Finding]:

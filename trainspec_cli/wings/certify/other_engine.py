@@ -223,7 +223,7 @@ EXACT = Run(Case(FAMILY, compute="fp64"), losses=False)
 
 
 @dataclass(frozen=True)
-class EngineWanted:
+class EngineToCheck:
     """The command of another engine, and the checks to make."""
 
     command: tuple[str, ...]
@@ -235,7 +235,7 @@ class EngineWanted:
         return list(dict.fromkeys(run for check in self.checks for run in check.runs))
 
 
-def wanted_of(command: str, only: Sequence[str], processes: int) -> EngineWanted:
+def select_checks(command: str, only: Sequence[str], processes: int) -> EngineToCheck:
     """Return the command and the checks, and restrict this process to a plain Llama, which other engines know.
 
     Raises RecipeError if the command cannot be run or a pattern matches nothing.
@@ -263,11 +263,11 @@ def wanted_of(command: str, only: Sequence[str], processes: int) -> EngineWanted
             raise RecipeError(Problem("unknown_value", message, "--only", f"clauses: {names}; --list names every case"))
         chosen += named
     measure_alone(FAMILY, PLAIN_DECODER)
-    return EngineWanted(tuple(words), tuple(check for check in found if check in chosen))
+    return EngineToCheck(tuple(words), tuple(check for check in found if check in chosen))
 
 
 def measure_engine(
-    wanted: EngineWanted, folder: Path, machine: Machine, on_done: Callable[[int], None]
+    wanted: EngineToCheck, folder: Path, machine: Machine, on_done: Callable[[int], None]
 ) -> tuple[list[Finding], list[NotOffered]]:
     """Return the findings and the declined checks; `on_done` gets the number of finished runs.
 

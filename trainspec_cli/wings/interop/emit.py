@@ -88,9 +88,9 @@ def emit_recipe(arguments: Sequence[str], engine: str, container: Container = NO
 
 def write_emission(emission: Emission, folder: Path, *, force: bool) -> None:
     """Write the files into `folder`. Raises RecipeError if one of them exists, unless `force`."""
-    there = [name for name in emission.files if (folder / name).exists()]
-    if there and not force:
-        message = f"{folder} contains {' and '.join(there)}, which would be overwritten"
+    existing = [name for name in emission.files if (folder / name).exists()]
+    if existing and not force:
+        message = f"{folder} contains {' and '.join(existing)}, which would be overwritten"
         raise RecipeError(Problem("output_exists", message, "--output", "choose another folder, or add --force"))
     try:
         for name, text in emission.files.items():

@@ -99,9 +99,9 @@ def run_values(
 
 
 def layout_of(spec: RunSpec) -> Layout:
-    asked = spec.layout
-    assert AUTO not in vars(asked).values(), "a resolved run has no open axis"
-    return Layout(**vars(asked))
+    layout = spec.layout
+    assert AUTO not in vars(layout).values(), "a resolved run has no open axis"
+    return Layout(**vars(layout))
 
 
 def batch_problem(run: RunValues) -> Problem | None:

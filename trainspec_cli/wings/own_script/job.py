@@ -137,8 +137,8 @@ def check_script(command: Sequence[str]) -> None:
     if script is None or Path(script).is_file():
         return
     folder = Path(script).parent
-    here = [path.name for path in folder.glob(f"*{Path(script).suffix}")] if folder.is_dir() else []
-    near = closest(Path(script).name, here)
+    neighbours = [path.name for path in folder.glob(f"*{Path(script).suffix}")] if folder.is_dir() else []
+    near = closest(Path(script).name, neighbours)
     hint = f"did you mean {folder / near}?" if near else "relative paths start in the current folder"
     raise RecipeError(Problem("no_script", f"{script} does not exist", "COMMAND", hint))
 

@@ -484,8 +484,8 @@ class CommandRuns:
         if not run.own_job_json.is_file():
             message = f"the run in {run.root} was made by an earlier version"
             raise RecipeError(Problem("own_command", message, hint=anew))
-        asked = read_own_job(run)
-        if asked.num_nodes > 1 or nodes != THIS_NODE:
+        own_job = read_own_job(run)
+        if own_job.num_nodes > 1 or nodes != THIS_NODE:
             message = f"the run in {run.root} is a command on several nodes, which cannot be resumed"
             raise RecipeError(Problem("own_command", message, hint=anew))
         if changes or detach:
@@ -498,14 +498,14 @@ class CommandRuns:
         check_command(record.command)
         console = make_console(as_json=as_json)
         with storage(str(run.root), FOLDER):
-            left = _left(run.root, asked.wanted)
+            left = _left(run.root, own_job.wanted)
             job = build_own_job(record.command, run.root, detect(), left)
             start = partial(_run, job, record.command, left, None, console, notify=notify, as_json=as_json)
             return requeueing(run, THIS_NODE, console, start)
 
     def run_in_job(self, run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
         """Start or continue the command that `trainspec sbatch` has recorded."""
-        asked = read_own_job(run)
+        own_job = read_own_job(run)
         command = read_run_record(run).command
         assert not isinstance(command, Absent), "the run is of a user's command"
         result = read_result(run)
@@ -513,9 +513,9 @@ class CommandRuns:
             message = f"the run in {run.root} is done"
             hint = "start it again in another folder: --dir"
             raise RecipeError(Problem("nothing_left", message, hint=hint))
-        wanted = _left(run.root, asked.wanted)
+        wanted = _left(run.root, own_job.wanted)
         with storage(str(run.root), FOLDER):
-            job = build_own_nodes_job(command, run.root, reach.start, asked.num_nodes, wanted)
+            job = build_own_nodes_job(command, run.root, reach.start, own_job.num_nodes, wanted)
             return _run(job, command, wanted, reach, console, requests)
 
     def limits(self, run: RunDir) -> Limits:

@@ -151,11 +151,11 @@ def write_own_submission(
     check_folder(Path(folder).absolute() if folder else here, FOLDER)
     if cluster.slurm.container_image is not None:
         mounts(cluster.slurm, [here, *([Path(folder).absolute()] if folder else [])])
-    asked = OwnJob(cluster.num_nodes, wanted, cluster.slurm.max_requeues, cluster.slurm.exclude)
+    own_job = OwnJob(cluster.num_nodes, wanted, cluster.slurm.max_requeues, cluster.slurm.exclude)
     root = Path(folder).absolute() if folder else (RUNS / name / "TIME").absolute()
     text = render_own_script(cluster, root, name, sys.argv[1:], here)
     if is_previewed(RunDir(root), text):
-        is_same = read_run_record(RunDir(root)).command == tuple(command) and read_own_job(RunDir(root)) == asked
+        is_same = read_run_record(RunDir(root)).command == tuple(command) and read_own_job(RunDir(root)) == own_job
         if is_same:
             return Submission([root], RunDir(root).job_sbatch, text)
     if dry_run:
@@ -164,7 +164,7 @@ def write_own_submission(
     with storage(folder or AUTO, FOLDER):
         run = RunDir(make_folder(folder or AUTO, name, FOLDER).absolute())
         log_of(run.root).parent.mkdir(parents=True, exist_ok=True)
-        write_own_job(run, asked)
+        write_own_job(run, own_job)
         text = render_own_script(cluster, run.root, name, sys.argv[1:], here)
         write_text(run.job_sbatch, text)
         job = build_own_nodes_job(command, run.root, (SBATCH, str(run.job_sbatch)), cluster.num_nodes, wanted)

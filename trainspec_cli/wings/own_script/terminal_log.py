@@ -35,8 +35,8 @@ def main() -> None:
             except OSError:  # the reader has gone
                 shows = False
         held = SEQUENCE.sub(b"", held + data)
-        begun = held.rfind(b"\x1b", max(0, len(held) - UNFINISHED_BYTES)) if data else -1
-        plain, held = (held, b"") if begun < 0 else (held[:begun], held[begun:])
+        start = held.rfind(b"\x1b", max(0, len(held) - UNFINISHED_BYTES)) if data else -1
+        plain, held = (held, b"") if start < 0 else (held[:start], held[start:])
         with contextlib.suppress(OSError):  # a full disk must not end the command
             os.write(log, plain)
         if not data:

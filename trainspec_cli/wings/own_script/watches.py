@@ -432,16 +432,16 @@ def name_late(ranks: Sequence[RankStands]) -> tuple[list[int], str]:
         return ended, "it has ended"
     standing = {rank.rank: rank for rank in ranks}
     unseen = any(_JAX.search(rank.stack) for rank in ranks)
-    places = {
+    states = {
         place: Whereabouts(waiting=unseen or standing[number].waiting)
         for place, number in enumerate(numbers)
         if not standing[number].stopped
     }
-    found, why = find_late(places, len(numbers))
+    found, why = find_late(states, len(numbers))
     late = [numbers[place] for place in found]
     if len(numbers) == 1 and not late:
         return numbers, f"it is in {standing[numbers[0]].place or 'code that has no Python stack'}"
-    if late or not all(place.waiting for place in places.values()):
+    if late or not all(state.waiting for state in states.values()):
         return late or numbers, why
     where = {number: standing[number].place for number in numbers}
     names = sorted(set(where.values()), key=list(where.values()).count)

@@ -36,7 +36,7 @@ from trainspec_cli.wings.certify.clauses import LEVELS, SECURITY, read_clauses
 from trainspec_cli.wings.certify.families import FAMILIES, measure_alone
 from trainspec_cli.wings.certify.judge import checks, judge, judge_refusals
 from trainspec_cli.wings.certify.launched import RECIPE, Bench, measure_performance, measure_security
-from trainspec_cli.wings.certify.other_engine import measure_engine, wanted_of
+from trainspec_cli.wings.certify.other_engine import measure_engine, select_checks
 from trainspec_cli.wings.certify.runs import measure, opened, subject_of
 
 DEFAULT_PROCESSES = 4
@@ -222,7 +222,7 @@ def _certify_engine(
     processes = processes or ENGINE_PROCESSES
     if len(machine.gpu_names) < processes:
         machine = replace(machine, gpu_names=())
-    wanted = wanted_of(command, only, processes)
+    wanted = select_checks(command, only, processes)
     if listed:
         print("\n".join(f"{check.clause}  {check.run.name}" for check in wanted.checks))
         return None

@@ -67,12 +67,12 @@ class AttachedRun:
 
         ranks = self._join()
         samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset lacks __len__; map-style data sets have it
-        place = {"rank": ranks.number, "ranks": ranks.count}
+        sharding = {"rank": ranks.number, "ranks": ranks.count}
         counts: tuple[int, ...] = ()
         if largest_share is not None:
             self.shares = Shares(self._run, ranks, batch_size, largest_share)
             counts = self.shares.even_counts
-        batches = ShardedBatches(samples, batch_size, **place, seed=seed, shuffle=shuffle, counts=counts)
+        batches = ShardedBatches(samples, batch_size, **sharding, seed=seed, shuffle=shuffle, counts=counts)
         return DataLoader(dataset, batch_sampler=batches, **options)  # type: ignore[arg-type]
 
     def weighted(self, loss: Tensor) -> Tensor:
