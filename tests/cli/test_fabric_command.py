@@ -14,7 +14,7 @@ from trainspec_cli.recipe.keys.cluster import TierSpec
 from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.wings.doctor import discover
 from trainspec_cli.wings.doctor.commands import fabric
-from trainspec_cli.wings.doctor.discover import NodeLinks, Output, links_here
+from trainspec_cli.wings.doctor.discover import NodeLinks, SourceText, links_here
 
 DATA = Path(__file__).parents[1] / "data" / "topology"
 PLAN = ("recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=8")
@@ -172,7 +172,7 @@ def test_switches_within_a_scale_up_domain_are_not_tiers() -> None:
     """Four nodes of 4 devices below a leaf switch, in a rack whose NVLink connects 16 devices or more."""
     node = NodeLinks("node", (), "nothing")
     tiers = {
-        domain: [tier.spec.name for tier in discover.discover(node, Output(TREE, ""), None, 4, domain).tiers]
+        domain: [tier.spec.name for tier in discover.discover(node, SourceText(TREE, ""), None, 4, domain).tiers]
         for domain in (None, 8, 16, 72)
     }
     leaf, alone = ["node", "level0", "network"], ["node", "network"]
@@ -183,4 +183,4 @@ def test_a_missing_command_is_not_an_error(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("PATH", str(tmp_path))
     assert discover.run_nvidia_smi() is None
     topology = discover.topology_here()
-    assert topology == Output("", "scontrol show topology", "there is no scontrol on this node")
+    assert topology == SourceText("", "scontrol show topology", "there is no scontrol on this node")

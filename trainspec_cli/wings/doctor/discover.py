@@ -61,7 +61,7 @@ WIRING = "rails, if NIC i of all nodes is on the same switch; one_switch, if all
 
 
 @dataclass(frozen=True)
-class Output:
+class SourceText:
     """The text of a command or file, and its name."""
 
     text: str
@@ -86,7 +86,7 @@ class NodeLinks:
 
 def discover(
     node: NodeLinks,
-    topology: Output,
+    topology: SourceText,
     measured: tuple[Sequence[PairRate], str] | None = None,
     devices_per_node: int | None = None,
     scaleup_devices: int | None = None,
@@ -174,7 +174,7 @@ def links_here(root: Path = SYS) -> NodeLinks:
     )
 
 
-def run_nvidia_smi() -> Output | None:
+def run_nvidia_smi() -> SourceText | None:
     """Return the output of nvidia-smi; None if it is not installed. Raises MachineError if it fails."""
     if shutil.which("nvidia-smi") is None:
         return None
@@ -188,15 +188,15 @@ def run_nvidia_smi() -> Output | None:
     if done.returncode:
         reason = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[0]
         raise MachineError(Problem("nvidia_smi", f"{COMMAND} failed: {reason}", hint="nvidia-smi", environment=True))
-    return Output(done.stdout, COMMAND)
+    return SourceText(done.stdout, COMMAND)
 
 
-def topology_here() -> Output:
+def topology_here() -> SourceText:
     """Return Slurm's list of switches, or why there is none."""
     try:
-        return Output(slurm.show_topology(), SCONTROL)
+        return SourceText(slurm.show_topology(), SCONTROL)
     except MachineError as error:
-        return Output("", SCONTROL, error.problems[0].message.splitlines()[0])
+        return SourceText("", SCONTROL, error.problems[0].message.splitlines()[0])
 
 
 # Facts

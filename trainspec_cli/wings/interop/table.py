@@ -1,6 +1,6 @@
 """The parts of an engine's table: a run as flat values, and lines that map a key of the recipe to one of the engine.
 
-A line has both keys, the conditions under which it applies, and the codec that writes its value for the engine and
+A line has both keys, the conditions under which it applies, and the conversion that writes its value for the engine and
 reads it for the recipe.
 """
 
@@ -137,7 +137,7 @@ class UnsupportedValueError(ValueError):
         self.hint = hint
 
 
-class Codec(Protocol):
+class Conversion(Protocol):
     """Converts a value: `write` for the engine, `read` for the recipe. Both raise UnsupportedValueError."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue: ...
@@ -331,7 +331,7 @@ class Line:
     """A key of the recipe, or a derived value."""
     theirs: str
     """A dotted key of the engine, with `[i]` for an item of a list; empty if other lines imply the value."""
-    codec: Codec = field(default_factory=Same)
+    conversion: Conversion = field(default_factory=Same)
     when: tuple[When, ...] = ()
     approximate: str = ""
     """What the engine does differently; empty if it does the same."""

@@ -95,7 +95,7 @@ def translate(target: Target, run: RunValues) -> Translation:
     for line in (line for line in target.lines if line.applies(run) and line.ours in run.values):
         accounted |= {line.ours, *line.also}
         try:
-            their_value = line.codec.write(run[line.ours], run)
+            their_value = line.conversion.write(run[line.ours], run)
         except UnsupportedValueError as error:
             problems.append(_unsupported(target, line.ours, run, error))
             continue
@@ -287,7 +287,7 @@ def _read_line(line: Line, value: JsonValue, known: dict[str, JsonValue], why: d
     if not all(condition.holds(run) for condition in _conditions(line)):
         return
     try:
-        ours = line.codec.read(value, run)
+        ours = line.conversion.read(value, run)
     except (UnsupportedValueError, KeyError, AssertionError, TypeError, ZeroDivisionError) as error:
         allowed = error.allowed if isinstance(error, UnsupportedValueError) else "a value that fits the other keys"
         if line.ours not in known:
@@ -300,5 +300,5 @@ def _read_line(line: Line, value: JsonValue, known: dict[str, JsonValue], why: d
 
 
 def _conditions(line: Line) -> list[OneOf]:
-    """Return the conditions on single other keys: the codec decides about the line's own key."""
+    """Return the conditions on single other keys: the conversion decides about the line's own key."""
     return [one for one in line.when if isinstance(one, OneOf) and one.key not in (line.ours, f"{DERIVED}shards")]

@@ -24,7 +24,7 @@ from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.wings.doctor.discover import (
     NodeLinks,
-    Output,
+    SourceText,
     discover,
     links_here,
     parse_matrix,
@@ -108,12 +108,12 @@ def fabric(
     print(_next_command(write))
 
 
-def _switches(file: Path) -> Output:
+def _switches(file: Path) -> SourceText:
     text = read_text(file)
     if not re.search(r"^\s*(SwitchName|BlockName)=", text, re.MULTILINE | re.IGNORECASE):
         hint = "scontrol show topology > topology.txt, or give Slurm's topology.conf"
         raise unreadable(file, "has no SwitchName=... and no BlockName=...", hint)
-    return Output(text, str(file))
+    return SourceText(text, str(file))
 
 
 def _sizes(arguments: list[str]) -> tuple[int | None, int | None]:
