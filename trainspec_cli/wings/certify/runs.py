@@ -166,16 +166,16 @@ def measure(
     left = []
     for run in wanted:
         kept = folder / run.name
-        request = {"sha256": _sha256(canonical_json(to_plain(run.request(device))))}
+        digest = {"sha256": _sha256(canonical_json(to_plain(run.request(device))))}
         try:
-            if (kept / RESULT).is_file() and read_object(kept / ASKED) == request:
+            if (kept / RESULT).is_file() and read_object(kept / ASKED) == digest:
                 continue
         except UnreadableFileError:
             pass  # make the run again
         if kept.exists():
             shutil.rmtree(kept)
         kept.mkdir(parents=True)
-        write_json(kept / ASKED, request)
+        write_json(kept / ASKED, digest)
         left.append(run)
 
     def report_done() -> None:
