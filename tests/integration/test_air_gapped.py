@@ -87,7 +87,7 @@ def test_a_recipe_of_ones_own_finds_its_data_in_the_bundle(installed: Path) -> N
     said = done(no_route.without_route(trainspec(installed, "launch", *words)), installed / "bundle")
     assert "done after 3 steps" in said
     checked = trainspec(installed, "bundle", "bundle", "--check")
-    assert "bundle is whole" in done(checked, installed), "a run beside its folders does not spoil it"
+    assert "bundle is complete" in done(checked, installed), "a run next to the bundle's folders is allowed"
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_a_bug_of_the_script_is_started_twice_at_most_and_its_steps_count_once(t
     result = read_result("run")
     assert (result["steps"], result["exit_code"]) == (31, 1)
     assert "train.py ended with exit code 1: ValueError: no such key" in said and "(train.py:10)" in said
-    assert "hint: correct that, and start it again" in said
+    assert "hint: fix that, and start it again" in said
     assert ran.stdout.count("Traceback (most recent call last)") == 2, "each start's own, as it printed it"
 
 
@@ -225,7 +225,7 @@ def test_what_sleeps_is_a_hang_and_what_evaluates_is_none(trainspec, read_result
     well = trainspec("run", "--dir", "well", *limits, *loop("30", "0.01", place="evaluates"))
     hung = trainspec("run", "--dir", "hung", *limits, *loop("30", "0.01", place="stands"))
     assert well.returncode == 0, well.stdout + well.stderr
-    assert hung.returncode == 5 and "it stands in <module>, loop.py:" in " ".join((hung.stdout + hung.stderr).split())
+    assert hung.returncode == 5 and "it is in <module>, loop.py:" in " ".join((hung.stdout + hung.stderr).split())
     assert read_result("hung")["steps"] == 10
 
 
@@ -276,7 +276,7 @@ def test_the_users_own_sitecustomize_still_runs(tmp_path, read_result, environme
 def test_an_isolated_python_is_not_counted_and_that_is_said(trainspec, read_result):
     ran = trainspec("run", "--dir", "run", "--", sys.executable, "-I", str(SCRIPTS / "loop.py"), "5")
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "steps cannot be counted: python -I reads no PYTHONPATH" in " ".join(ran.stdout.split())
+    assert "steps cannot be counted: python -I ignores PYTHONPATH" in " ".join(ran.stdout.split())
     assert "trained 5" in ran.stdout
     result = read_result("run")
     assert (result["status"], result["steps"]) == ("done", 0)

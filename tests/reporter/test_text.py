@@ -253,7 +253,7 @@ def certificate(*gpus: str, **changes: Any) -> Certificate:
 
 def test_a_certificate() -> None:
     assert text_of(render_certificate(certificate())) == [
-        "unsigned: anybody could have written this certificate, and its figures and machine with it",
+        "unsigned: anybody could have written this certificate, including its figures and its machine",
         "",
         "clause  level  what it says  cases  failed    worst    bound",
         "NUM-1   MUST   losses agree      3       0  2.5e-07  1.0e-05",
@@ -279,7 +279,7 @@ def test_who_vouches_for_a_certificate_comes_first_and_its_day_and_machine_last(
     terms = {"date": "2026-01-01", "machine_id": "ab" * 16}
     lines = text_of(render_certificate(certificate(signer=Signer("ssh-ed25519 AAAA", "SHA256:x"), **terms)))
     assert lines[0].startswith("signed by SHA256:x ")
-    assert lines[-2:] == ["made on 2026-01-01", f"of the machine {'ab' * 16} (box)"]
+    assert lines[-2:] == ["made on 2026-01-01", f"on the machine {'ab' * 16} (box)"]
 
 
 def test_what_is_broken_is_red() -> None:
@@ -306,7 +306,7 @@ def test_a_diagnosis() -> None:
         "  FAIL  gpu             no GPU",
         "between the processes",
         "  ok    clocks          1 ms apart",
-        "2 nodes: 2 ok, 1 to look at, 1 failed",
+        "2 nodes: 2 ok, 1 warning, 1 failed",
         "slowest node: two",
     ]
 
@@ -314,7 +314,7 @@ def test_a_diagnosis() -> None:
 def test_a_diagnosis_of_one_node() -> None:
     assert text_of(render_diagnosis(Diagnosis("warn", NODES[:1], (), "one", None)))[-2:] == [
         "                        make room",
-        "1 node: 1 ok, 1 to look at, 0 failed",
+        "1 node: 1 ok, 1 warning, 0 failed",
     ]
 
 

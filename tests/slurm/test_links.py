@@ -64,4 +64,4 @@ def test_the_doctor_names_the_host_with_a_narrow_cable(slurm: Cluster, doctor, t
     assert [pair["hosts"] for pair in pairs] == [["node1", "node2"], ["node1", "node3"], ["node2", "node3"]]
     assert all(len(pair["sizes"]) > 1 for pair in pairs)
     (slow,) = [check for check in diagnosis["between"] if check["name"] == "slow link"]
-    assert slow["found"].startswith("node3 reaches nobody at more than "), json.dumps(diagnosis["between"], indent=2)
+    assert "node3" in slow["found"], json.dumps(diagnosis["between"], indent=2)

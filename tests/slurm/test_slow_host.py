@@ -30,7 +30,7 @@ def test_a_slow_host_is_refused_before_the_workers_start(
     ended = slurm.wait(sbatch("run.dir=runs/slow", "run.preflight=true"))
     said = watch.log(tmp_path / "runs/slow")
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "4:0"), said
-    assert f"{slow_node} is slowest at matrix products" in said
+    assert f"{slow_node} is slowest in matrix products" in said
     assert watch.steps(tmp_path / "runs/slow") == []
 
 

@@ -1,4 +1,4 @@
-"""The script that a bundle brings: it needs nothing, compares every file, and leaves nothing half-made."""
+"""The installer in a bundle needs only Python, compares every file, and leaves no partial environment."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from trainspec_cli.wings.bundle import (
     BundleFault,
     examine,
     installer,
+    machine_faults,
     platform_here,
     python_here,
     read_bundle,
-    unfit_machine,
 )
 
 COMMAND = "trainspec bundle OUT recipe=mine"
@@ -31,7 +31,7 @@ COMMAND = "trainspec bundle OUT recipe=mine"
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    """A bundle of two wheels and a recipe; pip is none."""
+    """A bundle of two wheels and a recipe. Its pip does not work."""
     folder = tmp_path / "bundle"
     for name in ("wheels", "recipes"):
         (folder / name).mkdir(parents=True)
@@ -56,8 +56,8 @@ def write_record(folder: Path, **changed: Any) -> None:
         "python": python_here(),
         "extras": [],
     }
-    places = {"platforms": [platform_here()], "command": COMMAND, "launches": {}, "files": digests}
-    (folder / "bundle.json").write_text(json.dumps({**about, **places, **changed}))
+    target = {"platforms": [platform_here()], "command": COMMAND, "launches": {}, "files": digests}
+    (folder / "bundle.json").write_text(json.dumps({**about, **target, **changed}))
 
 
 def faults_by_code(folder: Path) -> dict[str, BundleFault]:
@@ -69,49 +69,48 @@ def run_script(folder: Path, *arguments: object) -> subprocess.CompletedProcess[
     return subprocess.run(command, cwd=folder.parent, capture_output=True, text=True)
 
 
-def test_the_script_imports_the_standard_library_alone() -> None:
+def test_the_script_imports_only_the_standard_library() -> None:
     tree = ast.parse(Path(installer.__file__).read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     assert {str(name).partition(".")[0] for name in modules} <= sys.stdlib_module_names
 
 
-def test_a_bundle_as_it_was_made_has_no_fault(bundle: Path) -> None:
+def test_an_unchanged_bundle_has_no_fault(bundle: Path) -> None:
     assert examine(bundle) == []
     checked = run_script(bundle, "--check")
     assert (checked.returncode, checked.stderr) == (0, "")
-    assert checked.stdout == "4 files are as bundle.json says\n"
+    assert checked.stdout.startswith("4 files ")
     assert not (bundle.parent / "venv").exists()
 
 
-def test_a_missing_wheel_is_named_with_how_to_get_it(bundle: Path) -> None:
+def test_a_missing_wheel_is_reported_with_a_remedy(bundle: Path) -> None:
     (bundle / "wheels" / "trainspec-0.1.0-py3-none-any.whl").unlink()
     fault = faults_by_code(bundle)["missing_file"]
-    assert fault.message.endswith("wheels/trainspec-0.1.0-py3-none-any.whl is missing")
-    assert "copy wheels/trainspec-0.1.0-py3-none-any.whl again from where" in fault.hint and COMMAND in fault.hint
+    assert "wheels/trainspec-0.1.0-py3-none-any.whl" in fault.message and COMMAND in fault.hint
     assert run_script(bundle).returncode == 4
 
 
-def test_one_altered_byte_of_a_wheel_is_found_and_nothing_is_installed(bundle: Path) -> None:
+def test_one_changed_byte_of_a_wheel_is_found_and_nothing_is_installed(bundle: Path) -> None:
     wheel = bundle / "wheels" / "trainspec-0.1.0-py3-none-any.whl"
     content = bytearray(wheel.read_bytes())
     content[len(content) // 2] ^= 1
     wheel.write_bytes(content)
     ended = run_script(bundle, "new")
     assert ended.returncode == 4
-    assert f"{wheel.name} is altered: its sha256 is {hashlib.sha256(content).hexdigest()}" in ended.stderr
+    assert wheel.name in ended.stderr and hashlib.sha256(content).hexdigest() in ended.stderr
     assert "hint: copy wheels/trainspec" in ended.stderr and "Traceback" not in ended.stderr
     assert not (bundle.parent / "new").exists()
 
 
-def test_every_fault_is_told_at_once(bundle: Path) -> None:
+def test_all_faults_are_reported_together(bundle: Path) -> None:
     (bundle / "recipes" / "mine.yaml").unlink()
     (bundle / "install.py").write_text("")
     (bundle / "wheels" / "other-1-py3-none-any.whl").touch()
     assert sorted(faults_by_code(bundle)) == ["altered_file", "extra_file", "missing_file"]
 
 
-def test_a_wheel_that_nobody_vouches_for_is_found_and_runs_beside_the_folders_are_not(bundle: Path) -> None:
+def test_an_unlisted_wheel_is_a_fault_and_runs_next_to_the_folders_are_not(bundle: Path) -> None:
     (bundle / "wheels" / "numpy-9-py3-none-any.whl").touch()
     (bundle / "runs").mkdir()
     (bundle / "runs" / "run.json").touch()
@@ -119,17 +118,12 @@ def test_a_wheel_that_nobody_vouches_for_is_found_and_runs_beside_the_folders_ar
     assert fault.code == "extra_file" and "numpy-9" in fault.message and "rm " in fault.hint
 
 
-def test_a_link_in_place_of_a_file_is_not_followed(bundle: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_link_or_pipe_instead_of_a_file_is_not_read(bundle: Path, tmp_path: Path, kind: str) -> None:
+    """The link's target has the right content. Reading the pipe would block."""
     recipe = bundle / "recipes" / "mine.yaml"
     recipe.rename(tmp_path / "elsewhere.yaml")
-    recipe.symlink_to(tmp_path / "elsewhere.yaml")
-    assert list(faults_by_code(bundle)) == ["unreadable_file"]
-
-
-def test_a_pipe_in_place_of_a_file_does_not_hold_it_up(bundle: Path) -> None:
-    recipe = bundle / "recipes" / "mine.yaml"
-    recipe.unlink()
-    os.mkfifo(recipe)
+    recipe.symlink_to(tmp_path / "elsewhere.yaml") if kind == "link" else os.mkfifo(recipe)
     assert list(faults_by_code(bundle)) == ["unreadable_file"]
 
 
@@ -149,7 +143,7 @@ def test_a_pipe_in_place_of_a_file_does_not_hold_it_up(bundle: Path) -> None:
         ],
     ),
 )
-def test_a_damaged_record_is_one_clear_error(bundle: Path, content: str | None) -> None:
+def test_a_damaged_record_is_one_fault(bundle: Path, content: str | None) -> None:
     record = bundle / "bundle.json"
     record.unlink() if content is None else record.write_text(content)
     (fault,) = examine(bundle)
@@ -159,33 +153,32 @@ def test_a_damaged_record_is_one_clear_error(bundle: Path, content: str | None) 
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../secret", "wheels/../../secret", "", "a//b"])
-def test_a_record_that_names_files_elsewhere_is_refused(bundle: Path, name: str) -> None:
+def test_a_record_with_files_outside_the_bundle_is_refused(bundle: Path, name: str) -> None:
     write_record(bundle, files={name: {"sha256": "0", "bytes": 1}})
     (fault,) = examine(bundle)
-    assert fault.code == "bad_bundle" and "leads out" in fault.message
+    assert fault.code == "bad_bundle" and repr(name) in fault.message
 
 
-def test_another_python_or_machine_is_told_before_anything_is_made(bundle: Path) -> None:
+def test_another_python_or_machine_is_refused_before_anything_is_created(bundle: Path) -> None:
     write_record(bundle, python="3.8", platforms=["manylinux_2_28_riscv64", "macosx_99_0_arm64"])
     ended = run_script(bundle, "new")
     assert ended.returncode == 4
-    assert "the bundle is for Python 3.8" in ended.stderr and "type python3.8 install.py" in ended.stderr
-    assert f"make a bundle with --platform {platform_here()}" in ended.stderr
+    assert "python3.8 install.py" in ended.stderr and f"--platform {platform_here()}" in ended.stderr
+    assert [fault.code for fault in machine_faults(read_bundle(bundle))] == ["wrong_python", "wrong_platform"]
     assert not (bundle.parent / "new").exists()
     write_record(bundle, platforms=["riscv", platform_here()])
-    assert unfit_machine(read_bundle(bundle)) == []
+    assert machine_faults(read_bundle(bundle)) == []
 
 
-def test_an_environment_that_exists_is_left_alone(bundle: Path) -> None:
+def test_an_existing_environment_is_not_changed(bundle: Path) -> None:
     (bundle.parent / "venv").mkdir()
     ended = run_script(bundle)
-    assert ended.returncode == 2 and "venv exists" in ended.stderr and "rm -r venv" in ended.stderr
+    assert ended.returncode == 2 and "rm -r venv" in ended.stderr
     assert list((bundle.parent / "venv").iterdir()) == []
 
 
-def test_an_installation_that_fails_leaves_nothing(bundle: Path) -> None:
-    """The pip of this bundle is none, so it ends with an error."""
+def test_a_failed_installation_leaves_nothing(bundle: Path) -> None:
     ended = run_script(bundle, "new")
     assert ended.returncode == 4
-    assert "new could not be made: pip ended with exit code" in ended.stderr and "Traceback" not in ended.stderr
+    assert "pip ended with exit code" in ended.stderr and "Traceback" not in ended.stderr
     assert not (bundle.parent / "new").exists()

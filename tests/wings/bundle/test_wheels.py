@@ -1,4 +1,4 @@
-"""What a wheel says, whether a set of wheels is whole, and the platforms that it can be for."""
+"""The metadata of wheels, whether a set of wheels is complete, and the platforms of a bundle."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def missing(folder: Path, wanted: str, target: WheelTarget = LINUX) -> set[str]:
     return {requirement.name for requirement in missing_requirements(wheels, Requirement(wanted), target)}
 
 
-def test_what_a_package_needs_of_others_is_missed_too(tmp_path: Path) -> None:
+def test_indirect_requirements_are_found(tmp_path: Path) -> None:
     make_wheel(tmp_path, "top", requires=["middle>=1"])
     make_wheel(tmp_path, "middle", requires=["bottom", "top"])
     assert missing(tmp_path, "top") == {"bottom"}
@@ -43,13 +43,13 @@ def test_what_a_package_needs_of_others_is_missed_too(tmp_path: Path) -> None:
     assert missing(tmp_path, "top") == set()
 
 
-def test_a_version_that_is_not_asked_for_is_not_enough(tmp_path: Path) -> None:
+def test_a_wheel_of_another_version_does_not_count(tmp_path: Path) -> None:
     make_wheel(tmp_path, "top", requires=["bottom>=2"])
     make_wheel(tmp_path, "bottom", "1.9")
     assert missing(tmp_path, "top") == {"bottom"}
 
 
-def test_markers_are_judged_by_the_target_and_not_by_this_machine(tmp_path: Path) -> None:
+def test_markers_are_evaluated_for_the_target_and_not_for_this_machine(tmp_path: Path) -> None:
     requires = [
         "on-arm; platform_machine == 'aarch64'",
         "on-mac; sys_platform == 'darwin'",
@@ -61,7 +61,7 @@ def test_markers_are_judged_by_the_target_and_not_by_this_machine(tmp_path: Path
     assert missing(tmp_path, "top", MAC) == {"on-mac"}
 
 
-def test_an_extra_is_missed_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_requirements_of_an_extra_count_only_with_the_extra(tmp_path: Path) -> None:
     make_wheel(tmp_path, "top", requires=["more; extra == 'all'"], headers={"Provides-Extra": "all"})
     assert missing(tmp_path, "top") == set()
     assert missing(tmp_path, "top[all]") == {"more"}
@@ -74,26 +74,26 @@ def test_a_wheel_for_another_platform_does_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no zip", b"PK\x05\x06" + bytes(18)])
-def test_a_file_that_is_no_wheel_is_named(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_wheel_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "some-1.0-py3-none-any.whl"
     file.write_bytes(content)
-    with pytest.raises(UnreadableFileError, match="is no wheel"):
+    with pytest.raises(UnreadableFileError, match=r"some-1\.0-py3-none-any\.whl"):
         read_wheel(file).requirements((), LINUX)
 
 
-def test_a_file_that_has_no_wheels_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableFileError, match=r"some\.whl is no wheel"):
+def test_a_file_without_the_name_of_a_wheel_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableFileError, match=r"some\.whl"):
         read_wheel(tmp_path / "some.whl")
 
 
-def test_a_checkout_is_built(tmp_path: Path) -> None:
+def test_the_wheel_is_built_from_a_checkout(tmp_path: Path) -> None:
     built = own_wheel(tmp_path, None, lambda line: None)
     assert (built.name, built.version) == ("trainspec", "0.1.0")
     with zipfile.ZipFile(built.file) as archive:
         assert "trainspec_cli/_data/recipes/quickstart.yaml" in archive.namelist()
 
 
-def test_where_pip_installed_trainspec_pip_gives_the_wheel_of_the_same_version(
+def test_without_a_checkout_pip_downloads_the_wheel_of_the_same_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock = tmp_path / "stock"
@@ -127,32 +127,33 @@ def test_where_pip_installed_trainspec_pip_gives_the_wheel_of_the_same_version(
         ("cp312-cp312-macosx_11_0_arm64", False),
     ],
 )
-def test_a_wheel_fits_by_its_python_its_libc_and_its_processor(tag: str, fits: bool) -> None:
-    assert check_target("3.12", GLIBC_2_28).takes(parse_tag(tag)) == fits
+def test_a_wheel_must_match_python_libc_and_processor(tag: str, fits: bool) -> None:
+    assert check_target("3.12", GLIBC_2_28).supports(parse_tag(tag)) == fits
 
 
-def test_a_mac_takes_wheels_for_older_ones() -> None:
+def test_a_mac_supports_wheels_of_older_systems() -> None:
     mac = check_target("3.12", "macosx_14_0_arm64")
-    assert mac.takes(parse_tag("cp312-cp312-macosx_11_0_arm64"))
-    assert mac.takes(parse_tag("cp312-cp312-macosx_11_0_universal2"))
-    assert not mac.takes(parse_tag("cp312-cp312-macosx_15_0_arm64"))
+    assert mac.supports(parse_tag("cp312-cp312-macosx_11_0_arm64"))
+    assert mac.supports(parse_tag("cp312-cp312-macosx_11_0_universal2"))
+    assert not mac.supports(parse_tag("cp312-cp312-macosx_15_0_arm64"))
     assert mac.markers["sys_platform"] == "darwin" and mac.markers["platform_machine"] == "arm64"
 
 
 @pytest.mark.parametrize("name", ["linux_x86_64", "manylinux_3_1_x86_64", "win_amd64", "manylinux_2_28_", "../x"])
-def test_another_platform_is_refused_with_one_that_is_none(name: str) -> None:
+def test_an_unknown_platform_is_refused_with_an_example(name: str) -> None:
     with pytest.raises(RecipeError) as caught:
         check_target("3.12", name)
     (problem,) = caught.value.problems
-    assert name in problem.message and GLIBC_2_28 in problem.hint
+    assert problem.code == "unknown_value" and GLIBC_2_28 in problem.hint
 
 
-def test_a_pythons_patch_version_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"--python is 3\.12\.1"):
+def test_a_patch_version_of_python_is_refused() -> None:
+    with pytest.raises(RecipeError) as caught:
         check_target("3.12.1", GLIBC_2_28)
+    assert [problem.code for problem in caught.value.problems] == ["wrong_type"]
 
 
-def test_this_machine_runs_wheels_of_an_older_libc_and_of_no_newer_one() -> None:
+def test_this_machine_runs_wheels_of_an_older_libc_but_not_of_a_newer_one() -> None:
     here = platform_here()
     family, major, minor, machine = here.split("_", 3)
     assert runs_here(here)

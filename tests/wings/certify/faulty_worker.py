@@ -1,6 +1,6 @@
-"""The certify worker with faults planted: `faulty_worker.py FAULTS certify_worker FOLDER`; FAULTS: {run's name: fault}.
+"""The certify worker with planted faults: `faulty_worker.py FAULTS certify_worker FOLDER`; FAULTS: {run's name: fault}.
 
-Runs that FAULTS does not name are sound, before and after those that it does.
+Runs that FAULTS does not name are sound, before and after faulty ones.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def wrong_gradient_scale(patch: MonkeyPatch) -> None:
 
 
 def skipped_all_reduce(patch: MonkeyPatch) -> None:
-    """Let replicas keep their own gradients."""
+    """Let replicas keep their gradients."""
     patch.setattr(gradient_sums, "sum_over_replicas_", lambda *_, **__: None)
 
 
 def stale_embedding_gradient(patch: MonkeyPatch) -> None:
-    """Leave unsummed what the two ends of a pipeline owe each other for a tied embedding."""
+    """Skip the sum of a tied embedding's gradients over both ends of a pipeline."""
     patch.setattr(step, "sum_late", lambda late: None)
 
 
 def lost_last_backward(patch: MonkeyPatch) -> None:
-    """Exchange the last micro-batch's gradients before they are there."""
+    """Exchange the last micro-batch's gradients before they are computed."""
     right = pipeline_run.exchange_in_backward
 
     def too_early(model, exchange):
@@ -65,7 +65,7 @@ def without_moments(held) -> None:
 
 
 def forgotten_moments(patch: MonkeyPatch) -> None:
-    """Begin a resumed run with fresh moments."""
+    """Start a resumed run with fresh moments."""
     right = certify_worker.load_newest
 
     def loaded(run_dir, held, device):
@@ -77,7 +77,7 @@ def forgotten_moments(patch: MonkeyPatch) -> None:
 
 
 def local_norm(patch: MonkeyPatch) -> None:
-    """Clip on each rank by the norm of the parts that it holds."""
+    """Clip on each rank by the norm of its part."""
     right = step.guarded_update
 
     def clipped(optimizer, shares, norm, loss, clip_norm):
@@ -94,12 +94,12 @@ def wrong_ring_order(patch: MonkeyPatch) -> None:
 
 
 def no_copied_twins(patch: MonkeyPatch) -> None:
-    """Leave the last stage's embedding as it was built, whatever the checkpoint holds."""
+    """Do not copy the checkpoint's embedding to the last stage."""
     patch.setattr(store, "copy_twins", lambda shares, optimizer: None)
 
 
 def no_shard_reduce(patch: MonkeyPatch) -> None:
-    """Keep on each rank its own part of its own gradient, under ZeRO-3."""
+    """Under ZeRO-3, keep on each rank its part of the local gradient."""
 
     def own_part(output, gradients, group, **options):
         output.copy_(gradients.view(group.size(), -1)[group.rank()].view_as(output))
@@ -108,7 +108,7 @@ def no_shard_reduce(patch: MonkeyPatch) -> None:
 
 
 def mean_of_ranks(patch: MonkeyPatch) -> None:
-    """Weigh each data-parallel rank's mean alike, however many samples it has."""
+    """Weight each data-parallel rank's mean equally, regardless of its number of samples."""
     right = step.compute_gradients
 
     def averaged(state, micro_batches, global_tokens, *measured):
@@ -131,7 +131,7 @@ def first_batch_size(patch: MonkeyPatch) -> None:
 
 
 def steps_of_one_size(patch: MonkeyPatch) -> None:
-    """Begin each step where it would begin if all steps before it had been as large."""
+    """Start each step where it would start if all earlier steps had been as large."""
     right = certify_worker.own_samples
 
     def misplaced(wanted, state, start, samples):
@@ -141,7 +141,7 @@ def steps_of_one_size(patch: MonkeyPatch) -> None:
 
 
 def own_row_left_out(patch: MonkeyPatch) -> None:
-    """Sum what the other ranks have sent, and nothing of one's own."""
+    """Sum only what the other ranks have sent."""
     right = CompressedSum._sum_received
 
     def without_own(self, own, sent, wire):
@@ -151,12 +151,12 @@ def own_row_left_out(patch: MonkeyPatch) -> None:
 
 
 def lost_is_lost(patch: MonkeyPatch) -> None:
-    """Give nothing back of what the encoding of gradients loses."""
+    """Drop what the encoding of gradients loses."""
     patch.setattr(Feedback, "keep", lambda self, lost: None)
 
 
 def sums_give_nothing_back(patch: MonkeyPatch) -> None:
-    """Give nothing back of what the encoding of sums loses, on their way to all replicas."""
+    """Drop what the encoding of the sums for all replicas loses."""
     patch.setattr(Feedback, "add", lambda self, start, lost: None)
 
 
@@ -166,7 +166,7 @@ def feedback_not_saved(patch: MonkeyPatch) -> None:
 
 
 def moments_left_behind(patch: MonkeyPatch) -> None:
-    """Move the weights into another layout, and begin with fresh moments there."""
+    """Move the weights into another layout, but start there with fresh moments."""
     right = relayout.reshard
 
     def moved(old, new, *others):
@@ -178,7 +178,7 @@ def moments_left_behind(patch: MonkeyPatch) -> None:
 
 
 def state_on_disk(patch: MonkeyPatch) -> None:
-    """Write the state down for a change of layout."""
+    """Write the state to disk when the layout changes."""
     right = Trainer._follow_layout
 
     def written(self, step):
@@ -191,12 +191,12 @@ def state_on_disk(patch: MonkeyPatch) -> None:
 
 
 def forgotten_layouts(patch: MonkeyPatch) -> None:
-    """Follow no layout of an earlier start."""
+    """Ignore the layouts of earlier starts."""
     patch.setattr(Directives, "due_layout", lambda self, step: None)
 
 
 def not_moved_back(patch: MonkeyPatch) -> None:
-    """Take the memory of the layout before again, and leave part of it empty."""
+    """Move back only part of the state after a failed change."""
     right = reshard._move_back
 
     def partly(buckets, by_name, before, after):
@@ -208,7 +208,7 @@ def not_moved_back(patch: MonkeyPatch) -> None:
 
 
 def moments_not_saved(patch: MonkeyPatch) -> None:
-    """Save a step's beginning without moments."""
+    """Save a checkpoint at a step's beginning without moments."""
     right = Checkpoints.save_where_it_stands
 
     def saved(self, step, samples, kept):
@@ -219,7 +219,7 @@ def moments_not_saved(patch: MonkeyPatch) -> None:
 
 
 def lost_batch(patch: MonkeyPatch) -> None:
-    """Go on after the samples of the step in which memory ran out."""
+    """Skip the samples of the step in which memory ran out."""
     right = Trainer._restore
 
     def restored(self):
@@ -230,7 +230,7 @@ def lost_batch(patch: MonkeyPatch) -> None:
 
 
 def wrong_silu(patch: MonkeyPatch) -> None:
-    """A fused activation whose gate is not the one that it is to compute."""
+    """Compute a fused activation with a wrong gate."""
     from trainspec_cli.engine.kernels import frugal
 
     right = frugal.swiglu

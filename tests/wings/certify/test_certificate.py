@@ -1,4 +1,4 @@
-"""The document, and a certificate that cannot be altered unnoticed."""
+"""The clauses of SPEC.md, and the certificates of findings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOOD = Finding("NUM-1", "dense-fp32-tp2", True, {"worst_gradient_error": 5e-7, "
 BAD = Finding("NUM-1", "dense-fp32-pp2", False, {"worst_gradient_error": math.inf, "parameter": "norm.weight"}, 1e-5)
 
 
-def test_the_document_is_where_clauses_are_defined():
+def test_the_document_defines_the_clauses():
     clauses = read_clauses()
     assert spec_version() == "1.0"
     assert list(clauses)[:2] == ["NUM-1", "NUM-2"]
@@ -33,7 +33,7 @@ def test_the_document_is_where_clauses_are_defined():
 
 
 @pytest.mark.clause("LEGAL-1")
-def test_what_is_refused_says_why_and_what_to_type():
+def test_every_refusal_of_a_layout_has_a_reason_and_a_hint():
     reasons = refused(4)
     assert "dense-fp32-dp_shard2.ep2" in reasons
     assert "has no experts" in reasons["dense-fp32-dp_shard2.ep2"][0].message
@@ -50,17 +50,23 @@ def test_a_broken_must_breaks_the_verdict():
     assert verdict([should, GOOD, BAD]) == "broken"
 
 
+def refusal_code(file) -> str:
+    with pytest.raises(RecipeError) as error:
+        verify(file)
+    return error.value.problems[0].code
+
+
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change",
     [
-        (lambda body: body["findings"][1].update(passed=True), "was altered"),
-        (lambda body: body["findings"][0]["figures"].update(worst_gradient_error=1e-9), "was altered"),
-        (lambda body: body.update(verdict="kept"), "was altered"),
-        (lambda body: body.pop("digest"), "is no certificate"),
-        (lambda body: body.update(schema="trainspec.certificate/9"), "of the schema trainspec.certificate/9"),
+        lambda body: body["findings"][1].update(passed=True),
+        lambda body: body["findings"][0]["figures"].update(worst_gradient_error=1e-9),
+        lambda body: body.update(verdict="kept"),
+        lambda body: body.pop("digest"),
+        lambda body: body.update(schema="trainspec.certificate/9"),
     ],
 )
-def test_an_altered_certificate_is_refused(tmp_path, change, words):
+def test_an_altered_certificate_is_refused(tmp_path, change):
     file = tmp_path / "certificate.json"
     read = write_certificate([GOOD, BAD], MACHINE, date="2026-01-01")
     body = to_plain(read)
@@ -68,11 +74,10 @@ def test_an_altered_certificate_is_refused(tmp_path, change, words):
     assert verify(file) == read and to_plain(read) == json.loads(file.read_text())
     change(body)
     file.write_text(json.dumps(body))
-    with pytest.raises(RecipeError, match=words):
-        verify(file)
+    assert refusal_code(file) == "bad_certificate"
 
 
-def test_a_clause_is_summed_up_by_its_worst_case():
+def test_a_clause_is_summarised_by_its_worst_case():
     refused = Finding("LEGAL-1", "moe-fp32-tp2", False, {"reason": "why"})
     body = to_plain(write_certificate([BAD, GOOD, refused], MACHINE, date="2026-01-01"))
     by_id = {clause["id"]: clause for clause in body["clauses"]}
@@ -97,12 +102,11 @@ def test_a_clause_is_summed_up_by_its_worst_case():
     assert digest(body | {"whole": True}) != body["digest"]
 
 
-def test_a_file_of_another_kind_is_no_certificate(tmp_path):
+def test_a_file_of_another_kind_is_refused(tmp_path):
     for name, content in (("none.json", None), ("text.json", "hello"), ("list.json", "[]")):
         if content is not None:
             (tmp_path / name).write_text(content)
-        with pytest.raises(RecipeError, match="is no certificate"):
-            verify(tmp_path / name)
+        assert refusal_code(tmp_path / name) == "bad_certificate"
 
 
 @pytest.mark.parametrize(
@@ -118,12 +122,10 @@ def test_a_file_of_another_kind_is_no_certificate(tmp_path):
         lambda body: body["clauses"][0].update(worst="big"),
     ],
 )
-def test_what_cannot_be_printed_is_refused_whoever_signed_it(tmp_path, change):
+def test_damaged_fields_are_refused_even_under_a_valid_digest(tmp_path, change):
     body = to_plain(write_certificate([GOOD, BAD], MACHINE, date="2026-01-01"))
     change(body)
     body["digest"] = digest(body)
     file = tmp_path / "certificate.json"
     file.write_text(json.dumps(body))
-    with pytest.raises(RecipeError) as error:
-        verify(file)
-    assert "was altered" not in str(error.value)
+    assert refusal_code(file) == "bad_certificate"

@@ -26,7 +26,7 @@ SPREAD = Case("moe", Layout(dp_shard=2, ep=2))
 
 
 def faulty(planted: dict[str, str]) -> Tool[CertifyRequest, CertifyResult]:
-    """The worker with faults in some runs, by their names."""
+    """Return the worker with faults in the runs of these names."""
     return replace(CERTIFY, program=(FAULTY, json.dumps(planted)))
 
 
@@ -37,7 +37,7 @@ def measure(folder: Path, checks: list[ClauseCheck], tool=CERTIFY) -> dict[tuple
 
 
 PLANTED = {
-    fault: Run(case, losses=False, take=number)
+    fault: Run(case, losses=False, repetition=number)
     for number, (fault, case) in enumerate(
         (
             ("wrong_gradient_scale", SHARDED),
@@ -48,7 +48,7 @@ PLANTED = {
         1,
     )
 }
-"""The runs that a fault is planted in."""
+"""The runs with a planted fault."""
 SOUND = [
     *(ClauseCheck("NUM-1", Run(case)) for case in (REPLICATED, SHARDED, TIED, CUT, SPREAD)),
     *(ClauseCheck("NUM-2", Run(case)) for case in (CUT, SPREAD)),
@@ -57,7 +57,7 @@ SOUND = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Results:
-    """One torchrun for one process and one for two, sound runs and faulty ones in turn."""
+    """Measure sound and faulty runs in turn, with one torchrun for one process and one for two."""
     sound = [run for check in SOUND for run in check.runs]
     tool = faulty({run.name: fault for fault, run in PLANTED.items()})
     folder = tmp_path_factory.mktemp("certify")
@@ -78,7 +78,7 @@ def test_sound_layouts_keep_the_clauses(results: Results, check: ClauseCheck) ->
 def test_a_planted_fault_is_caught(results: Results, fault: str) -> None:
     finding = judge(ClauseCheck("NUM-1", PLANTED[fault]), results)
     assert not finding.passed
-    assert finding.measured > 0.1, "far beyond the bound, not a matter of rounding"
+    assert finding.measured > 0.1, "far beyond the bound, not rounding"
 
 
 RING, SPLIT = Case("dense", Layout(cp=2)), Case("tied", Layout(pp=2, pipeline_schedule="zero_bubble"))
@@ -98,7 +98,7 @@ FUSED = ClauseCheck("KERN-1", Run(Case("dense", Layout(tp=2), kernel=("swiglu", 
 
 
 def live_check(clause: str, family: str, layout: Layout) -> ClauseCheck:
-    """The check of the matrix."""
+    """Return the check of the matrix."""
     (found,) = [case for case in cases(2)[clause] if (case.family, case.layout) == (family, layout)]
     return ClauseCheck(clause, Run(found))
 
@@ -143,7 +143,7 @@ SPARED = [
     ("not_moved_back", MOVED),
     ("moments_not_saved", IN_PLACE),
 ]
-"""Faults of how a batch is divided and of changes, and clauses that they leave as they are."""
+"""Faults in the division of a batch and in changes, and clauses that they do not affect."""
 IN_FP8 = [
     ClauseCheck("NUM-3", Run(Case("dense", layout, compute="fp8"), losses=False))
     for layout in (SHARDED.layout, CUT.layout)
@@ -154,13 +154,14 @@ EVERY_FAULT = [*BREAKING, *SPARED]
 
 
 def planted_in(check: ClauseCheck, number: int) -> ClauseCheck:
-    """Each fault has a run of its own, of no more steps than its clause asks for."""
-    return replace(check, run=replace(check.run, take=number, losses=check.run.losses and check.clause != "NUM-1"))
+    """Return the check on its own run with at most the steps that its clause needs."""
+    run = replace(check.run, repetition=number, losses=check.run.losses and check.clause != "NUM-1")
+    return replace(check, run=run)
 
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory) -> dict[tuple[str, str], Finding]:
-    """One torchrun for one process and one for two."""
+    """Measure all checks with one torchrun for one process and one for two."""
     planted = {planted_in(check, number): fault for number, (fault, check) in enumerate(EVERY_FAULT, 1)}
     checks = [*IN_FP8, *(check for _, check in BREAKING), *planted]
     tool = faulty({check.run.name: fault for check, fault in planted.items()})
@@ -191,7 +192,7 @@ def test_a_planted_fault_breaks_its_clause_and_no_other(findings, number):
 @pytest.mark.clause("NUM-3")
 @pytest.mark.slow
 @pytest.mark.parametrize("check", IN_FP8, ids=lambda check: check.run.name)
-def test_fp8_costs_what_fp8_costs_one_process(findings, check):
+def test_fp8_costs_no_more_than_the_format_costs_one_process(findings, check):
     finding = findings[check.clause, check.run.name]
     assert finding.passed, finding.figures
     error = finding.figures["error_of_the_format"]

@@ -1,4 +1,4 @@
-"""The folder of a certification that goes on: what it holds, and what it refuses."""
+"""The folder of a certification that continues: what it keeps, and what it refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainspec_cli.wings.certify.runs import HEADER, opened, subject_of
 CPU = Machine("box", 2, 2**34)
 
 
-def test_it_keeps_the_day_on_which_it_was_begun_and_is_private(tmp_path: Path) -> None:
+def test_a_folder_is_private_and_keeps_the_day_of_its_first_run(tmp_path: Path) -> None:
     subject, folder = subject_of(CPU), tmp_path / "kept"
     with opened(folder, subject, "2026-01-01") as since:
         assert since == "2026-01-01"
@@ -37,12 +37,13 @@ def test_it_keeps_the_day_on_which_it_was_begun_and_is_private(tmp_path: Path) -
         ({"engine": "other"}, "engine"),
     ],
 )
-def test_runs_of_another_version_or_machine_are_not_gone_on_with(tmp_path: Path, change, named: str) -> None:
+def test_runs_of_another_version_or_machine_are_not_continued(tmp_path: Path, change, named: str) -> None:
     subject = subject_of(CPU)
     with opened(tmp_path / "kept", subject, "2026-01-01"):
         pass
-    with pytest.raises(RecipeError, match=f"of another certification: {named} differ"):
+    with pytest.raises(RecipeError, match=rf"\b{named} differ") as error:
         opened(tmp_path / "kept", replace(subject, **change), "2026-01-01").__enter__()
+    assert error.value.problems[0].code == "other_certification"
 
 
 def test_another_model_is_another_certification(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,10 +54,12 @@ def test_another_model_is_another_certification(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
-    for place in (tmp_path, tmp_path / "mine.txt"):
-        with pytest.raises(RecipeError, match="holds something else") as error:
-            opened(place, subject_of(CPU), "2026-01-01").__enter__()
-        assert "rm -r" not in error.value.problems[0].hint
+    for folder in (tmp_path, tmp_path / "mine.txt"):
+        with pytest.raises(RecipeError) as error:
+            opened(folder, subject_of(CPU), "2026-01-01").__enter__()
+        (problem,) = error.value.problems
+        assert problem.code == "other_certification"
+        assert "rm -r" not in problem.hint
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
@@ -68,8 +71,6 @@ def test_a_damaged_header_is_named(tmp_path: Path) -> None:
 
 def test_two_certifications_do_not_share_a_folder(tmp_path: Path) -> None:
     subject = subject_of(CPU)
-    with (
-        opened(tmp_path / "kept", subject, "2026-01-01"),
-        pytest.raises(RecipeError, match="another certification goes on"),
-    ):
+    with opened(tmp_path / "kept", subject, "2026-01-01"), pytest.raises(RecipeError) as error:
         opened(tmp_path / "kept", subject, "2026-01-01").__enter__()
+    assert error.value.problems[0].code == "in_use"

@@ -29,7 +29,7 @@ def measured(folder: Path, least_clipped_norm: float | None) -> Measured:
 @pytest.mark.parametrize(
     ("least_clipped_norm", "passed"), [(2 * CLIP_NORM, True), (0.5 * CLIP_NORM, False), (None, False)]
 )
-def test_equal_losses_count_only_where_clipping_bound(
+def test_equal_losses_count_only_if_every_step_clipped(
     tmp_path: Path, least_clipped_norm: float | None, passed: bool
 ) -> None:
     run = Run(Case("dense", Layout(tp=2)))
@@ -45,8 +45,8 @@ CASE = Case("dense", Layout(tp=2))
 REFERENCE = Run(Case("dense"))
 
 
-def told(losses: tuple[float, ...] = (), sha256: str = "", resumed: Any = None, **gradients: list[float]) -> Any:
-    """What a run has measured; `resumed`: its digest and its losses from the middle on."""
+def measures(losses: tuple[float, ...] = (), sha256: str = "", resumed: Any = None, **gradients: list[float]) -> Any:
+    """Return what a run measured; `resumed`: its digest and its losses from the middle on."""
     again = None if resumed is None else TrainedSteps(tuple(resumed[1]), None, resumed[0])
     return SimpleNamespace(
         losses=list(losses),
@@ -61,9 +61,12 @@ def told(losses: tuple[float, ...] = (), sha256: str = "", resumed: Any = None, 
     ("error", "passed"), [(0.0, True), (0.9e-5, True), (1.1e-5, False), (math.nan, False), (math.inf, False)]
 )
 @pytest.mark.parametrize("clause", ["NUM-1", "NUM-4", "NUM-5"])
-def test_the_worst_gradient_is_held_against_one_process(clause: str, error: float, passed: bool) -> None:
+def test_the_worst_gradient_is_compared_with_one_process(clause: str, error: float, passed: bool) -> None:
     run = Run(CASE)
-    results: Any = {run: told(a=[3.0, 4.0], b=[0.0, 2.0 + 2 * error]), REFERENCE: told(a=[3.0, 4.0], b=[0.0, 2.0])}
+    results: Any = {
+        run: measures(a=[3.0, 4.0], b=[0.0, 2.0 + 2 * error]),
+        REFERENCE: measures(a=[3.0, 4.0], b=[0.0, 2.0]),
+    }
     finding = judge(ClauseCheck(clause, run), results)
     assert (finding.clause, finding.case, finding.bound, finding.passed) == (clause, run.name, 1e-5, passed)
     assert finding.figures["parameter"] == ("b" if error else "a")
@@ -72,9 +75,9 @@ def test_the_worst_gradient_is_held_against_one_process(clause: str, error: floa
 
 
 @pytest.mark.parametrize(("error", "passed"), [(0.9e-5, True), (1.1e-5, False)])
-def test_losses_are_held_against_one_process(error: float, passed: bool) -> None:
+def test_losses_are_compared_with_one_process(error: float, passed: bool) -> None:
     run = Run(CASE)
-    results: Any = {run: told((2.0, 4 * (1 - error))), REFERENCE: told((2.0, 4.0))}
+    results: Any = {run: measures((2.0, 4 * (1 - error))), REFERENCE: measures((2.0, 4.0))}
     finding = judge(ClauseCheck("NUM-2", run), results)
     assert (finding.passed, finding.bound) == (passed, 1e-5)
     assert finding.measured == pytest.approx(error, rel=1e-4)
@@ -83,17 +86,17 @@ def test_losses_are_held_against_one_process(error: float, passed: bool) -> None
 @pytest.mark.clause("NUM-3")
 @pytest.mark.parametrize(("ratio", "passed"), [(1.9, True), (2.1, False)])
 @pytest.mark.parametrize(("parameter", "usual"), [("a", 0.01), ("c", 0.1)])
-def test_a_formats_error_may_be_twice_its_own(ratio: float, passed: bool, parameter: str, usual: float) -> None:
-    """A parameter that the format costs less than the median one may err as much as that."""
+def test_an_error_may_be_twice_that_of_the_format(ratio: float, passed: bool, parameter: str, usual: float) -> None:
+    """A parameter with a smaller format error than the median one may have twice the median's."""
     check = ClauseCheck("NUM-3", Run(Case("dense", Layout(tp=2), compute="bf16")))
     ours, own, exact = check.runs
     assert (own.case, own.losses) == (Case("dense", compute="bf16"), False)
     assert (exact.case, exact.losses) == (Case("dense", compute="fp64"), False)
     found = {"a": [1.001], "b": [1.01], "c": [1.1]} | {parameter: [1.0 + usual * ratio]}
     results: Any = {
-        exact: told(a=[1.0], b=[1.0], c=[1.0]),
-        own: told(a=[1.001], b=[1.01], c=[1.1]),
-        ours: told(**found),
+        exact: measures(a=[1.0], b=[1.0], c=[1.0]),
+        own: measures(a=[1.001], b=[1.01], c=[1.1]),
+        ours: measures(**found),
     }
     finding = judge(check, results)
     assert (finding.passed, finding.bound, finding.figures["parameter"]) == (passed, 2.0, parameter)
@@ -104,7 +107,7 @@ def test_a_formats_error_may_be_twice_its_own(ratio: float, passed: bool, parame
 @pytest.mark.parametrize(("gradients", "bound"), [("bf16", 4e-3), ("int8", 2e-2), ("int4", 2e-1)])
 @pytest.mark.parametrize(("part", "passed"), [(0.9, True), (1.1, False), (math.nan, False)])
 @pytest.mark.parametrize(("clause", "exchanges"), [("COMM-1", 1), ("COMM-2", 64)])
-def test_fewer_bits_may_cost_what_is_stated(
+def test_compression_may_cost_what_the_spec_states(
     gradients: Any, bound: float, part: float, passed: bool, clause: str, exchanges: int
 ) -> None:
     """Of 64 exchanges, 8 may lose that much."""
@@ -112,7 +115,7 @@ def test_fewer_bits_may_cost_what_is_stated(
     check = ClauseCheck(clause, run)
     assert check.runs == (run, REFERENCE)
     error = part * bound * (1 if exchanges == 1 else 8 / 64)
-    results: Any = {run: told(a=[3.0, 4.0 + 5 * error], b=[0.0]), REFERENCE: told(a=[3.0, 4.0], b=[0.0])}
+    results: Any = {run: measures(a=[3.0, 4.0 + 5 * error], b=[0.0]), REFERENCE: measures(a=[3.0, 4.0], b=[0.0])}
     finding = judge(check, results)
     assert (finding.passed, finding.bound) == (passed, 1.0)
     if passed:
@@ -137,7 +140,10 @@ UNEQUAL = Run(Case("dense", Layout(dp_shard=2), unequal_shares=True))
 def test_unequal_shares_change_neither_gradient_nor_losses_nor_weights(
     gradient: float, loss: float, weight: float, passed: bool
 ) -> None:
-    reference, found = told((2.0, 4.0), a=[3.0], b=[4.0]), told((2.0, 4 * (1 + loss)), a=[3.0], b=[4.0 + 5 * gradient])
+    reference, found = (
+        measures((2.0, 4.0), a=[3.0], b=[4.0]),
+        measures((2.0, 4 * (1 + loss)), a=[3.0], b=[4.0 + 5 * gradient]),
+    )
     reference.weights, found.weights = {"a": np.array([2.0])}, {"a": np.array([2.0 * (1 + weight)])}
     finding = judge(ClauseCheck("NUM-7", UNEQUAL), {UNEQUAL: found, REFERENCE: reference})
     assert (finding.passed, finding.bound) == (passed, 1.0)
@@ -160,18 +166,18 @@ SIXTEEN = (range(4), range(4, 20), *IN_ORDER[4:])
         (SIXTEEN, 0.0, False),
     ],
 )
-def test_a_batch_that_grows_takes_every_sample_once(taken: Any, weight: float, passed: bool) -> None:
+def test_a_growing_batch_takes_every_sample_once(taken: Any, weight: float, passed: bool) -> None:
     check = ClauseCheck("NUM-8", GROWING)
     alone = Run(Case("dense", ramp=True), gradients=False)
     assert check.runs == (GROWING, alone), "the reference's batch grows too"
-    found, reference = told((2.0,)), told((2.0,))
+    found, reference = measures((2.0,)), measures((2.0,))
     trained = replace(found.result.trained, taken=tuple(map(tuple, taken)))
     found.result = replace(found.result, trained=trained)
     reference.weights, found.weights = {"a": np.array([2.0])}, {"a": np.array([2.0 * (1 + weight)])}
     assert judge(check, {GROWING: found, alone: reference}).passed is passed
 
 
-def test_weights_that_are_missing_or_of_another_shape_are_infinitely_wrong() -> None:
+def test_missing_or_misshapen_weights_have_an_infinite_error() -> None:
     whole = {"a": np.ones(3), "b": np.ones(2)}
     assert whole_error({"a": np.ones(3), "b": np.full(2, 1.1)}, whole) == pytest.approx(0.1 * math.sqrt(2 / 5))
     assert (
@@ -185,8 +191,8 @@ def test_weights_that_are_missing_or_of_another_shape_are_infinitely_wrong() -> 
 def test_a_repetition_has_the_same_weights(again: str, passed: bool) -> None:
     check = ClauseCheck("NUM-6", Run(CASE, gradients=False))
     first, second = check.runs
-    assert (first.take, second.take, second.name) == (0, 1, "dense-fp32-tp2-again1")
-    finding = judge(check, {first: told(sha256="ab"), second: told(sha256=again)})
+    assert (first.repetition, second.repetition, second.name) == (0, 1, "dense-fp32-tp2-again1")
+    finding = judge(check, {first: measures(sha256="ab"), second: measures(sha256=again)})
     assert (finding.passed, finding.bound) == (passed, None)
     assert finding.figures == {"sha256": "ab", "again": again}
     assert finding.measured == float(not passed)
@@ -199,21 +205,21 @@ WHOLE = tuple(float(step) for step in range(1, 21))
     ("resumed", "passed"),
     [(("ab", WHOLE[10:]), True), (("cd", WHOLE[10:]), False), (("ab", (*WHOLE[10:19], 20.0001)), False), (None, False)],
 )
-def test_a_resumed_run_goes_on_bit_for_bit(resumed: Any, passed: bool) -> None:
+def test_a_resumed_run_continues_bit_for_bit(resumed: Any, passed: bool) -> None:
     run = Run(CASE, gradients=False, resume=True)
     check = ClauseCheck("CKPT-1", run)
     assert check.runs == (run,)
-    finding = judge(check, {run: told(WHOLE, "ab", resumed)})
+    finding = judge(check, {run: measures(WHOLE, "ab", resumed)})
     assert (finding.passed, finding.bound) == (passed, None)
 
 
 @pytest.mark.parametrize(("last", "passed"), [(20.0, True), (20.001, False)])
-def test_a_run_in_another_layout_goes_on_as_one_process_would(last: float, passed: bool) -> None:
+def test_a_run_continued_in_another_layout_has_the_losses_of_one_process(last: float, passed: bool) -> None:
     source = Run(Case("dense", Layout(pp=2)), gradients=False, resume=True)
     run = Run(CASE, gradients=False, continues=source)
     check = ClauseCheck("CKPT-2", run)
     assert check.runs == (run, source, REFERENCE)
-    finding = judge(check, {run: told((*WHOLE[10:19], last)), REFERENCE: told(WHOLE)})
+    finding = judge(check, {run: measures((*WHOLE[10:19], last)), REFERENCE: measures(WHOLE)})
     assert (finding.passed, finding.bound) == (passed, 1e-5)
 
 
@@ -233,11 +239,11 @@ def test_checks_are_chosen_by_clause_case_or_family(monkeypatch: pytest.MonkeyPa
     assert checks(2, ["nothing"]) == []
 
 
-def test_names_say_what_differs_from_the_usual() -> None:
+def test_names_state_what_differs_from_the_defaults() -> None:
     source = Run(CASE, resume=True)
     assert source.name == "dense-fp32-tp2-resumed"
     assert Run(Case("dense"), continues=source).name == "dense-fp32-one-from-dense-fp32-tp2"
-    assert Run(CASE, losses=False, take=2).name == "dense-fp32-tp2-one-step-again2"
+    assert Run(CASE, losses=False, repetition=2).name == "dense-fp32-tp2-one-step-again2"
     full = Case("moe", compute="bf16", recompute="full", offload="optimizer", compile=True, optimizer="adamw")
     assert full.name == "moe-bf16-one-full-offload-compiled-adamw"
     assert (UNEQUAL.case.name, GROWING.case.name) == ("dense-fp32-dp_shard2-shares", "dense-fp32-dp_shard2-ramp")
@@ -252,7 +258,7 @@ def test_names_say_what_differs_from_the_usual() -> None:
     assert {name_layout(layout): layout for layout in layouts.values()} == layouts
 
 
-def test_what_continues_another_run_comes_after_it_and_one_job_serves_runs_of_a_size() -> None:
+def test_one_job_serves_runs_of_a_size_after_the_runs_that_they_continue() -> None:
     source = Run(Case("dense", Layout(pp=2)), resume=True)
     after, alone, four = Run(Case("dense"), continues=source), Run(Case("dense")), Run(Case("dense", Layout(tp=4)))
     assert _batches([after, four, source, alone]) == [[four], [source], [alone, after]]
@@ -291,14 +297,14 @@ def test_requests_of_runs() -> None:
         (Case("resnet", Layout(dp_shard=2), ramp=True), 6, 1),
     ],
 )
-def test_eight_samples_are_spread_over_ranks_and_micro_batches(case: Case, micro: int, accumulated: int) -> None:
+def test_eight_samples_are_divided_into_ranks_and_micro_batches(case: Case, micro: int, accumulated: int) -> None:
     plan = build_plan(case, "cpu")
     assert (plan.micro_batch_size, plan.grad_accum_steps) == (micro, accumulated)
     assert (plan.devices_per_node, plan.world_size) == (case.layout.world_size, case.layout.world_size)
     assert not plan.layout.sequence_parallel, "there is no tp"
 
 
-def test_fp8_multiplies_beside_bf16() -> None:
+def test_fp8_multiplies_with_bf16_for_the_rest() -> None:
     plan = build_plan(Case("dense", Layout(tp=2), compute="fp8"), "cpu")
     assert (plan.compute, plan.spec.precision.matmul, plan.layout.sequence_parallel) == ("bf16", "fp8", True)
     assert build_plan(Case("dense", compute="fp64"), "cpu").compute == "fp64"

@@ -1,4 +1,4 @@
-"""What runs that change while they go on are held against."""
+"""The live clauses: runs of the trainer that go through changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHORT, IN_PLACE = check_of("LIVE-5", Layout(dp_shard=2)), check_of("LIVE-5", Lay
 
 
 def sound(case: Case, **live: Any) -> Any:
-    """What a run measures that keeps every clause; `live`: what it does otherwise."""
+    """Return what a run that keeps every clause measures; `live`: overrides."""
     steps = LiveSteps((0,), planned_layouts(case), (4,) * STEPS, 0)
     return SimpleNamespace(
         losses=list(LOSSES),
@@ -49,7 +49,7 @@ def judged(check: ClauseCheck, found: Any) -> Finding:
 
 
 def otherwise(found: Any, **trained: Any) -> Any:
-    """`found` with other trained steps."""
+    """Return `found` with other trained steps."""
     found.result = replace(found.result, trained=replace(found.result.trained, **trained))
     if "losses" in trained:
         found.losses = list(trained["losses"])
@@ -57,7 +57,7 @@ def otherwise(found: Any, **trained: Any) -> Any:
 
 
 def kept_layouts(check: ClauseCheck) -> Any:
-    """What a run whose change fails must do: all steps in the first layout."""
+    """Return what a run measures whose change fails: all steps are in the first layout."""
     return {"layouts": (build_plan(check.run.case, "cpu").layout,) * STEPS}
 
 
@@ -83,7 +83,7 @@ def test_a_sound_run_keeps_its_clause(name: str) -> None:
 @pytest.mark.parametrize("name", ["LIVE-1", "LIVE-2", "LIVE-5", "in place"])
 @pytest.mark.parametrize(("error", "passed"), [(0.9e-6, True), (1.1e-6, False), (math.nan, False)])
 @pytest.mark.parametrize("where", ["loss", "gradient", "weight"])
-def test_errors_are_within_a_millionth(name: str, where: str, error: float, passed: bool) -> None:
+def test_errors_are_bounded_by_a_millionth(name: str, where: str, error: float, passed: bool) -> None:
     check, live = LEGAL[name]
     found = sound(check.run.case, **live)
     if where == "loss":
@@ -102,7 +102,7 @@ def test_errors_are_within_a_millionth(name: str, where: str, error: float, pass
 @pytest.mark.parametrize(
     "change", [{"weights_sha256": "cd"}, {"losses": (*LOSSES[:-1], math.nextafter(LOSSES[-1], 9))}]
 )
-def test_a_bit_breaks_what_is_to_be_as_if_nothing_had_happened(name: str, change: dict[str, Any]) -> None:
+def test_one_bit_breaks_a_clause_without_tolerance(name: str, change: dict[str, Any]) -> None:
     check, live = LEGAL[name]
     finding = judged(check, otherwise(sound(check.run.case, **live), **change))
     assert (finding.passed, finding.bound, finding.measured) == (False, None, 1.0)
@@ -125,8 +125,8 @@ def test_a_run_of_fewer_steps_breaks_its_clause(name: str) -> None:
     check, live = LEGAL[name]
     run, other = check.runs
     short = otherwise(sound(run.case, **live), losses=LOSSES[:-1])
-    beside = otherwise(sound(other.case), losses=LOSSES[:-1])
-    assert not judge(check, {run: short, other: beside}).passed
+    reference = otherwise(sound(other.case), losses=LOSSES[:-1])
+    assert not judge(check, {run: short, other: reference}).passed
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_run_of_fewer_steps_breaks_its_clause(name: str) -> None:
         ("LIVE-5", {"starts": (0, 5), "largest_micro_batches": (4,) * 5 + (1,) * 9}, "micro-batches"),
     ],
 )
-def test_equal_figures_count_only_where_what_is_measured_has_happened(name: str, live: Any, fact: str) -> None:
+def test_equal_figures_count_only_if_the_disturbance_took_place(name: str, live: Any, fact: str) -> None:
     check, _ = LEGAL[name]
     finding = judged(check, sound(check.run.case, **live))
     assert not finding.passed

@@ -1,4 +1,4 @@
-"""Kernels as an axis of the matrix: which there are here, and where each is measured."""
+"""Kernels as an axis of the matrix: which are measured on this chip, and in which families and layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainspec_cli.wings.certify.judge import checks
 
 @pytest.mark.clause("KERN-1", "KERN-2")
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_every_kernel_that_this_chip_has_is_measured_and_no_other(on_gpu: bool) -> None:
+def test_every_kernel_of_this_chip_is_measured(on_gpu: bool) -> None:
     found = {
         case.kernel
         for case in (
@@ -49,7 +49,7 @@ def test_a_kernel_is_measured_in_one_process_in_every_family_that_has_its_operat
     assert ("hybrid", ("attention", "math")) in alone and ("hybrid", ("swiglu", "frugal")) not in alone
 
 
-def test_in_several_processes_one_family_shows_it_and_no_more_than_there_are() -> None:
+def test_one_family_measures_a_kernel_in_several_processes() -> None:
     spread = [case for case in kernel_cases(2, features_here(on_gpu=False)) if case.layout != Layout()]
     assert {case.family for case in spread} == {"dense", "moe", "mamba"}
     assert {case.layout.world_size for case in spread} == {2}
@@ -58,7 +58,7 @@ def test_in_several_processes_one_family_shows_it_and_no_more_than_there_are() -
     assert heads and set(heads) == {1}, "it needs the whole vocabulary"
 
 
-def test_what_is_compiled_is_measured_in_one_process() -> None:
+def test_compiled_kernels_are_measured_in_one_process() -> None:
     compiled = [
         case for case in kernel_cases(4, features_here(on_gpu=False)) if case.kernel and case.kernel[1] == "compiled"
     ]
@@ -66,7 +66,7 @@ def test_what_is_compiled_is_measured_in_one_process() -> None:
     assert {case.family for case in compiled} == {"dense", "mamba"}
 
 
-def test_a_family_that_is_measured_alone_shows_all_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_family_measures_all_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in families.FAMILIES if name != "tied"]:
         monkeypatch.delitem(families.FAMILIES, name)
     spread = {case.layout for case in kernel_cases(2, features_here(on_gpu=False))}
@@ -82,7 +82,7 @@ def test_the_plan_has_the_kernel_and_the_reference_has_not() -> None:
 
 
 @pytest.mark.clause("KERN-1", "KERN-2")
-def test_kernels_are_judged_beside_the_reference_of_their_optimizer() -> None:
+def test_kernels_are_compared_with_the_reference_of_their_optimizer() -> None:
     (update,) = checks(2, ["dense-fp32-tp2-even_adamw-adamw.foreach"])
     assert [run.case for run in update.runs] == [update.run.case, Case("dense", optimizer="even_adamw")]
     (gradient,) = checks(2, ["dense-fp32-tp2-attention.math-one-step"])

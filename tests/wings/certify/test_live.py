@@ -1,4 +1,4 @@
-"""The runs that change while they go on, as cases of the matrix and as plans."""
+"""Live runs, which go through changes, as cases of the matrix and as plans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainspec_cli.wings.certify.cases import (
     refusals,
 )
 from trainspec_cli.wings.certify.families import FAMILIES
-from trainspec_cli.wings.certify.judge import beside, planned_layouts
+from trainspec_cli.wings.certify.judge import planned_layouts, undisturbed
 from trainspec_cli.wings.certify.runs import Run
 
 
@@ -65,26 +65,26 @@ def test_changes_have_every_axis_and_every_layout_is_legal() -> None:
     assert all(layout.world_size == case.layout.world_size for case in changed for layout in live(case).changes)
 
 
-def test_memory_runs_out_in_one_process_and_in_several_but_not_where_samples_share_statistics() -> None:
+def test_memory_runs_out_in_one_process_and_in_several_unless_samples_share_statistics() -> None:
     short = of_clause("LIVE-5")
     assert {case.family for case in short} == {name for name, model in FAMILIES.items() if model.unit == "tokens"}
     assert {case.layout.world_size for case in short} == {1, 2}
     assert {case.layout.pp for case in short} == {1, 2}
 
 
-def test_each_run_has_a_name_of_its_own() -> None:
+def test_every_run_has_a_unique_name() -> None:
     every = {case for clause in LIVE_CLAUSES for case in of_clause(clause)}
-    every |= {beside(case) for case in every}
+    every |= {undisturbed(case) for case in every}
     assert len({Run(case).name for case in every}) == len(every)
     assert the("LIVE-3", "dense", Layout(dp_shard=2)).name == "dense-fp32-dp_shard2-live-killed"
-    assert beside(the("LIVE-2", "dense", Layout(dp_shard=2))).name == "dense-fp32-dp_shard2-live-kept"
+    assert undisturbed(the("LIVE-2", "dense", Layout(dp_shard=2))).name == "dense-fp32-dp_shard2-live-kept"
 
 
-def test_a_run_is_held_against_the_one_without_its_disturbance() -> None:
+def test_a_run_is_compared_with_the_one_without_its_disturbance() -> None:
     changed, killed, failed = (the(clause, "dense", Layout(dp_shard=2)) for clause in ("LIVE-2", "LIVE-3", "LIVE-4"))
-    assert beside(killed) == changed
-    assert live(beside(changed)) == live(beside(failed)) == Live()
-    assert beside(changed) == beside(failed) == beside(the("LIVE-5", "dense", Layout(dp_shard=2)))
+    assert undisturbed(killed) == changed
+    assert live(undisturbed(changed)) == live(undisturbed(failed)) == Live()
+    assert undisturbed(changed) == undisturbed(failed) == undisturbed(the("LIVE-5", "dense", Layout(dp_shard=2)))
 
 
 def test_a_plan_changes_its_layout_every_second_step() -> None:
@@ -119,6 +119,6 @@ def test_a_run_is_killed_in_a_later_change_than_its_checkpoint() -> None:
     assert (asked.live, asked.killed_at) == (True, KILLED_AT)
     assert (plan.spec.checkpoint.interval_steps, plan.spec.checkpoint.mode) == (SAVE_EVERY_STEPS, "sync")
     assert planned_layouts(case)[SAVE_EVERY_STEPS] not in (plan.layout, planned_layouts(case)[KILLED_AT])
-    kept = Run(beside(case)).request("cpu")
+    kept = Run(undisturbed(case)).request("cpu")
     assert (kept.live, kept.killed_at) == (True, None)
     assert not Run(Case("dense")).request("cpu").live

@@ -1,4 +1,4 @@
-"""The matrix of the certification: which case of which clause there is, and what each case trains."""
+"""The matrix of the certification: the cases of each clause, and what each case trains."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from trainspec_cli.wings.certify.cases import (
     build_spec,
     cases,
     layouts,
+    legal_layouts,
     name_layout,
     refusals,
     refused,
-    spreads,
 )
 from trainspec_cli.wings.certify.families import FAMILIES, SAMPLES, SEQ_LEN
 from trainspec_cli.wings.certify.judge import KEPT, MOVES, ClauseCheck, checks, judge_refusals
@@ -42,7 +42,7 @@ def cases_for(processes: int) -> dict[str, list[Case]]:
     return cases(processes)
 
 
-def test_every_layout_of_the_matrix_is_there_once_and_takes_eight_processes_at_most() -> None:
+def test_the_layouts_of_the_matrix_are_distinct_and_need_eight_processes_at_most() -> None:
     found = list(layouts(4))
     assert len(found) == len(set(found)) == len({name_layout(layout) for layout in found})
     assert {layout.world_size for layout in found} == {2, 4, 8}
@@ -51,7 +51,7 @@ def test_every_layout_of_the_matrix_is_there_once_and_takes_eight_processes_at_m
     assert set(COMBINED) <= set(found) and set(KEPT) <= set(found)
 
 
-def test_every_manner_and_family_is_in_the_matrix() -> None:
+def test_the_matrix_covers_every_variant_and_family() -> None:
     found = [case for of_clause in cases_for(8).values() for case in of_clause]
     assert {case.family for case in found} == set(FAMILIES)
     assert {case.layout.pipeline_schedule for case in found} == {"gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"}
@@ -65,14 +65,14 @@ def test_every_manner_and_family_is_in_the_matrix() -> None:
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_no_case_takes_more_processes_than_there_are(processes: int) -> None:
+def test_no_case_needs_more_processes_than_allowed(processes: int) -> None:
     found = [case for of_clause in cases_for(processes).values() for case in of_clause]
     assert max(case.layout.world_size for case in found) == processes
     assert max(check.run.case.layout.world_size for check in matrix(processes)) == processes
 
 
 def test_each_legal_layout_of_a_family_is_a_case_of_gradients_and_of_losses() -> None:
-    spread = {(family, layout) for family in FAMILIES for layout in spreads(family, TWO)}
+    spread = {(family, layout) for family in FAMILIES for layout in legal_layouts(family, TWO)}
     for clause in ("NUM-1", "NUM-2"):
         found = [check.run for check in matrix(TWO) if check.clause == clause]
         assert Counter((run.case.family, run.case.layout) for run in found) == Counter(spread)
@@ -98,14 +98,13 @@ def test_formats_recomputation_offload_and_compiling_are_combined_with_some_layo
     assert not any(case.compile for clause in ("NUM-1", "NUM-3", "NUM-4") for case in found[clause])
 
 
-def test_without_torchao_nothing_multiplies_in_fp8() -> None:
+def test_without_torchao_no_case_uses_fp8() -> None:
     assert {case.compute for case in cases(TWO, with_fp8=False)["NUM-3"]} == {"bf16"}
 
 
-def test_what_is_repeated_resumed_and_moved_trains_by_adamw() -> None:
-    """A move begins at a run that saves in another layout of the family, and ends in one that it has, or in one
-    process."""
-    legal = {family: set(spreads(family, 4)) for family in FAMILIES}
+def test_repeated_resumed_and_moved_runs_train_by_adamw() -> None:
+    """A move starts from a saved run in a legal layout and ends in another one, or in one process."""
+    legal = {family: set(legal_layouts(family, 4)) for family in FAMILIES}
     kept = Counter((family, layout) for family in FAMILIES for layout in KEPT if layout in legal[family])
     for clause, resumes in (("NUM-6", False), ("CKPT-1", True)):
         found = [check.run for check in matrix(4) if check.clause == clause]
@@ -121,7 +120,7 @@ def test_what_is_repeated_resumed_and_moved_trains_by_adamw() -> None:
         assert {source.case.layout, run.case.layout} <= legal[run.case.family] | {Layout()}
 
 
-def test_each_format_is_measured_in_each_layout_that_has_its_exchanges() -> None:
+def test_each_format_is_measured_in_each_layout_with_its_exchanges() -> None:
     found = {clause: [check for check in matrix(4) if check.clause == clause] for clause in COMM_CLAUSES}
     runs = {clause: [check.run for check in found[clause]] for clause in COMM_CLAUSES}
     for clause, formats in (("COMM-1", ["bf16", "int8", "int4"]), ("COMM-2", ["int8", "int4"]), ("COMM-3", ["int4"])):
@@ -164,8 +163,8 @@ def test_a_case_is_a_recipe_with_its_layout_pinned() -> None:
     assert (plan.micro_batch_size, plan.grad_accum_steps, plan.layout) == (2, 1, layout)
 
 
-def test_plain_descent_is_not_clipped_or_decayed_and_adamw_is_as_usual() -> None:
-    """Descent by a rate of its own shows a gradient that is wrong by a factor; its clipping begins in the worker."""
+def test_plain_descent_neither_clips_nor_decays_and_adamw_has_its_defaults() -> None:
+    """Plain descent shows a gradient that is wrong by a factor; the worker starts clipping later."""
     plain, adaptive = (build_spec(Case("dense", optimizer=name)).optim for name in ("sgd", "adamw"))  # type: ignore[arg-type]
     assert (plain.name, plain.lr, plain.weight_decay, plain.grad_clip_norm) == ("sgd", 0.1, 0.0, None)
     assert (adaptive.name, adaptive.lr, adaptive.grad_clip_norm) == ("adamw", 1e-3, 1.0)

@@ -1,4 +1,4 @@
-"""What the runner of the certification asks of its jobs, and what it says of one that fails; no job is started."""
+"""The jobs of a certification: their requests, and the report of a failed one; no job is started."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRAINED = CertifyRunResult(TrainedSteps((2.0,), 1.0, "ab"), None)
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[CertifyRequest]:
-    """The requests of all jobs, each of which leaves a result for every run whose folder is there."""
+    """Collect the requests of all jobs, and write a result for each of their runs."""
     requests: list[CertifyRequest] = []
 
     def run_tool(tool: Any, request: CertifyRequest, where: Any, *, on_tick: Callable[[], None]) -> None:
@@ -56,7 +56,7 @@ def test_each_number_of_processes_is_one_job_and_each_run_is_made_once(
     assert done == sorted(done) and done[0] == 0 and done[-1] == 3
 
 
-def test_runs_that_have_ended_are_not_made_again(tmp_path: Path, asked: list[CertifyRequest]) -> None:
+def test_finished_runs_are_not_repeated(tmp_path: Path, asked: list[CertifyRequest]) -> None:
     measure([ONE, TWO], tmp_path, CPU, lambda done: None)
     (tmp_path / TWO.name / "result.json").unlink()
     (tmp_path / TWO.name / "run").mkdir()
@@ -64,14 +64,12 @@ def test_runs_that_have_ended_are_not_made_again(tmp_path: Path, asked: list[Cer
     done: list[int] = []
     found = measure([ONE, TWO, CUT], tmp_path, CPU, done.append)
     assert [name for request in asked for name in request.runs] == [TWO.name, CUT.name]
-    assert not (tmp_path / TWO.name / "run").exists(), "what was left half done is gone"
+    assert not (tmp_path / TWO.name / "run").exists(), "an unfinished run is removed"
     assert done[0] == 1 and done[-1] == 3
     assert found[ONE].losses == [2.0]
 
 
-def test_a_run_of_the_same_name_that_was_asked_for_something_else_is_made_again(
-    tmp_path: Path, asked: list[CertifyRequest]
-) -> None:
+def test_a_run_of_the_same_name_with_another_request_is_repeated(tmp_path: Path, asked: list[CertifyRequest]) -> None:
     measure([ONE], tmp_path, CPU, lambda done: None)
     asked.clear()
     other = replace(ONE, gradients=False)
@@ -80,12 +78,12 @@ def test_a_run_of_the_same_name_that_was_asked_for_something_else_is_made_again(
     assert [name for request in asked for name in request.runs] == [ONE.name]
 
 
-def test_runs_are_made_on_the_gpus_that_there_are(tmp_path: Path, asked: list[CertifyRequest]) -> None:
+def test_runs_use_the_gpus_of_the_machine(tmp_path: Path, asked: list[CertifyRequest]) -> None:
     measure([ONE], tmp_path, Machine("box", 2, 2**34, gpu_names=("NVIDIA H200",)), lambda done: None)
     assert asked[0].runs[ONE.name].plan.device == "cuda"
 
 
-def test_a_job_that_fails_names_the_first_run_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_job_names_the_first_run_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_tool(tool: Any, request: CertifyRequest, where: Any, *, on_tick: Callable[[], None]) -> None:
         first, *_ = request.runs
         write_json(Path(request.folder) / first / "result.json", to_plain(TRAINED))
@@ -95,15 +93,15 @@ def test_a_job_that_fails_names_the_first_run_without_a_result(tmp_path: Path, m
     with pytest.raises(MachineError) as caught:
         measure([TWO, CUT], tmp_path, CPU, lambda done: None)
     (problem,) = caught.value.problems
-    assert problem.message == f"the run {CUT.name} failed: it broke"
-    assert (problem.code, problem.hint) == ("tool_failed", f"run it alone: --only {CUT.name}")
+    assert CUT.name in problem.message and "it broke" in problem.message
+    assert problem.code == "tool_failed" and problem.hint.endswith(f"--only {CUT.name}")
 
 
 def arrays(**gradients: list[float]) -> dict[str, np.ndarray]:
     return {name: np.array(values) for name, values in gradients.items()}
 
 
-def test_an_error_is_relative_to_the_reference_and_infinite_beside_nothing() -> None:
+def test_an_error_is_relative_to_the_reference_and_infinite_without_one() -> None:
     reference = arrays(a=[3.0, 4.0], b=[0.0], c=[0.0])
     found = gradient_errors(arrays(a=[3.0, 5.0], b=[0.0], c=[1e-9]), reference)
     assert found == {"a": pytest.approx(0.2), "b": 0.0, "c": math.inf}
@@ -112,13 +110,13 @@ def test_an_error_is_relative_to_the_reference_and_infinite_beside_nothing() -> 
     assert (other["a"], other["c"], other["d"]) == (math.inf, math.inf, math.inf)
 
 
-def test_the_worst_step_counts_relative_to_the_references_loss() -> None:
+def test_the_worst_relative_error_of_a_loss_counts() -> None:
     assert loss_error([2.0, 3.0, 4.0], [2.0, 4.0, 5.0]) == pytest.approx(0.25)
     assert loss_error([-1.0], [-2.0]) == pytest.approx(0.5)
     assert loss_error([1.0, 2.0], [1.0]) == loss_error([1.0], [math.inf]) == loss_error([math.nan], [1.0]) == math.inf
 
 
-def test_a_loss_that_was_not_finite_is_null_in_the_result(tmp_path: Path) -> None:
+def test_a_loss_that_was_not_finite_has_an_infinite_error(tmp_path: Path) -> None:
     found = CertifyRunResult(TrainedSteps((1.0, math.nan), None, ""), TrainedSteps((math.inf,), None, ""))
     write_json(tmp_path / "result.json", to_plain(found))
     measured = runs.Measured(tmp_path)

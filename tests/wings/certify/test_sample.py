@@ -1,9 +1,8 @@
-"""A sample of the certification, drawn from the commit: all clauses, and a third of all pairs of a family and an axis.
+"""A sample of the certification, drawn by commit: all clauses, and a third of all pairs of a family and an axis.
 
-A few commits draw every pair.
-What always is among them: tied embeddings under the schedules that split the backward, checkpoints that are read into
-pipelines with tied embeddings, ring and Ulysses attention, clipping (in every case of NUM-2), and unequal shares in
-half of the data-parallel cases.
+A few commits draw every pair. Every sample has tied embeddings under the schedules that split the backward,
+checkpoints that are read into pipelines with tied embeddings, ring and Ulysses attention, clipping (in every case of
+NUM-2), and unequal shares in half of the data-parallel cases.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ALONE = (
     *("NUM-3", "NUM-4", "NUM-5", "NUM-6", "NUM-8", "KERN-1", "KERN-2"),
     *(*COMM_CLAUSES, "CKPT-1", "CKPT-2", *LIVE_CLAUSES),
 )
-"""Clauses with runs of their own; one case of each is drawn."""
+"""Clauses with runs of their own; the sample has one case of each."""
 ALWAYS = [
     Case("tied", Layout(pp=2, pipeline_schedule="zero_bubble")),
     Case("tied", Layout(pp=2, pipeline_schedule="zbv")),
@@ -44,7 +43,7 @@ def matrix() -> list[ClauseCheck]:
 
 
 def sample(seed: str) -> list[ClauseCheck]:
-    """Draw checks whose cases have every clause, and a third of the pairs of a family and a part of a layout."""
+    """Draw checks that cover every clause, and a third of the pairs of a family and a part of a layout."""
     draw = random.Random(seed)
     chosen = [*(Run(case) for case in ALWAYS), *_reading_into_tied_pipelines()]
     chosen += [draw.choice([check for check in matrix() if check.clause == clause]).run for clause in ALONE]
@@ -65,19 +64,19 @@ def sample(seed: str) -> list[ClauseCheck]:
 
 
 def parts(run: Run) -> set[tuple[str, str]]:
-    """Each axis of the run's layout beside its family; the manner of an axis (ring, zbv, zero2) beside any family."""
+    """Return each axis of the run's layout with its family, and the variant of an axis (ring, zbv) with any family."""
     words = name_layout(run.case.layout).split(".")
     return {(run.case.family if word[-1].isdigit() and "zero" not in word else "", word) for word in words}
 
 
 def _reading_into_tied_pipelines() -> list[Run]:
-    """A stage's copy of the embedding has to be filled from the checkpoint."""
+    """Return the runs that must fill a stage's copy of the embedding from the checkpoint."""
     tied = [check.run for check in matrix() if check.clause == "CKPT-2" and check.run.case.family == "tied"]
     return [run for run in tied if run.case.layout.pp > 1]
 
 
 @pytest.mark.parametrize("seed", ["a", "b", "c"])
-def test_a_sample_has_every_clause_and_what_is_always_among_them(seed: str) -> None:
+def test_a_sample_has_every_clause_and_the_fixed_cases(seed: str) -> None:
     drawn = sample(seed)
     assert {check.clause for check in drawn} == set(read_clauses()) - {"LEGAL-1", *SECURITY, *LEVELS}
     spread = [check.run for check in drawn if check.clause == "NUM-2"]

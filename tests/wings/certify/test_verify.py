@@ -1,4 +1,4 @@
-"""Certificates of others: which are accepted, and why the others are refused."""
+"""Verification of certificates: which are accepted, and why others are refused."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from trainspec_cli.wings.certify.certificate import (
     verify,
     write_certificate,
 )
-from trainspec_cli.wings.certify.clauses import AS_THEY_MUST_BE, FACTS, read_clauses, stand
+from trainspec_cli.wings.certify.clauses import AS_THEY_MUST_BE, FACTS, make_finding, read_clauses
 from trainspec_cli.wings.certify.judge import checks
 from trainspec_cli.wings.certify.other_engine import engine_checks
 
 MACHINE = Machine("box", 2, 2**34)
-FINDING = stand("NUM-1", "dense-fp32-tp2", {"worst_gradient_error": 5e-7, "parameter": "p"})
+FINDING = make_finding("NUM-1", "dense-fp32-tp2", {"worst_gradient_error": 5e-7, "parameter": "p"})
 STATED: dict[str, Any] = {
     "measured_since": "2026-01-01",
     "machine_id": "ab" * 16,
@@ -50,7 +50,7 @@ def key_file(tmp_path: Path) -> Path:
 
 
 def made(findings: tuple[Finding, ...] = (FINDING,), **stated: Any) -> Certificate:
-    """A certificate of few packages, so that few leaves of it can be altered."""
+    """Return a certificate of few packages, so that it has few leaves to alter."""
     machine = replace(MACHINE, gpu_names=("NVIDIA H100",), gpu_memory_bytes=2**36)
     full = write_certificate(findings, machine, date="2026-01-02", **{**STATED, **stated})
     short = derive(replace(full, versions={"trainspec": "1.0", "torch": "2.13.0"}))
@@ -71,7 +71,7 @@ def refusal(file: Path, signed_by: str = "") -> str:
     return problem.message
 
 
-def test_a_signed_certificate_is_read_again_as_it_was(tmp_path: Path, key_file: Path) -> None:
+def test_a_signed_certificate_is_read_as_it_was_written(tmp_path: Path, key_file: Path) -> None:
     signed = sign_certificate(made(), read_key(key_file))
     fingerprint = read_fingerprint(f"{key_file}.pub")
     found = verify(written(tmp_path, signed), fingerprint)
@@ -83,50 +83,49 @@ CHANGES: dict[str, Callable[[JsonObject], object]] = {
     "a finding": lambda body: body["findings"][0].update(passed=False),  # type: ignore[index, union-attr, call-overload]
     "the date": lambda body: body.update(date="2026-01-03"),
     "the machine": lambda body: body.update(machine_id="cd" * 16),
-    "a field that nobody reads": lambda body: body.update(note="x"),
+    "an unknown field": lambda body: body.update(note="x"),
     "the signature": lambda body: body.update(signature="AAAA"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_was_altered_is_refused_although_its_digest_was_made_anew(
-    tmp_path: Path, key_file: Path, change: str
-) -> None:
+def test_an_altered_certificate_is_refused_under_a_valid_digest(tmp_path: Path, key_file: Path, change: str) -> None:
     body = to_plain(sign_certificate(made(), read_key(key_file)))
     CHANGES[change](body)
     body["digest"] = digest(body)
-    assert "the signature is not that of its content" in refusal(written(tmp_path, body))
+    assert "signature" in refusal(written(tmp_path, body))
 
 
-def test_another_key_cannot_take_the_signers_place(tmp_path: Path, key_file: Path) -> None:
+def test_another_key_cannot_replace_the_signer(tmp_path: Path, key_file: Path) -> None:
     other = make_key(tmp_path / "other")
     body = to_plain(sign_certificate(made(), read_key(key_file)))
     signed = sign_certificate(made(), read_key(tmp_path / "other"))
     swapped = body | {"signer": to_plain(signed)["signer"]}
     swapped["digest"] = digest(swapped)
-    assert "the signature is not that of its content" in refusal(written(tmp_path, swapped))
+    assert "signature" in refusal(written(tmp_path, swapped))
     asked = read_fingerprint(f"{key_file}.pub")
-    assert f"is signed by {other}; a signature by" in refusal(written(tmp_path, signed), asked)
+    message = refusal(written(tmp_path, signed), asked)
+    assert other in message and asked in message
 
 
-def test_a_certificate_whose_signature_was_taken_off_is_one_that_nobody_signed(tmp_path: Path, key_file: Path) -> None:
+def test_a_certificate_without_its_signature_is_unsigned(tmp_path: Path, key_file: Path) -> None:
     body = to_plain(sign_certificate(made(), read_key(key_file)))
     fingerprint = read_fingerprint(f"{key_file}.pub")
     bare = {**body, "signer": None}
     bare["digest"] = digest(bare)
-    assert "names nobody who signed" in refusal(written(tmp_path, bare))
+    assert "no signer" in refusal(written(tmp_path, bare))
     bare["signature"] = ""
     assert verify(written(tmp_path, bare)).signer is None
-    assert "is not signed; a signature by SHA256:" in refusal(written(tmp_path, bare), fingerprint)
-    assert "the signature is not" in refusal(written(tmp_path, body | {"signature": ""}))
+    assert fingerprint in refusal(written(tmp_path, bare), fingerprint)
+    assert "signature" in refusal(written(tmp_path, body | {"signature": ""}))
 
 
 def test_dates_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
     file = written(tmp_path, made(measured_since="2026-01-03"))
-    assert "measured_since is '2026-01-03', after date" in refusal(file)
+    assert "2026-01-03" in refusal(file)
 
 
-# Forgeries: everything that follows from the findings is computed again
+# Forgeries: verification computes everything that follows from the findings
 
 ERRORS = {"worst_loss_error": 1e-7, "gradient_error": 1e-7, "weight_error": 2e-7}
 SAME = {"sha256": "ab", "worst_loss_error": 0.0}
@@ -166,15 +165,15 @@ CASES["COMM-2"] = f"{CASES['COMM-1']}-64-exchanges"
 
 def finding_of(clause: str, case: str = "") -> Finding:
     usual = "2-processes" if clause.startswith(("SEC", "PERF")) else "dense-fp32-tp2"
-    return stand(clause, case or CASES.get(clause, usual), FIGURES[clause])
+    return make_finding(clause, case or CASES.get(clause, usual), FIGURES[clause])
 
 
-def test_every_clause_is_kept_by_figures_that_keep_it_and_broken_without_them() -> None:
+def test_every_clause_is_kept_by_sound_figures_and_broken_without_figures() -> None:
     assert set(FIGURES) == set(read_clauses())
     for clause in FIGURES:
         finding = finding_of(clause)
         assert finding.passed, clause
-        broken = stand(clause, finding.case, {})
+        broken = make_finding(clause, finding.case, {})
         assert not broken.passed and broken.bound == finding.bound, clause
 
 
@@ -201,7 +200,7 @@ MANNERS = ("NUM-2", "NUM-3", "NUM-7", "COMM-2", "CKPT-1", "LIVE-1", "LEGAL-1", "
 
 
 def forgeries(body: JsonObject) -> Iterator[tuple[str, JsonObject]]:
-    """Yield a copy for each leaf and each other value of it, under the digest that anybody can make, and its path."""
+    """Yield a copy for each leaf and each other value of it, under a valid digest, with the path of the leaf."""
     for path, value in leaves(body):
         if path[0] in ("digest", "signature", "signer"):
             continue
@@ -211,10 +210,10 @@ def forgeries(body: JsonObject) -> Iterator[tuple[str, JsonObject]]:
             if other == value:
                 continue
             forged = copy.deepcopy(body)
-            place: JsonValue = forged
+            parent: JsonValue = forged
             for step in path[:-1]:
-                place = place[step]  # type: ignore[index, call-overload]
-            place[path[-1]] = other  # type: ignore[index, call-overload]
+                parent = parent[step]  # type: ignore[index, call-overload]
+            parent[path[-1]] = other  # type: ignore[index, call-overload]
             forged["digest"] = digest(forged)
             yield ".".join(map(str, path)), forged
 
@@ -224,11 +223,11 @@ DERIVED = re.compile(
     r"|findings\.\d+\.(clause|passed|bound|grade|machine_sha256"
     r"|figures\.(worst_ratio|worst_of_bound|worst_error|ratio_to_plan|efficiency|slower_gb_per_s)))"
 )
-"""What follows from other statements, or what each finding is bound to."""
+"""Fields that follow from other statements, or that every finding depends on."""
 
 
 def outcome(file: Path, forged: JsonObject, signed_by: str = "") -> Certificate | None:
-    """Return the certificate as it is accepted; None where it is refused by name."""
+    """Return the accepted certificate; None if it is refused."""
     file.write_text(json.dumps(forged))
     try:
         return verify(file, signed_by)
@@ -238,10 +237,10 @@ def outcome(file: Path, forged: JsonObject, signed_by: str = "") -> Certificate 
 
 
 @pytest.mark.slow
-def test_whatever_is_altered_in_an_unsigned_certificate_is_refused_or_a_measurement(tmp_path: Path) -> None:
-    """One clause for each way in which figures are judged, and a finding that is broken."""
+def test_altering_an_unsigned_certificate_is_refused_except_for_measurements(tmp_path: Path) -> None:
+    """The findings cover each way to judge figures, and one is broken."""
     findings = [finding_of(clause) for clause in MANNERS]
-    findings.append(stand("NUM-4", "moe-fp32-tp2", {"worst_gradient_error": 2e-5, "parameter": "p"}))
+    findings.append(make_finding("NUM-4", "moe-fp32-tp2", {"worst_gradient_error": 2e-5, "parameter": "p"}))
     body = to_plain(made(findings=tuple(findings)))
     assert outcome(tmp_path / "c.json", body) is not None
     accepted = set()
@@ -258,7 +257,7 @@ def test_whatever_is_altered_in_an_unsigned_certificate_is_refused_or_a_measurem
     assert left <= {"date", "measured_since", "engine", "processes", "findings.", "findings.figures."}
 
 
-def test_whatever_is_altered_in_a_signed_certificate_is_refused(tmp_path: Path, key_file: Path) -> None:
+def test_any_alteration_of_a_signed_certificate_is_refused(tmp_path: Path, key_file: Path) -> None:
     signed = sign_certificate(made(), read_key(key_file))
     asked = read_fingerprint(f"{key_file}.pub")
     assert outcome(tmp_path / "c.json", to_plain(signed), asked) == signed
@@ -268,11 +267,11 @@ def test_whatever_is_altered_in_a_signed_certificate_is_refused(tmp_path: Path, 
 
 def test_a_signature_does_not_excuse_a_contradiction(tmp_path: Path, key_file: Path) -> None:
     forged = sign_certificate(replace(made(), whole=True), read_key(key_file))
-    assert "whole is True, and False follows" in refusal(written(tmp_path, forged))
+    assert "whole is True" in refusal(written(tmp_path, forged))
 
 
 def whole() -> Certificate:
-    """A certificate to which nothing is missing."""
+    """Return a certificate with a finding for every case of the spec."""
     wanted = [(check.clause, check.run.name) for check in checks(2, features=STATED["features"])]
     wanted += [("LEGAL-1", name) for name in refused(2)]
     wanted += [(clause, "2-processes") for clause in FIGURES if clause.startswith(("SEC", "PERF"))]
@@ -280,7 +279,7 @@ def whole() -> Certificate:
     return write_certificate(findings, MACHINE, date="2026-01-02", **STATED)
 
 
-def test_a_certificate_is_whole_where_each_case_of_the_matrix_has_one_finding(tmp_path: Path) -> None:
+def test_a_certificate_is_whole_with_exactly_one_finding_for_each_case(tmp_path: Path) -> None:
     full = whole()
     assert verify(written(tmp_path, full)) == full
     first, *others = full.findings
@@ -293,28 +292,28 @@ def test_a_certificate_is_whole_where_each_case_of_the_matrix_has_one_finding(tm
         "a kernel": replace(full, features=("fp8",)),
         "fp8": replace(full, features=("attention.math",)),
         "the families": replace(full, recipe=("recipe=tiny",)),
-        "what was declined": replace(full, not_offered=(NotOffered("NUM-4", "x", "no"),)),
+        "nothing declined": replace(full, not_offered=(NotOffered("NUM-4", "x", "no"),)),
     }
     assert [name for name, one in without.items() if is_whole(one)] == []
     assert is_whole(replace(full, findings=tuple(one for one in full.findings if one.clause != "PERF-1")))
 
 
-def test_a_certificate_of_another_engine_is_whole_where_it_declined_nothing() -> None:
-    found = [stand(one.clause, one.run.name, {}, of_engine=True) for one in engine_checks(2)]
+def test_a_certificate_of_another_engine_is_whole_if_it_declined_nothing() -> None:
+    found = [make_finding(one.clause, one.run.name, {}, of_engine=True) for one in engine_checks(2)]
     made_whole = write_certificate(found, MACHINE, date="2026-01-02", engine="python mine.py", processes=2)
     assert is_whole(made_whole) and made_whole.verdict == "broken"
     assert not is_whole(replace(made_whole, findings=made_whole.findings[1:]))
 
 
-def test_a_certificate_of_another_document_is_refused_by_the_version_that_reads_it(tmp_path: Path) -> None:
+def test_a_certificate_for_another_spec_names_the_version_that_verifies_it(tmp_path: Path) -> None:
     body = to_plain(made()) | {"spec_version": "9.0"}
     body["versions"] = {"trainspec": "7.1"}
     body["digest"] = digest(body)
-    assert "verify it with trainspec 7.1" in refusal(written(tmp_path, body))
+    assert "trainspec 7.1" in refusal(written(tmp_path, body))
 
 
-def test_the_first_schema_is_read_as_what_it_is(tmp_path: Path) -> None:
-    """It has no signer, whatever somebody has written into it; what its figures suffice for is computed again."""
+def test_the_first_schema_has_no_signer_and_its_figures_are_checked(tmp_path: Path) -> None:
+    """Fields that the first schema lacks are ignored; everything that its figures determine is computed again."""
     body = to_plain(made()) | {"schema": "trainspec.certificate/1"}
     body["signer"], body["signature"] = {"public_key": "ssh-ed25519 x", "fingerprint": "SHA256:x"}, "AAAA"
     body["digest"] = digest(body)
@@ -322,16 +321,16 @@ def test_the_first_schema_is_read_as_what_it_is(tmp_path: Path) -> None:
     assert (found.signer, found.signature, found.machine_id) == (None, "", "")
     assert found.findings == made().findings
     assert "is not signed" in refusal(written(tmp_path, body), "SHA256:x")
-    for change, words in (
-        (lambda body: body.update(whole=True), "whole is True"),
-        (lambda body: body.update(verdict="broken"), "verdict is 'broken'"),
-        (lambda body: body["clauses"][0].update(failed=1), "clauses[0].failed is 1"),
-        (lambda body: body["clauses"][0].update(level="SHOULD"), "clauses[0].level is 'SHOULD'"),
-        (lambda body: body["findings"][0].update(bound=1.0), "findings[0].bound is 1.0"),
-        (lambda body: body["findings"][0]["figures"].update(worst_gradient_error=1.0), "over the bound"),
-        (lambda body: body["findings"][0].update(clause="NUM-0"), "findings[0].clause is 'NUM-0'"),
+    for change, path in (
+        (lambda body: body.update(whole=True), "whole"),
+        (lambda body: body.update(verdict="broken"), "verdict"),
+        (lambda body: body["clauses"][0].update(failed=1), "clauses[0].failed"),
+        (lambda body: body["clauses"][0].update(level="SHOULD"), "clauses[0].level"),
+        (lambda body: body["findings"][0].update(bound=1.0), "findings[0].bound"),
+        (lambda body: body["findings"][0]["figures"].update(worst_gradient_error=1.0), "findings[0].passed"),
+        (lambda body: body["findings"][0].update(clause="NUM-0"), "findings[0].clause"),
     ):
         forged = copy.deepcopy(body)
         change(forged)
         forged["digest"] = digest(forged)
-        assert words in refusal(written(tmp_path, forged))
+        assert f" {path} is " in refusal(written(tmp_path, forged))

@@ -1,4 +1,4 @@
-"""What a launch refuses before anything is made, and what it only reports."""
+"""What a launch refuses before it creates anything, and what it only reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plan(made_up_probe: MachineProbe) -> Plan:
     return replace(made, num_nodes=1, devices_per_node=1, layout=type(made.layout)(), prediction=predicted)
 
 
-def give_room(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
+def set_free_space(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(2**40, 0, int(free)))
 
 
@@ -48,16 +48,15 @@ def predicting(plan: Plan, memory: float) -> Plan:
 def test_a_launch_without_room_for_a_checkpoint_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainspec_cli.session.launching.session.predict", lambda plan, *_, **__: plan)
-    give_room(monkeypatch, 1000)
+    set_free_space(monkeypatch, 1000)
     assert run(["launch", "recipe=tiny", "--json"]) == 4
     (error,) = json.loads(capsys.readouterr().out)["errors"]
-    assert error["code"] == "unfit_host"
-    assert "1000 B free in " in error["message"]
-    assert not list(tmp_path.iterdir()), "nothing was made"
+    assert error["code"] == "unfit_host" and "1000 B" in error["message"]
+    assert not list(tmp_path.iterdir()), "no file was created"
 
 
-def test_who_wants_no_preflight_has_none(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    give_room(monkeypatch, 0)
+def test_preflight_can_be_switched_off(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_free_space(monkeypatch, 0)
     with pytest.raises(MachineError):
         check_nodes(plan, tmp_path, PrintableConsole())
     for nodes in (1, 2):
@@ -65,61 +64,60 @@ def test_who_wants_no_preflight_has_none(plan: Plan, tmp_path: Path, monkeypatch
         assert check_nodes(without, tmp_path, PrintableConsole()) is None
 
 
-def test_a_node_with_all_that_the_run_takes_is_let_in_without_a_word(plan: Plan, tmp_path: Path, monkeypatch) -> None:
-    give_room(monkeypatch, 2**34)
+def test_a_fit_node_has_no_warnings_and_no_files_are_created(plan: Plan, tmp_path: Path, monkeypatch) -> None:
+    set_free_space(monkeypatch, 2**34)
     assert preflight(plan, tmp_path / "runs/quickstart") == []
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_disk_without_room_for_one_checkpoint_is_refused_by_the_hosts_name(
+def test_a_disk_without_space_for_one_checkpoint_is_refused_with_the_hosts_name(
     plan: Plan, tmp_path: Path, monkeypatch
 ) -> None:
-    give_room(monkeypatch, 0.9 * checkpoint_bytes(plan.spec, plan.params))
+    set_free_space(monkeypatch, 0.9 * checkpoint_bytes(plan.spec, plan.params))
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     with pytest.raises(MachineError) as caught:
         preflight(plan, tmp_path)
     (problem,) = caught.value.problems
     assert (caught.value.exit_code, problem.code) == (4, "unfit_host")
-    assert problem.message.startswith("node7 is not fit: disk: ")
-    assert "choose another run.dir" in problem.hint and "run.preflight=false" in problem.hint
+    assert problem.message.startswith("node7 ") and "run.preflight=false" in problem.hint
 
 
 @pytest.mark.parametrize(("kept", "written", "wanted"), [(3, 0, 4), (3, 2, 2), (3, 3, 1), (3, 9, 1), (1, 0, 2)])
-def test_room_is_wanted_for_what_is_kept_and_the_next(
+def test_space_is_needed_for_the_kept_checkpoints_and_the_next(
     plan: Plan, tmp_path: Path, monkeypatch, kept: int, written: int, wanted: int
 ) -> None:
-    """The oldest is removed once the next one is whole."""
+    """The oldest is removed after the next one is complete."""
     monkeypatch.setattr(RunDir, "checkpoint_steps", lambda _: list(range(written)))
     one = checkpoint_bytes(plan.spec, plan.params)
     keeping = changed(plan, "checkpoint", keep_last=kept)
-    give_room(monkeypatch, wanted * one)
+    set_free_space(monkeypatch, wanted * one)
     assert preflight(keeping, tmp_path) == []
     if wanted > 1:
-        give_room(monkeypatch, (wanted - 0.5) * one)
+        set_free_space(monkeypatch, (wanted - 0.5) * one)
         (check,) = preflight(keeping, tmp_path)
         assert (check.name, check.status) == ("disk", "warn")
-        assert f"; {wanted} are kept" in check.found
+        assert f"space for {wanted} " in check.found
     if not written:
-        give_room(monkeypatch, wanted * one)
+        set_free_space(monkeypatch, wanted * one)
         assert (
-            f"; {wanted + 1} are kept" in preflight(changed(keeping, "checkpoint", keep_best=True), tmp_path)[0].found
+            f"space for {wanted + 1} " in preflight(changed(keeping, "checkpoint", keep_best=True), tmp_path)[0].found
         )
 
 
 def test_a_warning_of_the_only_node_is_shown(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    give_room(monkeypatch, 1.5 * checkpoint_bytes(plan.spec, plan.params))
+    set_free_space(monkeypatch, 1.5 * checkpoint_bytes(plan.spec, plan.params))
     shown = StringIO()
     assert check_nodes(plan, tmp_path, PrintableConsole(file=shown)) is None
     assert shown.getvalue().startswith("disk: ")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_memory_is_a_nodes_or_each_gpus_and_counts_unless_the_run_is_forced(
+def test_memory_of_the_node_or_of_each_gpu_is_checked_unless_forced(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    asked: dict[str, float] = {}
+    needs: dict[str, float] = {}
     for name in ("check_memory", "check_gpus"):
-        checked = lambda needed, name=name: asked.update({name: needed}) or ()  # noqa: E731
+        checked = lambda needed, name=name: needs.update({name: needed}) or ()  # noqa: E731
         monkeypatch.setattr(f"trainspec_cli.wings.doctor.check_nodes.{name}", checked)
     monkeypatch.setattr("trainspec_cli.wings.doctor.check_nodes.check_torch", lambda _: ())
     two = predicting(replace(plan, device=device, devices_per_node=2), 1e9)
@@ -127,17 +125,19 @@ def test_memory_is_a_nodes_or_each_gpus_and_counts_unless_the_run_is_forced(
     one = two.prediction.needed_bytes
     assert one >= 1e9
     preflight(two, tmp_path)
-    assert asked == ({"check_memory": 2 * one} if device == "cpu" else {"check_memory": 0, "check_gpus": one})
+    assert needs == ({"check_memory": 2 * one} if device == "cpu" else {"check_memory": 0, "check_gpus": one})
     preflight(two, tmp_path, force=True)
-    assert set(asked.values()) == {0}
+    assert set(needs.values()) == {0}
 
 
-def test_memory_that_other_programs_hold_is_not_there(plan: Plan, tmp_path: Path) -> None:
-    with pytest.raises(MachineError, match=r"memory: .* available, and the run takes"):
+def test_too_little_free_memory_is_refused(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(MachineError) as caught:
         preflight(predicting(plan, 1e18), tmp_path)
+    (problem,) = caught.value.problems
+    assert problem.code == "unfit_host" and "memory" in problem.message
 
 
-def test_nodes_that_are_let_in_with_a_warning_are_named(plan: Plan, tmp_path: Path) -> None:
+def test_warnings_name_the_node(plan: Plan, tmp_path: Path) -> None:
     shown = StringIO()
     examination = check_nodes(replace(plan, num_nodes=2), tmp_path, PrintableConsole(file=shown))
     assert examination is not None
@@ -146,39 +146,37 @@ def test_nodes_that_are_let_in_with_a_warning_are_named(plan: Plan, tmp_path: Pa
     reports = [NodeReport("a", 0.0, ()), NodeReport("b", 0.0, (small,))]
     examination.judge(reports)
     assert shown.getvalue() == "b: /dev/shm: 64 MiB free; give the container more\n"
-    with pytest.raises(MachineError, match="a is not fit: /dev/shm"):
+    with pytest.raises(MachineError, match=r"a .*/dev/shm"):
         examination.judge([NodeReport("a", 0.0, (replace(small, status="fail"),)), reports[1]])
 
 
-def test_shared_memory_matters_where_several_processes_share_it(plan: Plan, tmp_path: Path, monkeypatch) -> None:
-    give_room(monkeypatch, 2**26)
+def test_shared_memory_is_checked_for_several_processes(plan: Plan, tmp_path: Path, monkeypatch) -> None:
+    set_free_space(monkeypatch, 2**26)
     assert preflight(plan, tmp_path) == []
     assert "/dev/shm" in {check.name for check in preflight(replace(plan, devices_per_node=2), tmp_path)}
 
 
 def write_machine(folder: Path, used_gib: int) -> str:
-    """Describe a node with one H100, of which another program holds some memory."""
+    """Describe a node with one H100, with memory used by another program."""
     machine = folder / "machine.json"
     machine.write_text(json.dumps({"gpus": [{"card": "h100_sxm", "used_mib": used_gib * 1024}]}))
     return str(machine)
 
 
 @pytest.mark.parametrize(("used_gib", "status"), [(5, "ok"), (25, "warn"), (45, "fail")])
-def test_a_gpu_that_somebody_uses_is_told_of(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, used_gib: int, status: str
-) -> None:
+def test_a_gpu_in_use_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, used_gib: int, status: str) -> None:
     play(write_machine(tmp_path, used_gib), monkeypatch)
     found = list(checks.check_gpus(needed_bytes=40 * 2**30))
     assert [check.status for check in found] == ([] if status == "ok" else [status])
     assert all("nvidia-smi" in check.advice for check in found)
 
 
-def test_gpus_are_looked_at_where_the_run_uses_them(plan: Plan, tmp_path: Path, monkeypatch) -> None:
-    give_room(monkeypatch, 2**34)
+def test_gpus_are_checked_only_for_a_run_on_gpus(plan: Plan, tmp_path: Path, monkeypatch) -> None:
+    set_free_space(monkeypatch, 2**34)
     play(write_machine(tmp_path, 25), monkeypatch)
     monkeypatch.setattr(checks, "torch_build", lambda: ("2.13.0+cu128", "12.8", ""))
     assert preflight(plan, tmp_path) == []
     on_gpu = replace(plan, device="cuda")
     assert [check.name for check in preflight(on_gpu, tmp_path)] == ["chips"]
-    with pytest.raises(MachineError, match="and the run takes"):
+    with pytest.raises(MachineError, match=r"60\.0"):
         preflight(predicting(on_gpu, 60 * 2.0**30), tmp_path)

@@ -1,4 +1,4 @@
-"""The examination of nodes: what is run on them, and what a node answers."""
+"""The examination of nodes: which tools run on them, and what a node reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINKS = SimpleNamespace(name="links")
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The tools that are run: (tool, its request, how, the folder that it shares)."""
+    """The tools that were run: (tool, request, how, shared folder)."""
     made: list[tuple[Any, ...]] = []
 
     def run_tool(tool: Any, request: Any, how: Any = None, shared: Path | None = None) -> Any:
@@ -40,7 +40,7 @@ def plan(world_size: int) -> Any:
     return SimpleNamespace(device="cpu", compute="fp32", world_size=world_size, devices_per_node=1)
 
 
-def test_links_are_between_processes(runs: list[tuple[Any, ...]], tmp_path: Path) -> None:
+def test_links_are_measured_between_several_processes(runs: list[tuple[Any, ...]], tmp_path: Path) -> None:
     one, two, machine = plan(1), plan(2), SimpleNamespace()
     (report,), links = examine.examine_here(one, machine, tmp_path)
     assert (report.host, links) == (node_name(), None)
@@ -58,10 +58,10 @@ def test_every_node_of_a_job_reports(runs: list[tuple[Any, ...]], tmp_path: Path
     assert of is job and by is reach
     assert wanted.command == ("-m", "trainspec_cli.wings.doctor.examine", str(tmp_path), "cpu", "fp32", "1")
     wanted.judge(["a report"])
-    assert reports == ["a report"], "none is refused"
+    assert reports == ["a report"], "no report is refused"
 
 
-def test_a_node_whose_chips_do_not_compute_fails_with_the_reason(
+def test_a_node_that_cannot_compute_fails_with_the_reason(
     runs: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:

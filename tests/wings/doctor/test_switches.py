@@ -1,4 +1,4 @@
-"""Switches and blocks as Slurm shows them."""
+"""Switches and blocks in the output of Slurm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BlockName=gb300_b0 BlockIndex=0 Nodes=10.140.71.103,10.140.88.115 BlockSize=2
 BlockName=gb300_b1 BlockIndex=1 Nodes=10.140.79.152,10.140.93.120 BlockSize=2
 AggregatedBlock=gb300_b[0-1] BlockIndex=2 Nodes=10.140.71.103,10.140.79.152,10.140.88.115,10.140.93.120 BlockSize=4
 """
-"""What `scontrol show topology` of a Slurm with topology/block printed, as the owner of some GB300 has published it."""
+"""Output of `scontrol show topology` with topology/block, published by the owner of some GB300."""
 TREE_CONF = """\
 # topology.conf, after its manual page
 SwitchName=s0 Nodes=dev[0-5]   # a leaf
@@ -35,23 +35,27 @@ SwitchName=s5 Nodes=dev[18-19]
 
 
 @pytest.mark.parametrize(
-    ("hosts", "number"),
+    ("hosts", "names"),
     [
-        ("gpu[001-004,7],login", 6),
-        ("a", 1),
-        ("a,b", 2),
-        ("n[1-2],m[5]", 3),
-        ("rack[1-2]-gpu", 2),
-        ("n[09-11]", 3),
-        ("r[1-2]n[1-4]", 8),
-        ("(null)", 0),
+        ("gpu[001-003,7],login", "gpu001 gpu002 gpu003 gpu7 login"),
+        ("a", "a"),
+        ("a,b", "a b"),
+        ("n[1-2],m[5]", "n1 n2 m5"),
+        ("rack[1-2]-gpu", "rack1-gpu rack2-gpu"),
+        ("n[09-11]", "n09 n10 n11"),
+        ("r[1-2]n[09-10]", "r1n09 r1n10 r2n09 r2n10"),
+        ("(null)", ""),
     ],
 )
-def test_names_of_a_host_list_are_counted(hosts: str, number: int) -> None:
-    assert len(expand_hosts(hosts)) == number
+def test_a_host_list_is_expanded_as_slurm_does(hosts: str, names: str) -> None:
+    assert expand_hosts(hosts) == names.split()
 
 
-def test_switches_become_tiers_that_a_plan_takes() -> None:
+def test_a_mistyped_range_does_not_fill_the_memory() -> None:
+    assert len(expand_hosts("n[0-99999999999]")) == 1_000_000
+
+
+def test_switches_become_tiers_for_plans() -> None:
     assert [level.most_nodes for level in read_levels(TOPOLOGY)] == [16, 60, 91]
     [check] = check_switches(TOPOLOGY, 8)
     key = check.found.partition(": ")[2]
@@ -63,23 +67,17 @@ def test_switches_become_tiers_that_a_plan_takes() -> None:
 @pytest.mark.parametrize(
     "topology", ["", "No topology information available\n", "SwitchName=s1 Level=0 LinkSpeed=1 Nodes=node[1-4]\n"]
 )
-def test_one_switch_or_none_is_no_tier(topology: str) -> None:
+def test_a_single_switch_is_not_a_tier(topology: str) -> None:
     assert list(check_switches(topology, 8)) == []
 
 
-def test_a_level_that_joins_nothing_is_left_out() -> None:
+def test_a_level_that_connects_no_more_nodes_is_omitted() -> None:
     text = "SwitchName=a Level=0 Nodes=n[1-4]\nSwitchName=b Level=1 Nodes=n[1-4]\nSwitchName=c Level=2 Nodes=n[1-8]\n"
     [check] = check_switches(text, 1)
     assert "up to 4, 8 nodes" in check.found and "level1" not in check.found
 
 
-def test_names_are_those_that_slurm_means() -> None:
-    assert expand_hosts("gpu[001-003,7],login") == ["gpu001", "gpu002", "gpu003", "gpu7", "login"]
-    assert expand_hosts("r[1-2]n[09-10]") == ["r1n09", "r1n10", "r2n09", "r2n10"]
-    assert len(expand_hosts("n[0-99999999999]")) == 1_000_000, "no list of a mistyped range fills the memory"
-
-
-def test_blocks_and_what_slurm_plans_with_together_are_levels() -> None:
+def test_blocks_and_groups_of_blocks_are_levels() -> None:
     blocks, together = read_levels(BLOCKS)
     assert (blocks.name, blocks.elements[1]) == ("block", ("10.140.79.152", "10.140.93.120"))
     assert (together.name, together.most_nodes) == ("blocks4", 4)
@@ -91,7 +89,7 @@ def test_blocks_and_what_slurm_plans_with_together_are_levels() -> None:
     ]
 
 
-def test_a_configuration_says_what_is_right_below_and_levels_follow() -> None:
+def test_levels_follow_from_the_children_in_topology_conf() -> None:
     levels = read_levels(TREE_CONF)
     assert [(level.name, level.most_nodes, len(level.elements)) for level in levels] == [
         ("level0", 6, 4),
@@ -101,5 +99,5 @@ def test_a_configuration_says_what_is_right_below_and_levels_follow() -> None:
     assert levels[2].elements[0][-1] == "dev19"
 
 
-def test_switches_in_a_circle_have_no_nodes() -> None:
+def test_switches_in_a_cycle_have_no_nodes() -> None:
     assert read_levels("SwitchName=a Switches=b\nSwitchName=b Switches=a\nSwitchName=c Nodes=n1\n") == []

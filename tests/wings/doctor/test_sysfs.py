@@ -1,4 +1,4 @@
-"""GPUs, PCIe, NUMA nodes and the network as the kernel shows them."""
+"""GPUs, PCIe, NUMA nodes and the network, read from the kernel."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from lab.sysfs import Sysfs
 
-from trainspec_cli.recipe.results.doctor import Check
 from trainspec_cli.wings.doctor.checks import check_nics
 from trainspec_cli.wings.doctor.found_fabric import FoundGpu, Nic, NumaNode
-from trainspec_cli.wings.doctor.sysfs import complete, read_gpus, read_interfaces, read_nics, read_numa_nodes
+from trainspec_cli.wings.doctor.sysfs import add_pci_facts, read_gpus, read_interfaces, read_nics, read_numa_nodes
 
 SWITCH = "pci0000:15/0000:15:01.0/0000:16:00.0"
 
@@ -30,7 +29,7 @@ def sysfs(tmp_path: Path) -> Sysfs:
     return made
 
 
-def test_links_follow_from_the_bridges_above(sysfs: Sysfs) -> None:
+def test_links_follow_from_the_common_bridges(sysfs: Sysfs) -> None:
     gpus = read_gpus(read_nics(sysfs.root / "class/infiniband"), sysfs.root)
     assert [gpu.name for gpu in gpus] == ["GPU0", "GPU1", "GPU2", "GPU3"]
     assert gpus[0].links == {"GPU1": "PIX", "GPU2": "PHB", "GPU3": "SYS"}
@@ -39,7 +38,7 @@ def test_links_follow_from_the_bridges_above(sysfs: Sysfs) -> None:
     assert (gpus[0].cores, gpus[3].numa_node) == ("0-55,112-167", 1)
 
 
-def test_kinds_of_nics_are_told_by_port_and_driver(sysfs: Sysfs) -> None:
+def test_kinds_of_nics_follow_from_port_and_driver(sysfs: Sysfs) -> None:
     driver = sysfs.root / "bus/pci/drivers/efa"
     driver.mkdir(parents=True)
     (sysfs.root / "class/infiniband/efa_0/device/driver").symlink_to(driver)
@@ -59,7 +58,7 @@ def test_kinds_of_nics_are_told_by_port_and_driver(sysfs: Sysfs) -> None:
         ("32.0 GT/s PCIe", "32.0 GT/s PCIe", "0", None),
     ],
 )
-def test_a_pcie_link_carries_what_both_ends_can_over_the_lanes_in_use(
+def test_a_pcie_link_has_the_speed_of_both_ends_and_the_lanes_in_use(
     tmp_path: Path, above: str, speed: str, width: str, gbit_per_s: float | None
 ) -> None:
     made = Sysfs(tmp_path)
@@ -68,13 +67,13 @@ def test_a_pcie_link_carries_what_both_ends_can_over_the_lanes_in_use(
     assert [gpu.pcie_gbit_per_s for gpu in read_gpus(root=tmp_path)] == [gbit_per_s]
 
 
-def test_what_pci_knows_is_added_to_the_matrix(sysfs: Sysfs) -> None:
+def test_facts_from_pci_are_added_to_the_matrix(sysfs: Sysfs) -> None:
     pci = read_gpus(root=sysfs.root)
     matrix = [FoundGpu(f"GPU{number}", {}, {"mlx5_0": "NODE"}, cores="4-5", numa_node=None) for number in range(4)]
-    whole = complete(matrix, pci)
-    assert (whole[3].numa_node, whole[0].cores, whole[0].nics) == (1, "4-5", {"mlx5_0": "NODE"})
-    assert [gpu.pcie_gbit_per_s for gpu in whole] == [504.1] * 4
-    assert complete(matrix[:2], pci) == matrix[:2], "a container shows fewer GPUs than PCI"
+    completed = add_pci_facts(matrix, pci)
+    assert (completed[3].numa_node, completed[0].cores, completed[0].nics) == (1, "4-5", {"mlx5_0": "NODE"})
+    assert [gpu.pcie_gbit_per_s for gpu in completed] == [504.1] * 4
+    assert add_pci_facts(matrix[:2], pci) == matrix[:2], "a container shows fewer GPUs than PCI"
 
 
 def test_numa_nodes_with_cores_are_listed(tmp_path: Path) -> None:
@@ -108,23 +107,24 @@ def test_nics_have_a_rate_and_a_numa_node(tmp_path: Path) -> None:
     assert read_nics(tmp_path / "nothing") == []
 
 
-def test_the_key_that_they_are_worth_is_named(tmp_path: Path) -> None:
+def test_nics_are_shown_with_the_key_for_their_rate(tmp_path: Path) -> None:
     for number in range(4):
         make_nic(tmp_path, f"mlx5_{number}", "400 Gb/sec (4X NDR)", str(number // 2))
-    found = "4 NICs on NUMA nodes 0, 1, 1600 Gbit/s together; for 8 devices cluster.nic_gbit_per_s=200"
-    assert list(check_nics(8, tmp_path)) == [Check("nics", "ok", found)]
+    (check,) = check_nics(8, tmp_path)
+    assert (check.name, check.status) == ("nics", "ok")
+    assert "4 NICs on NUMA nodes 0, 1, 1600 Gbit/s" in check.found and "cluster.nic_gbit_per_s=200" in check.found
     assert list(check_nics(8, tmp_path / "nothing")) == []
 
 
-def test_different_rates_are_warned_of(tmp_path: Path) -> None:
+def test_different_rates_are_a_warning(tmp_path: Path) -> None:
     make_nic(tmp_path, "mlx5_0", "400 Gb/sec (4X NDR)")
     make_nic(tmp_path, "mlx5_1", "100 Gb/sec (4X EDR)")
     [check] = check_nics(8, tmp_path)
     assert check.status == "warn" and "mlx5_0 400, mlx5_1 100" in check.found
 
 
-def test_interfaces_that_are_up_and_real_are_read(tmp_path: Path) -> None:
-    """A bond counts for the interfaces in it; the kernel writes -1, or refuses to say, where there is no speed."""
+def test_real_interfaces_that_are_up_are_read(tmp_path: Path) -> None:
+    """A bond replaces its interfaces; an unknown speed is -1 or unreadable."""
     made = Sysfs(tmp_path)
     made.interface("eth0", "100000", path="pci0000:00/0000:00:03.0")
     made.interface("eth1", "-1", path="pci0000:00/0000:00:04.0")

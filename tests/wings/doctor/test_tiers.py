@@ -1,4 +1,4 @@
-"""Tiers of what was found."""
+"""The tiers of a fabric that was found."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from trainspec_cli.wings.doctor.switches import read_levels
 from trainspec_cli.wings.doctor.tiers import (
     check_fabric,
     groups_by,
+    near_groups,
     network_of,
     network_tiers,
     node_tiers,
-    nodes_near_one_another,
     rails,
     with_measured,
 )
@@ -37,7 +37,7 @@ def gpus_of(name: str) -> list[FoundGpu]:
 
 
 def joined(number: int, pairs: str, link: str = "NV4") -> list[FoundGpu]:
-    """GPUs of which some `pairs` (`01 23`) are joined by NVLink."""
+    """GPUs with NVLink between some `pairs` (`01 23`)."""
     bridged = [set(pair) for pair in pairs.split()]
     return [
         FoundGpu(
@@ -56,7 +56,7 @@ def joined(number: int, pairs: str, link: str = "NV4") -> list[FoundGpu]:
         ("dgx_a100", [("nvlink", None)], ""),
         ("a100_pcie", [("nvlink", 2), ("pcie", 8)], ""),
         ("l40s", [("pcie", None)], "{name: pcie, devices: 2}, {name: node, devices: 4, gbit_per_s: ...}"),
-        ("v100_pcie", [("pcie", None)], "among GPU0 to GPU3 and GPU4 to GPU7"),
+        ("v100_pcie", [("pcie", None)], "GPU0 to GPU3 and GPU4 to GPU7"),
         ("rtx_4090", [("pcie", None)], ""),
         ("rtx_4090_two_sockets", [("pcie", None)], ""),
     ],
@@ -65,29 +65,29 @@ def test_a_node_has_the_tiers_of_its_links(name: str, tiers: list[tuple[str, int
     found, remarks = node_tiers(gpus_of(name), "nvidia-smi", len(gpus_of(name)))
     assert [(tier.spec.name, tier.spec.devices) for tier in found] == tiers
     assert len(remarks) == bool(remark) and all(remark in one for one in remarks)
-    assert all("gbit_per_s" in tier.left_out for tier in found), "the matrix says no rate"
+    assert all("gbit_per_s" in tier.left_out for tier in found), "the matrix has no rates"
 
 
-def test_bridges_are_a_tier_below_pcie_whose_rate_is_that_of_the_link() -> None:
+def test_bridges_are_a_tier_below_pcie() -> None:
     (bridge, pcie), remarks = node_tiers(joined(4, "01 23"), "nvidia-smi", 4)
     assert (bridge.spec, pcie.spec) == (TierSpec("nvlink", 2), TierSpec("pcie", 4, 252.1))
     assert (remarks, pcie.left_out) == ([], {})
-    of_two, _ = node_tiers(joined(4, "01 23"), "nvidia-smi", 2)
-    assert [tier.spec for tier in of_two] == [TierSpec("nvlink")], "a run of two devices a node crosses no PCIe"
+    two_devices, _ = node_tiers(joined(4, "01 23"), "nvidia-smi", 2)
+    assert [tier.spec for tier in two_devices] == [TierSpec("nvlink")], "with two devices per node no traffic uses PCIe"
 
 
 @pytest.mark.parametrize(
     ("number", "pairs", "order"),
     [(4, "02 13", "0,2,1,3"), (3, "12", "1,2,0"), (5, "14", "1,4,0,2,3")],
 )
-def test_bridges_that_ranks_do_not_follow_are_told_of(number: int, pairs: str, order: str) -> None:
+def test_bridges_between_other_than_consecutive_ranks_are_a_remark(number: int, pairs: str, order: str) -> None:
     (only,), (remark,) = node_tiers(joined(number, pairs), "nvidia-smi", number)
     assert only.spec == TierSpec("pcie", gbit_per_s=252.1)
     assert f"CUDA_VISIBLE_DEVICES={order} " in remark
 
 
 def test_a_mesh_with_missing_pairs_is_one_domain() -> None:
-    """A DGX-1: no GPU is joined to all others."""
+    """In a DGX-1, no GPU has NVLink to all others."""
     (only,), (remark,) = node_tiers(joined(4, "01 12 23 30"), "nvidia-smi", 4)
     assert only.spec == TierSpec("nvlink")
     assert "4 of the 6 pairs" in remark
@@ -105,20 +105,20 @@ def test_rails_are_the_nics_below_the_switch_of_each_gpu() -> None:
     assert rails(gpus_of("dgx_h100"), nics[1:]) == {}, "the NIC of GPU0 is down"
 
 
-def test_a_devices_share_is_that_of_the_nics_beside_gpus() -> None:
+def test_a_devices_share_is_that_of_the_nics_near_gpus() -> None:
     """Four of a DGX H100's twelve NICs are for storage."""
     nics = [Nic(f"NIC{number}", 400 if number not in (1, 2, 7, 8) else 200, kind="infiniband") for number in range(12)]
     network = network_of(gpus_of("dgx_h100"), nics, [], 8, "nothing")
     assert network.tier == TierSpec("network", gbit_per_s=400.0, kind="infiniband")
-    assert (network.rdma_nics, network.found.endswith("besides them NIC1, NIC2, NIC7, NIC8")) == (8, True)
+    assert (network.rdma_nics, network.found.endswith(": NIC1, NIC2, NIC7, NIC8")) == (8, True)
 
 
-def test_without_rails_nics_of_the_kind_that_carries_most_are_shared_at_the_rate_of_the_least() -> None:
+def test_without_rails_the_fastest_kind_of_nics_is_shared_at_the_lowest_rate() -> None:
     nics = [Nic("a", 200, kind="roce"), Nic("b", 100, kind="roce"), Nic("c", 200, kind="infiniband")]
     assert network_of([], nics, [], 8, "nothing").tier == TierSpec("network", gbit_per_s=25.0, kind="roce")
 
 
-def test_without_rdma_one_interface_carries_all() -> None:
+def test_without_rdma_the_fastest_interface_is_shared() -> None:
     interfaces = [Nic("eth0", 10.0), Nic("eth1", 100.0), Nic("eth2", None)]
     network = network_of([], [], interfaces, 4, "nothing")
     assert (network.tier, network.rdma_nics) == (TierSpec("network", gbit_per_s=25.0, kind="ethernet"), 0)
@@ -134,7 +134,7 @@ def pairs_of(near: float, far: float) -> list[PairRate]:
     return [PairRate(pair, rates.get(pair, far), ping) for pair in combinations(["n0", "n1", "n2", "n3"], 2)]
 
 
-def test_slurms_levels_are_tiers_and_measured_pairs_belong_to_the_lowest_that_joins_them() -> None:
+def test_measured_pairs_belong_to_the_lowest_of_slurms_levels_that_connects_them() -> None:
     levels = read_levels(TREE)
     network = network_of([], [Nic("mlx5_0", 200.0)], [], 2, "")
     leaf, top = network_tiers(network, levels, "Slurm", 2)
@@ -172,9 +172,9 @@ def measured_pairs(hosts: str, near: Mapping[str, tuple[float, float]], far: tup
     return found
 
 
-@pytest.mark.parametrize("far", [FAR, (1e9, 80e-6)], ids=["slower", "as fast, and later"])
-def test_nodes_with_better_links_among_themselves_are_a_group(far: tuple[float, float]) -> None:
-    assert nodes_near_one_another(measured_pairs("abcd", LEAVES, far)) == [{"a", "b"}, {"c", "d"}]
+@pytest.mark.parametrize("far", [FAR, (1e9, 80e-6)], ids=["slower", "equal rate, higher latency"])
+def test_nodes_with_better_links_between_them_are_a_group(far: tuple[float, float]) -> None:
+    assert near_groups(measured_pairs("abcd", LEAVES, far)) == [{"a", "b"}, {"c", "d"}]
 
 
 @pytest.mark.parametrize(
@@ -182,21 +182,21 @@ def test_nodes_with_better_links_among_themselves_are_a_group(far: tuple[float, 
     [("abcd", ()), ("abc", ("ab",)), ("abcd", ("ac", "bd")), ("abcd", ("ab", "bc", "cd"))],
     ids=["all alike", "groups of two sizes", "not in the order of the nodes", "a chain"],
 )
-def test_other_links_are_no_groups(hosts: str, near: tuple[str, ...]) -> None:
-    assert nodes_near_one_another(measured_pairs(hosts, dict.fromkeys(near, NEAR), FAR)) is None
+def test_other_links_are_not_groups(hosts: str, near: tuple[str, ...]) -> None:
+    assert near_groups(measured_pairs(hosts, dict.fromkeys(near, NEAR), FAR)) is None
 
 
-def test_of_many_nodes_only_a_chain_is_measured_and_nothing_is_said_of_groups() -> None:
-    assert nodes_near_one_another(measured_pairs("abcd", LEAVES, FAR)[:-1]) is None
+def test_without_all_pairs_there_are_no_groups() -> None:
+    assert near_groups(measured_pairs("abcd", LEAVES, FAR)[:-1]) is None
 
 
 @pytest.mark.parametrize(("nics", "gbit"), [(0, (4.0, 0.8)), (2, (8.0, 1.6)), (4, (8.0, 1.6))])
-def test_the_keys_that_are_named_are_those_of_a_plan(nics: int, gbit: tuple[float, float]) -> None:
-    """Two devices share what one process was measured to have, unless each has a NIC."""
+def test_measured_links_become_keys_for_plans(nics: int, gbit: tuple[float, float]) -> None:
+    """Two devices share the measured rate of one process, unless each has a NIC."""
     [check] = check_fabric(measured_pairs("abcd", LEAVES, FAR), 2, nics)
-    assert check.found.startswith("links between nodes as measured, nearer among a, b and among c, d: '")
-    named = shlex.split(check.found.partition(": ")[2])
-    cluster = ("cluster=h100", "cluster.num_nodes=4", "cluster.devices_per_node=2", *named)
+    assert "a, b" in check.found and "c, d" in check.found
+    keys = shlex.split(check.found.partition(": ")[2])
+    cluster = ("cluster=h100", "cluster.num_nodes=4", "cluster.devices_per_node=2", *keys)
     spec = load_for_planning(["recipe=llama3_8b", *cluster]).spec
     described = [(tier.devices, tier.gbit_per_s, tier.latency_us) for tier in spec.cluster.fabric.tiers]
     assert described == [(None, None, None), (4, gbit[0], 20.0), (None, gbit[1], 30.0)]
@@ -204,7 +204,7 @@ def test_the_keys_that_are_named_are_those_of_a_plan(nics: int, gbit: tuple[floa
     assert {tier.kind for tier in spec.cluster.fabric.tiers[1:]} == {"measured"}
 
 
-def test_links_that_are_alike_are_one_network() -> None:
+def test_equal_links_are_one_network() -> None:
     [check] = check_fabric(measured_pairs("abc", {}, FAR), 1, 0)
     assert (
         "cluster.fabric.tiers=[{name: domain},{name: network,gbit_per_s: 1.6,latency_us: 30,kind: measured}"

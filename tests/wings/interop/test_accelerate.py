@@ -1,10 +1,10 @@
-"""Accelerate's YAML: what is said and refused, and what `accelerate launch` and its processes make of it."""
+"""Accelerate's YAML, and what `accelerate launch` and its processes read in it."""
 
 from __future__ import annotations
 
 import pytest
 import yaml
-from wings.interop.speaking import Case, files_in, judge, mistyped, spoken_in
+from wings.interop.emitting import Case, config_for, each_mistyped, files_in, judge
 
 from trainspec_cli.wings.interop import nest
 
@@ -21,7 +21,7 @@ UNSEEN = "compute_environment"
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_accelerate_reads_every_key(run: tuple[str, ...]) -> None:
-    keys = spoken_in("accelerate", *run).keys_of("config")
+    keys = config_for("accelerate", *run)
     (judgement,) = judge("accelerate", [Case(files_in("accelerate", *run), list(keys))])
     assert judgement.error is None
     read = {key: str(value) for key, value in judgement.keys.items()}
@@ -30,8 +30,8 @@ def test_accelerate_reads_every_key(run: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 def test_accelerate_notices_a_mistyped_key() -> None:
-    keys = spoken_in("accelerate", *RUNS[1]).keys_of("config")
-    wrong = [{mistyped(key) if key == one else key: value for key, value in keys.items()} for one in keys]
+    keys = config_for("accelerate", *RUNS[1])
+    wrong = each_mistyped(keys, keys)
     cases = [Case({"accelerate.yaml": yaml.safe_dump(nest(one))}, list(keys)) for one in wrong]
     (right, *judged) = judge("accelerate", [Case(files_in("accelerate", *RUNS[1]), list(keys)), *cases])
     unseen = {key for key, judgement in zip(keys, judged, strict=True) if judgement == right}
@@ -48,10 +48,10 @@ DEFAULTS = {
     "parallelism_config.parallelism_config_dp_replicate_size",
     "parallelism_config.parallelism_config_cp_size",
 }
-"""Keys that may say what Accelerate would take without them."""
+"""Keys whose value may equal Accelerate's default."""
 
 
 def test_plain_data_parallelism_needs_no_fsdp() -> None:
-    keys = spoken_in("accelerate", *RUNS[3]).keys_of("config")
+    keys = config_for("accelerate", *RUNS[3])
     assert keys["distributed_type"] == "MULTI_GPU"
     assert not [key for key in keys if key.startswith(("fsdp_config", "parallelism_config"))]

@@ -1,4 +1,4 @@
-"""axolotl's YAML: what is said and refused, and what its own parser makes of it."""
+"""axolotl's YAML, and what its own parser reads in it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from wings.interop.speaking import Case, files_in, judge, mistyped, run_of, spoken_in
+from wings.interop.emitting import Case, config_for, files_in, judge, mistyped, run_of
 
-from trainspec_cli.wings.interop import TARGETS, guess_engine, listen, read_source
+from trainspec_cli.wings.interop import TARGETS, guess_engine, read_back, read_source
 from trainspec_cli.wings.interop.targets.axolotl import config_text
 
 MODEL = f"init.from=hf:{Path(__file__).parent / 'llama3_8b'}"
@@ -43,7 +43,7 @@ RUNS = (
 
 
 def case_of(run: tuple[str, ...]) -> Case:
-    return Case(files_in("axolotl", *run), list(spoken_in("axolotl", *run).keys_of("config")))
+    return Case(files_in("axolotl", *run), list(config_for("axolotl", *run)))
 
 
 @pytest.mark.slow
@@ -54,14 +54,14 @@ def test_axolotl_reads_every_key() -> None:
         axes = [planned[f"layout.{axis}"] for axis in ("dp_replicate", "dp_shard", "tp", "cp")]
         assert judgement.keys.pop("axes") == axes or planned["derived.is_ddp"], run
         assert judgement.keys.pop("batch_size") == planned["batching.global_batch_size"], run
-        assert judgement.keys == spoken_in("axolotl", *run).keys_of("config"), run
+        assert judgement.keys == config_for("axolotl", *run), run
 
 
 @pytest.mark.slow
-def test_axolotl_makes_something_else_of_a_mistyped_key() -> None:
+def test_axolotl_does_not_read_a_mistyped_key_as_the_right_one() -> None:
     cases, typos = [], []
     for run in (RUNS[0], RUNS[1], RUNS[3]):
-        keys = spoken_in("axolotl", *run).keys_of("config")
+        keys = config_for("axolotl", *run)
         typos.append(keys)
         wrong = [{mistyped_within(key) if key == one else key: value for key, value in keys.items()} for one in keys]
         cases += [case_of(run), *(Case({"axolotl.yml": config_text(one)}, list(keys)) for one in wrong)]
@@ -85,37 +85,37 @@ DEFAULTS = {
     "tensor_parallel_size",
     "train_on_inputs",
 }
-"""Keys that may say what axolotl would take without them."""
+"""Keys whose value may equal axolotl's default."""
 
 
 def mistyped_within(key: str) -> str:
-    """Return a key with its last name mistyped: the item of a list that it belongs to stays."""
+    """Return a key with its last name mistyped; the item of a list that it belongs to stays."""
     before, dot, name = key.rpartition(".")
     return f"{before}{dot}{mistyped(name)}"
 
 
 @pytest.mark.slow
-def test_what_axolotl_takes_without_a_word() -> None:
-    """An optimizer that it does not have: the table must be right."""
+def test_axolotl_does_not_check_the_name_of_an_optimizer() -> None:
+    """Only the table of trainspec guards against a wrong name."""
     text = files_in("axolotl", *RUNS[0])["axolotl.yml"]
     wrong = text.replace("optimizer: adamw_torch_fused", "optimizer: adamw_torch_fusedd")
     (judgement,) = judge("axolotl", [Case({"axolotl.yml": wrong}, ["optimizer"])])
     assert (judgement.error, judgement.keys["optimizer"]) == (None, "adamw_torch_fusedd")
 
 
-def test_a_file_of_ones_own_is_read_and_the_rest_is_listed(tmp_path: Path) -> None:
+def test_a_users_file_is_read_and_unknown_keys_are_listed(tmp_path: Path) -> None:
     file = tmp_path / "lora.yml"
     file.write_text(
         "base_model: org/model\nadapter: lora\nlora_r: 8\nlora_alpha: 16\nmicro_batch_size: 2\nsequence_len: 2048\n"
         "datasets:\n- path: chat.jsonl\n  type: chat_template\n  roles_to_train: [assistant]\n- path: more.jsonl\n"
     )
-    heard = listen(TARGETS["axolotl"], read_source(file, guess_engine(file)))
-    assert (heard.values["init.from"], heard.values["lora.rank"], heard.values["data.source"]) == (
+    found = read_back(TARGETS["axolotl"], read_source(file, guess_engine(file)))
+    assert (found.values["init.from"], found.values["lora.rank"], found.values["data.source"]) == (
         "hf:org/model",
         8,
         "chat",
     )
-    assert set(heard.unread) == {"datasets[0].roles_to_train[0]", "datasets[1].path"}
+    assert set(found.unread) == {"datasets[0].roles_to_train[0]", "datasets[1].path"}
 
 
 def test_the_script_starts_the_planned_processes() -> None:
@@ -123,18 +123,18 @@ def test_the_script_starts_the_planned_processes() -> None:
     assert "--nnodes 2 --nproc-per-node 8" in script and "-m axolotl.cli.train" in script
 
 
-def test_values_that_axolotl_names_in_another_way() -> None:
-    by_stage = [spoken_in("axolotl", *run).keys_of("config")["fsdp_config.reshard_after_forward"] for run in RUNS[:2]]
+def test_values_that_axolotl_names_differently() -> None:
+    by_stage = [config_for("axolotl", *run)["fsdp_config.reshard_after_forward"] for run in RUNS[:2]]
     assert by_stage == [True, False]
-    keys = spoken_in("axolotl", *RUNS[1]).keys_of("config")
+    keys = config_for("axolotl", *RUNS[1])
     assert keys["lr_scheduler_kwargs.num_decay_steps"] == round(0.2 * int(str(keys["max_steps"])))
-    adapted = spoken_in("axolotl", *RUNS[3]).keys_of("config")
+    adapted = config_for("axolotl", *RUNS[3])
     assert adapted["lora_target_modules"] == ["q_proj", "v_proj"] and adapted["adapter"] == "qlora"
     assert (adapted["train_on_inputs"], adapted["bf16"], "fsdp_version" in adapted) == (True, True, False)
 
 
-def test_the_sizes_of_a_mesh_are_the_devices() -> None:
-    keys = spoken_in("axolotl", *RUNS[2]).keys_of("config")
+def test_the_mesh_has_as_many_devices_as_the_run() -> None:
+    keys = config_for("axolotl", *RUNS[2])
     axes = ("dp_replicate_size", "dp_shard_size", "tensor_parallel_size", "context_parallel_size")
     assert math.prod(int(str(keys[axis])) for axis in axes) == 16
     assert yaml.safe_load(files_in("axolotl", *RUNS[2])["axolotl.yml"])["datasets"] == [

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: what is said and refused, and what DeepSpeed's own parser makes of it."""
+"""DeepSpeed's configuration, and what DeepSpeed's own parser reads in it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from wings.interop.speaking import Case, files_in, judge, mistyped, run_of, spoken_in
+from wings.interop.emitting import Case, config_for, each_mistyped, files_in, judge, run_of
 
 from trainspec_cli.wings.interop import RunValues, nest
 
@@ -30,7 +30,7 @@ FOLLOW = {
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     "communication_data_type",
 }
-"""Keys that DeepSpeed fills in, as they are, from others."""
+"""Keys that DeepSpeed computes from others if they are missing."""
 
 
 def ranks_of(run: RunValues) -> int:
@@ -44,9 +44,9 @@ def case_of(arguments: tuple[str, ...], keys: dict[str, object]) -> Case:
 
 @pytest.mark.slow
 def test_deepspeed_reads_every_key() -> None:
-    said = [spoken_in("deepspeed", *run).keys_of("config") for run in RUNS]
-    judged = judge("deepspeed", [case_of(run, keys) for run, keys in zip(RUNS, said, strict=True)])
-    for keys, judgement in zip(said, judged, strict=True):
+    configs = [config_for("deepspeed", *run) for run in RUNS]
+    judged = judge("deepspeed", [case_of(run, keys) for run, keys in zip(RUNS, configs, strict=True)])
+    for keys, judgement in zip(configs, judged, strict=True):
         assert judgement.error is None
         assert {key: lowered(value) for key, value in judgement.keys.items()} == {
             key: lowered(value) for key, value in keys.items() if key != "sequence_parallel_size"
@@ -55,9 +55,9 @@ def test_deepspeed_reads_every_key() -> None:
 
 @pytest.mark.slow
 def test_deepspeed_notices_a_mistyped_key() -> None:
-    keys = spoken_in("deepspeed", *RUNS[1]).keys_of("config")
+    keys = config_for("deepspeed", *RUNS[1])
     named = [key for key in keys if "[" not in key]
-    wrong = [{mistyped(key) if key == one else key: value for key, value in keys.items()} for one in named]
+    wrong = each_mistyped(keys, named)
     right, *judged = judge("deepspeed", [replace(case_of(RUNS[1], case), keys=list(keys)) for case in (keys, *wrong)])
     unseen = {key for key, judgement in zip(named, judged, strict=True) if judgement == right}
     assert unseen <= FOLLOW
@@ -65,13 +65,13 @@ def test_deepspeed_notices_a_mistyped_key() -> None:
 
 @pytest.mark.slow
 def test_deepspeed_checks_the_product_of_the_batch() -> None:
-    keys = spoken_in("deepspeed").keys_of("config")
+    keys = config_for("deepspeed")
     (judgement,) = judge("deepspeed", [case_of((), {**keys, "train_batch_size": 500})])
     assert judgement.error is not None and "train_batch_size" in judgement.error
 
 
 def test_no_clipping_is_a_norm_of_zero() -> None:
-    assert spoken_in("deepspeed", *RUNS[2]).keys_of("config")["gradient_clipping"] == 0.0
+    assert config_for("deepspeed", *RUNS[2])["gradient_clipping"] == 0.0
 
 
 def test_the_command_starts_every_process() -> None:
@@ -80,7 +80,7 @@ def test_the_command_starts_every_process() -> None:
 
 
 def lowered(value: object) -> object:
-    """DeepSpeed folds the names of its own optimizers and of data types."""
+    """Return the value as DeepSpeed normalises the names of optimizers and data types."""
     return (
         {"fp32": "float32", "bf16": "bfloat16"}.get(value.lower(), value.lower()) if isinstance(value, str) else value
     )

@@ -1,4 +1,4 @@
-"""Manifests that start trainspec itself: what they say, and what the schemas of their kinds make of them."""
+"""Manifests that start trainspec itself, and what the schemas of their kinds read in them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from wings.interop.speaking import Case, files_in, judge, mistyped, run_of
+from wings.interop.emitting import Case, files_in, judge, mistyped, run_of
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.wings.interop import LAUNCHERS, NO_CONTAINER, TARGETS, speak
+from trainspec_cli.wings.interop import LAUNCHERS, NO_CONTAINER, TARGETS, translate
 from trainspec_cli.wings.interop.targets.managers import dns_label
 
 MANIFESTS = ("kubernetes", "jobset", "trainjob")
@@ -22,7 +22,7 @@ def manifest_of(name: str) -> str:
 
 
 def paths(value: object, path: str = "") -> dict[str, object]:
-    """Return every value that is no section, by its path."""
+    """Return every value that is not a section, by its path."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if items is None:
         return {path: value}
@@ -84,18 +84,19 @@ def test_every_node_gets_the_planned_values(target: object) -> None:
 
 
 @pytest.mark.parametrize("target", LAUNCHERS, ids=lambda target: target.name)
-def test_an_image_and_a_volume_must_be_named(target: object) -> None:
+def test_an_image_and_a_volume_are_required(target: object) -> None:
     with pytest.raises(RecipeError) as refused:
-        speak(TARGETS[target.name], replace(run_of(), container=NO_CONTAINER))  # type: ignore[attr-defined]
+        translate(TARGETS[target.name], replace(run_of(), container=NO_CONTAINER))  # type: ignore[attr-defined]
     assert [problem.path for problem in refused.value.problems] == ["--image", "--volume"]
 
 
-def test_unequal_ranks_are_no_problem_of_trainspec_itself() -> None:
+def test_only_trainspec_itself_supports_unequal_ranks() -> None:
     run = run_of()
     unequal = replace(run, values={**run.values, "batching.global_batch_size": 513})
-    assert speak(TARGETS["jobset"], unequal).said
-    with pytest.raises(RecipeError, match="multiples of 16"):
-        speak(TARGETS["torchtitan"], unequal)
+    assert translate(TARGETS["jobset"], unequal).translated
+    with pytest.raises(RecipeError) as refused:
+        translate(TARGETS["torchtitan"], unequal)
+    assert [problem.path for problem in refused.value.problems] == ["batching.global_batch_size"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Megatron-Bridge's module: what is said and refused, and what its own checks make of it."""
+"""Megatron-Bridge's module, and what its own checks read in it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from wings.interop import test_megatron
-from wings.interop.speaking import Case, files_in, judge, mistyped, run_of, spoken_in
+from wings.interop.emitting import Case, config_for, files_in, judge, mistyped, run_of, translated_for
 
 from trainspec_cli.wings.interop.targets import megatron, megatron_bridge
 
@@ -19,9 +19,9 @@ RUNS = (
 
 
 def case_of(run: tuple[str, ...]) -> Case:
-    spoken = spoken_in(ENGINE, *run)
-    environment = {name: str(value) for name, value in spoken.keys_of("environment").items()}
-    return Case(files_in(ENGINE, *run), list(spoken.keys_of("config")), about={"environment": environment})
+    translation = translated_for(ENGINE, *run)
+    environment = {name: str(value) for name, value in translation.keys_of("environment").items()}
+    return Case(files_in(ENGINE, *run), list(translation.keys_of("config")), about={"environment": environment})
 
 
 def judged(cases: list[Case]) -> list:
@@ -33,7 +33,7 @@ def test_megatron_bridge_reads_every_key() -> None:
     for run, judgement in zip(RUNS, judged([case_of(run) for run in RUNS]), strict=True):
         assert judgement.error is None, run
         assert judgement.keys.pop("data_parallel_size") == run_of(*run)["derived.data_parallel_size"], run
-        keys = spoken_in(ENGINE, *run).keys_of("config")
+        keys = config_for(ENGINE, *run)
         wrong = {key: (one, keys[key]) for key, one in judgement.keys.items() if one != keys[key]}
         assert set(wrong) <= {"model.pipeline_model_parallel_layout"}, run
 
@@ -54,8 +54,8 @@ def test_megatron_bridge_refuses_a_mistyped_key() -> None:
 
 
 @pytest.mark.slow
-def test_megatron_bridge_refuses_what_does_not_divide() -> None:
-    """The batch by the ranks, and the environment by FSDP; it takes sequence parallelism without tp, and drops it."""
+def test_megatron_bridge_refuses_a_wrong_batch_and_a_wrong_environment() -> None:
+    """It accepts sequence parallelism without tp, and drops it."""
     case, by_fsdp = case_of(RUNS[5]), case_of(RUNS[0])
     text = case.files[FILE]
     cases = [
@@ -74,27 +74,27 @@ def test_megatron_bridge_refuses_what_does_not_divide() -> None:
 
 
 def test_every_argument_of_megatron_has_its_field() -> None:
-    """What is said on the command line is named here, or listed as said in another way."""
-    said = {
+    """Each argument is renamed, or listed as not renamed."""
+    arguments = {
         one.theirs
         for one in (*megatron.LINES, *megatron.FIXED)
-        if one.theirs.startswith("--") and one.place == "config"
+        if one.theirs.startswith("--") and one.destination == "config"
     }
-    assert said == set(megatron_bridge.NAMES) | set(megatron_bridge.SAID_OTHERWISE)
+    assert arguments == set(megatron_bridge.NAMES) | set(megatron_bridge.NOT_RENAMED)
     assert {name.partition(".")[0] for name in megatron_bridge.NAMES.values()} <= set(megatron_bridge.CALLS)
 
 
-def test_values_whose_field_says_the_opposite_of_the_argument() -> None:
-    keys = spoken_in(ENGINE, *RUNS[5]).keys_of("config")
+def test_fields_with_the_opposite_meaning_of_their_argument() -> None:
+    keys = config_for(ENGINE, *RUNS[5])
     assert (keys["mixed_precision.grad_reduce_in_fp32"], keys["model.share_embeddings_and_output_weights"]) == (
         False,
         True,
     )
-    assert spoken_in(ENGINE, *RUNS[0]).keys_of("config")["model.share_embeddings_and_output_weights"] is False
+    assert config_for(ENGINE, *RUNS[0])["model.share_embeddings_and_output_weights"] is False
     assert keys["scheduler.end_weight_decay"] == keys["optimizer.weight_decay"] == 0.1
 
 
-def test_the_module_trains_where_it_is_started() -> None:
+def test_the_module_trains_when_it_is_run() -> None:
     files = files_in(ENGINE, *RUNS[0])
     assert 'if __name__ == "__main__":' in files[FILE] and "pretrain(trainspec_run(), forward_step)" in files[FILE]
     assert "unset CUDA_DEVICE_MAX_CONNECTIONS" in files["launch.sh"] and FILE in files["launch.sh"]

@@ -1,11 +1,11 @@
-"""What an engine cannot say is refused by the key, and nothing else is."""
+"""Unsupported values are refused by their key, and nothing else is."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from wings.interop.speaking import refused_by
+from wings.interop.emitting import refused_by
 
 MEGATRON = {"data__source": "megatron", "data__path": "text.bin", "checkpoint__mode": "sync"}
 USUAL: dict[str, dict[str, Any]] = {
@@ -19,7 +19,7 @@ USUAL: dict[str, dict[str, Any]] = {
     },
     "axolotl": {"init__from": "hf:org/model", "data__source": "jsonl", "data__path": "text.jsonl"},
 }
-"""Values without which an engine refuses the run that is asked of all."""
+"""Values without which an engine refuses the common run."""
 REFUSED: dict[str, list[tuple[str, Any, dict[str, Any]]]] = {
     "deepspeed": [
         ("optim.name", "muon", {}),
@@ -87,9 +87,7 @@ CASES = [(engine, *case) for engine, cases in REFUSED.items() for case in cases]
 
 
 @pytest.mark.parametrize(("engine", "key", "value", "others"), CASES)
-def test_what_an_engine_cannot_say_is_refused_by_its_key(
-    engine: str, key: str, value: Any, others: dict[str, Any]
-) -> None:
+def test_an_unsupported_value_is_refused_by_its_key(engine: str, key: str, value: Any, others: dict[str, Any]) -> None:
     changes = {**USUAL.get(engine, {}), **others, key.replace(".", "__"): value}
     refused = {problem.path: problem for problem in refused_by(engine, **changes)}
     if engine not in USUAL:
@@ -97,11 +95,11 @@ def test_what_an_engine_cannot_say_is_refused_by_its_key(
     assert refused[key].hint
 
 
-def test_what_the_trainer_cannot_say_is_refused_together() -> None:
+def test_all_unsupported_values_are_reported_together() -> None:
     refused = refused_by("transformers", checkpoint__keep_best=True, optim__name="muon", train__eval_interval_steps=10)
     assert [problem.path for problem in refused] == ["optim.name", "checkpoint.keep_best"]
 
 
-def test_packed_samples_of_axolotl_are_divided_over_cp_one_by_one() -> None:
+def test_axolotl_shards_packed_samples_over_cp_one_at_a_time() -> None:
     packed = {**USUAL["axolotl"], "layout__cp": 2, "batching__micro_batch_size": 2}
     assert "batching.micro_batch_size" in [problem.path for problem in refused_by("axolotl", **packed)]

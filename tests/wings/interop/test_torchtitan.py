@@ -1,11 +1,11 @@
-"""torchtitan's module: what is said and refused, and what torchtitan's own parser makes of it."""
+"""torchtitan's module, and what torchtitan's own parser reads in it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from wings.interop.speaking import Case, files_in, judge, mistyped, run_of, spoken_in
+from wings.interop.emitting import Case, config_for, files_in, judge, mistyped, run_of
 
 from trainspec_cli.wings.interop.targets.torchtitan import FLAVORS
 
@@ -22,7 +22,7 @@ RECOMPUTES = {None: None, "full": "FullAC.Config", "selective": "SelectiveAC.Con
 
 
 def case_of(*run: str) -> Case:
-    keys = spoken_in("torchtitan", *run).keys_of("config")
+    keys = config_for("torchtitan", *run)
     return Case(files_in("torchtitan", *run), [key for key in keys if key not in NAMED])
 
 
@@ -30,7 +30,7 @@ def case_of(*run: str) -> Case:
 def test_torchtitan_reads_every_key() -> None:
     for run, judgement in zip(RUNS, judge("torchtitan", [case_of(*run) for run in RUNS]), strict=True):
         assert judgement.error is None
-        keys = spoken_in("torchtitan", *run).keys_of("config")
+        keys = config_for("torchtitan", *run)
         sizes = [run_of(*run)[f"model.{size}"] for size in ("num_layers", "hidden_size", "vocab_size")]
         recompute = RECOMPUTES[keys.pop("activation_checkpoint")]  # type: ignore[index]
         del keys["model"]
@@ -51,7 +51,7 @@ def test_torchtitan_refuses_a_mistyped_key() -> None:
 
 
 @pytest.mark.slow
-def test_every_size_of_the_registry_is_the_one_that_the_table_says() -> None:
+def test_the_sizes_of_the_table_are_those_of_the_registry() -> None:
     text = files_in("torchtitan")["trainspec_run.py"]
     cases = []
     for name in FLAVORS:
@@ -65,7 +65,7 @@ def test_every_size_of_the_registry_is_the_one_that_the_table_says() -> None:
         assert judgement.keys["sizes"] == [sizes[key] for key in ("num_layers", "hidden_size", "vocab_size")], name
 
 
-def test_a_pipeline_gets_a_rank_s_whole_batch() -> None:
-    keys = spoken_in("torchtitan", *RUNS[1]).keys_of("config")
+def test_a_pipeline_gets_the_whole_batch_of_a_rank() -> None:
+    keys = config_for("torchtitan", *RUNS[1])
     assert keys["training.local_batch_size"] == 512 // 8
     assert keys["parallelism.pipeline_parallel_microbatch_size"] == 1

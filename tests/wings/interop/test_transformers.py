@@ -1,4 +1,4 @@
-"""The Trainer's arguments: what is said and refused, and what transformers' own parser makes of it."""
+"""The Trainer's arguments, and what transformers' own parser reads in them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 import yaml
-from wings.interop.speaking import Case, files_in, judge, mistyped, spoken_in
+from wings.interop.emitting import Case, config_for, each_mistyped, files_in, judge
 
 from trainspec_cli.wings.interop import nest
 
@@ -16,25 +16,25 @@ RUNS = (
     ("optim.schedule.kind=constant", "optim.grad_clip_norm=null", "checkpoint.interval_steps=null", "precision=fp32"),
 )
 ON_CPU = {"use_cpu": True, "bf16": False, "output_dir": "output"}
-"""What transformers wants of a machine without GPUs."""
+"""Overrides for a machine without GPUs."""
 
 
 @pytest.mark.slow
 def test_transformers_reads_every_key() -> None:
-    said = [spoken_in("transformers", *run).keys_of("config") for run in RUNS]
+    configs = [config_for("transformers", *run) for run in RUNS]
     cases = [
-        Case(files_in("transformers", *run), list(keys), about=ON_CPU) for run, keys in zip(RUNS, said, strict=True)
+        Case(files_in("transformers", *run), list(keys), about=ON_CPU) for run, keys in zip(RUNS, configs, strict=True)
     ]
-    for keys, judgement in zip(said, judge("transformers", cases), strict=True):
+    for keys, judgement in zip(configs, judge("transformers", cases), strict=True):
         assert judgement.error is None
         assert judgement.keys == {**keys, **{key: value for key, value in ON_CPU.items() if key in keys}}
 
 
 @pytest.mark.slow
 def test_transformers_refuses_a_mistyped_key() -> None:
-    keys = spoken_in("transformers").keys_of("config")
+    keys = config_for("transformers")
     top = [key for key in keys if "." not in key]
-    wrong = [{mistyped(key) if key == one else key: value for key, value in keys.items()} for one in top]
+    wrong = each_mistyped(keys, top)
     cases = [Case({"training_args.json": json.dumps(nest(one))}, [], about=ON_CPU) for one in wrong]
     assert [key for key, one in zip(top, judge("transformers", cases), strict=True) if not one.error] == []
 
@@ -48,5 +48,5 @@ def test_accelerate_starts_the_trainer() -> None:
 
 
 def test_the_steps_of_a_decay_are_counted() -> None:
-    keys = spoken_in("transformers", *RUNS[1]).keys_of("config")
+    keys = config_for("transformers", *RUNS[1])
     assert keys["lr_scheduler_kwargs.num_decay_steps"] == round(0.2 * int(str(keys["max_steps"])))

@@ -11,7 +11,7 @@ from trainspec_cli.session.launching import in_slurm
 
 
 class Slurm:
-    """What is asked of Slurm."""
+    """Stand-in for Slurm that records requests."""
 
     def __init__(self) -> None:
         self.requeued: list[str] = []
@@ -29,7 +29,7 @@ class Slurm:
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
-    """This process runs in Slurm job 41."""
+    """Make this process look as if it ran in Slurm job 41."""
     found = Slurm()
     for module in (slurm_job, in_slurm):
         monkeypatch.setattr(module, "slurm", found)

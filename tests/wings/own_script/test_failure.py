@@ -1,4 +1,4 @@
-"""How a command of the user's own has ended, as its output shows it."""
+"""How a user's command has ended, according to its output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.outcome import conclude
 from trainspec_cli.run.supervise import Ending
 from trainspec_cli.wings.own_script.failure import explain_own_end, find_exception
-from trainspec_cli.wings.own_script.job import OUTPUT_LOG, OwnJob, Wanted, write_own_job
+from trainspec_cli.wings.own_script.job import OUTPUT_LOG, CommandSettings, OwnJob, write_own_job
 from trainspec_cli.wings.own_script.launching import RUNS_OF_COMMANDS, exit_code_of
 
 LOST = "[pair.cc:537] Read error [127.0.0.1]:63156: Connection reset by peer"
@@ -49,7 +49,7 @@ RuntimeError: shapes (2x8 and 9x8)
     ],
     ids=["plain", "rank", "two ranks", "progress bar", "launcher", "worker"],
 )
-def test_an_exception_is_found_with_the_place_in_the_users_code(text: str) -> None:
+def test_an_exception_is_found_with_the_line_in_the_users_code(text: str) -> None:
     found = find_exception(text)
     assert found is not None
     assert (found.type, found.file, found.line) == ("RuntimeError", "/home/me/train.py", 20)
@@ -58,7 +58,7 @@ def test_an_exception_is_found_with_the_place_in_the_users_code(text: str) -> No
 
 
 @pytest.mark.parametrize("text", ["", "step 3\n", 'Traceback (most recent call last):\n  File "a.py", line 1, in b\n'])
-def test_no_exception_is_made_up(text: str) -> None:
+def test_an_incomplete_traceback_is_not_an_exception(text: str) -> None:
     assert find_exception(text) is None
 
 
@@ -72,7 +72,7 @@ def test_no_exception_is_made_up(text: str) -> None:
         (f"RuntimeError: {LOST}", "", False),
     ],
 )
-def test_memory_of_host_and_device_are_kept_apart(job: Job, exception: str, word: str, has_cause: bool) -> None:
+def test_host_and_device_memory_are_distinguished(job: Job, exception: str, word: str, has_cause: bool) -> None:
     job.torchrun_log.write_text(RAISED.replace("RuntimeError: shapes (2x8 and 9x8)", exception))
     explanation = explain_own_end(job, 1, [])
     assert explanation.headline == f"train.py ended with exit code 1: {exception} (train.py:20)"
@@ -86,12 +86,12 @@ def test_memory_of_host_and_device_are_kept_apart(job: Job, exception: str, word
     ("argv", "hint"),
     [(["run", "--nnodes=2", "--node-rank", "0"], "with --node-rank 1; "), (["run"], "node 1 printed; ")],
 )
-def test_all_nodes_of_a_command_end_with_the_same_code_where_one_is_lost_or_never_came(
+def test_all_nodes_end_with_the_same_code_if_one_is_lost_or_never_joined(
     job: Job, host: str, exit_code: int, argv: list[str], hint: str
 ) -> None:
     job = replace(job, nodes=(0, 1))
     write_run_record(job.run, RunRecord(recipe="train.py", created_at=1.0, argv=tuple(argv), command=("train.py",)))
-    write_own_job(job.run, OwnJob(2, Wanted(3, 60.0, None, None, 300.0), 0, None))
+    write_own_job(job.run, OwnJob(2, CommandSettings(3, 60.0, None, None, 300.0), 0, None))
     write_error(job.run.node_error(1), NodeErrorRecord(node=1, host=host, message="is gone", lost=True))
     outcome = conclude(job, Ending(job, None, stop_requested=False), RUNS_OF_COMMANDS.decide)
     assert (outcome.exit_code, outcome.result.exit_code) == (exit_code, None)

@@ -1,4 +1,4 @@
-"""`trainspec run` in a Slurm job of one's own script, without a Slurm."""
+"""`trainspec run` in a Slurm job with the user's script, without Slurm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from trainspec_cli.run.slurm.queue import job_of, note_job
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching.nodes import NodeOptions
 from trainspec_cli.wings.own_script import launching
-from trainspec_cli.wings.own_script.launching import describe_place, earlier_start, find_place, requeueing
+from trainspec_cli.wings.own_script.launching import (
+    describe_slurm_nodes,
+    earlier_start,
+    find_nodes_and_folder,
+    requeueing,
+)
 
 COMMAND = ("torchrun", "--nproc-per-node", "8", "train.py")
 TASK = {
@@ -49,51 +54,51 @@ def set_task(monkeypatch: pytest.MonkeyPatch, **changed: str) -> None:
 
 def test_nodes_and_folder_are_those_of_the_step(slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     set_task(monkeypatch)
-    nodes, folder = find_place(COMMAND, None, NodeOptions())
+    nodes, folder = find_nodes_and_folder(COMMAND, None, NodeOptions())
     assert (nodes, folder) == (NodeOptions(2, 1, of_slurm=True), "runs/train.py/slurm-41.0")
-    assert describe_place(nodes, None) == "Slurm job 41: this is node 1 of 2"
-    assert find_place(COMMAND, "mine", NodeOptions()) == (nodes, "mine")
+    assert "node 1 of 2" in describe_slurm_nodes(nodes, None)
+    assert find_nodes_and_folder(COMMAND, "mine", NodeOptions()) == (nodes, "mine")
 
 
-def test_what_is_typed_comes_before_what_slurm_says(slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_typed_options_override_slurms_environment(slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     set_task(monkeypatch)
     typed = NodeOptions(4, 3, "node1:29500")
-    assert find_place(COMMAND, None, typed) == (typed, AUTO)
-    assert describe_place(typed, None) == ""
+    assert find_nodes_and_folder(COMMAND, None, typed) == (typed, AUTO)
+    assert describe_slurm_nodes(typed, None) == ""
 
 
 def test_a_step_of_one_node_has_a_folder_that_its_next_start_finds(slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     set_task(monkeypatch, SLURM_STEP_NUM_TASKS="1", SLURM_STEP_NUM_NODES="1", SLURM_PROCID="0")
-    assert find_place(COMMAND, None, NodeOptions()) == (NodeOptions(), "runs/train.py/slurm-41.0")
+    assert find_nodes_and_folder(COMMAND, None, NodeOptions()) == (NodeOptions(), "runs/train.py/slurm-41.0")
 
 
-@pytest.mark.parametrize(
-    ("tasks", "nodes", "said"), [("16", "2", "16 times on 2 nodes"), ("8", "1", "8 times on 1 node")]
-)
+@pytest.mark.parametrize(("tasks", "nodes"), [("16", "2"), ("8", "1")])
 def test_several_tasks_on_a_node_are_refused(
-    slurm: Any, monkeypatch: pytest.MonkeyPatch, tasks: str, nodes: str, said: str
+    slurm: Any, monkeypatch: pytest.MonkeyPatch, tasks: str, nodes: str
 ) -> None:
     set_task(monkeypatch, SLURM_STEP_NUM_TASKS=tasks, SLURM_STEP_NUM_NODES=nodes)
-    with pytest.raises(RecipeError, match=f"srun has started this command {said}") as raised:
-        find_place(COMMAND, None, NodeOptions())
-    assert "srun --ntasks-per-node=1 trainspec run" in raised.value.problems[0].hint
+    with pytest.raises(RecipeError) as raised:
+        find_nodes_and_folder(COMMAND, None, NodeOptions())
+    (problem,) = raised.value.problems
+    assert (problem.code, problem.path) == ("usage", "--ntasks-per-node")
+    assert "srun --ntasks-per-node=1 trainspec run" in problem.hint
 
 
 @pytest.mark.parametrize("shell", ["a batch script", "salloc"])
-def test_nodes_without_part_in_the_run_are_told(slurm: Any, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
+def test_unused_nodes_are_reported(slurm: Any, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     monkeypatch.setenv("SLURM_PROCID", "0")
     if shell == "salloc":
         monkeypatch.setenv("SLURM_STEP_ID", "4294967290")
         monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert find_place(COMMAND, None, NodeOptions()) == (NodeOptions(), AUTO)
-    assert "another node is in this job, without part in the run: srun" in describe_place(NodeOptions(), None)
+    assert find_nodes_and_folder(COMMAND, None, NodeOptions()) == (NodeOptions(), AUTO)
+    assert "srun --ntasks-per-node=1" in describe_slurm_nodes(NodeOptions(), None)
 
 
-def test_a_run_goes_on_where_slurm_has_started_its_job_again(
+def test_a_run_continues_when_slurm_requeues_its_job(
     slurm: Any, begun: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert earlier_start(begun, COMMAND) is None, "nobody has started the job again"
+    assert earlier_start(begun, COMMAND) is None, "the job was not requeued"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert earlier_start(begun, COMMAND) == "begun"
     assert earlier_start(begun, (*COMMAND, "--lr", "1")) is None
@@ -102,7 +107,7 @@ def test_a_run_goes_on_where_slurm_has_started_its_job_again(
     write_json(begun.result_json, {"status": "done", "exit_code": 0, "steps": 3})
     assert earlier_start(begun, COMMAND) == "done"
     monkeypatch.setenv("SLURM_JOB_ID", "42")
-    assert earlier_start(begun, COMMAND) is None, "it is another job's"
+    assert earlier_start(begun, COMMAND) is None, "the run belongs to another job"
     monkeypatch.delenv("SLURM_JOB_ID")
     assert earlier_start(begun, COMMAND) is None
 
@@ -134,7 +139,7 @@ def test_a_warned_run_is_requeued(slurm: Any, begun: RunDir, capsys: pytest.Capt
         ({"BatchFlag": "0"}, ""),
     ],
 )
-def test_a_preempted_run_is_requeued_where_its_job_may_be(
+def test_a_preempted_run_is_requeued_if_its_job_allows_it(
     slurm: Any, begun: RunDir, changed: dict[str, str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slurm.job |= {"PreemptTime": "2026-01-01T00:00:00"} | changed
@@ -143,21 +148,21 @@ def test_a_preempted_run_is_requeued_where_its_job_may_be(
     assert said in capsys.readouterr().out
 
 
-def test_a_failure_stays_one_and_a_lost_node_is_requeued(slurm: Any, begun: RunDir) -> None:
+def test_a_failure_is_final_and_a_lost_node_is_requeued(slurm: Any, begun: RunDir) -> None:
     def fail(requests: StopRequests) -> int:
         raise WorkerError("rank 1 failed")
 
     with pytest.raises(WorkerError):
         ends(begun, fail)
     assert slurm.requeued == []
-    for node in (0, 1):  # all at once, so that none is avoided
+    for node in (0, 1):  # all nodes, so that none is excluded
         write_json(begun.node_error(node), {"node": node, "host": f"n{node}", "message": "", "lost": True})
     with pytest.raises(WorkerError):
         ends(begun, fail)
     assert slurm.requeued == ["41"]
 
 
-def test_what_a_newer_start_owns_is_left_alone(slurm: Any, begun: RunDir) -> None:
+def test_a_run_that_a_newer_start_owns_is_not_requeued(slurm: Any, begun: RunDir) -> None:
     slurm.job |= {"PreemptTime": "2026-01-01T00:00:00"}
 
     def fenced(requests: StopRequests) -> int:
@@ -168,19 +173,19 @@ def test_what_a_newer_start_owns_is_left_alone(slurm: Any, begun: RunDir) -> Non
     assert slurm.requeued == []
 
 
-def test_a_hang_whose_restarts_are_used_up_ends_the_job(slurm: Any, begun: RunDir) -> None:
+def test_a_hang_without_restarts_left_ends_the_job(slurm: Any, begun: RunDir) -> None:
     write_json(begun.error(0), {"rank": 0, "host": "a", "type": "Hang", "message": "", "traceback": "", "code": "hang"})
     assert ends(begun, lambda requests: WorkerError.exit_code) == WorkerError.exit_code
     assert slurm.requeued == []
 
 
-def test_a_run_that_is_done_asks_nothing_of_slurm(slurm: Any, begun: RunDir, tmp_path: Path) -> None:
+def test_a_finished_run_does_not_query_slurm(slurm: Any, begun: RunDir, tmp_path: Path) -> None:
     slurm.show = lambda job_id: pytest.fail("asked")
     assert ends(RunDir(tmp_path), lambda requests: EXIT_DONE) == EXIT_DONE
 
 
 @pytest.mark.parametrize(("at_terminal", "kind"), [(True, StopRequests), (False, PatientRequests)])
-def test_only_a_person_wants_an_end_at_once(
+def test_only_a_person_can_hurry_the_end(
     slurm: Any, begun: RunDir, at_terminal: bool, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdin, "isatty", lambda: at_terminal, raising=False)

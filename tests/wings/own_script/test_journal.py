@@ -1,4 +1,4 @@
-"""Steps that processes have counted, as events of the run's ranks."""
+"""Counted steps of processes, as events of the run's ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from trainspec_cli.wings.own_script.journal import StepJournal, count_steps, new
 
 
 def write_steps(folder: Path, name: str, steps: int, *, rank: int = -1, before: int = -1, pid: int = 2**22 + 1) -> None:
-    """Write the file of a process that has made so many steps, one a second; its id is one that no process has."""
+    """Write the file of a process that has made this many steps, one per second; no process has its id."""
     data = bytearray(progress.FILE_BYTES)
     began = 100.0 + float(name)
     progress.HEADER.pack_into(data, 0, progress.MAGIC, pid, rank, 2 if rank >= 0 else 0, 0, before, began, 7)
     for step in range(1, steps + 1):
-        place = progress.HEADER_BYTES + step % progress.SLOTS * progress.SLOT.size
-        progress.SLOT.pack_into(data, place, step, began + step - 1)
+        at = progress.HEADER_BYTES + step % progress.SLOTS * progress.SLOT.size
+        progress.SLOT.pack_into(data, at, step, began + step - 1)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{pid}-{name}.steps").write_bytes(data)
 
@@ -49,14 +49,14 @@ def test_new_steps_are_written_once_and_with_their_times(run: RunDir) -> None:
     assert (begin.time, first.time) == (101.0, 101.0)
 
 
-def test_steps_that_were_written_over_are_counted(run: RunDir) -> None:
+def test_overwritten_steps_are_counted(run: RunDir) -> None:
     write_steps(run.progress(1), "1", 1000, rank=0)
     journal = StepJournal(run, run.progress(1), "")
     journal.poll()
     assert [step for step, _ in steps_of(run)] == list(range(1, 1001))
 
 
-def test_a_restored_optimizer_says_where_it_goes_on_and_others_are_counted_on(run: RunDir) -> None:
+def test_a_restored_optimizer_sets_the_step_and_others_continue_the_count(run: RunDir) -> None:
     write_steps(run.progress(1), "1", 5, rank=0)
     StepJournal(run, run.progress(1), "").close()
     events = EventWriter(run.events(0), 0)
@@ -72,7 +72,7 @@ def test_a_restored_optimizer_says_where_it_goes_on_and_others_are_counted_on(ru
     assert recovery.lost_steps == 2
 
 
-def test_processes_without_a_rank_take_the_first_that_is_free(run: RunDir) -> None:
+def test_processes_without_a_rank_get_the_first_free_one(run: RunDir) -> None:
     write_steps(run.progress(1), "1", 3, pid=os.getpid())
     journal = StepJournal(run, run.progress(1), "")
     journal.poll()
@@ -83,7 +83,7 @@ def test_processes_without_a_rank_take_the_first_that_is_free(run: RunDir) -> No
 
 
 @pytest.mark.parametrize("data", [b"", b"x" * progress.FILE_BYTES, struct.pack("<8s", progress.MAGIC)])
-def test_a_damaged_file_is_passed_over(run: RunDir, data: bytes) -> None:
+def test_a_damaged_file_is_skipped(run: RunDir, data: bytes) -> None:
     run.progress(1).mkdir(parents=True)
     (run.progress(1) / "5-1.steps").write_bytes(data)
     journal = StepJournal(run, run.progress(1), "")
@@ -91,7 +91,7 @@ def test_a_damaged_file_is_passed_over(run: RunDir, data: bytes) -> None:
     assert journal.ranks == []
 
 
-def test_a_run_that_goes_on_has_the_rest_of_its_restarts(run: RunDir) -> None:
+def test_a_continued_run_has_the_remaining_restarts(run: RunDir) -> None:
     assert (restarts_left(run, 3), newest_step(run)) == (3, 0)
     write_steps(run.progress(1), "1", 5, rank=0)
     journal = StepJournal(run, run.progress(1), "")

@@ -1,4 +1,4 @@
-"""Which processes work, by what is seen of them from outside."""
+"""Which processes work, judged from outside."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOVES = Reading(stack_changed=True)
     ],
     ids=str,
 )
-def test_what_stands_still_does_not_work_nor_what_spins_for_it(
+def test_idle_processes_do_not_work_nor_those_that_spin_for_them(
     readings: list[Reading], expected: tuple[int, ...]
 ) -> None:
     assert working(dict(enumerate(readings))) == expected

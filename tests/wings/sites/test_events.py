@@ -1,4 +1,4 @@
-"""Events of sites are written, read back, published and described as those of the trunk are."""
+"""Events of sites are written, read, published and described like those of the trunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Far-apart sites: the same weights at the end, each sample once, nobody waits for one that is gone."""
+"""Distant sites: equal weights at the end, each sample once, and no wait for a lost site."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_sites_end_with_the_same_weights_and_each_sample_is_taken_once(lab: Lab)
     assert all(event["sites"] == [0, 1] for event in rounds[1:])
 
 
-def test_weights_that_sites_share_are_better_than_what_one_has_seen_alone(lab: Lab) -> None:
-    """They move towards what sites have learned, and not away from it: the sign of the outer gradient."""
+def test_shared_weights_move_towards_what_sites_have_learned(lab: Lab) -> None:
+    """The outer gradient has the right sign."""
     trial = lab(outer_momentum=0.0, outer_lr=1.0)
     start = torch.cat([begun(trial.values)] * 4)
     first, _ = trial.run_all()
@@ -51,7 +51,7 @@ def test_weights_that_sites_share_are_better_than_what_one_has_seen_alone(lab: L
     assert torch.cosine_similarity(first.weights - start, locally, dim=0) > 0.3
 
 
-def test_a_killed_site_is_not_waited_for_and_trains_again(lab: Lab) -> None:
+def test_a_killed_site_is_not_waited_for_and_can_return(lab: Lab) -> None:
     trial = lab(sites=3)
 
     def wait_for_return(_site: Site) -> None:
@@ -72,11 +72,11 @@ def test_a_killed_site_is_not_waited_for_and_trains_again(lab: Lab) -> None:
     merged_at = max(r["round"] for r in first.events("exchange") if 1 in r["sites"] and r["step"] <= 10) * 4
     merged = [took for took in killed.took if took[0] < merged_at]
     positions = sorted([*taken(first, third, back), *(p for _, s, n in merged for p in range(s, s + n))])
-    assert positions == list(range(len(positions))), "none is lost, none doubled"
+    assert positions == list(range(len(positions))), "no sample is lost or repeated"
 
 
-def test_each_site_goes_on_from_the_shared_weights_with_what_it_has_not_sent(lab: Lab) -> None:
-    """Sums come at once here, so that is what 16 bits lose."""
+def test_each_site_continues_from_the_shared_weights_and_its_unsent_work(lab: Lab) -> None:
+    """Sums are applied immediately here, so that only the loss of the 16-bit encoding is unsent."""
     for site in lab(interval_steps=4, fragments=1, delay_steps=0, format="bf16").run_all():
         _, weights, kept = site.saves[5]
         shared = [tensor for name, tensor in kept.items() if ".shared." in name]
@@ -99,9 +99,9 @@ def test_a_run_that_is_stopped_everywhere_ends_with_the_same_bits(lab: Lab) -> N
 
 
 def stop_all_and_resume(trial: SitesLab, first_stop: int, second_stop: int) -> list[Site]:
-    """Kill both sites at steps of theirs, end the meeting, and have all of it go on."""
+    """Kill both sites at steps of theirs, end the meeting, and restart everything."""
     trial.acts |= {(0, first_stop): kill, (1, second_stop): kill}
-    trial.return_s, trial.settings = 600.0, replace(trial.settings, quorum=2)  # nobody is left out meanwhile
+    trial.return_s, trial.settings = 600.0, replace(trial.settings, quorum=2)  # no site is left out meanwhile
     trial.open()
     sites = [trial.start(number) for number in range(2)]
     trial.wait(sites[0])
@@ -117,7 +117,7 @@ def stop_all_and_resume(trial: SitesLab, first_stop: int, second_stop: int) -> l
 
 
 @pytest.mark.slow
-def test_a_site_that_is_half_as_fast_takes_fewer_samples(lab: Lab) -> None:
+def test_a_site_with_half_the_speed_takes_fewer_samples(lab: Lab) -> None:
     trial = lab()
     trial.sections = AUTO
     trial.compute_s = {0: 0.1, 1: 0.2}
@@ -126,15 +126,15 @@ def test_a_site_that_is_half_as_fast_takes_fewer_samples(lab: Lab) -> None:
     assert first.took[-1][2] == BATCH and second.took[-1][2] < BATCH
 
 
-def test_a_stranger_and_a_peer_that_sends_garbage_are_refused_and_the_run_goes_on(lab: Lab) -> None:
+def test_untrusted_clients_are_refused_and_the_run_continues(lab: Lab) -> None:
     trial = lab()
 
-    def molest(site: Site) -> None:
+    def attack(site: Site) -> None:
         for content in (b"", b"\x16\x03\x01" + bytes(200), b"GET / HTTP/1.1\r\n\r\n"):
-            with socket.create_connection(("127.0.0.1", trial.port), 5) as stranger:
-                stranger.sendall(content)
+            with socket.create_connection(("127.0.0.1", trial.port), 5) as client:
+                client.sendall(content)
 
-    trial.acts[0, 5] = molest
+    trial.acts[0, 5] = attack
     first, second = trial.run_all()
     assert torch.equal(first.weights, second.weights)
     assert "connection from" in trial.said and all(len(e["sites"]) == 2 for e in first.events("exchange")[1:])
@@ -146,9 +146,9 @@ def test_another_secret_is_refused(lab: Lab, tmp_path: Path) -> None:
     trial.start(0)
     other = lab("other")
     other.port = trial.port
-    stranger = other.start(1)
+    intruder = other.start(1)
     wait_until(lambda: "HandshakeError" in trial.said)
-    wait_until(lambda: stranger.coordinator._link.trouble)
+    wait_until(lambda: intruder.coordinator._link.trouble)
 
 
 def test_a_flipped_bit_of_the_shared_weights_is_found(lab: Lab) -> None:
@@ -158,7 +158,7 @@ def test_a_flipped_bit_of_the_shared_weights_is_found(lab: Lab) -> None:
         site.coordinator._outer.shares[0].shared[3] += 1e-6
 
     trial.acts[1, 9] = flip
-    with pytest.raises(Exception, match="shared weights of sites 0, 1 differ"):
+    with pytest.raises(Exception, match="sites 0, 1 differ"):
         trial.run_all()
 
 
@@ -168,4 +168,4 @@ def test_another_recipe_is_refused(lab: Lab) -> None:
     trial.settings = type(trial.settings)(**{**vars(trial.settings), "outer_lr": 0.5})
     site = trial.start(1)
     site.thread.join(30)
-    assert "recipe differs" in str(site.error)
+    assert "recipe" in str(site.error)

@@ -1,4 +1,4 @@
-"""The meeting of the sites under every history: samples are taken once, and nobody waits for long."""
+"""The meeting of the sites under random histories: samples are taken once, and no round waits for long."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def positions(pieces: list[tuple[int, int]]) -> list[int]:
 
 
 @given(batches_of_sites, st.integers(0, 12), st.lists(st.integers(1, 30), max_size=4))
-def test_positions_are_given_once_and_what_is_left_first(batches: dict[int, int], steps: int, sizes: list[int]) -> None:
+def test_positions_are_given_once_and_left_ones_first(batches: dict[int, int], steps: int, sizes: list[int]) -> None:
     left = [(1000 * number, size) for number, size in enumerate(sizes)]
     pieces, position, rest = plan_pieces(steps, batches, 10**6, left)
     taken = positions([piece for own in pieces.values() for piece in own])
@@ -37,7 +37,7 @@ def test_positions_are_given_once_and_what_is_left_first(batches: dict[int, int]
     assert all(1 <= samples <= batches[site] for site, own in pieces.items() for _, samples in own)
 
 
-def test_a_site_half_as_fast_takes_half_as_many() -> None:
+def test_a_site_with_half_the_speed_takes_half_the_samples() -> None:
     assert paced_batches({0: 8, 1: 8}, {0: 100.0, 1: 50.0}, 0.2) == {0: 8, 1: 4}
     assert paced_batches({0: 8, 1: 8}, {0: 100.0, 1: 90.0}, 0.2) == {0: 8, 1: 8}, "as good as equal"
     assert paced_batches({0: 8, 1: 16}, {0: 100.0, 1: 200.0}, 0.2) == {0: 8, 1: 16}, "a larger site"
@@ -51,7 +51,7 @@ def test_weights_of_sites_sum_to_one(work: list[tuple[int, int]]) -> None:
     assert sum(weights) == pytest.approx(1) and min(weights) >= 0
 
 
-def test_sites_count_by_tokens_and_steps() -> None:
+def test_sites_are_weighted_by_tokens_and_steps() -> None:
     assert site_weights([100, 100], [10, 10]) == (0.5, 0.5)
     assert site_weights([200, 100], [10, 10]) == (0.8, 0.2)
     assert site_weights([100, 100], [10, 20]) == pytest.approx((2 / 3, 1 / 3))
@@ -76,7 +76,7 @@ def begun(sites: int = SITES, rules: MeetingRules = RULES, schedule: SiteSchedul
     return meeting
 
 
-def test_it_begins_when_all_sites_are_there() -> None:
+def test_a_meeting_begins_when_all_sites_are_connected() -> None:
     meeting = Meeting(RULES, SCHEDULE)
     meeting.connect(0, BATCH)
     assert meeting.decide(1000.0) is None
@@ -87,7 +87,7 @@ def test_it_begins_when_all_sites_are_there() -> None:
     assert record.pieces(1)[0] == (BATCH, BATCH)
 
 
-def test_a_round_waits_for_sites_that_are_connected_as_long_as_its_grace() -> None:
+def test_a_round_waits_for_connected_sites_during_its_grace_time() -> None:
     meeting = begun()
     meeting.contribute(0, 1, work())
     meeting.contribute(1, 1, work())
@@ -97,17 +97,17 @@ def test_a_round_waits_for_sites_that_are_connected_as_long_as_its_grace() -> No
     assert record is not None and record.included == (0, 1) and record.members == (0, 1, 2)
 
 
-def test_a_site_that_is_gone_is_not_waited_for_and_its_samples_are_taken_by_the_others() -> None:
+def test_a_lost_site_is_not_waited_for_and_the_others_take_its_samples() -> None:
     meeting = begun()
     meeting.disconnect(2)
     meeting.contribute(0, 1, work())
     meeting.contribute(1, 1, work())
     record = meeting.decide(1.0)
-    assert record is not None and record.lost == (2,) and record.members == (0, 1), "not even just after the beginning"
-    assert record.pieces(0)[0] == (2 * BATCH, BATCH), "what site 2 was to take in the first step"
+    assert record is not None and record.lost == (2,) and record.members == (0, 1), "not even just after the start"
+    assert record.pieces(0)[0] == (2 * BATCH, BATCH), "the samples of site 2 in the first step"
 
 
-def test_it_waits_for_members_when_it_begins_again() -> None:
+def test_a_restarted_meeting_waits_for_its_members() -> None:
     meeting = begun()
     again = Meeting(RULES, SCHEDULE, from_plain(MeetingState, to_plain(meeting.state)))
     again.connect(0, BATCH)
@@ -117,7 +117,7 @@ def test_it_waits_for_members_when_it_begins_again() -> None:
     assert again.decide(RETURN_S) is not None
 
 
-def test_a_site_that_comes_back_follows_first() -> None:
+def test_a_returning_site_follows_first() -> None:
     meeting = begun(2, MeetingRules(2, 1, GRACE_S, RETURN_S, 0.2))
     meeting.disconnect(1)
     meeting.contribute(0, 1, work())
@@ -132,7 +132,7 @@ def test_a_site_that_comes_back_follows_first() -> None:
     assert record is not None and record.joined == (1,) and record.members == (0, 1)
 
 
-def test_a_quorum_is_waited_for() -> None:
+def test_a_round_waits_for_its_quorum() -> None:
     meeting = begun(3, MeetingRules(3, 2, GRACE_S, RETURN_S, 0.2))
     meeting.disconnect(1)
     meeting.disconnect(2)
@@ -140,7 +140,7 @@ def test_a_quorum_is_waited_for() -> None:
     assert meeting.decide(10 * RETURN_S) is None
 
 
-def test_a_site_whose_shared_weights_differ_is_named() -> None:
+def test_a_site_with_different_shared_weights_is_named() -> None:
     meeting = begun()
     for site, digest in enumerate(("a", "b", "a")):
         meeting.contribute(site, 1, work(digest))
@@ -156,7 +156,7 @@ def test_a_slow_site_takes_fewer_samples() -> None:
     assert record is not None and record.pieces(0)[0][1] == BATCH and record.pieces(1)[0][1] == BATCH // 2
 
 
-def test_a_meeting_that_begins_again_decides_as_one_that_went_on() -> None:
+def test_a_restarted_meeting_decides_like_an_uninterrupted_one() -> None:
     rules = MeetingRules(2, 1, GRACE_S, RETURN_S, 0.2)
     whole = begun(2, rules)
     again = begun(2, rules)
@@ -171,7 +171,7 @@ def test_a_meeting_that_begins_again_decides_as_one_that_went_on() -> None:
 
 
 class Histories(RuleBasedStateMachine):
-    """Sites that come, go, are late and come back, in any order."""
+    """Sites connect, leave, are late and return, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Histories(RuleBasedStateMachine):
             self.meeting.contribute(site, self.meeting.state.round + 1, work())
         record = self.meeting.decide(self.now_s)
         if self.meeting.came or record:
-            assert record is not None, "nobody is waited for"
+            assert record is not None, "no site is missing"
         self.decided(record)
 
     @precondition(lambda self: not self.meeting.is_over)
@@ -225,7 +225,7 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def every_position_is_taken_once(self) -> None:
-        """Of what was planned, the pieces of lost sites after their last merged step are planned again."""
+        """The pieces of lost sites after their last merged step are planned again."""
         taken: list[int] = []
         for record in self.records:
             for site in record.members:
@@ -242,7 +242,7 @@ class Histories(RuleBasedStateMachine):
         assert steps == list(range(self.records[-1].window.stop))
 
     def lost_at(self, site: int, since: int) -> int:
-        """Return the step up to which the work of a site, a member since then, was merged when it was lost next."""
+        """Return the step up to which the work of a site, a member since then, was merged when it was next lost."""
         merged = self.records[self.joined_at(site, since)].window.start
         for record in self.records[self.joined_at(site, since) + 1 :]:
             if site in record.included:

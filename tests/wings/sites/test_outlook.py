@@ -1,4 +1,4 @@
-"""Plans of far-apart sites: the memory of a rank, and the exchange compared with published simulations."""
+"""Plans of distant sites: the memory of a rank, and the exchange compared with published simulations."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from trainspec_cli.session.planning.plan import plan_recipe
 from trainspec_cli.wings.sites.outlook import KEPT_BYTES, WANTED, SitesOutlook, outlook
 
 VALUES, STEP_S = 100e9, 4.9
-"""A model of 100B on each of four sites; the step is an assumption."""
+"""A model with 100B parameters at each of four sites; the step time is an assumption."""
 
 
 INTERVALS = {1.0: (1200, 480), 2.0: (480, 240), 3.0: (480, 120), 5.0: (240, 72)}
-"""By Gbit/s, the shortest intervals through the meeting point and directly. Published: 95% at 1 to 5 Gbit/s, with an
+"""The shortest intervals (through the meeting point, directly) by Gbit/s. Published: 95% at 1 to 5 Gbit/s with an
 interval of 100 steps."""
 
 
@@ -49,14 +49,14 @@ def four_sites(gbit_s: float, listen: str | None) -> SitesOutlook:
     return outlook(sites, VALUES, STEP_S)
 
 
-def test_a_recipe_whose_exchange_is_waited_for_says_so() -> None:
+def test_a_recipe_that_waits_for_its_exchange_has_a_lower_utilisation() -> None:
     tight = SitesSpec(count=2, fragments=4, interval_steps=40, delay_steps=2, link_gbit_s=0.05)
     found = outlook(tight, 1e9, 0.5)
     assert found.wanted.utilisation < 0.5 < found.hidden[0].utilisation
     assert found.wanted.exchange_s == pytest.approx(2 * 0.05 + 0.515625e9 / 4 / 6.25e6)
 
 
-def test_bytes_are_fewer_by_the_interval_and_the_format() -> None:
+def test_the_interval_and_the_format_reduce_the_bytes() -> None:
     found = outlook(SitesSpec(interval_steps=100, link_gbit_s=1.0), 1e9, 1.0)
     assert found.fewer_bytes == pytest.approx(100 * 8 / (2 * 0.515625))
     assert found.fewer_bytes > 400
@@ -74,7 +74,7 @@ ALONE = RunSpec(
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["every tensor counted", "estimated"])
 @pytest.mark.parametrize("family", ["decoder", "conv"])
-def test_a_site_keeps_the_outer_optimizer_beside_its_part_of_the_parameters(compiled: bool, family: str) -> None:
+def test_a_site_keeps_the_outer_optimizer_for_its_share_of_the_parameters(compiled: bool, family: str) -> None:
     model = models()["resnet_tiny"] if family == "conv" else ALONE.model
     layout = LayoutSpec(dp_shard=8, dp_replicate=1)
     alone = replace(ALONE, model=model, layout=layout, compile=compiled, recompute="none")
@@ -85,7 +85,7 @@ def test_a_site_keeps_the_outer_optimizer_beside_its_part_of_the_parameters(comp
     assert after.peak_memory_bytes > before.peak_memory_bytes + more
 
 
-def test_a_plan_has_the_exchange_as_a_section_where_the_link_is_known() -> None:
+def test_a_plan_has_a_section_for_the_exchange_if_the_links_are_known() -> None:
     recipe = ("recipe=llama3_8b", "cluster=h100", "resilience=sites")
     assert plan_recipe(recipe).sections == ()
     plan = plan_recipe([*recipe, "resilience.sites.link_gbit_s=1"])

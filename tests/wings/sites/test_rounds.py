@@ -1,4 +1,4 @@
-"""The rounds of far-apart sites on the disk."""
+"""The rounds of distant sites on disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RECORD = RoundRecord(
 STATE = MeetingState(1, 8, ((2, 1),), (RECORD,), merged_at=((0, 4), (1, 4)), misses=((1, 1),))
 
 
-def test_a_meeting_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_a_meeting_continues_from_its_files(tmp_path: Path) -> None:
     rounds = Rounds(tmp_path / "sites")
     assert rounds.load() == MeetingState()
     rounds.keep(STATE, {0: {0: b"zero"}, 1: {0: b"one"}})
@@ -23,7 +23,7 @@ def test_a_meeting_goes_on_where_it_ended(tmp_path: Path) -> None:
     assert rounds.read(1, 0) == {0: b"zero", 1: b"one"}
 
 
-def test_a_meeting_of_an_earlier_version_which_followed_the_links_goes_on(tmp_path: Path) -> None:
+def test_a_meeting_of_an_earlier_version_continues(tmp_path: Path) -> None:
     plain = to_plain(STATE)
     cadence = {"interval_steps": 8, "delay_steps": 2}
     plain |= {"held": [{"site": 0, "held_s": 0.5}], "needs": [3.5]}

@@ -1,4 +1,4 @@
-"""Which fragment goes when, how long an exchange takes over a link, and the interval that hides it."""
+"""The order of fragments, the time of an exchange over a link, and the interval that hides it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def exchanges_of(schedule: SiteSchedule) -> Iterator[SiteExchange]:
 
 
 @given(schedules())
-def test_exchanges_lie_equally_far_apart(schedule: SiteSchedule) -> None:
+def test_exchanges_are_equally_spaced(schedule: SiteSchedule) -> None:
     *usual, last = exchanges_of(schedule)
     between, total = schedule.interval_steps // schedule.fragments, schedule.total_steps
     assert [one.sent_at for one in usual] == list(range(between, total, between))
@@ -41,7 +41,7 @@ def test_exchanges_lie_equally_far_apart(schedule: SiteSchedule) -> None:
 
 
 @given(histories())
-def test_one_exchange_is_on_its_way_at_a_time(history: tuple[SiteSchedule, list[SiteExchange]]) -> None:
+def test_one_exchange_is_in_flight_at_a_time(history: tuple[SiteSchedule, list[SiteExchange]]) -> None:
     schedule, exchanges = history
     for earlier, later in pairwise(exchanges):
         assert earlier.sent_at <= earlier.applied_at <= later.sent_at
@@ -52,7 +52,7 @@ def test_one_exchange_is_on_its_way_at_a_time(history: tuple[SiteSchedule, list[
 
 
 @given(histories())
-def test_fragments_go_in_turns(history: tuple[SiteSchedule, list[SiteExchange]]) -> None:
+def test_fragments_alternate(history: tuple[SiteSchedule, list[SiteExchange]]) -> None:
     schedule, (_, *exchanges, _) = history
     assert [one.fragments for one in exchanges] == [(n % schedule.fragments,) for n in range(len(exchanges))]
 
@@ -75,15 +75,15 @@ def test_each_fragment_is_exchanged_every_interval() -> None:
     assert exchanges[0].applied_at == 14
 
 
-def test_the_link_of_the_meeting_point_carries_all_that_the_sites_send() -> None:
+def test_the_link_of_the_meeting_point_carries_everything() -> None:
     two, four = SiteLinks(2, bytes_per_s=1e6, delay_s=0.05), SiteLinks(4, 1e6, 0.05)
-    assert two.exchange_s(1e6) == pytest.approx(0.1 + 1.0), "out while it goes in"
+    assert two.exchange_s(1e6) == pytest.approx(0.1 + 1.0), "both directions at once"
     assert four.exchange_s(1e6) == pytest.approx(0.1 + 9.0)
     assert four.carried_bytes(1.0) == 3 + 9
     assert two.all_reduce_s(4e6) == pytest.approx(2 * (2.0 + 0.05))
 
 
-def test_direct_links_carry_what_the_others_have_sent() -> None:
+def test_direct_links_carry_the_outer_gradients_of_the_others() -> None:
     four = SiteLinks(4, bytes_per_s=1e6, delay_s=0.05, direct=True)
     assert four.exchange_s(1e6) == pytest.approx(0.1 + 3.0)
     assert four.carried_bytes(1.0) == 3 + 3
@@ -92,7 +92,9 @@ def test_direct_links_carry_what_the_others_have_sent() -> None:
 
 
 @given(st.integers(1, 100), st.integers(0, 100), st.floats(0.001, 10), st.floats(0, 1000))
-def test_no_site_trains_more_than_all_the_time(between: int, delay: int, step_s: float, exchange_s: float) -> None:
+def test_a_utilisation_is_at_most_1_and_grows_with_the_delay(
+    between: int, delay: int, step_s: float, exchange_s: float
+) -> None:
     part = utilisation(between, delay, step_s, exchange_s)
     assert 0 < part <= 1
     assert utilisation(between, delay + 1, step_s, exchange_s) >= part
@@ -105,7 +107,7 @@ def test_the_shortest_interval_that_hides_an_exchange_is_found() -> None:
     assert hiding_interval(4, 1.0, 1e9, 0.95) is None
 
 
-def test_bytes_of_a_value_are_those_that_the_codec_sends() -> None:
+def test_the_bytes_of_a_value_are_those_of_the_codec() -> None:
     torch = pytest.importorskip("torch")
     from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
 

@@ -1,4 +1,4 @@
-"""A folder that installs trainspec and trains where no network is: wheels, recipes, data, a list of what is in it."""
+"""A folder that installs trainspec and trains without a network: wheels, recipes, data and a list of its files."""
 
 from trainspec_cli.wings.bundle.installer import (
     INSTALLER,
@@ -7,13 +7,20 @@ from trainspec_cli.wings.bundle.installer import (
     BundleFault,
     BundleRecord,
     examine,
+    machine_faults,
     platform_here,
     read_bundle,
     runs_here,
     sha256_of,
-    unfit_machine,
 )
-from trainspec_cli.wings.bundle.make import Carried, WantedBundle, WantedRecipe, carry, copy_recipes, make_bundle
+from trainspec_cli.wings.bundle.make import (
+    CopiedRun,
+    WantedBundle,
+    WantedRecipe,
+    copy_recipes,
+    copy_run_files,
+    make_bundle,
+)
 from trainspec_cli.wings.bundle.wheels import (
     WheelTarget,
     check_target,
@@ -29,14 +36,15 @@ __all__ = [
     "WHEELS",
     "BundleFault",
     "BundleRecord",
-    "Carried",
+    "CopiedRun",
     "WantedBundle",
     "WantedRecipe",
     "WheelTarget",
-    "carry",
     "check_target",
     "copy_recipes",
+    "copy_run_files",
     "examine",
+    "machine_faults",
     "make_bundle",
     "missing_requirements",
     "own_wheel",
@@ -46,5 +54,4 @@ __all__ = [
     "read_wheel",
     "runs_here",
     "sha256_of",
-    "unfit_machine",
 ]

@@ -2,8 +2,8 @@
 
     python3 install.py [--check] [VENV]
 
-Every file is compared with bundle.json first. A bundle holds this file as install.py, so it imports the standard
-library alone; `trainspec bundle OUT --check` calls `examine` too.
+Every file is first compared with bundle.json. This file is copied into each bundle as install.py, so it imports only
+the standard library. `trainspec bundle OUT --check` also calls `examine`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PLATFORM = re.compile(r"([a-z0-9]+)_(\d+)_(\d+)_(\w+)")
 
 @dataclass(frozen=True)
 class BundleFault:
-    """One thing that is wrong with a bundle, or with the machine that it is to be installed on."""
+    """A problem of a bundle, or of the machine it is installed on."""
 
     code: str
     message: str
@@ -54,21 +54,21 @@ class BundledFile:
 
 @dataclass(frozen=True)
 class BundleRecord:
-    """The content of bundle.json: what a bundle is for, and the digest of every other file in it."""
+    """The content of bundle.json: the systems a bundle is for, and the digest of every other file in it."""
 
     version: str
-    """Of trainspec."""
+    """The version of trainspec."""
     date: str
     python: str
     """Major and minor version, such as 3.12."""
     platforms: tuple[str, ...]
     extras: tuple[str, ...]
     command: str
-    """The command line that made the bundle."""
+    """The command that made the bundle."""
     launches: dict[str, tuple[str, ...]]
-    """Recipe -> what is typed after `trainspec launch`, in the folder of the bundle."""
+    """Recipe -> the arguments of `trainspec launch` in the bundle's folder."""
     files: dict[str, BundledFile]
-    """By their paths in the bundle."""
+    """Path in the bundle -> size and digest."""
     schema: str = SCHEMA
 
     @property
@@ -77,11 +77,11 @@ class BundleRecord:
 
 
 class DamagedRecordError(Exception):
-    """bundle.json cannot be read. The message says why."""
+    """bundle.json cannot be read; the message says why."""
 
 
 def read_bundle(folder: Path) -> BundleRecord:
-    """Return the content of bundle.json. Raises DamagedRecordError where it is not what trainspec writes."""
+    """Return the content of bundle.json. Raises DamagedRecordError for content that trainspec does not write."""
     try:
         with (folder / RECORD).open("rb") as file:
             content = json.loads(file.read(MAX_RECORD_BYTES))
@@ -90,48 +90,48 @@ def read_bundle(folder: Path) -> BundleRecord:
     except (ValueError, RecursionError) as error:
         raise DamagedRecordError(f"is not JSON: {error}") from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise DamagedRecordError(f"is not of the schema {SCHEMA}")
-    texts = {key: _kept(content, key, str) for key in ("version", "date", "python", "command")}
+        raise DamagedRecordError(f"does not have the schema {SCHEMA}")
+    texts = {key: _field(content, key, str) for key in ("version", "date", "python", "command")}
     files = {}
-    for name, entry in _kept(content, "files", dict).items():
+    for name, entry in _field(content, "files", dict).items():
         sha256 = entry.get("sha256") if isinstance(entry, dict) else None
         size = entry.get("bytes") if isinstance(entry, dict) else None
         stays_inside = not {"", ".", ".."} & set(name.split("/")) and "\0" not in name
         if not stays_inside or not isinstance(sha256, str) or type(size) is not int:
-            raise DamagedRecordError(f"names a file {name!r} that leads out of the bundle, or has no sha256 and size")
+            raise DamagedRecordError(f"lists the file {name!r}, which is outside the bundle or has no sha256 or size")
         files[name] = BundledFile(sha256, size)
     return BundleRecord(
         **texts,
-        platforms=_words(_kept(content, "platforms", list)),
-        extras=_words(_kept(content, "extras", list)),
-        launches={name: _words(words) for name, words in _kept(content, "launches", dict).items()},
+        platforms=_words(_field(content, "platforms", list)),
+        extras=_words(_field(content, "extras", list)),
+        launches={name: _words(words) for name, words in _field(content, "launches", dict).items()},
         files=files,
     )
 
 
-def _kept(content: Mapping[str, object], key: str, kind: type) -> Any:
-    """Return a field that is of this kind."""
+def _field(content: Mapping[str, object], key: str, kind: type) -> Any:
+    """Return the field, whose type must be `kind`."""
     if not isinstance(content.get(key), kind):
-        raise DamagedRecordError(f"has no `{key}` that is of Python's type {kind.__name__}")
+        raise DamagedRecordError(f"has no `{key}` of Python's type {kind.__name__}")
     return content[key]
 
 
 def _words(listed: object) -> tuple[str, ...]:
     if not isinstance(listed, list) or not all(isinstance(word, str) for word in listed):
-        raise DamagedRecordError(f"has {listed!r} in the place of a list of words")
+        raise DamagedRecordError(f"has {listed!r} where a list of words is needed")
     return tuple(listed)
 
 
 def examine(folder: Path) -> list[BundleFault]:
-    """Return what is wrong with the files of a bundle: missing, altered, or named nowhere."""
+    """Return the bundle's files that are missing, changed, or not listed in bundle.json."""
     try:
         record = read_bundle(folder)
     except DamagedRecordError as error:
-        hint = "name the folder that trainspec bundle made, or copy bundle.json again from where it was made"
+        hint = "give a folder that trainspec bundle made, or copy bundle.json again from the original"
         return [BundleFault("bad_bundle", f"{folder / RECORD} {error}", hint)]
     faults = []
     for name, entry in sorted(record.files.items()):
-        again = f"copy {shlex.quote(name)} again from where the bundle was made, or make a new one: {record.command}"
+        again = f"copy {shlex.quote(name)} again from the original bundle, or make a new bundle: {record.command}"
         path = folder / name
         if not os.path.lexists(path):
             faults.append(BundleFault("missing_file", f"{path} is missing", again))
@@ -142,48 +142,48 @@ def examine(folder: Path) -> list[BundleFault]:
             faults.append(BundleFault("unreadable_file", f"{path} cannot be read: {error.strerror or error}", again))
             continue
         if found != entry.sha256:
-            message = f"{path} is altered: its sha256 is {found}, and {RECORD} says {entry.sha256}"
+            message = f"{path} has changed: its sha256 is {found}, but {RECORD} lists {entry.sha256}"
             faults.append(BundleFault("altered_file", message, again))
-    # In the folders of the bundle; what else lies next to them, such as runs, may.
+    # Only in the bundle's folders: users may keep other files, such as runs, next to them.
     for top in sorted({name.partition("/")[0] for name in record.files if "/" in name}):
         for path in sorted(path for path in (folder / top).rglob("*") if not path.is_dir() or path.is_symlink()):
             if path.relative_to(folder).as_posix() not in record.files:
                 hint = f"move it elsewhere, or remove it: rm {shlex.quote(str(path))}"
-                faults.append(BundleFault("extra_file", f"{path} is not named in {RECORD}", hint))
+                faults.append(BundleFault("extra_file", f"{path} is not listed in {RECORD}", hint))
     return faults
 
 
 def sha256_of(path: Path) -> str:
-    """Return the digest of a regular file. Raises OSError, also for what is no regular file."""
+    """Return the digest of a regular file. Raises OSError if it cannot be read or is not a regular file."""
     digest = hashlib.sha256()
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
 
 
-def unfit_machine(record: BundleRecord) -> list[BundleFault]:
-    """Return why this Python, on this machine, cannot use the wheels of a bundle."""
+def machine_faults(record: BundleRecord) -> list[BundleFault]:
+    """Return why this Python on this machine cannot use the bundle's wheels."""
     faults = []
     here = "{}.{}".format(*sys.version_info[:2])
     if here != record.python:
-        message = f"the bundle is for Python {record.python}, and this is Python {here} ({sys.executable})"
-        hint = f"type python{record.python} {INSTALLER}, or make a bundle with --python {here}"
+        message = f"the bundle is for Python {record.python}, but this is Python {here} ({sys.executable})"
+        hint = f"run python{record.python} {INSTALLER}, or make a bundle with --python {here}"
         faults.append(BundleFault("wrong_python", message, hint))
     if not any(runs_here(name) for name in record.platforms):
         libc = " ".join(platform.libc_ver()).strip()
         machine = f"{sys.platform} on {platform.machine()}" + (f" with {libc}" if libc else "")
-        message = f"the bundle is for {', '.join(record.platforms)}, and this machine is {machine}"
-        hint = f"make a bundle with --platform {platform_here()} where a network is"
+        message = f"the bundle is for {', '.join(record.platforms)}, but this machine is {machine}"
+        hint = f"make a bundle with --platform {platform_here()} on a machine with a network"
         faults.append(BundleFault("wrong_platform", message, hint))
     return faults
 
 
 def runs_here(name: str) -> bool:
-    """Return whether this machine takes wheels of a platform such as manylinux_2_28_x86_64 or macosx_14_0_arm64."""
+    """Return whether this machine can use wheels of a platform such as manylinux_2_28_x86_64 or macosx_14_0_arm64."""
     wanted = _PLATFORM.fullmatch(name)
     here = _PLATFORM.fullmatch(platform_here())
     if wanted is None or here is None:
@@ -193,7 +193,7 @@ def runs_here(name: str) -> bool:
 
 
 def platform_here() -> str:
-    """Return the newest platform whose wheels this machine takes."""
+    """Return the newest platform whose wheels this machine can use."""
     machine = platform.machine()
     if sys.platform == "darwin":
         major, minor = [*platform.mac_ver()[0].split("."), "0"][:2]
@@ -205,9 +205,10 @@ def platform_here() -> str:
 
 
 def install(folder: Path, record: BundleRecord, target: Path) -> None:
-    """Make the virtual environment `target`, which must not exist; nothing is left of it where that fails.
+    """Create the virtual environment `target`, which must not exist; it is removed if that fails.
 
-    pip runs from its own wheel, so that a Python without ensurepip will do, and reads no settings that name an index.
+    pip runs from its wheel, because some Pythons have no ensurepip. It reads no settings, because they may name an
+    index.
     """
     try:
         venv.create(target, with_pip=False)
@@ -228,29 +229,29 @@ def install(folder: Path, record: BundleRecord, target: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Install trainspec from this folder; no network is used.")
-    parser.add_argument("venv", nargs="?", type=Path, default=Path("venv"), help="environment to make (./venv)")
-    parser.add_argument("--check", action="store_true", help="compare the files with bundle.json, and install nothing")
+    parser.add_argument("venv", nargs="?", type=Path, default=Path("venv"), help="environment to create (./venv)")
+    parser.add_argument("--check", action="store_true", help="compare the files with bundle.json and install nothing")
     arguments = parser.parse_args()
     folder = Path(__file__).resolve().parent
     if faults := examine(folder):
-        return _tell(faults)
+        return _print_faults(faults)
     record = read_bundle(folder)
-    if unfit := unfit_machine(record):
-        return _tell(unfit)
-    print(f"{len(record.files)} files are as {RECORD} says", flush=True)
+    if faults := machine_faults(record):
+        return _print_faults(faults)
+    print(f"{len(record.files)} files match {RECORD}", flush=True)
     if arguments.check:
         return 0
     target = arguments.venv
     if os.path.lexists(target):
-        hint = f"name another one: python3 {INSTALLER} FOLDER; or remove it: rm -r {shlex.quote(str(target))}"
-        _tell([BundleFault("output_exists", f"{target} exists", hint)])
+        hint = f"give another folder: python3 {INSTALLER} FOLDER; or remove it: rm -r {shlex.quote(str(target))}"
+        _print_faults([BundleFault("output_exists", f"{target} already exists", hint)])
         return EXIT_USAGE
     try:
         install(folder, record, target)
     except (OSError, subprocess.CalledProcessError) as error:
         why = f"pip ended with exit code {error.returncode}" if hasattr(error, "returncode") else str(error)
-        hint = "read what pip said above; free some space, or name a folder that you may write"
-        return _tell([BundleFault("cannot_install", f"{target} could not be made: {why}", hint)])
+        hint = "see pip's output above; free some space, or give a folder that you may write to"
+        return _print_faults([BundleFault("cannot_install", f"{target} could not be created: {why}", hint)])
     program = shlex.quote(str(target.absolute() / "bin" / "trainspec"))
     launches = record.launches or {"quickstart": ("recipe=quickstart",)}
     print(f"\ntrainspec {record.version} is installed in {target}. Train with:\n")
@@ -260,7 +261,7 @@ def main() -> int:
     return 0
 
 
-def _tell(faults: list[BundleFault]) -> int:
+def _print_faults(faults: list[BundleFault]) -> int:
     for fault in faults:
         print(f"error: {fault.message}\n  hint: {fault.hint}", file=sys.stderr)
     return EXIT_LACKING

@@ -1,7 +1,7 @@
-"""Make a bundle: wheels, recipes and what their runs read, in a folder that appears when it is whole.
+"""Make a bundle: wheels, recipes and the files their runs read, in a folder that appears once it is complete.
 
-A run reads recipes, data made into tokens, tokenizers, weights and the user's own code. A copy has another place, which
-the words state that launch the recipe from the folder of the bundle.
+A run reads recipes, token files, tokenizers, weights and the user's own code. The copies have other paths, so the
+arguments that launch a recipe from the bundle's folder set the keys with those paths.
 """
 
 from __future__ import annotations
@@ -36,61 +36,61 @@ DATA = "data"
 TOKENIZERS = "tokenizers"
 WEIGHTS = "weights"
 OF_RECIPES = (SUFFIX, ".json", ".jsonl")
-"""Suffixes of the files that recipes and their groups consist of."""
-MADE_ON_THE_SPOT = ("python_stdlib", "phantom")
-"""Sources that every machine has. Next to other sources their tokens are carried too: all parts share a tokenizer."""
+"""Suffixes of the files of recipes and their groups."""
+GENERATED_SOURCES = ("python_stdlib", "phantom")
+"""Sources that every machine can generate. In a mixture with other sources, their tokens are copied too, because all
+parts share a tokenizer."""
 INDEX_SUFFIX = ".idx"
 _PAGE = """\
-# trainspec {version}, without a network
+# trainspec {version} without a network
 
-This folder installs trainspec and trains where there is no way out. It needs Python {python}.
+This folder installs trainspec and trains without a network. It needs Python {python}.
 
 ```sh
 python{python} {installer} ~/trainspec
 {launches}
 ```
 
-`{installer}` compares every file with `{record}` first, and prints what is missing or altered; `--check`
-does that alone.
-pip reads no settings and no index.
+`{installer}` first compares every file with `{record}` and prints those that are missing or changed; `--check`
+does only that. pip reads no settings and no index.
 
-| what | is |
+| file or folder | content |
 |---|---|
-| `{record}` | what the bundle is for, and the sha256 of every file |
-| `{wheels}/` | trainspec, all that it depends on, and pip |
-| `conf/`, `recipes/` | recipes and their groups, to be changed; found by every command that is typed in this folder |
-| `data/`, `tokenizers/`, `weights/` | what the recipes named above read |
+| `{record}` | the systems the bundle is for, and the sha256 of every file |
+| `{wheels}/` | trainspec, its dependencies and pip |
+| `conf/`, `recipes/` | recipes and their groups, which you may change; every command run in this folder finds them |
+| `data/`, `tokenizers/`, `weights/` | the files that the recipes above read |
 """
 
 
-ShowPart = Callable[[str, float], None]
-"""Takes what is being done, and which part of the whole is done."""
+OnPart = Callable[[str, float], None]
+"""Takes the name of the current work, and which fraction of all work is done."""
 
 
 @dataclass(frozen=True)
 class WantedRecipe:
     name: str
     words: tuple[str, ...]
-    """`recipe=NAME` and what is changed of it."""
+    """`recipe=NAME` and the keys that are changed."""
     spec: RunSpec
 
 
 @dataclass(frozen=True)
 class WantedBundle:
     targets: tuple[WheelTarget, ...]
-    """All of one Python."""
+    """All with the same Python version."""
     extras: tuple[str, ...]
     recipes: tuple[WantedRecipe, ...]
     wheels: Path | None
-    """The folder that wheels are taken from; None: pip gets them from where its settings say."""
+    """The folder with the wheels; None: pip downloads them, by its settings."""
     command: str
 
 
-def make_bundle(folder: Path, wanted: WantedBundle, on_progress: ShowPart) -> tuple[BundleRecord, list[str]]:
-    """Write `folder`, which must not exist or be empty; return its record, and what runs need that it does not hold.
+def make_bundle(folder: Path, wanted: WantedBundle, on_progress: OnPart) -> tuple[BundleRecord, list[str]]:
+    """Write `folder`, which must not exist or be empty; return its record, and notes on what its recipes also need.
 
-    Raises FileExistsError where it was filled meanwhile, MachineError for wheels that cannot be got or a full disk, and
-    as `carry` and `download` do; nothing is left then.
+    Raises FileExistsError if another process filled it meanwhile, MachineError for missing wheels or a full disk, and
+    the errors of `copy_run_files` and `download`; the folder is removed then.
     """
     folder = folder.expanduser().resolve()
     launches: dict[str, tuple[str, ...]] = {}
@@ -110,9 +110,9 @@ def make_bundle(folder: Path, wanted: WantedBundle, on_progress: ShowPart) -> tu
         copy_recipes(find_folders(Path.cwd()), bundle)
         for recipe in wanted.recipes:
             on_progress(f"data of {recipe.name}", 0.7)
-            carried = carry(recipe.name, recipe.words, recipe.spec, bundle, _part_of(recipe.name, on_progress))
-            launches[recipe.name] = tuple(carried.words)
-            notes += [f"recipe={recipe.name}: {note}" for note in carried.notes]
+            copied = copy_run_files(recipe.name, recipe.words, recipe.spec, bundle, _part_of(recipe.name, on_progress))
+            launches[recipe.name] = tuple(copied.words)
+            notes += [f"recipe={recipe.name}: {note}" for note in copied.notes]
         on_progress("digests", 0.9)
         python = wanted.targets[0].python
         wheels = [read_wheel(file) for file in (bundle / WHEELS).glob("*.whl")]
@@ -141,31 +141,31 @@ def make_bundle(folder: Path, wanted: WantedBundle, on_progress: ShowPart) -> tu
                 path.relative_to(bundle).as_posix(): BundledFile(sha256_of(path), path.stat().st_size) for path in files
             },
         )
-        # After all others: it holds their digests.
+        # Last, because it holds the digests of all others.
         write_json(bundle / RECORD, to_plain(record))
     return record, notes
 
 
-def _part_of(recipe: str, on_progress: ShowPart) -> OnProgress:
-    """Return the progress of a recipe's data, as the part of the whole between 0.7 and 0.9."""
+def _part_of(recipe: str, on_progress: OnPart) -> OnProgress:
+    """Return a callback that reports a recipe's data as the part between 0.7 and 0.9 of all work."""
     return lambda phase, done, _: on_progress(f"{recipe}: {phase}", 0.7 + 0.2 * done)
 
 
-# What a recipe's run reads
+# The files that a recipe's run reads
 
 
 @dataclass(frozen=True)
-class Carried:
-    """What was copied for one recipe."""
+class CopiedRun:
+    """How to launch one recipe with its copied files."""
 
     words: list[str]
-    """After `trainspec launch`, in the folder of the bundle."""
+    """The arguments of `trainspec launch` in the bundle's folder."""
     notes: list[str]
-    """What the run needs and the bundle does not hold."""
+    """What the run needs but the bundle does not contain."""
 
 
 def copy_recipes(folders: Folders, bundle: Path) -> None:
-    """Copy the shipped recipes and groups, and over them the user's own."""
+    """Copy trainspec's recipes and groups; the user's own replace those of the same name."""
     for name, found in (("conf", folders.conf), ("recipes", folders.recipes)):
         for root in reversed(found):
             for file in sorted(root.rglob("*")):
@@ -173,77 +173,79 @@ def copy_recipes(folders: Folders, bundle: Path) -> None:
                     _copy(file, bundle / name / file.relative_to(root))
 
 
-def carry(name: str, words: Sequence[str], spec: RunSpec, bundle: Path, on_progress: OnProgress | None) -> Carried:
-    """Copy what the run of `spec` reads into `bundle`, below folders of this name.
+def copy_run_files(
+    name: str, words: Sequence[str], spec: RunSpec, bundle: Path, on_progress: OnProgress | None
+) -> CopiedRun:
+    """Copy the files that the run of `spec` reads into folders of this name in `bundle`.
 
-    Raises as `prepare` does, and RecipeError where it begins with the weights of a run, which `export` writes.
+    Raises the errors of `prepare`, and RecipeError if the run starts from another run, whose weights must be exported.
     """
     if spec.init.run is not None:
-        message = f"`init.from` is {spec.init.from_}, a run, which a bundle does not hold"
+        message = f"`init.from` is the run {spec.init.from_}; a bundle cannot contain runs"
         hint = f"type trainspec export {spec.init.from_} --output FOLDER, then init.from=hf:FOLDER"
         raise RecipeError(Problem("unsupported", message, "init.from", hint))
-    places = []
+    settings = []
     weights = spec.init.hugging_face or spec.init.other
     if weights is not None:
         _copy_folder(weights, bundle / WEIGHTS / name)
-        places.append(f"init.from={'hf:' if spec.init.hugging_face else ''}{WEIGHTS}/{name}")
+        settings.append(f"init.from={'hf:' if spec.init.hugging_face else ''}{WEIGHTS}/{name}")
     data = spec.data
     if spec.model.unit != "samples":
-        places += _carry_text(name, data, bundle, on_progress)
+        settings += _copy_tokens(name, data, bundle, on_progress)
         if data.tokenizer.path is not None:
-            place = f"{TOKENIZERS}/{name}/tokenizer.json"
-            _copy(expand(data.tokenizer.path), bundle / place)
-            places.append(f"data.tokenizer.path={place}")
-    elif data.source in SAMPLE_SOURCES and data.source not in MADE_ON_THE_SPOT and data.path:
+            target = f"{TOKENIZERS}/{name}/tokenizer.json"
+            _copy(expand(data.tokenizer.path), bundle / target)
+            settings.append(f"data.tokenizer.path={target}")
+    elif data.source in SAMPLE_SOURCES and data.source not in GENERATED_SOURCES and data.path:
         _copy_folder(expand(data.path), bundle / DATA / name)
-        places.append(f"data.path={DATA}/{name}")
-    changed = {word.partition("=")[0] for word in places}
+        settings.append(f"data.path={DATA}/{name}")
+    changed = {word.partition("=")[0] for word in settings}
     kept = [word for word in words if word.partition("=")[0] not in changed]
-    return Carried([*kept, *places], list(_carry_code(spec, bundle)))
+    return CopiedRun([*kept, *settings], list(_copy_code(spec, bundle)))
 
 
-def _carry_text(name: str, data: DataSpec, bundle: Path, on_progress: OnProgress | None) -> Iterator[str]:
-    """Copy the tokens of each source, or files of tokens as they are."""
+def _copy_tokens(name: str, data: DataSpec, bundle: Path, on_progress: OnProgress | None) -> Iterator[str]:
+    """Copy the tokens of each source, or token files unchanged; yield the keys to set."""
     groups = {"data": {"": data.parts[""]}} if "" in data.parts else {"data.mixture": dict(data.mixture)}
     groups["data.validation"] = dict(data.validation)
     parts = {(group, key): part for group, of_group in groups.items() for key, part in of_group.items()}
-    if all(part.source in MADE_ON_THE_SPOT for part in parts.values()):
+    if all(part.source in GENERATED_SOURCES for part in parts.values()):
         return
     made = Collection.open(prepare(data, on_progress))
     tokens = {key: part.folder.path for key, part in made.parts.items()}
     for (group, key), part in parts.items():
-        place = "/".join((DATA, name, *filter(None, (group.partition(".")[2], key))))
+        target = "/".join((DATA, name, *filter(None, (group.partition(".")[2], key))))
         where = f"{group}.{key}" if key else group
         if part.source in TOKEN_FILES:
             for file in find_files(data.with_part(part)):
                 for one in (file, file.with_suffix(INDEX_SUFFIX)):
                     if one.is_file():
-                        _copy(one, bundle / place / one.name)
+                        _copy(one, bundle / target / one.name)
         else:
-            _copy_folder(made.validation[key].path if group == "data.validation" else tokens[key], bundle / place)
+            _copy_folder(made.validation[key].path if group == "data.validation" else tokens[key], bundle / target)
             yield f"{where}.source=tokens"
-        yield f"{where}.path={place}"
+        yield f"{where}.path={target}"
     if data.masks_documents and not data.document_masks:
         yield "data.document_masks=true"
 
 
-def _carry_code(spec: RunSpec, bundle: Path) -> Iterator[str]:
-    """Copy the user's own files from below this folder to the same place in the bundle, where recipes seek them; yield
-    what lies elsewhere. Sources of data are left out: their tokens are carried."""
+def _copy_code(spec: RunSpec, bundle: Path) -> Iterator[str]:
+    """Copy the user's own files from this folder to the same path in the bundle, where recipes expect them; yield a
+    note for each one elsewhere. Data sources are not copied, because their tokens are."""
     for extension in worker_code_of(spec):
         source = find(extension)
         here = Path.cwd().resolve()
         if source.module or source.file is None:
             yield f"{extension.path} runs {source.describe()}: install its package too"
         elif not source.file.resolve().is_relative_to(here):
-            yield f"{extension.path} runs {source.describe()}: copy that file, and name its new place"
+            yield f"{extension.path} runs {source.describe()}: copy that file, and give its new path in the recipe"
         else:
             for file in source_files(source):
                 _copy(file, bundle / file.resolve().relative_to(here))
 
 
 def _copy_folder(source: Path, target: Path) -> None:
-    """Copy regular files alone; what a link leads to is copied as a file, as caches of checkpoints keep theirs."""
+    """Copy the regular files. The target of a link is copied as a file, because caches of checkpoints contain links."""
     for file in sorted(source.rglob("*")):
         if file.is_file():
             _copy(file, target / file.relative_to(source))

@@ -1,4 +1,4 @@
-"""The wheels of a bundle: the Python and platforms that they are for, how pip gets them, and whether all are there."""
+"""The wheels of a bundle: for which Python and platforms, how pip downloads them, and whether any is missing."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from trainspec_cli.core.reading.files import unreadable
 NAME = "trainspec"
 CHECKOUT = Path(__file__).resolve().parents[3]
 PIP = "pip"
-"""A bundle brings pip too, so that a Python without ensurepip can install it."""
-OF_SOURCE = ("antlr4-python3-runtime==4.9.*",)
-"""What trainspec needs and indexes have as source alone: omegaconf 2.3 needs this one, which is pure Python."""
+"""A bundle also contains pip, because some Pythons have no ensurepip."""
+SOURCE_ONLY = ("antlr4-python3-runtime==4.9.*",)
+"""Dependencies that indexes have only as source: omegaconf 2.3 needs this one, which is pure Python."""
 MAX_ROUNDS = 5
-"""pip judges requirements by the machine that it runs on: what another platform needs besides is asked for again."""
+"""pip evaluates markers for the machine it runs on, so requirements of another platform need further rounds."""
 MAX_METADATA_BYTES = 2**22
 
 LEGACY = {(2, 17): "manylinux2014", (2, 12): "manylinux2010", (2, 5): "manylinux1"}
-"""Older names of glibc versions."""
+"""Older platform names of glibc versions."""
 OLDEST_GLIBC = 5
 _LINUX = re.compile(r"manylinux_2_(\d+)_(\w+)")
 _MACOS = re.compile(r"macosx_(\d+)_(\d+)_(arm64|x86_64)")
@@ -51,11 +51,11 @@ class WheelTarget:
     python: str
     """Major and minor version, such as 3.12."""
     platform: str
-    """The newest platform tag that the machines take, such as manylinux_2_28_x86_64."""
+    """The newest platform tag that the machines support, such as manylinux_2_28_x86_64."""
 
     @cached_property
     def platforms(self) -> tuple[str, ...]:
-        """The tags of all platforms whose wheels run there, the newest first; pip does not add older ones by itself."""
+        """The tags of all platforms whose wheels run there, newest first; pip does not add older ones by itself."""
         if found := _MACOS.fullmatch(self.platform):
             return tuple(mac_platforms((int(found[1]), int(found[2])), found[3]))
         found = _LINUX.fullmatch(self.platform)
@@ -67,7 +67,7 @@ class WheelTarget:
                 names.append(f"{LEGACY[2, minor]}_{found[2]}")
         return (*names, f"linux_{found[2]}")
 
-    def takes(self, tags: frozenset[Tag]) -> bool:
+    def supports(self, tags: frozenset[Tag]) -> bool:
         """Return whether a wheel with these tags can be installed there."""
         return not tags.isdisjoint(self._tags)
 
@@ -80,7 +80,7 @@ class WheelTarget:
 
     @cached_property
     def markers(self) -> dict[str, str]:
-        """The environment that a requirement's markers are judged by."""
+        """The environment in which a requirement's markers are evaluated."""
         found = _LINUX.fullmatch(self.platform) or _MACOS.fullmatch(self.platform)
         assert found, self.platform
         is_mac = self.platform.startswith("macosx")
@@ -97,14 +97,14 @@ class WheelTarget:
 
 
 def check_target(python: str, name: str) -> WheelTarget:
-    """Raises RecipeError where the Python's version or the platform is none that wheels are made for."""
+    """Raises RecipeError for a Python version or platform for which no wheels are made."""
     problems = []
     if not _PYTHON.fullmatch(python):
-        message = f"--python is {python}; a version such as {python_here()} is needed"
+        message = f"--python is {python}, not a version such as {python_here()}"
         problems.append(Problem("wrong_type", message, "--python", f"type --python {python_here()}"))
     if not (_LINUX.fullmatch(name) or _MACOS.fullmatch(name)):
-        message = f"--platform {name} is none that a bundle can be made for"
-        hint = f"type one such as {EXAMPLES}; python3 -m pip debug --verbose lists a machine's"
+        message = f"no bundle can be made for --platform {name}"
+        hint = f"type one such as {EXAMPLES}; python3 -m pip debug --verbose lists those of a machine"
         problems.append(Problem("unknown_value", message, "--platform", hint))
     if problems:
         raise RecipeError(problems)
@@ -115,20 +115,20 @@ def python_here() -> str:
     return "{}.{}".format(*sys.version_info[:2])
 
 
-# What a wheel says of itself
+# The metadata of a wheel
 
 
 @dataclass(frozen=True)
 class Wheel:
     file: Path
     name: str
-    """In lower case, with dashes, as package indexes have it."""
+    """In lower case with dashes, as in package indexes."""
     version: str
     tags: frozenset[Tag]
 
     @cached_property
     def metadata(self) -> Message:
-        """Raises UnreadableFileError where the file is no wheel."""
+        """Raises UnreadableFileError if the file is not a wheel."""
         try:
             with zipfile.ZipFile(self.file) as archive:
                 names = (name for name in archive.namelist() if name.partition("/")[2] == "METADATA")
@@ -138,11 +138,11 @@ class Wheel:
                 return BytesParser().parsebytes(archive.read(found))
         except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
             raise unreadable(
-                self.file, f"is no wheel: {error}", "take it out of the folder, or get it again"
+                self.file, f"is not a wheel: {error}", "remove it from the folder, or download it again"
             ) from error
 
     def requirements(self, extras: Iterable[str], target: WheelTarget) -> list[Requirement]:
-        """Return what the wheel needs on the target, with these of its extras."""
+        """Return what the wheel requires on the target with these extras."""
         wanted = []
         for text in self.metadata.get_all("Requires-Dist") or ():
             try:
@@ -151,24 +151,24 @@ class Wheel:
                 if not marker or any(marker.evaluate({**target.markers, "extra": extra}) for extra in ("", *extras)):
                     wanted.append(requirement)
             except (InvalidRequirement, UndefinedEnvironmentName) as error:
-                raise unreadable(self.file, f"has a requirement that cannot be read: {text}") from error
+                raise unreadable(self.file, f"has an unreadable requirement: {text}") from error
         return wanted
 
 
 def read_wheel(file: Path) -> Wheel:
-    """Raises UnreadableFileError where the name is not that of a wheel."""
+    """Raises UnreadableFileError if the file does not have the name of a wheel."""
     try:
         name, version, _, tags = parse_wheel_filename(file.name)
     except InvalidWheelFilename as error:
-        raise unreadable(file, f"is no wheel: {error}", "take it out of the folder") from error
+        raise unreadable(file, f"is not a wheel: {error}", "remove it from the folder") from error
     return Wheel(file, name, str(version), tags)
 
 
 def missing_requirements(wheels: Iterable[Wheel], wanted: Requirement, target: WheelTarget) -> list[Requirement]:
-    """Return what `wanted` needs on the target, directly or not, and no wheel that fits there provides."""
+    """Return the direct and indirect requirements of `wanted` on the target that none of the wheels meets."""
     fitting: dict[str, list[Wheel]] = {}
     for wheel in wheels:
-        if target.takes(wheel.tags):
+        if target.supports(wheel.tags):
             fitting.setdefault(wheel.name, []).append(wheel)
     missing = []
     seen: set[str] = set()
@@ -187,7 +187,7 @@ def missing_requirements(wheels: Iterable[Wheel], wanted: Requirement, target: W
     return missing
 
 
-# Getting them
+# Downloading wheels
 
 
 def download(
@@ -196,49 +196,48 @@ def download(
     targets: Sequence[WheelTarget],
     extras: Sequence[str],
     source: Path | None,
-    tell: OnLine,
+    on_step: OnLine,
 ) -> None:
-    """Fill `folder` with the wheels of trainspec and all that it needs on each target.
+    """Fill `folder` with the wheels of trainspec and its dependencies for each target.
 
-    pip gets them by its own settings, or from the folder `source` alone; `staging` is an empty folder for what is built
-    on the way. Raises RecipeError for a Python or an extra that trainspec does not have, MachineError where wheels
-    cannot be got.
+    pip downloads them by its settings, or takes them only from the folder `source`. Built wheels are written to the
+    empty folder `staging`. Raises RecipeError for a Python or an extra that trainspec does not support, MachineError
+    for missing wheels.
     """
     if find_spec(PIP) is None:
-        message = f"{sys.executable} has no pip, which gets the wheels"
+        message = f"{sys.executable} has no pip, which is needed to download wheels"
         raise MachineError(Problem("no_pip", message, hint=f"{sys.executable} -m ensurepip", environment=True))
-    own = own_wheel(staging, source, tell)
+    own = own_wheel(staging, source, on_step)
     _check_wanted(own, targets, extras)
-    places = ["--find-links", str(staging)]
+    sources = ["--find-links", str(staging)]
     if source is not None:
-        places = ["--no-index", "--find-links", str(source.absolute()), *places]
+        sources = ["--no-index", "--find-links", str(source.absolute()), *sources]
     else:
-        tell("what has no wheel")
-        _pip(["wheel", "--no-deps", "--wheel-dir", str(staging), *OF_SOURCE], tell)
+        on_step("dependencies without wheels")
+        _pip(["wheel", "--no-deps", "--wheel-dir", str(staging), *SOURCE_ONLY], on_step)
     of_extras = _bracketed(extras)
     for target in targets:
         platforms = [word for name in target.platforms for word in ("--platform", name)]
         aim = ["--only-binary", ":all:", "--implementation", "cp", "--python-version", target.python, *platforms]
         here = (python_here(), sys.platform, platform.machine())
         is_this_system = here == (target.python, target.markers["sys_platform"], target.markers["platform_machine"])
-        asked = [f"{own.file}{of_extras}", PIP]
-        # pip judges markers by the machine that it runs on. What the target needs besides is asked for, until no wheel
-        # is missing there.
+        requested = [f"{own.file}{of_extras}", PIP]
+        # pip evaluates markers for the machine it runs on. Repeat with what is missing on the target, until nothing is.
         for _ in range(MAX_ROUNDS):
-            tell(f"wheels for {target.platform}")
-            _pip(["download", "--dest", str(folder), *aim, *places, *asked], tell, target)
+            on_step(f"wheels for {target.platform}")
+            _pip(["download", "--dest", str(folder), *aim, *sources, *requested], on_step, target)
             wheels = [read_wheel(file) for file in folder.glob("*.whl")]
             missing = missing_requirements(wheels, Requirement(f"{NAME}{of_extras}"), target)
-            # Without their markers, which hold on the target.
+            # Without markers: they are true on the target, but may be false on this machine.
             more = [f"{one.name}{_bracketed(one.extras)}{one.specifier}" for one in missing]
-            if not missing or is_this_system or set(more) <= set(asked):
+            if not missing or is_this_system or set(more) <= set(requested):
                 break
-            asked += more
+            requested += more
         if missing:
             names = ", ".join(sorted({str(requirement) for requirement in missing}))
-            message = f"{folder.name} lacks wheels for {target.platform} with Python {target.python}: {names}"
+            message = f"there are no wheels for {target.platform} with Python {target.python} of {names}"
             hint = (
-                f"get them where a network is: pip download --only-binary :all: --platform {target.platform} "
+                f"download them with a network: pip download --only-binary :all: --platform {target.platform} "
                 f"--python-version {target.python} --dest FOLDER NAME; then trainspec bundle OUT --wheels FOLDER"
             )
             raise MachineError(Problem("missing_wheel", message, hint=hint, environment=True))
@@ -248,27 +247,27 @@ def _bracketed(extras: Iterable[str]) -> str:
     return f"[{','.join(sorted(extras))}]" if extras else ""
 
 
-def own_wheel(staging: Path, source: Path | None, tell: OnLine) -> Wheel:
-    """Return trainspec's wheel: that of `source`, else the one that pip builds from a checkout, else the one of this
-    version that pip gets. Raises RecipeError where `source` has several, MachineError where pip gives none."""
+def own_wheel(staging: Path, source: Path | None, on_step: OnLine) -> Wheel:
+    """Return trainspec's wheel: from `source`, else built from this checkout, else this version downloaded by pip.
+    Raises RecipeError if `source` has several, MachineError if pip has none."""
     found = sorted(source.glob(f"{NAME}-*.whl")) if source is not None else []
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
-        message = f"--wheels {source} holds several wheels of trainspec: {names}"
-        raise RecipeError(Problem("contradiction", message, "--wheels", "leave the one in it that you want"))
-    tell("trainspec's own wheel")
+        message = f"--wheels {source} contains several wheels of trainspec: {names}"
+        raise RecipeError(Problem("contradiction", message, "--wheels", "remove all but one of them"))
+    on_step("the wheel of trainspec")
     if not found:
         if is_checkout := (CHECKOUT / "pyproject.toml").is_file():
-            # hatchling where it is installed; else pip gets it.
+            # Use an installed hatchling; otherwise pip downloads it.
             here = ["--no-build-isolation"] if find_spec("hatchling") else []
             order = ["wheel", "--no-deps", *here, "--wheel-dir", str(staging), str(CHECKOUT)]
         else:
             order = ["download", "--no-deps", "--dest", str(staging), f"{NAME}=={__version__}"]
         try:
-            _pip(order, tell)
+            _pip(order, on_step)
         except MachineError as error:
-            what = f"{CHECKOUT} could not be built into a wheel" if is_checkout else f"pip has no {order[-1]}"
-            hint = "put a wheel of trainspec into a folder, with all the others, and type --wheels FOLDER"
+            what = f"no wheel could be built from {CHECKOUT}" if is_checkout else f"pip has no {order[-1]}"
+            hint = "put a wheel of trainspec into a folder with all others, and give --wheels FOLDER"
             message = f"{what}: {error.problems[0].message}"
             raise MachineError(Problem("no_own_wheel", message, hint=hint, environment=True)) from error
         found = sorted(staging.glob(f"{NAME}-*.whl"))
@@ -285,14 +284,14 @@ def _check_wanted(own: Wheel, targets: Sequence[WheelTarget], extras: Sequence[s
     for extra in extras:
         if extra not in known:
             near = closest(extra, known)
-            hint = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
-            problems.append(Problem("unknown_value", f"--extra {extra} is none of trainspec's", "--extra", hint))
+            hint = f"did you mean {near}?" if near else f"choose from {', '.join(known)}"
+            problems.append(Problem("unknown_value", f"trainspec has no extra {extra}", "--extra", hint))
     if problems:
         raise RecipeError(problems)
 
 
-def _pip(arguments: Sequence[str], tell: OnLine, target: WheelTarget | None = None) -> None:
-    """Run pip, telling each package that it comes to. Raises MachineError in pip's own words."""
+def _pip(arguments: Sequence[str], on_step: OnLine, target: WheelTarget | None = None) -> None:
+    """Run pip, and report each package it collects. Raises MachineError with pip's own error messages."""
     command = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments]
     command += ["--progress-bar", "off"]
     errors = []
@@ -301,24 +300,24 @@ def _pip(arguments: Sequence[str], tell: OnLine, target: WheelTarget | None = No
         try:
             for line in pip.stdout:
                 if line.startswith("Collecting "):
-                    tell(f"wheels: {line.split()[1]}")
+                    on_step(f"wheels: {line.split()[1]}")
                 elif line.startswith("ERROR: "):
                     errors.append(line.removeprefix("ERROR: ").strip())
         except BaseException:
-            # Else it would continue, and make the folder again that is about to be removed.
+            # A running pip would create the folder again after it is removed.
             pip.kill()
             pip.wait()
             raise
     if not pip.returncode:
         return
-    said = " ".join(errors) or "see pip download"
-    if "No space left on device" in said:
+    reason = " ".join(errors) or "see pip download"
+    if "No space left on device" in reason:
         hint = "free some space on the disk of OUT, or choose another folder"
-        raise MachineError(Problem("disk_full", f"the wheels do not fit: {said}", hint=hint, environment=True))
-    whose = f" for {target.platform} with Python {target.python}" if target else ""
+        raise MachineError(Problem("disk_full", f"the wheels do not fit: {reason}", hint=hint, environment=True))
+    of_target = f" for {target.platform} with Python {target.python}" if target else ""
     hint = (
-        "give a --platform that has wheels (a newer manylinux), or a folder of wheels: --wheels FOLDER; pip looks "
-        "where its settings say (pip config list, PIP_INDEX_URL)"
+        "give a --platform that has wheels (a newer manylinux), or a folder of wheels: --wheels FOLDER; pip config "
+        "list and PIP_INDEX_URL show pip's index"
     )
-    message = f"pip did not get the wheels{whose}: {said}"
+    message = f"pip could not download the wheels{of_target}: {reason}"
     raise MachineError(Problem("missing_wheel", message, hint=hint, environment=True))

@@ -1,4 +1,4 @@
-"""Install and train where no network is."""
+"""Install and train without a network."""
 
 from trainspec_cli.core.wings import Command, Wing
 
@@ -6,7 +6,7 @@ WING = Wing(
     commands={
         "bundle": Command(
             "clusters",
-            "make a folder that installs trainspec where no network is",
+            "make a folder that installs trainspec without a network",
             takes_keys=True,
         ),
     },

@@ -1,7 +1,7 @@
-"""The matrix: which runs the clauses are measured on. A case is one plan; what is illegal is refused by the rules.
+"""The matrix of runs that the clauses are measured on. A case is one plan; the rules of recipes refuse illegal ones.
 
-Its axes are the families, the layouts, what saves memory or bits, the kernels that this chip has in place of the
-default ones, and what happens to a run of the trainer while it goes on.
+Its axes are the families, the layouts, the ways to save memory or bits, the kernels that this chip offers besides the
+defaults, and the changes that a run of the trainer goes through.
 """
 
 from __future__ import annotations
@@ -41,43 +41,43 @@ from trainspec_cli.run.recovery.memory import build_ladder
 from trainspec_cli.wings.certify.families import FAMILIES, LOSSES, SAMPLES, SEQ_LEN
 
 Compute = Literal["fp32", "bf16", "fp64", "fp8"]
-"""fp8: linear layers multiply in it, the rest is bf16."""
+"""fp8: linear layers multiply in fp8, everything else is bf16."""
 Optimizer = Literal["sgd", "adamw", "even_adamw"]
 STEPS = 20
 SAVE_AT = 10
 CLIP_FROM = 10
-"""Plain descent clips from this step on."""
+"""The first step that clips, under plain gradient descent."""
 CLIP_NORM = 0.1
-"""Less than any gradient's norm."""
+"""Smaller than the gradient norm of any family."""
 RAMP = ((0, 4), (12, 8), (28, 12))
-"""A batch that grows: samples trained, and the samples of the steps from there on."""
+"""The schedule of a growing batch: (samples trained so far, batch size from there on)."""
 RAMP_SIZES = (4, 4, 4, 8, 8, 12, 12)
-"""The steps that it makes."""
+"""The batch sizes of the steps in that schedule."""
 LIVE_STEPS = 14
-"""Steps of a run of the trainer that meets changes."""
+"""Steps of a live run, in which the trainer goes through changes."""
 EVERY_STEPS = 2
 """Steps between its changes."""
 SAVE_EVERY_STEPS = 3
-"""A run that is killed has a checkpoint of the step before its second change, in the layout after its first."""
+"""A killed run has a checkpoint of the step before its second change, in the layout after its first."""
 CHANGED_AT = EVERY_STEPS
 KILLED_AT = 2 * EVERY_STEPS
-"""The steps of a change that fails, and of the one in which a run is killed."""
+"""The step whose change fails, and the step whose change is interrupted by a kill."""
 SHORT_AT = 5
-"""The step from which memory is short."""
+"""The step at which memory runs out."""
 FITTING_SAMPLES = 2
-"""The samples of a micro-batch that fit then."""
+"""The largest micro-batch, in samples, that fits from then on."""
 
 
 @dataclass(frozen=True)
 class Live:
-    """The changes that a run of the trainer meets."""
+    """The changes of a live run."""
 
     changes: tuple[Layout, ...] = ()
-    """Its layouts after the first, in turn, each for `EVERY_STEPS` steps and the last one to the end."""
+    """The later layouts, in order, each for `EVERY_STEPS` steps and the last one to the end."""
     disturbance: Literal["none", "killed", "move_oom", "oom"] = "none"
 
     def fault(self, ranks: int) -> str:
-        """Return the recipe's `fault`."""
+        """Return the value of the recipe key `fault`."""
         if self.disturbance == "move_oom":
             return f"move_oom(step={CHANGED_AT},rank={ranks - 1})"
         if self.disturbance == "oom":
@@ -95,28 +95,28 @@ class Case:
     offload: Offload = "none"
     compile: bool = False
     micro_batch_size: int = 4
-    """Samples of a micro-batch; a rank's samples where they are fewer."""
+    """Samples of a micro-batch, or of a rank if those are fewer."""
     optimizer: Optimizer = "sgd"
     unequal_shares: bool = False
-    """The first data-parallel rank takes nearly all samples, so that the others have empty micro-batches."""
+    """The first data-parallel rank takes nearly all samples, so that other ranks have empty micro-batches."""
     ramp: bool = False
-    """The batch grows while the run goes on."""
+    """The batch grows during the run."""
     gradients: WireFormat = "full"
-    """The format in which gradients travel."""
+    """The format in which gradients are exchanged."""
     kernel: tuple[str, str] | None = None
-    """An operation, and its backend in place of the default one."""
+    """An operation, and the backend that replaces its default one."""
     live: Live | None = None
-    """The trainer makes the run, as in a launch, and this is what happens to it."""
+    """The changes of a live run, which the trainer makes as in a launch; None for a run of the certify worker."""
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The shares of the data-parallel ranks; none where they are equal."""
+        """The shares of the data-parallel ranks; empty if they are equal."""
         others = self.layout.data_parallel_size - 1
         return (float(SAMPLES - others), *([1.0] * others)) if self.unequal_shares else ()
 
     @property
     def name(self) -> str:
-        """`dense-fp32-tp2.pp2.zbv-full`."""
+        """The name of the case, such as `dense-fp32-tp2.pp2.zbv-full`."""
         extras = {
             self.recompute: self.recompute != "none",
             "offload": self.offload != "none",
@@ -135,7 +135,7 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        """The same arithmetic in one process."""
+        """The case with the same arithmetic in one process."""
         return Case(
             self.family,
             compute=self.compute,
@@ -165,7 +165,7 @@ def name_layout(layout: Layout) -> str:
 
 
 def layouts(num_layers: int) -> tuple[Layout, ...]:
-    """Every axis alone in every manner, and axes combined."""
+    """Return the layouts of the matrix: every axis by itself, in each of its variants, and combinations of axes."""
     uneven = (num_layers - 1, 1)
     return (
         Layout(dp_replicate=2),
@@ -206,7 +206,7 @@ COMBINED = (
     Layout(dp_shard=2, ep=2),
     Layout(dp_shard=2, tp=2),
 )
-"""Layouts that recomputation, offload, compiling and bf16 are combined with."""
+"""Layouts that are combined with recomputation, offload, compiling and bf16."""
 RAMPED = (
     Layout(dp_replicate=2),
     Layout(dp_shard=2),
@@ -217,7 +217,7 @@ RAMPED = (
     Layout(dp_shard=2, ep=2),
     Layout(dp_replicate=2, dp_shard=2),
 )
-"""Layouts of the cases that train a batch which grows."""
+"""Layouts that train a growing batch."""
 COMPRESSED = (
     Layout(dp_replicate=2),
     Layout(dp_shard=2),
@@ -225,9 +225,9 @@ COMPRESSED = (
     Layout(dp_replicate=2, dp_shard=2),
     Layout(dp_shard=2, pp=2, pipeline_schedule="zero_bubble"),
 )
-"""Layouts of the cases whose gradients travel in fewer bits."""
+"""Layouts that exchange compressed gradients."""
 MOVING = (Layout(pp=2), Layout(dp_shard=2, pp=2, pipeline_schedule="zero_bubble"))
-"""Pipelines whose layers move."""
+"""Pipelines whose layers move between stages."""
 TOURS = (
     (
         *(Layout(dp_shard=2), Layout(tp=2), Layout(pp=2), Layout(cp=2), Layout(dp_shard=2, ep=2)),
@@ -238,12 +238,12 @@ TOURS = (
         *(Layout(dp_shard=2, pp=2, pipeline_schedule="zbv"), Layout(dp_shard=4, ep=2)),
     ),
 )
-"""Layouts that a run has in turn, as far as its family has them."""
+"""Layouts that a run goes through in order, without those that are illegal for its family."""
 SHORT = (Layout(), Layout(dp_shard=2), Layout(pp=2, pipeline_schedule="gpipe"))
-"""Layouts in which memory runs out. In gpipe all messages between stages have arrived before the first backward: the
-processes leave none of them behind when they go on with another start."""
+"""Layouts in which memory runs out. With gpipe, all messages between stages arrive before the first backward, so that
+a restart inside the process leaves none behind."""
 COMPRESSED_FAMILIES = ("dense", "moe")
-"""Exchanges know rows of numbers and no models: experts alone have exchanges of their own."""
+"""Compression does not depend on the model, except that experts have an exchange of their own: two families suffice."""
 
 
 LIVE_CLAUSES = ("LIVE-1", "LIVE-2", "LIVE-3", "LIVE-4", "LIVE-5")
@@ -253,12 +253,12 @@ FP8_FAMILY = "dense"
 
 
 def cases(max_processes: int, *, with_fp8: bool = True) -> dict[str, list[Case]]:
-    """Return the legal cases of each clause that needs runs of its own, on at most `max_processes`.
+    """Return the legal cases of each clause that has cases of its own, on at most `max_processes`.
 
     `with_fp8`: torchao is installed, so that linear layers can compute in fp8.
     """
     by_clause: dict[str, list[Case]] = {clause: [] for clause in OWN_CASES}
-    for family, spread in ((f, s) for f in FAMILIES for s in spreads(f, max_processes)):
+    for family, spread in ((f, s) for f in FAMILIES for s in legal_layouts(f, max_processes)):
         by_clause["NUM-1"].append(Case(family, spread))
         if spread.data_parallel_size > 1:
             by_clause["NUM-7"].append(Case(family, spread, unequal_shares=True))
@@ -283,7 +283,7 @@ def cases(max_processes: int, *, with_fp8: bool = True) -> dict[str, list[Case]]
 
 
 def _live_runs(family: str, max_processes: int) -> Iterator[tuple[str, Layout, Live]]:
-    """Yield the runs of a family for each clause: its first layout, and what happens to it."""
+    """Yield the live runs of a family: the clause, the first layout, and the changes."""
 
     def is_legal(layout: Layout) -> bool:
         return layout.world_size <= max_processes and not refusals(Case(family, layout))
@@ -304,23 +304,23 @@ def _live_runs(family: str, max_processes: int) -> Iterator[tuple[str, Layout, L
 
 
 def moves(layout: Layout, num_layers: int) -> tuple[Layout, ...]:
-    """Return the cuts that a pipeline of two stages has in turn: layers go one way, the other way, and back."""
+    """Return the stage splits of a two-stage pipeline in order: layers move one way, the other way, and back."""
     cuts = ((num_layers - 1, 1), (1, num_layers - 1), None)
     return tuple(replace(layout, stage_layers=cut) for cut in cuts)
 
 
 def _keeps_micro_batches(family: str) -> bool:
-    """Return whether the samples of a micro-batch share statistics, over all ranks: batch normalisation."""
+    """Return whether a family has batch normalisation, whose results depend on the micro-batch size."""
     return FAMILIES[family].unit == "samples"
 
 
-def spreads(family: str, max_processes: int) -> list[Layout]:
-    """The layouts that are legal for a family."""
+def legal_layouts(family: str, max_processes: int) -> list[Layout]:
+    """Return the layouts of the matrix that are legal for a family."""
     return [layout for layout in _sized(family, max_processes) if not refusals(Case(family, layout))]
 
 
 def refused(max_processes: int) -> dict[str, tuple[Problem, ...]]:
-    """The layouts of the matrix that are illegal, by case, with the reasons."""
+    """Return the illegal layouts of the matrix, by case name, with the reasons."""
     all_cases = [Case(family, layout) for family in FAMILIES for layout in _sized(family, max_processes)]
     return {case.name: problems for case in all_cases if (problems := refusals(case))}
 
@@ -333,20 +333,22 @@ def _sized(family: str, max_processes: int) -> list[Layout]:
 @cache
 def refusals(case: Case) -> tuple[Problem, ...]:
     spec = build_spec(case)
+    """Return the reasons why a case is illegal; empty if it is legal."""
     return (*check_engine(spec), *(apply(KERNEL_RULES, spec) if case.kernel else ()))
 
 
 # Kernels as an axis of the matrix
 
 UPDATE = "adamw"
-"""The operation that is no part of the gradients."""
+"""The operation that updates weights; all others take part in the gradients."""
 SPREAD_FAMILIES = {"grouped_matmul": "moe", "ssd_scan": "mamba"}
-"""The family that shows an operation in several layouts; dense for all others."""
+"""The family that measures an operation in several layouts; `dense` for all other operations."""
 FP8 = "fp8"
 
 
 def features_here(*, on_gpu: bool) -> tuple[str, ...]:
-    """Return what this chip and its packages have in place of the defaults: kernels (`attention.math`), and `fp8`."""
+    """Return the kernels (`attention.math`) and formats (`fp8`) that this machine supports in addition to the
+    defaults."""
     kernels = [
         f"{operation}.{name}"
         for operation, backends in KERNELS.items()
@@ -357,9 +359,9 @@ def features_here(*, on_gpu: bool) -> tuple[str, ...]:
 
 
 def kernel_cases(max_processes: int, features: Collection[str], *, of_updates: bool = False) -> Iterator[Case]:
-    """Yield the legal cases of the kernels that gradients depend on, or of the optimizer's.
+    """Yield the legal cases of the kernels that gradients depend on, or of the optimizer's kernels.
 
-    What is compiled takes long: it is measured in the family that shows its operation, in one process.
+    Compiling takes long: compiled kernels are measured in one family, in one process.
     """
     for family, model in FAMILIES.items():
         for operation in KERNELS:
@@ -379,7 +381,7 @@ def kernel_cases(max_processes: int, features: Collection[str], *, of_updates: b
 
 
 def _has(model: ModelSpec, operation: str) -> bool:
-    """Return whether a model's layers have attention or SwiGLU; the rules of a recipe tell of other operations."""
+    """Return whether a model has an operation. Rules of recipes refuse all but attention and SwiGLU where they miss."""
     if operation not in ("attention", "swiglu"):
         return True
     if not has_layer_list(model):
@@ -397,7 +399,7 @@ def _has(model: ModelSpec, operation: str) -> bool:
 _OPTIMIZERS = {
     "sgd": OptimSpec(name="sgd", lr=0.1, weight_decay=0.0, grad_clip_norm=None, schedule=ScheduleSpec(kind="constant")),
     "adamw": OptimSpec(name="adamw", lr=1e-3, schedule=ScheduleSpec(kind="constant")),
-    # AdamW turns a gradient of nearly 0 into a whole update. Beside this eps it stays a small one, and moments count.
+    # AdamW scales a gradient of nearly 0 to a full update. With this eps the update stays small, and moments matter.
     "even_adamw": OptimSpec(
         name="adamw", lr=1e-3, eps=1e-2, weight_decay=0.0, grad_clip_norm=1.0, schedule=ScheduleSpec(kind="constant")
     ),
@@ -417,8 +419,8 @@ def build_spec(case: Case) -> RunSpec:
         batching = BatchingSpec(global_batch_size=first, schedule=BatchScheduleSpec(kind="ramp", stages=stages))
         steps = sum(RAMP_SIZES) // RAMP_SIZES[0]
     train = TrainSection(steps)
-    if (own := LOSSES.get(case.family)) is not None:
-        train = TrainSection(steps, loss=own.loss, loss_options=own.loss_options)
+    if (section := LOSSES.get(case.family)) is not None:
+        train = TrainSection(steps, loss=section.loss, loss_options=section.loss_options)
     is_killed = case.live is not None and case.live.disturbance == "killed"
     return RunSpec(
         model=model,
@@ -443,7 +445,7 @@ def build_plan(case: Case, device: Literal["cpu", "cuda"]) -> Plan:
     spec = build_spec(case)
     largest = RAMP[-1][1] if case.ramp else SAMPLES
     most = max(weighted_counts(largest, case.weights or (1.0,) * layout.data_parallel_size))
-    # Batch norm speaks of all samples of a micro-batch, over all ranks: there has to be one of them.
+    # Batch norm shares statistics over all samples of a micro-batch, over all ranks: a step must have exactly one.
     keeps_micro_batches = _keeps_micro_batches(case.family)
     micro = most if keeps_micro_batches else min(case.micro_batch_size, most)
     plan = Plan(

@@ -1,8 +1,8 @@
-"""The certificate: what was measured, under a digest and a signature; and the certificates of others, verified.
+"""Write, sign and verify certificates.
 
-Every statement of a certificate that follows from others is computed by `derive`, when it is written and when it is
-read. Signatures are Ed25519. A private key is a PEM file (PKCS 8 or OpenSSH's form) that its user alone may read, as
-`ssh-keygen -t ed25519` makes it; a public key is one line as OpenSSH has it, and its fingerprint is the one that
+`derive` computes every statement of a certificate that follows from its measurements, both when it is written and when
+it is read. Signatures are Ed25519. A private key is a PEM file (PKCS 8 or OpenSSH) that only its user may read, as
+`ssh-keygen -t ed25519` makes it; a public key is one line in OpenSSH's format, and its fingerprint is the one that
 `ssh-keygen -l` prints.
 """
 
@@ -28,7 +28,7 @@ from trainspec_cli.recipe.records import FieldError, canonical_json, read_record
 from trainspec_cli.recipe.results.certificate import Certificate, ClauseSummary, Finding, NotOffered, Signer
 from trainspec_cli.run.job.job import versions
 from trainspec_cli.wings.certify.cases import refused
-from trainspec_cli.wings.certify.clauses import LEVELS, SECURITY, read_clauses, spec_sha256, spec_version, stand
+from trainspec_cli.wings.certify.clauses import LEVELS, SECURITY, make_finding, read_clauses, spec_sha256, spec_version
 from trainspec_cli.wings.certify.judge import checks
 from trainspec_cli.wings.certify.other_engine import engine_checks
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 SCHEMA = "trainspec.certificate/3"
 FIRST_SCHEMA = "trainspec.certificate/1"
-"""A certificate of the first schema has no signer, and its findings lack figures that later ones have."""
+"""The first schema has no signer, and its findings lack figures that later ones have."""
 MAY_BE_MISSING = ("PERF-1",)
-"""Not measured where nothing was predicted for the machine."""
+"""Clauses that a whole certificate may lack: the planner may have no prediction for the machine."""
 
 
 def write_certificate(
@@ -55,7 +55,7 @@ def write_certificate(
     recipe: tuple[str, ...] = (),
     not_offered: tuple[NotOffered, ...] = (),
 ) -> Certificate:
-    """Return the certificate of what was measured. The other arguments are the fields of `Certificate`."""
+    """Return the certificate of these findings. The other arguments are the fields of `Certificate`."""
     raw = Certificate(
         schema=SCHEMA,
         spec_version=spec_version(),
@@ -80,10 +80,10 @@ def write_certificate(
 
 
 def derive(raw: Certificate) -> Certificate:
-    """Return the certificate with every statement that follows from others: findings, clauses, verdict, `whole`.
+    """Return the certificate with everything that follows from its measurements: findings, clauses, verdict, `whole`.
 
-    Measurements (the figures of findings, what was declined, the machine, versions and dates) stay as they are. The
-    findings of the first schema stay too: its figures do not suffice to compute them.
+    Measurements (the figures of findings, declined cases, the machine, versions and dates) are kept. So are the
+    findings of the first schema, whose figures do not suffice to compute them.
     """
     findings = raw.findings
     levels = {clause.id: (clause.level, clause.title) for clause in raw.clauses}
@@ -92,7 +92,7 @@ def derive(raw: Certificate) -> Certificate:
         plain = to_plain(raw)
         measured_on = {name: plain[name] for name in ("machine", "machine_id", "versions", "features")}
         machine_sha256 = hashlib.sha256(canonical_json(measured_on).encode()).hexdigest()
-        again = [stand(one.clause, one.case, one.figures, of_engine=bool(raw.engine)) for one in findings]
+        again = [make_finding(one.clause, one.case, one.figures, of_engine=bool(raw.engine)) for one in findings]
         findings = tuple(
             replace(
                 one,
@@ -103,15 +103,15 @@ def derive(raw: Certificate) -> Certificate:
         )
     summaries = []
     for id, (level, title) in levels.items():
-        own = [finding for finding in findings if finding.clause == id]
-        worst = max(own, key=lambda finding: finding.measured, default=None)
+        of_clause = [finding for finding in findings if finding.clause == id]
+        worst = max(of_clause, key=lambda finding: finding.measured, default=None)
         summaries.append(
             ClauseSummary(
                 id=id,
                 level=level,
                 title=title,
-                cases=len(own),
-                failed=sum(not finding.passed for finding in own),
+                cases=len(of_clause),
+                failed=sum(not finding.passed for finding in of_clause),
                 worst=_number(worst.measured) if worst else None,
                 bound=worst.bound if worst else None,
                 worst_case=worst.case if worst else None,
@@ -129,12 +129,12 @@ def derive(raw: Certificate) -> Certificate:
 
 
 def _number(value: float | str) -> float | str:
-    """JSON has no infinity."""
+    """Return the number as JSON can hold it: JSON has no infinity."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def is_whole(made: Certificate) -> bool:
-    """Return whether each case that belongs to the spec, on this many processes, has one finding, and no other has."""
+    """Return whether the certificate has exactly one finding for each case of the spec on this many processes."""
     launched = set() if made.engine else {*SECURITY, *LEVELS}
     found = [(finding.clause, finding.case) for finding in made.findings if finding.clause not in launched]
     of_launches = {finding.clause for finding in made.findings if finding.clause in launched}
@@ -150,7 +150,7 @@ def is_whole(made: Certificate) -> bool:
 
 
 def digest(body: JsonObject) -> str:
-    """Return the SHA-256 of everything but the digest itself and the signature, as canonical JSON."""
+    """Return the SHA-256 of the canonical JSON without the digest and the signature."""
     content = {key: value for key, value in body.items() if key not in ("digest", "signature")}
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()
 
@@ -160,16 +160,16 @@ def digest(body: JsonObject) -> str:
 MAX_KEY_BYTES = 2**14
 FINGERPRINT = "SHA256:"
 PURPOSE = b"trainspec certificate\n"
-"""Stands before what is signed, so that a signature of a certificate is of nothing else."""
+"""Prefix of the signed content, so that a signature of a certificate is valid for nothing else."""
 MAKE_KEY = "ssh-keygen -t ed25519 -N '' -f FILE"
 
 
 class NoKeyError(ValueError):
-    """A text is no public key of Ed25519."""
+    """The text is not an Ed25519 public key."""
 
 
 def _check_package() -> None:
-    """Raise MachineError where the package that signs is not installed."""
+    """Raise MachineError if the package for signatures is not installed."""
     if importlib.util.find_spec("cryptography") is None:
         message = "signatures need the package cryptography, which is not installed"
         hint = "type pip install 'trainspec[signing]'"
@@ -177,7 +177,7 @@ def _check_package() -> None:
 
 
 def read_key(file: Path) -> Ed25519PrivateKey:
-    """Return a private key. Raises MachineError where others may read the file, RecipeError where it holds none."""
+    """Return a private key. Raises MachineError if other users may read the file, RecipeError if it is not a key."""
     _check_package()
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
@@ -194,16 +194,16 @@ def read_key(file: Path) -> Ed25519PrivateKey:
     try:
         key = load(content, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise _no_key(file, "holds no private key that is read here, such as one without a password") from error
+        raise _no_key(file, "holds no private key that can be read; keys with a password are not supported") from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise _no_key(file, "holds a key of another kind than Ed25519")
+        raise _no_key(file, "holds a key that is not Ed25519")
     return key
 
 
 def read_fingerprint(wanted: str) -> str:
-    """Return the fingerprint that `wanted` is, or that of the public key in the file of this name.
+    """Return `wanted` if it is a fingerprint, or else the fingerprint of the public key in the file of that name.
 
-    Raises RecipeError where it is neither.
+    Raises RecipeError if it is neither.
     """
     if wanted.startswith(FINGERPRINT):
         return wanted
@@ -222,7 +222,7 @@ def _no_key(file: Path, why: str) -> RecipeError:
 
 
 def _fingerprint_of(line: str) -> str:
-    """Return `SHA256:...` of a public key as OpenSSH writes it. Raises NoKeyError."""
+    """Return the fingerprint `SHA256:...` of a public key in OpenSSH's format. Raises NoKeyError."""
     words = line.split()
     if len(words) < 2 or words[0] != "ssh-ed25519":
         raise NoKeyError("a public key is a line that begins with ssh-ed25519")
@@ -234,7 +234,7 @@ def _fingerprint_of(line: str) -> str:
 
 
 def sign_certificate(certificate: Certificate, key: Ed25519PrivateKey) -> Certificate:
-    """Return the certificate with its signer named, under another digest, and signed."""
+    """Return the certificate with its signer, a new digest and the signature."""
     from cryptography.hazmat.primitives import serialization
 
     encoding = serialization.Encoding.OpenSSH
@@ -245,88 +245,90 @@ def sign_certificate(certificate: Certificate, key: Ed25519PrivateKey) -> Certif
 
 
 def _signed_content(body: JsonObject) -> bytes:
-    """Return what is signed: everything but the signature, as canonical JSON."""
+    """Return the content to sign: the canonical JSON of everything but the signature."""
     return PURPOSE + canonical_json({key: value for key, value in body.items() if key != "signature"}).encode()
 
 
 def is_signed(signer: Signer, body: JsonObject, signature: str) -> bool:
-    """Return whether `signature` is the signer's of this certificate. Raises NoKeyError where the signer has no such
-    key, MachineError where the package is missing that checks it."""
+    """Return whether the signer made this signature of the certificate.
+
+    Raises NoKeyError if its public key is invalid, MachineError if the package for signatures is missing.
+    """
     _check_package()
     from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
 
     if _fingerprint_of(signer.public_key) != signer.fingerprint:
-        raise NoKeyError("the fingerprint is not that of the public key")
+        raise NoKeyError("the fingerprint does not match the public key")
     try:
         key = serialization.load_ssh_public_key(signer.public_key.encode())
         key.verify(base64.b64decode(signature, validate=True), _signed_content(body))  # type: ignore[call-arg]
     except (InvalidSignature, binascii.Error):
         return False
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise NoKeyError("its public key is none of Ed25519") from error
+        raise NoKeyError("the public key is not Ed25519") from error
     return True
 
 
-# Certificates of others
+# Verification
 
 
 def verify(file: Path, signed_by: str = "") -> Certificate:
-    """Return the certificate in `file`, whose every statement is computed again from its measurements.
+    """Return the certificate in `file` after computing every statement again from its measurements.
 
-    `signed_by`: the fingerprint of the key that it has to be signed by; empty: any, or none. Raises RecipeError where
-    the file is no certificate, was altered, contradicts itself or is signed by another key; MachineError where the
-    package is missing that checks its signature.
+    `signed_by`: the fingerprint of the key that must have signed it; empty accepts any key and no signature. Raises
+    RecipeError if the file is not a certificate, was altered, contradicts itself or has another signer; MachineError
+    if the package for signatures is missing.
     """
     try:
         body = read_object(file)
         schema = read_field(file, body, "schema", str)
         stated = read_field(file, body, "digest", str)
     except UnreadableFileError as error:
-        raise _refused(file, f"is no certificate: {error}") from error
+        raise _refused(file, f"is not a certificate: {error}") from error
     if schema not in (SCHEMA, FIRST_SCHEMA):
-        raise _refused(file, f"is of the schema {schema}, this version reads {SCHEMA} and {FIRST_SCHEMA}")
+        raise _refused(file, f"has the schema {schema}; this version reads {SCHEMA} and {FIRST_SCHEMA}")
     try:
         found = digest(body)
-    except ValueError:  # canonical JSON cannot hold NaN, infinity and half a surrogate pair
+    except ValueError:  # canonical JSON cannot hold NaN, infinity or lone surrogates
         found = ""
     if found != stated:
-        raise _refused(file, "was altered: its digest is not that of its content")
+        raise _refused(file, "was altered: its digest does not match its content")
     try:
         certificate = read_record(Certificate, body)
-    except FieldError as error:  # anybody can put a digest to anything
+    except FieldError as error:  # a valid digest proves nothing: anybody can compute one
         raise _refused(file, f"is damaged: {error}") from error
-    if schema == FIRST_SCHEMA:  # which has no such fields, whatever a file of it holds
+    if schema == FIRST_SCHEMA:  # it has no such fields, even if the file does
         certificate = replace(certificate, machine_id="", signer=None, signature="")
     signer = certificate.signer
     if signer is None and certificate.signature:
-        raise _refused(file, "was altered: it has a signature and names nobody who signed")
+        raise _refused(file, "was altered: it has a signature but no signer")
     try:
         if signer is not None and not is_signed(signer, body, certificate.signature):
-            raise _refused(file, "was altered: the signature is not that of its content")
+            raise _refused(file, "was altered: its signature does not match its content")
     except NoKeyError as error:
-        raise _refused(file, f"is signed by no key that is known here: {error}") from error
+        raise _refused(file, f"has an invalid signer: {error}") from error
     if contradiction := _contradiction(certificate):
         raise _refused(file, contradiction)
     if signed_by and (signer is None or signer.fingerprint != signed_by):
         by = f"is signed by {signer.fingerprint}" if signer else "is not signed"
-        raise _refused(file, f"{by}; a signature by {signed_by} is needed")
+        raise _refused(file, f"{by}; a signature by {signed_by} is required")
     return certificate
 
 
 def _contradiction(certificate: Certificate) -> str | None:
-    """Return the first statement that its own measurements contradict; None where all of them agree."""
+    """Return the first statement that contradicts the measurements or the spec; None if there is no contradiction."""
     clauses = {clause.id: clause.level for clause in read_clauses().values()}
     known = {clause.id for clause in certificate.clauses}
     if certificate.schema != FIRST_SCHEMA:
         if (certificate.spec_version, certificate.spec_sha256) != (spec_version(), spec_sha256()):
             made_by = certificate.versions.get("trainspec", "that made it")
             return (
-                f"is of the training spec {certificate.spec_version} ({certificate.spec_sha256[:16]}), and this "
+                f"was made for the training spec {certificate.spec_version} ({certificate.spec_sha256[:16]}), and this "
                 f"trainspec has {spec_version()} ({spec_sha256()[:16]}): verify it with trainspec {made_by}"
             )
         known = set(clauses)
-        if certificate.measured_since > certificate.date:  # days, as ISO 8601 has them
+        if certificate.measured_since > certificate.date:  # ISO 8601 dates compare as text
             since = certificate.measured_since
             made = certificate.date
             return f"contradicts itself: measured_since is {since!r}, after date, {made!r}"
@@ -334,12 +336,12 @@ def _contradiction(certificate: Certificate) -> str | None:
         path = f"findings[{number}]"
         if finding.clause not in known:
             return f"contradicts itself: {path}.clause is {finding.clause!r}, which the spec does not have"
-        if certificate.schema == FIRST_SCHEMA and finding.clause in clauses:  # `derive` leaves its findings as they are
-            again = stand(finding.clause, finding.case, finding.figures)
+        if certificate.schema == FIRST_SCHEMA and finding.clause in clauses:  # `derive` does not compute its findings
+            again = make_finding(finding.clause, finding.case, finding.figures)
             if finding.bound != again.bound:
                 return f"contradicts the spec: {path}.bound is {finding.bound}, not {again.bound}"
             if finding.passed and again.bound is not None and not again.measured <= again.bound:
-                return f"contradicts itself: {path}.passed is True, and its figures are over the bound"
+                return f"contradicts itself: {path}.passed is True, but its figures exceed the bound"
     for number, clause in enumerate(certificate.clauses):
         level = clauses.get(clause.id, clause.level)
         if clause.level != level:
@@ -349,13 +351,13 @@ def _contradiction(certificate: Certificate) -> str | None:
 
 
 def _first_difference(stated: JsonValue, follows: JsonValue, path: str = "") -> str | None:
-    """Return the path of the first leaf that differs, with what is stated and what follows from the findings."""
+    """Return the path of the first value that differs, with what is stated and what follows from the findings."""
     if isinstance(stated, dict) and isinstance(follows, dict):
         pairs = [(f"{path}.{key}" if path else key, stated.get(key), follows.get(key)) for key in stated | follows]
     elif isinstance(stated, list) and isinstance(follows, list) and len(stated) == len(follows):
         pairs = [(f"{path}[{number}]", stated[number], follows[number]) for number in range(len(stated))]
     else:
-        return None if stated == follows else f"{path} is {stated!r}, and {follows!r} follows from its findings"
+        return None if stated == follows else f"{path} is {stated!r}, but its findings give {follows!r}"
     return next((found for name, one, other in pairs if (found := _first_difference(one, other, name))), None)
 
 

@@ -1,4 +1,4 @@
-"""A certificate for people: who vouches for it, a line for each clause, then what was broken."""
+"""Render a certificate for people: who signed it, a line for each clause, and the broken cases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def render_certificate(certificate: Certificate) -> RenderableType:
         cells = (clause.id, clause.level, clause.title, str(clause.cases), str(clause.failed), worst, bound)
         table.add_row(*cells, style="red" if clause.failed else "")
     below = [
-        Text(f"{one.clause} not offered in {one.case}: {one.reason}", style="yellow") for one in certificate.not_offered
+        Text(f"{one.clause} not offered for {one.case}: {one.reason}", style="yellow")
+        for one in certificate.not_offered
     ]
     for finding in certificate.findings:
         if not finding.passed:
@@ -43,7 +44,7 @@ def render_certificate(certificate: Certificate) -> RenderableType:
     if certificate.date:
         parts.append(Text(f"made on {certificate.date}"))
     if certificate.machine_id:
-        parts.append(Text(f"of the machine {certificate.machine_id} ({certificate.machine.hostname})"))
+        parts.append(Text(f"on the machine {certificate.machine_id} ({certificate.machine.hostname})"))
     return Group(*parts)
 
 
@@ -57,17 +58,17 @@ def _describe_verdict(found: Certificate) -> str:
     refusals = sum(clause.cases for clause in measured if clause.id == REFUSALS)
     counted = {"cases measured": runs, "layouts refused": refusals}
     counts = " and ".join(f"{count:,} {what}" for what, count in counted.items() if count) or "no cases"
-    whose = f" by {found.engine}" if found.engine else ""
+    engine = f" by {found.engine}" if found.engine else ""
     part = f"{len(measured)} clause{'s' * (len(measured) != 1)} of the spec"
     what = f"the training spec {found.spec_version}" if found.whole else part
     gpus = found.machine.gpu_names
     where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{found.machine.cpu_cores} CPU cores"
-    return f"{what}: {found.verdict}{whose}, {counts} on {where}; digest {found.digest[:SHOWN_DIGITS]}"
+    return f"{what}: {found.verdict}{engine}, {counts} on {where}; digest {found.digest[:SHOWN_DIGITS]}"
 
 
 def describe_trust(found: Certificate) -> str:
-    """Return who vouches for a certificate whose signature was checked."""
+    """Return who signed a certificate, whose signature the caller has checked."""
     if found.signer:
-        accept = "--verify FILE --key KEY accepts that key alone"
+        accept = "--verify FILE --key KEY accepts only that key"
         return f"signed by {found.signer.fingerprint} (anybody can make a key: {accept})"
-    return "unsigned: anybody could have written this certificate, and its figures and machine with it"
+    return "unsigned: anybody could have written this certificate, including its figures and its machine"

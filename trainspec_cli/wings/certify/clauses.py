@@ -1,7 +1,7 @@
-"""The clauses of SPEC.md, and what follows from the figures of one finding: the bound, kept or broken, the grade.
+"""The clauses of SPEC.md, and how the figures of a finding decide whether its clause is kept, and its grade.
 
-Judges make findings with `stand`, and the verification of a certificate calls it again on the figures that the
-certificate holds. A certificate can therefore state nothing that its figures contradict.
+`make_finding` derives a finding from its figures, both when it is measured and when a certificate is verified. A
+certificate can therefore state nothing that its figures contradict.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def spec_sha256() -> str:
 
 @lru_cache
 def read_clauses() -> dict[str, Clause]:
-    """Return the clauses by id, in the document's order."""
+    """Return the clauses by id, in the order of the document."""
     found = _CLAUSE_TEXT.findall(SPEC.read_text(encoding="utf-8"))
     return {id: Clause(id, level, title, " ".join(text.split())) for id, level, title, text in found}
 
@@ -61,11 +61,11 @@ LIVE_BOUND = 1e-6
 FORMAT_FACTOR = 2.0
 """Bound of NUM-3, as a multiple of the format's own error."""
 EXCHANGE_BOUNDS = {"bf16": 4e-3, "int8": 2e-2, "int4": 2e-1}
-"""Bounds of COMM-1 on all parameters together, by the format."""
+"""Bounds of COMM-1 on all parameters together, by format."""
 EXCHANGES = 64
-"""The exchanges of COMM-2."""
+"""Number of exchanges in COMM-2."""
 WAITING = 8
-"""The exchanges whose losses may still wait after those of COMM-2."""
+"""The loss that may remain to be added after those exchanges, in exchanges."""
 
 SECURITY = ("SEC-1", "SEC-2", "SEC-3", "SEC-4")
 AS_THEY_MUST_BE = "as they must be"
@@ -76,21 +76,21 @@ FACTS = {
     "LIVE-4": ("steps", "starts", "layouts"),
     "LIVE-5": ("steps", "starts", "micro-batches", "samples"),
 }
-"""What must have happened in a run of each live clause, next to its errors."""
+"""Facts that must hold in a run of each live clause, in addition to its bounds."""
 GRADES = ("A", "B", "C")
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The bounds of a figure for each grade, from the best to the last."""
+    """The bounds of a figure for the grades A, B and C."""
 
     figure: str
     bounds: tuple[float, float, float]
     rises: bool = False
-    """True: more is better."""
+    """True: higher is better."""
 
     def grade(self, value: float) -> str:
-        """Return A, B or C; `-` for what is below all of them."""
+        """Return A, B or C; `-` if the value misses all bounds."""
         for grade, bound in zip(GRADES, self.bounds, strict=True):
             if (value >= bound) if self.rises else (value <= bound):
                 return grade
@@ -104,18 +104,18 @@ LEVELS = {
     "PERF-4": Levels("recovery_s", (30.0, 120.0, 600.0)),
     "PERF-5": Levels("slower_gb_per_s", (1.0, 0.25, 0.05), rises=True),
 }
-"""The levels of each clause, as the training spec states them."""
+"""The graded clauses, with the bounds that the training spec states."""
 
 _FORMAT = re.compile(r"-(bf16|int8|int4)_gradients(?:-|$)")
 _EXCHANGES = re.compile(r"-(\d+)-exchanges(?:-|$)")
 _PROCESSES = re.compile(r"^(\d+)-processes$")
 
 
-def stand(clause: str, case: str, figures: Mapping[str, Figure], *, of_engine: bool = False) -> Finding:
-    """Return the finding that the figures make; the figure that is held against the bound comes first in it.
+def make_finding(clause: str, case: str, figures: Mapping[str, Figure], *, of_engine: bool = False) -> Finding:
+    """Return the finding that follows from the figures, with the figure that is compared with the bound first.
 
-    A figure that follows from others is computed here, whatever `figures` says. A figure that is missing breaks the
-    clause. `of_engine`: another engine was measured, of which the protocol shows less.
+    A figure that follows from others is computed here, whatever `figures` states. A missing figure breaks the clause.
+    `of_engine`: another engine was measured, whose protocol reports fewer figures.
     """
     numbers = _Numbers(figures)
     finding = Finding(clause, case, passed=False, figures=dict(figures))
@@ -128,7 +128,7 @@ def stand(clause: str, case: str, figures: Mapping[str, Figure], *, of_engine: b
     if clause in ("NUM-1", "NUM-4", "NUM-5", "KERN-1"):
         return _bounded(finding, "worst_gradient_error", numbers["worst_gradient_error"], GRADIENT_BOUND)
     if clause == "NUM-2":
-        # Clipping counts where it bound in each step: what is clipped by the norm of a part differs from there on.
+        # Every later step must clip: a gradient clipped by the norm of one part would only differ there.
         clipped = of_engine or CLIP_NORM < numbers["least_clipped_norm"] < math.inf
         return _bounded(finding, "worst_loss_error", numbers["worst_loss_error"], LOSS_BOUND, kept=clipped)
     if clause == "CKPT-2":
@@ -143,7 +143,7 @@ def stand(clause: str, case: str, figures: Mapping[str, Figure], *, of_engine: b
         kept = clause != "NUM-8" or figures.get("samples") == "each once"
         return _bounded(finding, "worst_of_bound", worst, 1.0, kept=kept)
     if clause in ("COMM-1", "COMM-2"):
-        # The name of a case states its format and exchanges; nothing keeps the bound of one that states no format.
+        # The case's name states the format and the exchanges; a name without a format keeps no bound.
         form = _FORMAT.search(case)
         exchanges = _EXCHANGES.search(case)
         count = int(exchanges.group(1)) if exchanges else 1
@@ -157,7 +157,7 @@ def stand(clause: str, case: str, figures: Mapping[str, Figure], *, of_engine: b
 
 
 def _keeps_exactly(clause: str, figures: Mapping[str, Figure], numbers: _Numbers, of_engine: bool) -> bool:
-    """Return whether a clause that allows no error is kept."""
+    """Return whether a clause without tolerance is kept."""
     if clause == "LEGAL-1":
         return all(figures.get(name) for name in ("reason", "hint"))
     if clause == "SEC-1":
@@ -176,7 +176,7 @@ def _keeps_exactly(clause: str, figures: Mapping[str, Figure], numbers: _Numbers
 
 
 class _Numbers:
-    """The figures that are numbers; infinite where one is missing, is a text, or is no number."""
+    """Access to figures as numbers; infinite if a figure is missing or is not a number."""
 
     def __init__(self, figures: Mapping[str, Figure]):
         self._figures = figures
@@ -188,12 +188,14 @@ class _Numbers:
 
 
 def _bounded(finding: Finding, name: str, value: float, bound: float, *, kept: bool = True) -> Finding:
+    """Return the finding with `value` first, compared with the bound; `kept`: all other conditions hold."""
     others = {other: figure for other, figure in finding.figures.items() if other != name}
     passed = kept and math.isfinite(value) and value <= bound
     return replace(finding, passed=passed, figures={name: value, **others}, bound=bound)
 
 
 def _level(clause: str, case: str, numbers: _Numbers, levels: Levels) -> float:
+    """Return the figure of a graded clause; 0 if it is missing and higher is better."""
     if clause == "PERF-1":
         ratio = _divide(numbers["step_s"], numbers["planned_s"])
         return max(ratio, _divide(numbers["planned_s"], numbers["step_s"]))
@@ -209,6 +211,6 @@ def _level(clause: str, case: str, numbers: _Numbers, levels: Levels) -> float:
 
 
 def _divide(value: float, by: float) -> float:
-    """Return the quotient; infinite where there is none."""
+    """Return the quotient; infinite if it is undefined."""
     quotient = value / by if by and not math.isinf(by) else math.inf
     return math.inf if math.isnan(quotient) else quotient

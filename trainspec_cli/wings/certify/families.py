@@ -1,4 +1,4 @@
-"""Small models with everything that a family has: what the clauses are measured on."""
+"""The models that the clauses are measured on: small ones with every feature of their family."""
 
 from __future__ import annotations
 
@@ -74,16 +74,16 @@ FAMILIES: dict[str, ModelSpec] = {
 }
 
 LOSSES: dict[str, TrainSection] = {}
-"""Families with a user-defined loss, and the section of the recipe that names it."""
+"""Families with a user-defined loss, and the recipe section that names it."""
 
 
 PLAIN_DECODER = _decoder()
-"""A Llama without any deviation, which every engine knows."""
+"""A Llama without variations, which every engine supports."""
 
 
 def measure_alone(name: str, model: ModelSpec, loss: TrainSection | None = None) -> None:
-    """Let the clauses be measured in this process on one model alone, under this name. `loss`: the section of its
-    recipe, where the loss may be user-defined."""
+    """Measure the clauses of this process on this model only. `loss`: the recipe section that may name a user-defined
+    loss."""
     FAMILIES.clear()
     LOSSES.clear()
     FAMILIES[name] = model

@@ -1,4 +1,4 @@
-"""Clause by clause: which runs it needs, what they measured, and whether that keeps the clause."""
+"""For each clause: the runs that it needs, the figures that they measured, and the finding that follows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainspec_cli.wings.certify.cases import (
     kernel_cases,
     refused,
 )
-from trainspec_cli.wings.certify.clauses import AS_THEY_MUST_BE, EXCHANGES, stand
+from trainspec_cli.wings.certify.clauses import AS_THEY_MUST_BE, EXCHANGES, make_finding
 from trainspec_cli.wings.certify.families import FAMILIES, SAMPLES
 from trainspec_cli.wings.certify.runs import Measured, Run, Tensors, gradient_errors, loss_error, whole_error
 
@@ -37,7 +37,7 @@ Figures = dict[str, float | str]
 
 @dataclass(frozen=True)
 class ClauseCheck:
-    """A clause on a case, and the runs that it takes."""
+    """A clause on a case, and the runs that it needs."""
 
     clause: str
     run: Run
@@ -46,22 +46,21 @@ class ClauseCheck:
     def runs(self) -> tuple[Run, ...]:
         case = self.run.case
         if self.clause == "NUM-3":
-            # The runs in one process in the case's format, which show what it costs by itself, and in fp64.
+            # Runs in one process: in the case's format, which show the error of the format itself, and in fp64.
             exact = Case(case.family, compute="fp64", micro_batch_size=case.micro_batch_size)
             return (self.run, Run(case.reference, losses=False), Run(exact, losses=False))
         if self.clause == "NUM-6":
-            return (self.run, replace(self.run, take=1))
+            return (self.run, replace(self.run, repetition=1))
         if self.run.resume:
             return (self.run,)
         if case.live:
-            return (self.run, replace(self.run, case=beside(case), take=0))
+            return (self.run, replace(self.run, case=undisturbed(case), repetition=0))
         reference = Run(case.reference, gradients=not (case.ramp or self.clause == "KERN-2"))
         return (self.run, *([self.run.continues] if self.run.continues else []), reference)
 
 
-def beside(case: Case) -> Case:
-    """Return the run that a live one is held against: of one that is killed, the same with no kill; else the one to
-    which nothing happens."""
+def undisturbed(case: Case) -> Case:
+    """Return the case to compare a live run with: the same changes without the kill, or a run without changes."""
     assert case.live is not None
     killed = case.live.disturbance == "killed"
     return replace(case, live=Live(case.live.changes if killed else ()))
@@ -70,9 +69,9 @@ def beside(case: Case) -> Case:
 def checks(
     max_processes: int, only: Sequence[str] = (), *, on_gpu: bool = False, features: Collection[str] | None = None
 ) -> list[ClauseCheck]:
-    """Return the checks of the matrix, or those whose clause or case is named by a pattern of `only`.
+    """Return the checks of the matrix, or those whose clause, case or family matches a pattern of `only`.
 
-    `features`: the kernels and formats that a machine has, as its certificate states them; None: this machine's.
+    `features`: the kernels and formats that a machine has, as its certificate states them; None: those of this machine.
     """
     found = []
     for check in _all_checks(max_processes, features_here(on_gpu=on_gpu) if features is None else features):
@@ -113,7 +112,7 @@ def _all_checks(max_processes: int, features: Collection[str]) -> Iterator[Claus
 
 
 KEPT = (Layout(dp_shard=2), Layout(tp=2), Layout(pp=2, pipeline_schedule="zbv"), Layout(dp_shard=2, ep=2))
-"""Repeated, and stopped and resumed."""
+"""Layouts whose runs are repeated, and stopped and resumed."""
 MOVES = (
     (Layout(dp_shard=2), Layout(tp=2)),
     (Layout(tp=2), Layout(pp=2, pipeline_schedule="zbv")),
@@ -123,12 +122,12 @@ MOVES = (
     (Layout(dp_shard=2, ep=2), Layout()),
     (Layout(cp=2), Layout(dp_shard=2, ep=2)),
 )
-"""Saved in the first layout, continued in the second."""
+"""Pairs of layouts: a run is saved in the first and continued in the second."""
 
 
 def judge(check: ClauseCheck, results: Results) -> Finding:
-    """Return what the runs of a check have measured; `stand` says whether that keeps the clause."""
-    return stand(check.clause, check.run.name, _figures(check, results))
+    """Return the finding of a check from what its runs measured."""
+    return make_finding(check.clause, check.run.name, _figures(check, results))
 
 
 def _figures(check: ClauseCheck, results: Results) -> Figures:
@@ -159,15 +158,15 @@ def _figures(check: ClauseCheck, results: Results) -> Figures:
     if clause == "CKPT-2":
         return {"worst_loss_error": loss_error(found.losses, reference.losses[SAVE_AT:])}
     if clause in ("COMM-1", "COMM-2"):
-        # What a block of few bits loses is spread over the parameters in it.
+        # The loss of a compressed block is spread over all parameters in it, so only the whole gradient is bounded.
         return {"gradient_error": whole_error(found.gradients, reference.gradients)}
     if clause == "NUM-7":
-        # The sums of a few parameters, such as norms before a convolution, cancel: the whole gradient is judged.
+        # Gradients of small parameters (norms before a convolution) are sums that cancel: judge the whole gradient.
         gradient_error = whole_error(found.gradients, reference.gradients)
         return {"gradient_error": gradient_error, **_training_figures(found, reference)}
     figures = _training_figures(found, reference)
     if clause == "NUM-8":
-        # Every sample is taken once, in steps of the sizes that the ramp has.
+        # Every sample is taken once, and the steps have the sizes of the ramp.
         in_order = [position for step in trained.taken for position in step] == list(range(sum(RAMP_SIZES)))
         once = in_order and tuple(map(len, trained.taken)) == RAMP_SIZES
         figures["samples"] = "each once" if once else "not each once"
@@ -181,7 +180,7 @@ def worst_gradient(found: Tensors, reference: Tensors) -> Figures:
 
 
 def format_figures(found: Tensors, own: Tensors, exact: Tensors) -> Figures:
-    """Return the error of the parameter with the worst ratio to what the format itself costs it."""
+    """Return the error of the parameter with the worst ratio to the format's own error."""
     ours = gradient_errors(found, exact)
     of_format = gradient_errors(own, exact)
     usual = sorted(of_format.values())[len(of_format) // 2]
@@ -190,7 +189,7 @@ def format_figures(found: Tensors, own: Tensors, exact: Tensors) -> Figures:
 
 
 def _training_figures(found: Measured, reference: Measured) -> Figures:
-    """Compare losses and weights with the reference's."""
+    """Compare losses and weights with those of the reference."""
     return {
         "worst_loss_error": loss_error(found.losses, reference.losses),
         "weight_error": whole_error(found.weights, reference.weights),
@@ -198,11 +197,11 @@ def _training_figures(found: Measured, reference: Measured) -> Figures:
 
 
 def _judge_live(check: ClauseCheck, results: Results) -> Figures:
-    """Judge a run of the trainer that meets changes: what must have happened in it, and its errors or bits."""
+    """Return the figures of a live clause: the facts that must hold in the run, and its errors or digests."""
     case = check.run.case
     found, reference = (results[run] for run in check.runs)
     live = found.result.live
-    assert live is not None, "the trainer made the run"
+    assert live is not None, "live clauses are measured on runs of the trainer"
     each_once = tuple(tuple(range(first, first + SAMPLES)) for first in range(0, SAMPLES * LIVE_STEPS, SAMPLES))
     plan = build_plan(case, "cpu")
     facts = {"steps": len(found.losses) == LIVE_STEPS}
@@ -211,18 +210,18 @@ def _judge_live(check: ClauseCheck, results: Results) -> Figures:
     if check.clause in ("LIVE-1", "LIVE-2", "LIVE-3"):
         facts["layouts"] = live.layouts == planned_layouts(case)
     if check.clause in ("LIVE-1", "LIVE-2"):
-        # A change moves the state from process to process.
+        # A change moves the state between processes without writing it to disk.
         facts["disk"] = live.written_bytes == 0
     elif check.clause == "LIVE-3":
-        # The second start begins with the newest checkpoint.
+        # The second start reads the newest checkpoint.
         newest = (KILLED_AT // SAVE_EVERY_STEPS) * SAVE_EVERY_STEPS
         facts["starts"] = live.starts == (0, newest)
     elif check.clause == "LIVE-4":
-        # The layout stays as it was.
+        # The failed change leaves the layout as it was.
         facts["starts"] = live.starts == (0,)
         facts["layouts"] = set(live.layouts) == {plan.layout}
     else:
-        # Micro-batches fit from the step on in which memory ran out, and no step is lost.
+        # From the step in which memory ran out on, micro-batches fit, and no step is lost.
         sizes = (plan.micro_batch_size,) * SHORT_AT + (FITTING_SAMPLES,) * (LIVE_STEPS - SHORT_AT)
         facts["starts"] = live.starts == ((0,) if case.layout.world_size == 1 else (0, SHORT_AT))
         facts["micro-batches"] = live.largest_micro_batches == sizes
@@ -239,16 +238,16 @@ def _judge_live(check: ClauseCheck, results: Results) -> Figures:
 
 
 def planned_layouts(case: Case) -> tuple[Layout, ...]:
-    """Return the layout that each step is to be made in."""
+    """Return the planned layout of each step."""
     plan = build_plan(case, "cpu")
-    begun = [(0, plan.layout), *((change.step, change.layout) for change in plan.changes)]
-    return tuple(next(layout for first, layout in reversed(begun) if first <= step) for step in range(LIVE_STEPS))
+    layouts = [(0, plan.layout), *((change.step, change.layout) for change in plan.changes)]
+    return tuple(next(layout for first, layout in reversed(layouts) if first <= step) for step in range(LIVE_STEPS))
 
 
 def judge_refusals(max_processes: int) -> list[Finding]:
-    """LEGAL-1: every layout of the matrix either runs (above) or is refused with a reason and what to type."""
+    """Return the findings of LEGAL-1: each illegal layout of the matrix is refused with a reason and a hint."""
     found = []
     for name, problems in refused(max_processes).items():
         shown = next((one for one in problems if not (one.message and one.hint)), problems[0])
-        found.append(stand(REFUSALS, name, {"reason": shown.message, "hint": shown.hint}))
+        found.append(make_finding(REFUSALS, name, {"reason": shown.message, "hint": shown.hint}))
     return found

@@ -1,7 +1,7 @@
-"""Clauses that are measured on runs as a user launches them: security, and the levels of performance.
+"""Measure the clauses that need runs as a user launches them: security, and the levels of performance.
 
-A stranger who reaches the ports and the files of a run tries what it can do to it; short runs, links and disks each get
-a grade.
+For security, an untrusted client connects to the ports of a run, and its files are altered. For performance, short
+runs, links and disks each get a grade.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import socket
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,29 +36,30 @@ from trainspec_cli.run.folder.record import read_plan, read_result
 from trainspec_cli.run.program import Program, ProgramEnd, run_program
 from trainspec_cli.run.tools import CHECKPOINT_RATES, LINKS, run_tool, torchrun
 from trainspec_cli.wings.certify.certificate import digest, verify, write_certificate
-from trainspec_cli.wings.certify.clauses import SECURITY, stand
+from trainspec_cli.wings.certify.clauses import SECURITY, make_finding
 from trainspec_cli.wings.certify.runs import device_of
 
 RECIPE = ("recipe=quickstart",)
-"""Performance is measured on it where no recipe is given."""
+"""The recipe whose performance is measured if none is given."""
 STEPS = 36
 SAVE_EVERY = 12
 KILLED_AT = 30
-"""Steps of a run, of its checkpoints, and the step after which a rank is killed."""
+"""The length of a run in steps, its checkpoint interval, and the step after which a rank is killed."""
 SHORT = (
     *("sample.prompt=", "train.eval_interval_steps=null", "checkpoint.keep_last=1"),
     "optim.schedule.kind=constant",
 )
-"""What would take time and is not measured is left out, and a schedule for which these steps are too few."""
+"""Overrides that skip what takes time and is not measured; so few steps are too short for a warm-up schedule."""
 TIMEOUT_S = 900.0
 
-MOLESTED_STEPS = 40
-MOLESTED_AT = 5
-"""Steps of a run that strangers visit, and the step after which they come."""
+ATTACKED_STEPS = 40
+ATTACKED_AT = 5
+"""The length of the run that is attacked, in steps, and the step after which the attack begins."""
 IDLE = 32
-"""Connections that a stranger opens to every port and leaves."""
-MOLESTED_RECIPE = (
-    *("recipe=tiny", f"train.max_steps={MOLESTED_STEPS}", "scheduler=off", "run.preflight=false", "resilience=none"),
+"""Idle connections that the untrusted client holds open at each port."""
+ATTACKED_RECIPE = (
+    *("recipe=tiny", f"train.max_steps={ATTACKED_STEPS}", "scheduler=off", "run.preflight=false", "resilience=none"),
+    # A slow rank keeps the run alive long enough for every connection of the attack.
     *("checkpoint.keep_last=1", "fault=slow(rank=0,step=1,seconds=0.1,steps=1000)"),
 )
 CONNECT_S = 10.0
@@ -69,19 +70,19 @@ Figures = dict[str, float | str]
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and on what launched runs are measured."""
+    """The machine, the recipe and the folder with which launched runs are measured."""
 
     folder: Path
     machine: Machine
     processes: int
     recipe: tuple[str, ...]
     batch: int
-    """Samples of a step of the recipe."""
+    """The recipe's global batch size, in samples."""
     on_tick: Callable[[], None] = lambda: None
 
 
 def launch(bench: Bench, name: str, arguments: Sequence[str], on_tick: Callable[[], None] = lambda: None) -> None:
-    """Run `trainspec launch` to its end. Raises MachineError with its last lines where it fails."""
+    """Run `trainspec launch` to its end. Raises MachineError with its last lines if it fails."""
 
     def tick() -> None:
         bench.on_tick()
@@ -93,7 +94,7 @@ def launch(bench: Bench, name: str, arguments: Sequence[str], on_tick: Callable[
     if end.exit_code != 0:
         how = "did not end in time" if end.exit_code is None else f"ended with {end.exit_code}"
         typed = shlex.join(["trainspec", "launch", *arguments])
-        problem = Problem("run_failed", f"the run {name} {how}\n\n{end.output}", hint=f"try it alone: {typed}")
+        problem = Problem("run_failed", f"the run {name} {how}\n\n{end.output}", hint=f"try it by itself: {typed}")
         raise MachineError(problem)
 
 
@@ -101,10 +102,10 @@ def launch(bench: Bench, name: str, arguments: Sequence[str], on_tick: Callable[
 
 
 def measure_performance(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
-    """Measure the clauses that are wanted. Raises MachineError where a run fails, Interrupted where a stop is asked."""
+    """Measure the given clauses. Raises MachineError if a run fails, Interrupted if a stop was requested."""
     if not clauses:
         return []
-    # The run of all processes serves the clauses of speed and that of recovery: late in it one rank is killed.
+    # One run of all processes serves the speed clauses and PERF-4: one rank is killed late in it.
     killed = f"fault=kill(rank={bench.processes - 1},step={KILLED_AT})"
     more = (killed, f"checkpoint.interval_steps={SAVE_EVERY}")
     together = _launched(bench, "together", bench.processes, bench.batch, more)
@@ -127,13 +128,14 @@ def measure_performance(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
         result = read_result(together)
         recoveries = result.recoveries if result else ()
         if not recoveries or not isinstance(recoveries, tuple) or recoveries[0].stall_s is None:
-            raise MachineError(Problem("run_failed", f"{together.root} met no failure that it recovered from"))
+            message = f"{together.root} did not recover from the killed rank"
+            raise MachineError(Problem("run_failed", message))
         (first, *_) = recoveries
         assert first.stall_s is not None
         lost_steps = float(first.lost_steps or 0)
         figures["PERF-4"] = {"recovery_s": first.stall_s, "lost_steps": lost_steps, "kind": first.kind}
     if "PERF-5" in clauses:
-        # What is measured is the disk of the folder in which the certification keeps its runs.
+        # The disk under test is the one that holds the folder of the certification.
         plan = read_plan(together).as_one_group
         request = CheckpointRatesRequest(plan, str(bench.folder.absolute() / "performance" / "checkpoints"))
         rates = run_tool(CHECKPOINT_RATES, request, torchrun(plan, bench.machine), on_tick=bench.on_tick)
@@ -141,15 +143,11 @@ def measure_performance(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
             "write_gb_per_s": rates.bytes / rates.write_s / 1e9,
             "read_gb_per_s": rates.bytes / rates.read_s / 1e9,
         }
-    return [_finding(clause, bench, found) for clause, found in figures.items()]
-
-
-def _finding(clause: str, bench: Bench, figures: Mapping[str, float | str]) -> Finding:
-    return stand(clause, f"{bench.processes}-processes", figures)
+    return [make_finding(clause, f"{bench.processes}-processes", found) for clause, found in figures.items()]
 
 
 def _launched(bench: Bench, name: str, processes: int, batch: int, more: Sequence[str] = ()) -> RunDir:
-    """Launch the recipe for a few steps; a run that an earlier start has finished is taken as it is."""
+    """Launch the recipe for a few steps, or return the run if an earlier certification has finished it."""
     run = RunDir(bench.folder.absolute() / "performance" / name)
     if run.result_json.is_file():
         return run
@@ -162,16 +160,16 @@ def _launched(bench: Bench, name: str, processes: int, batch: int, more: Sequenc
 
 
 def _steps(run: RunDir) -> list[StepEvent]:
-    """Return the steps without those that compile and allocate."""
+    """Return the steps of a run without its first ones, which compile and allocate."""
     return [event for event in read_sound(run.events(0)) if isinstance(event, StepEvent)][WARMUP_STEPS:]
 
 
 def _scaling(bench: Bench, together: RunDir) -> Figures:
-    """Weak scaling: each process has as many samples as in the run of all, and as many cores."""
+    """Measure weak scaling: one process alone gets as many samples and cores as each process of the run of all."""
     share = max(1, bench.batch // bench.processes)
     with _on_cores(bench):
         alone = _launched(bench, "alone", 1, share)
-    # Tokens (or samples) of a second.
+    # Tokens (or samples) per second.
     alone_per_s = statistics.median(step.units / step.step_time_s for step in _steps(alone))
     together_per_s = statistics.median(step.units / step.step_time_s for step in _steps(together))
     return {"alone_per_s": alone_per_s, "together_per_s": together_per_s}
@@ -179,7 +177,7 @@ def _scaling(bench: Bench, together: RunDir) -> Figures:
 
 @contextmanager
 def _on_cores(bench: Bench) -> Iterator[None]:
-    """Let what is started in the block have one process's part of the cores, where processes share them."""
+    """Limit processes started in the block to one process's share of the cores, if processes share them."""
     if bench.machine.gpu_names or not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -195,15 +193,12 @@ def _on_cores(bench: Bench) -> Iterator[None]:
 
 
 def pickled_code(marker: Path) -> bytes:
-    """Return a pickle, of protocol 0, that makes a file where it is unpickled: it calls os.system."""
+    """Return a protocol-0 pickle that calls os.system to create a file when it is unpickled."""
     return f"cos\nsystem\n(S{f'touch {shlex.quote(str(marker))}'!r}\ntR.".encode()
 
 
-class Stranger:
-    """Finds where a run listens while it goes on, and says there what it should not.
-
-    `look` is called again and again.
-    """
+class UntrustedClient:
+    """Waits until a run has made a few steps, then sends malformed data to each port at which it listens."""
 
     def __init__(self, run: RunDir, marker: Path):
         self.ports: set[tuple[str, int]] = set()
@@ -211,18 +206,19 @@ class Stranger:
         self._marker = marker
         self._held: list[socket.socket] = []
 
-    def look(self) -> None:
+    def poll(self) -> None:
+        """Attack the run once it is far enough; call this repeatedly while it runs."""
         if self.ports or not self._run.events(0).exists():
             return
         steps = (event.step for event in read_sound(self._run.events(0)) if isinstance(event, StepEvent))
-        if max(steps, default=0) < MOLESTED_AT:
+        if max(steps, default=0) < ATTACKED_AT:
             return
         self.ports = listening(psutil.Process())
         for port in sorted(self.ports):
-            self._molest(port)
+            self._attack(port)
 
-    def _molest(self, port: tuple[str, int]) -> None:
-        for words in (
+    def _attack(self, port: tuple[str, int]) -> None:
+        for content in (
             b"\0" * 64,
             pickled_code(self._marker),
             b"x" * 2**16,
@@ -230,18 +226,18 @@ class Stranger:
             b"POST /replica/00000/kill HTTP/1.1\r\nHost: x\r\n\r\n",
         ):
             with suppress(OSError), socket.create_connection(port, CONNECT_S) as connection:
-                connection.sendall(words)
+                connection.sendall(content)
         for _ in range(IDLE):
             with suppress(OSError):
                 self._held.append(socket.create_connection(port, CONNECT_S))
 
-    def leave(self) -> None:
+    def close(self) -> None:
         for connection in self._held:
             connection.close()
 
 
 def listening(process: psutil.Process) -> set[tuple[str, int]]:
-    """Return the address and port of every socket at which a process, or what it has started, listens."""
+    """Return the address and port of every socket at which a process or one of its descendants listens."""
     found: set[tuple[str, int]] = set()
     for member in (process, *process.children(recursive=True)):
         with suppress(psutil.Error):
@@ -251,53 +247,55 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 
 
 def measure_security(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
-    """Measure the clauses that are wanted. Raises MachineError where a run fails, Interrupted where a stop is asked."""
+    """Measure the given clauses. Raises MachineError if a run fails, Interrupted if a stop was requested."""
     if not clauses:
         return []
     folder = bench.folder.absolute() / "security"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     alone = RunDir(folder / "alone")
-    molested = RunDir(folder / "molested")
+    attacked = RunDir(folder / "attacked")
     marker = folder / "unpickled"
-    stranger = Stranger(molested, marker)
+    client = UntrustedClient(attacked, marker)
     size = (f"cluster.devices_per_node={bench.processes}", "cluster.num_nodes=1")
     try:
-        launch(bench, "molested", (*MOLESTED_RECIPE, *size, f"run.dir={molested.root}"), stranger.look)
+        launch(bench, "attacked", (*ATTACKED_RECIPE, *size, f"run.dir={attacked.root}"), client.poll)
     finally:
-        stranger.leave()
+        client.close()
     found = []
     for clause in SECURITY:
         if clause not in clauses:
             continue
         if clause == "SEC-1":
-            figures = judge_ports(stranger.ports)
+            figures = judge_ports(client.ports)
         elif clause == "SEC-2":
-            launch(bench, "alone", (*MOLESTED_RECIPE, *size, f"run.dir={alone.root}"))
-            result = read_result(molested)
+            launch(bench, "alone", (*ATTACKED_RECIPE, *size, f"run.dir={alone.root}"))
+            result = read_result(attacked)
             undisturbed = read_result(alone)
             is_well = result is not None and result.status == "done" and not result.recoveries
             figures = {
-                "ports": float(len(stranger.ports)),
+                "ports": float(len(client.ports)),
                 "sha256": str(result and result.weights_sha256),
                 "left_alone": str(undisturbed and undisturbed.weights_sha256),
                 "ended": "well" if is_well else "not well",
                 "their_code": "was run" if marker.exists() else "was not run",
             }
         elif clause == "SEC-3":
-            figures = judge_modes(molested.root)
+            figures = judge_modes(attacked.root)
         else:
-            figures = _judge_alterations(bench, molested, folder)
-        found.append(_finding(clause, bench, figures))
+            figures = _judge_alterations(bench, attacked, folder)
+        found.append(make_finding(clause, f"{bench.processes}-processes", figures))
     return found
 
 
 def judge_ports(ports: set[tuple[str, int]]) -> Figures:
+    """Return the figures of SEC-1: the number of ports, and the addresses that other machines can reach."""
     beyond = sorted({address for address, _ in ports if not ipaddress.ip_address(address).is_loopback})
     return {"listening": float(len(ports)), "beyond": ", ".join(beyond) or "none"}
 
 
 def judge_modes(root: Path) -> Figures:
+    """Return the figures of SEC-3: the files below `root`, and how many of them other users can access."""
     every = [root, *root.rglob("*")]
     opened = [path for path in every if not path.is_symlink() and path.stat().st_mode & PRIVATE_UMASK]
     figures: Figures = {"files": float(len(every)), "open": float(len(opened))}
@@ -307,8 +305,8 @@ def judge_modes(root: Path) -> Figures:
 
 
 def _judge_alterations(bench: Bench, run: RunDir, folder: Path) -> Figures:
-    """Alter a certificate, and copies of the run, in one place at a time; have the copies resumed."""
-    # A certificate with another verdict, under the digest that anybody can make of it.
+    """Alter a certificate, a checkpoint and a plan in one place each, and try to verify or resume them."""
+    # Anybody can compute the digest of a certificate with another verdict.
     body = to_plain(write_certificate((), bench.machine, date="2026-01-01")) | {"verdict": "broken"}
     certificate = folder / "certificate.json"
     certificate.write_text(json_text(body | {"digest": digest(body)}), encoding="utf-8")
@@ -318,7 +316,7 @@ def _judge_alterations(bench: Bench, run: RunDir, folder: Path) -> Figures:
     except RecipeError:
         figures["certificate"] = "refused"
     for name in ("checkpoint", "plan"):
-        # A copy for each: a resume that refuses one must not see the other.
+        # Each alteration gets its own copy of the run, so that a resume meets exactly one.
         copy = RunDir(folder / name)
         shutil.copytree(run.root, copy.root, symlinks=True)
         if name == "checkpoint":
@@ -339,7 +337,7 @@ def _judge_alterations(bench: Bench, run: RunDir, folder: Path) -> Figures:
 
 
 def _resume(bench: Bench, run: RunDir) -> ProgramEnd:
-    more = f"train.max_steps={MOLESTED_STEPS + 2}"
+    more = f"train.max_steps={ATTACKED_STEPS + 2}"
     command = (sys.executable, "-m", "trainspec_cli", "resume", str(run.root), more)
     program = Program(command, bench.folder / "launches" / run.root.name, "a resume", RESUMED_S)
     return run_program(program, {}, bench.on_tick)

@@ -1,8 +1,7 @@
-"""Certify another engine by a small protocol: trainspec's own makes the reference, the other is asked and judged.
+"""Certify another engine through a small protocol: trainspec's engine computes the reference for comparison.
 
-A request and its answer are records that travel as JSON, next to tensors in safetensors files; the model and its
-tensors have Hugging Face's names. docs/spec/engine-protocol.md says the same in words. Answers are read without
-trusting them.
+Requests and answers are JSON records, with tensors in safetensors files; the model and its tensors have Hugging Face's
+names. docs/spec/engine-protocol.md describes the protocol. Answers are untrusted input: every field is checked.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from trainspec_cli.recipe.results.tools import Device
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.program import Program, run_program
 from trainspec_cli.wings.certify.cases import CLIP_FROM, CLIP_NORM, SAVE_AT, STEPS, Case, name_layout
-from trainspec_cli.wings.certify.clauses import stand
+from trainspec_cli.wings.certify.clauses import make_finding
 from trainspec_cli.wings.certify.families import PLAIN_DECODER, SEQ_LEN, measure_alone
 from trainspec_cli.wings.certify.judge import format_figures, worst_gradient
 from trainspec_cli.wings.certify.runs import Run, Tensors, device_of, loss_error, measure
@@ -48,21 +47,21 @@ SCHEMA = "trainspec.engine/1"
 REQUEST = "request.json"
 ANSWER = "answer.json"
 READ = "read.json"
-"""Stands in the folder of a run whose answer was read and found whole."""
+"""Marks the folder of a run whose answer was read and found complete."""
 MODEL = "model"
 BATCHES = "batches.safetensors"
 TOKENS = "tokens"
 CHECKPOINT = "checkpoint"
 RUN_S = 1800.0
-"""The most time that an engine has for a run. All runs are of at most 20 steps of a small model: what takes longer,
-compiling included, hangs."""
+"""Time limit of a run. Every run has at most 20 steps of a small model, so an engine that needs longer, compiling
+included, hangs."""
 
 Asked = Literal["losses", "gradients", "weights"]
 
 
 @dataclass(frozen=True)
 class EngineOptimizer:
-    """An update as torch's optimizer of that name makes it, of all parameters alike."""
+    """The optimizer, as torch defines the one of that name. All parameters share these settings."""
 
     name: Literal["sgd", "adamw"]
     lr: float
@@ -74,56 +73,56 @@ class EngineOptimizer:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """request.json: a run of a few steps."""
+    """The content of request.json: a run of a few steps."""
 
     schema: str
     name: str
-    """The run's name."""
+    """The name of the run."""
     device: Device
     processes: int
     layout: Layout
-    """How the work is spread over the processes."""
+    """The parallelism degrees over the processes."""
     compute: Literal["fp32", "bf16"]
     recompute: Recompute
     compile: bool
     model: str
-    """A folder: the model and its first weights, as Hugging Face has them."""
+    """The folder with the model and its first weights, in Hugging Face's format."""
     batches: str
-    """A file: `tokens`, (steps, samples, length + 1) in int64; the last length of them are what the others predict."""
+    """A file with the tensor `tokens`, (steps, samples, length + 1), int64; targets are the tokens shifted by one."""
     first_step: int
-    """Steps made before this run begins, by the one whose checkpoint it begins with."""
+    """Steps that the run of the checkpoint made before; 0 for a new run."""
     steps: int
-    """The run ends after this many steps, those before it counted."""
+    """The run ends after this many steps, including those before its first."""
     optimizer: EngineOptimizer
     clip_from: int | None
-    """From this step on, counted from 0, the whole gradient is clipped to `clip_norm`; null: never."""
+    """The first step (counted from 0) whose gradient is clipped by its global norm to `clip_norm`; null: never."""
     clip_norm: float
     asks: tuple[Asked, ...]
     save_after: int | None = None
-    """Write a checkpoint after this many steps, into the folder `save_to`."""
+    """Write a checkpoint into the folder `save_to` after this many steps."""
     save_to: str = ""
     resume_from: str = ""
-    """Begin with the checkpoint in this folder."""
+    """The folder of the checkpoint to start from."""
 
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """answer.json: what a run gave, or why it was not made."""
+    """The content of answer.json: the results of a run, or why it was declined."""
 
     schema: str
     declined: str = ""
-    """The reason why this engine makes no such run; empty: it was made."""
+    """The reason why the engine does not support this run; empty if it made the run."""
     losses: tuple[float, ...] = ()
     """The mean loss over all tokens of each step, before its update."""
     gradients: str = ""
-    """A file: the gradients of the first step's batch, before any update and any clipping, in fp32."""
+    """A file with the gradients of the first step in fp32, before any update or clipping."""
     weights: str = ""
-    """A file: the weights after the last step, in fp32."""
+    """A file with the weights after the last step in fp32."""
     versions: dict[str, str] = field(default_factory=dict)
-    """The engine and what it stands on, for the record."""
+    """Versions of the engine and its libraries, for the record."""
 
 
-# The runs that an engine is asked for
+# The runs that an engine is asked to make
 
 OPTIMIZERS = {"sgd": EngineOptimizer("sgd", 0.1), "adamw": EngineOptimizer("adamw", 1e-3)}
 LAYOUTS = (
@@ -134,16 +133,16 @@ LAYOUTS = (
     Layout(cp=2),
     Layout(pp=2),
 )
-"""Every axis alone, and one process."""
+"""One process, and each axis by itself."""
 KEPT = (Layout(), Layout(dp_replicate=2), Layout(dp_shard=2))
-"""Repeated, and stopped and resumed."""
+"""Layouts whose runs are repeated, and stopped and resumed."""
 MOVES = ((Layout(dp_replicate=2), Layout()), (Layout(dp_shard=2), Layout(dp_replicate=2)))
-"""Saved in the first layout, continued in the second."""
+"""Pairs of layouts: a run is saved in the first and continued in the second."""
 
 
 @dataclass(frozen=True)
 class ProtocolRun:
-    """A run that an engine is asked for."""
+    """A run that an engine is asked to make."""
 
     layout: Layout = field(default_factory=Layout)
     compute: Literal["fp32", "bf16"] = "fp32"
@@ -153,9 +152,9 @@ class ProtocolRun:
     asks: tuple[Asked, ...] = ("gradients",)
     saves: bool = False
     resumes: ProtocolRun | None = None
-    """The run whose checkpoint it begins with."""
-    take: int = 0
-    """The number of a repetition."""
+    """The run whose checkpoint it starts from."""
+    repetition: int = 0
+    """0 for the first run; n for its nth repetition."""
 
     @property
     def name(self) -> str:
@@ -164,7 +163,7 @@ class ProtocolRun:
         words += ["compiled"] if self.compile else []
         words += ["one-step"] if self.is_one_step else []
         words += [f"from-{name_layout(self.resumes.layout)}"] if self.resumes else []
-        words += [f"again{self.take}"] if self.take else []
+        words += [f"again{self.repetition}"] if self.repetition else []
         return "-".join(words)
 
     @property
@@ -174,17 +173,17 @@ class ProtocolRun:
 
 @dataclass(frozen=True)
 class EngineCheck:
-    """A clause on a run; `beside` is the engine's own run that it is held against, and none where it is held against
-    the reference."""
+    """A clause on a run."""
 
     clause: str
     run: ProtocolRun
-    beside: ProtocolRun | None = None
+    baseline: ProtocolRun | None = None
+    """The engine's run to compare with; None: compare with the reference of trainspec's engine."""
 
     @property
     def runs(self) -> tuple[ProtocolRun, ...]:
-        """The runs that it takes, in the order in which they are made."""
-        return tuple(run for run in (self.beside, self.run) if run is not None)
+        """The runs that the check needs, in the order in which they are made."""
+        return tuple(run for run in (self.baseline, self.run) if run is not None)
 
 
 def engine_checks(max_processes: int) -> list[EngineCheck]:
@@ -202,7 +201,7 @@ def _all_checks() -> Iterator[EngineCheck]:
     yield EngineCheck("NUM-5", ProtocolRun(compile=True))
     for layout in KEPT:
         whole = _whole(layout)
-        yield EngineCheck("NUM-6", replace(whole, take=1), whole)
+        yield EngineCheck("NUM-6", replace(whole, repetition=1), whole)
         yield EngineCheck("CKPT-1", replace(whole, saves=False, resumes=whole), whole)
     for before, after in MOVES:
         yield EngineCheck(
@@ -220,26 +219,26 @@ FAMILY = "llama"
 REFERENCE = Run(Case(FAMILY), inputs=True)
 OWN_BF16 = Run(Case(FAMILY, compute="bf16"), losses=False)
 EXACT = Run(Case(FAMILY, compute="fp64"), losses=False)
-"""The runs of trainspec's own engine, in one process, that others are held against."""
+"""The reference runs of trainspec's engine, in one process."""
 
 
 @dataclass(frozen=True)
-class EngineWanted:
-    """What another engine is to be measured on."""
+class EngineToCheck:
+    """The command of another engine, and the checks to make."""
 
     command: tuple[str, ...]
     checks: tuple[EngineCheck, ...]
 
     @property
     def runs(self) -> list[ProtocolRun]:
-        """Return each run once, after those whose checkpoints it needs."""
+        """Each run once, after the run whose checkpoint it needs."""
         return list(dict.fromkeys(run for check in self.checks for run in check.runs))
 
 
-def wanted_of(command: str, only: Sequence[str], processes: int) -> EngineWanted:
-    """Let the clauses be measured in this process on a plain Llama, which other engines know.
+def select_checks(command: str, only: Sequence[str], processes: int) -> EngineToCheck:
+    """Return the command and the checks, and restrict this process to a plain Llama, which other engines know.
 
-    Raises RecipeError where the command cannot be, or a pattern names nothing.
+    Raises RecipeError if the command cannot be run or a pattern matches nothing.
     """
     why = ""
     words: list[str] = []
@@ -248,9 +247,9 @@ def wanted_of(command: str, only: Sequence[str], processes: int) -> EngineWanted
     except ValueError as error:
         why = f"cannot be read: {error}"
     if not why and (not words or not command.isprintable()):
-        why = "is no command"
+        why = "is not a command"
     elif not why and shutil.which(words[0]) is None:
-        why = f"names {words[0]}, and there is no such program"
+        why = f"names the program {words[0]}, which is not installed"
     if why:
         message = f"--engine {command!r} {why}"
         raise RecipeError(Problem("usage", message, "--engine", "such as --engine 'python engine.py'"))
@@ -260,45 +259,45 @@ def wanted_of(command: str, only: Sequence[str], processes: int) -> EngineWanted
         named = [one for one in found if fnmatchcase(one.clause, pattern) or fnmatchcase(one.run.name, pattern)]
         if not named:
             names = ", ".join(dict.fromkeys(check.clause for check in found))
-            message = f"--only {pattern} names no clause or case that an engine is asked for"
+            message = f"--only {pattern} matches no clause or case of another engine"
             raise RecipeError(Problem("unknown_value", message, "--only", f"clauses: {names}; --list names every case"))
         chosen += named
     measure_alone(FAMILY, PLAIN_DECODER)
-    return EngineWanted(tuple(words), tuple(check for check in found if check in chosen))
+    return EngineToCheck(tuple(words), tuple(check for check in found if check in chosen))
 
 
 def measure_engine(
-    wanted: EngineWanted, folder: Path, machine: Machine, on_done: Callable[[int], None]
+    wanted: EngineToCheck, folder: Path, machine: Machine, on_done: Callable[[int], None]
 ) -> tuple[list[Finding], list[NotOffered]]:
-    """Return what was found and what was declined; `on_done` gets the number of the runs that have ended.
+    """Return the findings and the declined checks; `on_done` gets the number of finished runs.
 
-    Raises WorkerError where an answer is wrong, MachineError where a run or the command cannot be started, Interrupted
-    where a stop was requested.
+    Raises WorkerError if an answer is wrong, MachineError if a run or the command cannot be started, Interrupted if a
+    stop was requested.
     """
     results = measure((REFERENCE, OWN_BF16, EXACT), folder / "reference", machine, lambda done: None)
     model = PLAIN_DECODER
-    place = folder / "engine"
-    # The model with its first weights, and the batches of all steps.
-    (place / MODEL).mkdir(parents=True, exist_ok=True)
-    write_json(place / MODEL / "config.json", write_config(model, SEQ_LEN, "float32"))
+    root = folder / "engine"
+    # Every request refers to these files: the model with its first weights, and the batches of all steps.
+    (root / MODEL).mkdir(parents=True, exist_ok=True)
+    write_json(root / MODEL / "config.json", write_config(model, SEQ_LEN, "float32"))
     first = to_hugging_face(results[REFERENCE].first_weights, model)
-    save_file(first, place / MODEL / "model.safetensors", {"format": "pt"})
-    save_file({TOKENS: results[REFERENCE].tokens}, place / BATCHES)
+    save_file(first, root / MODEL / "model.safetensors", {"format": "pt"})
+    save_file({TOKENS: results[REFERENCE].tokens}, root / BATCHES)
     shapes = {piece.tensor: piece.tensor_shape for parameter in parameters(model) for piece in parameter.pieces}
-    answers = ask_all(Engine(wanted.command, place, device_of(machine), shapes), wanted.runs, on_done)
-    own = References(
+    answers = ask_all(Engine(wanted.command, root, device_of(machine), shapes), wanted.runs, on_done)
+    references = References(
         to_hugging_face(results[REFERENCE].gradients, model),
         results[REFERENCE].losses,
         to_hugging_face(results[OWN_BF16].gradients, model),
         to_hugging_face(results[EXACT].gradients, model),
     )
-    judged = [judge_answers(check, answers, own) for check in wanted.checks]
+    judged = [judge_answers(check, answers, references) for check in wanted.checks]
     found = [one for one in judged if isinstance(one, Finding)]
     return found, [one for one in judged if isinstance(one, NotOffered)]
 
 
 def to_hugging_face(arrays: Mapping[str, np.ndarray], model: DecoderModel) -> dict[str, np.ndarray]:
-    """Return parameters of the engine as the tensors that Hugging Face has of them."""
+    """Return the engine's parameters as Hugging Face's tensors."""
     found = {}
     for parameter in parameters(model):
         for piece in parameter.pieces:
@@ -308,27 +307,27 @@ def to_hugging_face(arrays: Mapping[str, np.ndarray], model: DecoderModel) -> di
     return found
 
 
-# Asking
+# Requests and answers
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Another engine, and where it is asked."""
+    """Another engine, and the folder for its requests."""
 
     command: tuple[str, ...]
-    """The path of a request is appended to it."""
+    """The path of a request is appended to the command."""
     folder: Path
     """Holds the model, the batches, and a folder for each run."""
     device: Device
     shapes: Mapping[str, tuple[int, ...]]
-    """The tensors of the model."""
+    """Shapes of the model's tensors, by name."""
     timeout_s: float = RUN_S
     on_tick: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
 class Answered:
-    """What an engine has answered for a run."""
+    """The checked answer for a run."""
 
     folder: Path
     answer: EngineAnswer
@@ -352,17 +351,17 @@ class Answered:
 
 
 def ask_all(engine: Engine, runs: Sequence[ProtocolRun], on_done: Callable[[int], None]) -> dict[ProtocolRun, Answered]:
-    """Ask for all runs in turn; those that were answered before are not asked again.
+    """Request all runs in order; answers that an earlier certification has read are not requested again.
 
-    Raises WorkerError where an answer is wrong, MachineError where the command cannot be started, Interrupted where a
-    stop was requested.
+    Raises WorkerError if an answer is wrong, MachineError if the command cannot be started, Interrupted if a stop was
+    requested.
     """
     answered: dict[ProtocolRun, Answered] = {}
     for number, run in enumerate(runs):
         on_done(number)
         source = answered[run.resumes] if run.resumes else None
         if source is not None and source.declined:
-            answer = EngineAnswer(SCHEMA, f"the run whose checkpoint it begins with was declined: {source.declined}")
+            answer = EngineAnswer(SCHEMA, f"the run whose checkpoint it starts from was declined: {source.declined}")
             answered[run] = Answered(source.folder, answer, engine.shapes)
         else:
             answered[run] = ask(engine, run)
@@ -413,7 +412,7 @@ def ask(engine: Engine, run: ProtocolRun) -> Answered:
 
 
 def _read_answer(engine: Engine, run: ProtocolRun) -> Answered:
-    """Read the answer for a run, and all that it names. Raises WorkerError that names the file and the field."""
+    """Read the answer for a run and every file that it names. Raises WorkerError with the file and the field."""
     folder = engine.folder / run.name
     path = folder / ANSWER
     try:
@@ -422,19 +421,19 @@ def _read_answer(engine: Engine, run: ProtocolRun) -> Answered:
         why = str(error) if isinstance(error, UnreadableFileError) else f"{path}: {error}"
         raise _wrong(folder, why) from error
     if answer.schema != SCHEMA:
-        raise _wrong(folder, f"{path}: `schema` is {answer.schema!r}; {SCHEMA!r} is needed")
+        raise _wrong(folder, f"{path}: `schema` is {answer.schema!r}; {SCHEMA!r} is required")
     answered = Answered(folder, answer, engine.shapes)
     if answer.declined:
         return answered
     if "losses" in run.asks:
         steps = STEPS - (SAVE_AT if run.resumes else 0)
         if len(answer.losses) != steps:
-            message = f"{path}: `losses` has {len(answer.losses)} numbers; {steps} are needed, one for each step"
+            message = f"{path}: `losses` has {len(answer.losses)} numbers; {steps} are required, one for each step"
             raise _wrong(folder, message)
         for step, loss in enumerate(answer.losses):
             if not math.isfinite(loss):
-                raise _wrong(folder, f"{path}: `losses[{step}]` is {loss}; a finite number is needed")
-    # Reading them checks them.
+                raise _wrong(folder, f"{path}: `losses[{step}]` is {loss}; a finite number is required")
+    # Reading the tensors checks them.
     if "gradients" in run.asks:
         _ = answered.gradients
     if "weights" in run.asks:
@@ -443,12 +442,12 @@ def _read_answer(engine: Engine, run: ProtocolRun) -> Answered:
 
 
 def _read_tensors(folder: Path, field: str, name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Read a file of whole fp32 tensors. Raises WorkerError that names the file, the field and the tensor."""
+    """Read a file of fp32 tensors. Raises WorkerError with the file, the field and the tensor."""
     if not is_plain_name(name):
-        raise _wrong(folder, f"{folder / ANSWER}: `{field}` is {name!r}; the name of a file beside it is needed")
+        raise _wrong(folder, f"{folder / ANSWER}: `{field}` is {name!r}; the name of a file next to it is required")
     file = folder / name
     if not file.is_file():
-        raise _wrong(folder, f"{folder / ANSWER}: `{field}` names {name}, and there is no such file")
+        raise _wrong(folder, f"{folder / ANSWER}: `{field}` names {name}, which does not exist")
     try:
         header = read_header(file)
     except TrainspecError as error:
@@ -459,16 +458,16 @@ def _read_tensors(folder: Path, field: str, name: str, shapes: Mapping[str, tupl
             raise _wrong(folder, f"{file} (`{field}`) has no tensor {tensor}")
         if stored.shape != tuple(shape) or stored.dtype != "F32":
             got = f"{stored.dtype} of {list(stored.shape)}"
-            raise _wrong(folder, f"{file} (`{field}`): {tensor} is {got}; F32 of {list(shape)} is needed")
+            raise _wrong(folder, f"{file} (`{field}`): {tensor} is {got}; F32 of {list(shape)} is required")
         values = np.fromfile(file, dtype="<f4", count=math.prod(shape), offset=stored.start).reshape(shape)
         found[tensor] = values.astype(np.float32, copy=False) if sys.byteorder == "big" else values
         if not np.isfinite(found[tensor]).all():
-            raise _wrong(folder, f"{file} (`{field}`): {tensor} holds numbers that are not finite")
+            raise _wrong(folder, f"{file} (`{field}`): {tensor} has values that are not finite")
     return found
 
 
 def _wrong(folder: Path, message: str) -> WorkerError:
-    hint = f"ask for this run alone: COMMAND {folder / REQUEST}; docs/spec/engine-protocol.md says what is needed"
+    hint = f"repeat this request by itself: COMMAND {folder / REQUEST}; docs/spec/engine-protocol.md has the protocol"
     return WorkerError(Problem("bad_answer", message, "--engine", hint, file=str(folder)))
 
 
@@ -477,7 +476,7 @@ def _wrong(folder: Path, message: str) -> WorkerError:
 
 @dataclass(frozen=True)
 class References:
-    """The gradients of trainspec's own engine, in Hugging Face's names, and its losses."""
+    """Gradients and losses of trainspec's engine; tensors have Hugging Face's names."""
 
     gradients: Tensors
     losses: list[float]
@@ -485,34 +484,36 @@ class References:
     exact: Tensors
 
 
-def judge_answers(check: EngineCheck, answers: Mapping[ProtocolRun, Answered], own: References) -> Finding | NotOffered:
-    """Return what was found; what the engine has declined is no finding, whatever else was."""
+def judge_answers(
+    check: EngineCheck, answers: Mapping[ProtocolRun, Answered], references: References
+) -> Finding | NotOffered:
+    """Return the finding of a check, or that the engine declined one of its runs."""
     for run in check.runs:
         if reason := answers[run].declined:
             return NotOffered(check.clause, check.run.name, reason)
     found = answers[check.run]
     figures: dict[str, float | str]
     if check.clause in ("NUM-1", "NUM-4", "NUM-5"):
-        figures = worst_gradient(found.gradients, own.gradients)
+        figures = worst_gradient(found.gradients, references.gradients)
     elif check.clause == "NUM-2":
-        figures = {"worst_loss_error": loss_error(found.losses, own.losses)}
+        figures = {"worst_loss_error": loss_error(found.losses, references.losses)}
     elif check.clause == "NUM-3":
-        figures = format_figures(found.gradients, own.own_bf16, own.exact)
+        figures = format_figures(found.gradients, references.own_bf16, references.exact)
     else:
-        # The others compare the engine with itself.
-        assert check.beside is not None
-        beside = answers[check.beside]
-        others = beside.losses[SAVE_AT:] if check.run.resumes else beside.losses
-        error = loss_error(found.losses, others)
+        # The remaining clauses compare the engine with itself.
+        assert check.baseline is not None
+        baseline = answers[check.baseline]
+        expected = baseline.losses[SAVE_AT:] if check.run.resumes else baseline.losses
+        error = loss_error(found.losses, expected)
         digests = {}
         if check.clause != "CKPT-2":
-            digests = {"sha256": weights_sha256(found.weights), "beside": weights_sha256(beside.weights)}
+            digests = {"sha256": weights_sha256(found.weights), "beside": weights_sha256(baseline.weights)}
         figures = {**digests, "worst_loss_error": error}
-    return stand(check.clause, check.run.name, figures, of_engine=True)
+    return make_finding(check.clause, check.run.name, figures, of_engine=True)
 
 
 def weights_sha256(weights: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 over the tensors in name order, each as its name and its little-endian bytes."""
+    """Return the SHA-256 over the tensors in name order, each as its name and its little-endian bytes."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         digest.update(f"{name}\n".encode() + weights[name].astype("<f4", copy=False).tobytes())

@@ -1,8 +1,8 @@
-"""Runs of the certify worker: real torchrun jobs, one for each number of processes, many runs in each.
+"""Runs of the certify worker: one torchrun job for each number of processes makes all runs of that size.
 
-They stand in the folder of a certification, which continues where it was stopped: runs that have ended are not made
-again. FOLDER/certification.json states what it is of: another version of trainspec or torch, another machine or another
-model is refused. FOLDER/NAME/ holds a run; one that did not end is removed and made from its beginning.
+The folder of a certification keeps its runs, so that an interrupted certification continues where it stopped.
+FOLDER/certification.json states the versions, the machine and the models; a certification with others refuses the
+folder. FOLDER/NAME/ holds a run; an unfinished run is removed and repeated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HEADER = "certification.json"
 LOCK = "lock"
 RESULT = "result.json"
 ASKED = "asked.json"
-"""Holds the digest of what a kept run was asked for, so that another one of its name is distinguished from it."""
+"""Holds the digest of the request, which tells a kept run from another one of the same name."""
 PACKAGE = Path(__file__).parents[2]
 
 
@@ -52,14 +52,14 @@ class Run:
     gradients: bool = True
     losses: bool = True
     resume: bool = False
-    """Save in the middle, and go the second half again from there."""
+    """Save in the middle, and repeat the second half from that checkpoint."""
     continues: Run | None = None
     exchanges: int = 1
-    """How often the first batch's gradients are exchanged; their mean is what the run leaves."""
+    """Number of exchanges of the first batch's gradients; the run writes their mean."""
     inputs: bool = False
-    """Leave the first weights and the batches too."""
-    take: int = 0
-    """The number of a repetition."""
+    """Write the first weights and the batches too."""
+    repetition: int = 0
+    """0 for the first run; n for its nth repetition."""
 
     @property
     def name(self) -> str:
@@ -74,13 +74,13 @@ class Run:
             words.append(f"{self.exchanges}-exchanges")
         if self.inputs:
             words.append("with-inputs")
-        if self.take:
-            words.append(f"again{self.take}")
+        if self.repetition:
+            words.append(f"again{self.repetition}")
         return "-".join(words)
 
     @property
     def clips(self) -> bool:
-        """Return whether later steps clip: adaptive optimizers hide a gradient that is wrong by a factor."""
+        """Whether later steps clip. Only plain descent does: adaptive optimizers hide a gradient wrong by a factor."""
         return self.losses and self.case.optimizer == "sgd" and not self.case.ramp
 
     def request(self, device: Device) -> CertifyRun:
@@ -104,7 +104,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Measured:
-    """The folder of a run that has ended, and what it holds."""
+    """A finished run, read from its folder."""
 
     folder: Path
 
@@ -142,7 +142,7 @@ class Measured:
             return tokens
 
     def _parameters(self, what: str) -> dict[str, np.ndarray]:
-        """Read what the pipeline ranks left, by parameter."""
+        """Return the arrays that the pipeline stages wrote, by parameter."""
         found: dict[str, np.ndarray] = {}
         for path in sorted(self.folder.glob(f"{what}.stage*.npz")):
             with np.load(path) as stage:
@@ -157,26 +157,25 @@ def measure(
     on_progress: Callable[[int], None],
     tool: Tool[CertifyRequest, CertifyResult] = CERTIFY,
 ) -> dict[Run, Measured]:
-    """Run all of them below `folder` but those that it holds already; `on_progress` gets the number of those that are
-    done.
+    """Make all runs below `folder` that it does not hold yet; `on_progress` gets the number of finished runs.
 
-    Raises MachineError where a job fails, Interrupted where a stop was requested.
+    Raises MachineError if a job fails, Interrupted if a stop was requested.
     """
     wanted = list(dict.fromkeys(runs))
     device = device_of(machine)
     left = []
     for run in wanted:
-        place = folder / run.name
-        asked = {"sha256": _sha256(canonical_json(to_plain(run.request(device))))}
+        kept = folder / run.name
+        digest = {"sha256": _sha256(canonical_json(to_plain(run.request(device))))}
         try:
-            if (place / RESULT).is_file() and read_object(place / ASKED) == asked:
+            if (kept / RESULT).is_file() and read_object(kept / ASKED) == digest:
                 continue
         except UnreadableFileError:
-            pass  # it is made again
-        if place.exists():
-            shutil.rmtree(place)
-        place.mkdir(parents=True)
-        write_json(place / ASKED, asked)
+            pass  # make the run again
+        if kept.exists():
+            shutil.rmtree(kept)
+        kept.mkdir(parents=True)
+        write_json(kept / ASKED, digest)
         left.append(run)
 
     def report_done() -> None:
@@ -185,7 +184,7 @@ def measure(
     report_done()
     for batch in _batches(left):
         request = CertifyRequest(str(folder.absolute()), {run.name: run.request(device) for run in batch})
-        # Threads of small work only wait.
+        # The models are so small that more threads would only wait for each other.
         where = torchrun(request.runs[batch[0].name].plan, machine, {"OMP_NUM_THREADS": "1"})
         try:
             run_tool(tool, request, where, on_tick=report_done)
@@ -194,7 +193,7 @@ def measure(
             failed = next((run.name for run in batch if not (folder / run.name / RESULT).is_file()), batch[-1].name)
             problem = error.problems[0]
             message = f"the run {failed} failed: {problem.message}"
-            raise MachineError(replace(problem, message=message, hint=f"run it alone: --only {failed}")) from error
+            raise MachineError(replace(problem, message=message, hint=f"run it by itself: --only {failed}")) from error
         report_done()
     return {run: Measured(folder / run.name) for run in wanted}
 
@@ -204,12 +203,12 @@ def device_of(machine: Machine) -> Device:
 
 
 def _batches(runs: Sequence[Run]) -> list[list[Run]]:
-    """One torchrun serves all runs of as many processes, the most first; those that continue others come after them."""
+    """Group runs by their number of processes, largest first; runs that continue others come after them."""
     batches: list[list[Run]] = []
     for later in (False, True):
         stage = []
         for run in runs:
-            # A run that continues one of fewer processes has to wait for that one's job.
+            # A run that continues one of fewer processes waits for that run's job.
             source = run.continues.case.layout.world_size if run.continues else math.inf
             if (source < run.case.layout.world_size) is later:
                 stage.append(run)
@@ -219,26 +218,26 @@ def _batches(runs: Sequence[Run]) -> list[list[Run]]:
     return batches
 
 
-# The folder that runs stand in
+# The folder of a certification
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a certification measures, and on what. Each field has to be the same when it continues."""
+    """What a certification measures, and on which machine. All fields but `since` must match when it continues."""
 
     trainspec: str
     code_sha256: str
-    """Digest of trainspec's own code."""
+    """Digest of trainspec's source files."""
     training_spec: str
     versions: dict[str, str]
     machine_id: str
     machine: Machine
     models_sha256: str
-    """Digest of the models and the losses that the clauses are measured on."""
+    """Digest of the models and losses that the clauses are measured on."""
     engine: str = ""
-    """The command of another engine; empty for trainspec's own."""
+    """The command of another engine; empty for trainspec's engine."""
     since: str = ""
-    """The day on which its first run was made, which may differ."""
+    """The day of the first run."""
 
 
 def subject_of(machine: Machine, engine: str = "") -> Subject:
@@ -264,29 +263,29 @@ def _sha256(text: str) -> str:
 
 @contextmanager
 def opened(folder: Path, subject: Subject, today: str) -> Iterator[str]:
-    """Hold the folder of a certification for this process, made where it is missing; the value is the day on which it
-    was begun.
+    """Lock the folder of a certification, creating it if needed, and yield the day on which it was begun.
 
-    Raises RecipeError where it holds something else, another certification, or one that goes on; MachineError where it
-    belongs to somebody else.
+    Raises RecipeError if the folder holds something else or another certification, or is in use; MachineError if it
+    belongs to another user.
     """
     if folder.exists() and not (folder / HEADER).exists() and (not folder.is_dir() or any(folder.iterdir())):
-        message = f"{folder} holds something else than a certification"
-        raise RecipeError(Problem("other_certification", message, "--dir", "choose a folder that is not there yet"))
+        message = f"{folder} is not the folder of a certification"
+        raise RecipeError(Problem("other_certification", message, "--dir", "choose a new folder"))
     try:
         make_folder(folder, "choose a folder of your own: --dir FOLDER")
         lock = (folder / LOCK).open("w")
     except OSError as error:
         message = f"{folder} cannot be written: {error.strerror}"
-        raise RecipeError(Problem("output_exists", message, "--dir", "choose a folder that you may write")) from error
+        raise RecipeError(
+            Problem("output_exists", message, "--dir", "choose a folder that you can write to")
+        ) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            message = f"another certification goes on in {folder}"
-            raise RecipeError(
-                Problem("in_use", message, "--dir", "wait for its end, or choose another folder")
-            ) from error
+            message = f"another certification is running in {folder}"
+            hint = "wait until it ends, or choose another folder"
+            raise RecipeError(Problem("in_use", message, "--dir", hint)) from error
         if not (folder / HEADER).exists():
             write_json(folder / HEADER, to_plain(replace(subject, since=today)))
             yield today
@@ -303,7 +302,7 @@ def opened(folder: Path, subject: Subject, today: str) -> Iterator[str]:
 
 
 def _refused(folder: Path, message: str) -> RecipeError:
-    hint = f"choose another folder, or begin anew: rm -r {shlex.quote(str(folder))}"
+    hint = f"choose another folder, or start again: rm -r {shlex.quote(str(folder))}"
     return RecipeError(Problem("other_certification", message, "--dir", hint))
 
 
@@ -315,7 +314,7 @@ Tensors = Mapping[str, np.ndarray]
 
 
 def gradient_errors(found: Tensors, reference: Tensors) -> dict[str, float]:
-    """Relative Euclidean error of each parameter's gradient; infinite where it is missing or has another shape."""
+    """Return the relative Euclidean error of each gradient; infinite if one is missing or has another shape."""
     errors: dict[str, float] = {}
     for name in reference.keys() | found.keys():
         theirs = reference.get(name)
@@ -330,7 +329,7 @@ def gradient_errors(found: Tensors, reference: Tensors) -> dict[str, float]:
 
 
 def whole_error(found: Tensors, reference: Tensors) -> float:
-    """Relative Euclidean error of all parameters together; infinite where one is missing or has another shape."""
+    """Return the relative Euclidean error of all parameters together; infinite if one is missing or misshapen."""
     if {name: array.shape for name, array in found.items()} != {name: array.shape for name, array in reference.items()}:
         return math.inf
     distance = math.hypot(*(float(np.linalg.norm(found[name] - reference[name])) for name in reference))
@@ -339,7 +338,7 @@ def whole_error(found: Tensors, reference: Tensors) -> float:
 
 
 def loss_error(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest, relative to the reference's loss of the step."""
+    """Return the largest relative error of a loss; infinite if the numbers of steps differ."""
     if len(losses) != len(reference):
         return math.inf
     errors = [abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, reference, strict=True)]

@@ -1,4 +1,4 @@
-"""Check the nodes before the workers start: the doctor's short form on a single node, its examination on several."""
+"""Check the nodes before the workers start: quick checks on a single node, measurements on several."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from trainspec_cli.wings.doctor.examine import node_command, refuse_unfit
 
 
 def check_nodes(plan: Plan, folder: Path, console: PrintableConsole, force: bool = False) -> Examination | None:
-    """Check a run's only node now; for several return the examination that each goes through when its agent starts,
-    which measures and compares them. None where the recipe wants no preflight, or there is nothing left to examine.
+    """Check a run's only node now. For several nodes return the examination that each runs when its agent starts, and
+    that measures and compares them. Return None without a preflight, or if nothing is left to examine.
 
-    `folder`: the run's, which need not be there yet. `force`: the run is to start whatever memory it is predicted to
-    take. Raises MachineError where this node is not fit.
+    `folder` is the run folder, which may not exist yet. With `force`, predicted memory is not checked. Raises
+    MachineError if this node fails a check.
     """
     if not plan.spec.run.preflight:
         return None
     if plan.num_nodes > 1:
-        return Examination(node_command(plan, folder), lambda reports: _judge(reports, console))
+        return Examination(node_command(plan, folder), lambda reports: _check_reports(reports, console))
     for check in preflight(plan, folder, force=force):
         console.report(f"{check.name}: {check.found}; {check.advice}")
     return None
 
 
-def _judge(reports: Sequence[NodeReport], console: PrintableConsole) -> None:
+def _check_reports(reports: Sequence[NodeReport], console: PrintableConsole) -> None:
     refuse_unfit(reports)
     for report in reports:
         for check in report.checks:
@@ -46,24 +46,30 @@ def _judge(reports: Sequence[NodeReport], console: PrintableConsole) -> None:
 
 
 def preflight(plan: Plan, folder: Path, *, force: bool = False) -> list[Check]:
-    """Return what to look at on this node, where nothing is measured. Raises MachineError where the run could not end
-    well."""
+    """Return the warnings of the quick checks on this node. Raises MachineError if a check fails."""
     checks: list[Check] = []
-    # Room for a checkpoint, without which a run leaves nothing, and for as many as it keeps: the oldest is removed once
-    # the next one is whole.
+    # Space for one checkpoint is required, because a run without one has no result. Space for all that it keeps and one
+    # more is recommended: the oldest is removed only after the next one is complete.
     spec = plan.spec.checkpoint
     written = len(RunDir(folder).checkpoint_steps())
     to_write = max(1, spec.keep_last + spec.keep_best + 1 - written)
     one = checkpoint_bytes(plan.spec, plan.params)
-    place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
-    free = shutil.disk_usage(place).free
-    found = f"{format_bytes(free)} free in {place}, and a checkpoint takes {format_bytes(one)}"
-    advice = "free some, choose another run.dir, or keep fewer (checkpoint.keep_last)"
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    free = shutil.disk_usage(existing).free
+    found = f"{format_bytes(free)} free in {existing}; a checkpoint needs {format_bytes(one)}"
+    advice = "free some space, choose another run.dir, or keep fewer (checkpoint.keep_last)"
     if free < one:
         checks.append(Check("disk", "fail", found, advice))
     elif free < to_write * one:
-        checks.append(Check("disk", "warn", f"{found}; {to_write} are kept, the next included", advice))
-    # What each process is predicted to take: of its GPU, or of the node's memory, which all processes share.
+        checks.append(
+            Check(
+                "disk",
+                "warn",
+                f"{found}; space for {to_write} is needed, to keep the old ones and write the next",
+                advice,
+            )
+        )
+    # Each process needs its predicted memory on its GPU, or from the node's memory, which all processes share.
     alone = plan.as_one_group
     prediction = plan.prediction or (least_memory(alone) if is_predictable(alone) else None)
     needed = prediction.needed_bytes if prediction and not force else 0.0

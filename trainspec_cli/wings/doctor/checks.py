@@ -1,4 +1,4 @@
-"""Checks of this node, without torch: what it has, how it is set, how fast its disk is."""
+"""Checks of this node without torch: its hardware, its settings and the speed of its disk."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from trainspec_cli.recipe.results.doctor import Check
 from trainspec_cli.run.job.gpus import find_gpus, opened_nvml
 from trainspec_cli.run.job.job import versions
 from trainspec_cli.run.job.machine import detect
-from trainspec_cli.wings.doctor.sysfs import INFINIBAND, own_text, read_nics
+from trainspec_cli.wings.doctor.sysfs import INFINIBAND, read_nics, sysfs_text
 
 SHM_BYTES = 2**30
-"""NCCL and the data loaders talk through /dev/shm; containers often have 64 MiB of it."""
+"""NCCL and the data loaders communicate through /dev/shm; containers often have only 64 MiB."""
 OPEN_FILES = 4096
 DISK_BYTES = 2**24
 SLOW_DISK_BYTES_PER_S = 20e6
 LITTLE_SPACE_BYTES = 2**30
 LITTLE_MEMORY_BYTES = 2**30
 MOSTLY_FREE = 0.8
-"""A GPU with less of its memory free is in use by somebody else; a driver and a desktop take less than the rest."""
+"""With a smaller fraction of its memory free, a GPU is in use; the driver and a desktop need less than the rest."""
 CLOCK_TOOLS = (("chronyc", "tracking"), ("timedatectl", "show", "--property=NTPSynchronized"))
 TOOL_TIMEOUT_S = 5.0
 
 
 def check_node(folder: Path, device: str, devices: int = 1) -> list[Check]:
-    """Make all checks, in the order they are shown; `folder` is where the run is kept, and `devices` are the node's."""
+    """Return all checks in the order they are shown; `folder` is the run folder, `devices` the node's devices."""
     chips = [*check_chips(device), *(check_gpus() if device == "cuda" else ())]
     links = [*check_rdma(), *check_nics(devices), *check_links(), *check_clock()]
     python = f"Python {platform.python_version()}, torch {versions().get('torch', 'unknown')}"
@@ -50,7 +50,7 @@ def check_node(folder: Path, device: str, devices: int = 1) -> list[Check]:
 
 
 def check_chips(device: str) -> Iterator[Check]:
-    """Check that the chips which the run would take can be used, by their driver and by torch."""
+    """Check that the driver and torch can use the devices of the run."""
     machine = detect(look_for_gpus=device != "cpu")
     for note in machine.gpu_notes:
         yield Check("chips", "warn", note, "nvidia-smi -L, or rocm-smi, lists this node's GPUs")
@@ -61,48 +61,48 @@ def check_chips(device: str) -> Iterator[Check]:
         yield Check("chips", "ok", f"{len(machine.gpu_names)} x {machine.gpu_names[0]}, {memory}; driver {driver()}")
         if len(set(machine.gpu_names)) > 1:
             names = ", ".join(sorted(set(machine.gpu_names)))
-            yield Check("chips", "warn", f"they differ: {names}", "choose alike ones with CUDA_VISIBLE_DEVICES")
+            yield Check("chips", "warn", f"the GPUs differ: {names}", "choose equal ones with CUDA_VISIBLE_DEVICES")
         yield from check_torch(machine)
     elif device == "cuda":
-        yield Check("chips", "fail", "no GPU is visible", "look at nvidia-smi, and at what the job was given")
+        yield Check("chips", "fail", "no GPU is visible", "check nvidia-smi, and the GPUs that the job requested")
     else:
         memory = format_bytes(machine.memory_bytes)
         yield Check("chips", "ok", f"{machine.cpu_cores} cores of {cpu_name()}, {memory}")
 
 
 def check_gpus(needed_bytes: float = 0.0) -> Iterator[Check]:
-    """Check whether somebody else uses them; `needed_bytes` as in `check_memory`, of each."""
+    """Check whether other processes use the GPUs; `needed_bytes` as in `check_memory`, for each GPU."""
     for number, gpu in enumerate(find_gpus().gpus):
         taken = gpu.memory_bytes - gpu.free_bytes
-        found = f"GPU {number} ({gpu.name}): {format_bytes(taken)} of {format_bytes(gpu.memory_bytes)} are taken"
-        advice = "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES leaves a GPU out"
+        found = f"GPU {number} ({gpu.name}): {format_bytes(taken)} of {format_bytes(gpu.memory_bytes)} are in use"
+        advice = "nvidia-smi shows the processes; CUDA_VISIBLE_DEVICES excludes a GPU"
         if gpu.free_bytes < needed_bytes:
-            yield Check("chips", "fail", f"{found}, and the run takes {format_bytes(needed_bytes)}", advice)
+            yield Check("chips", "fail", f"{found}; the run needs {format_bytes(needed_bytes)}", advice)
         elif gpu.free_bytes < MOSTLY_FREE * gpu.memory_bytes:
             yield Check("chips", "warn", found, advice)
 
 
 def check_torch(machine: Machine) -> Iterator[Check]:
-    """Check that the installed torch was built for these GPUs and for their driver, without loading it."""
+    """Check that the installed torch was built for these GPUs and their driver, without importing it."""
     version, cuda, hip = torch_build()
     amd = any(gpu.vendor == "amd" for gpu in machine.gpus)
     if version and not (hip if amd else cuda):
         wanted = "ROCm" if amd else "CUDA"
-        advice = f"install torch for {wanted} (pytorch.org/get-started/locally), or type cluster.device=cpu"
+        advice = f"install torch for {wanted} (pytorch.org/get-started/locally), or set cluster.device=cpu"
         yield Check("torch", "fail", f"torch {version} was built without {wanted}, so it sees no GPU", advice)
     elif cuda and not amd:
-        newest = 0  # not known
+        newest = 0  # unknown
         with suppress(MachineError), opened_nvml() as nvml:
             newest = int(nvml.nvmlSystemGetCudaDriverVersion()) // 1000 if nvml else 0
         needed = int(cuda.partition(".")[0])
         if 0 < newest < needed:
-            found = f"torch {version} needs a driver of CUDA {needed}, and this driver ends at {newest}"
-            yield Check("torch", "fail", found, "update NVIDIA's driver, or install a torch of an older CUDA")
+            found = f"torch {version} needs a driver for CUDA {needed}; this driver supports CUDA {newest} at most"
+            yield Check("torch", "fail", found, "update NVIDIA's driver, or install a torch for an older CUDA")
 
 
 def torch_build() -> tuple[str, str, str]:
-    """Return the version of the installed torch and those of CUDA and ROCm (HIP) that it was built with; "" each where
-    it is unknown, or torch has none."""
+    """Return the versions of the installed torch and of the CUDA and ROCm (HIP) it was built with; "" if unknown or
+    absent."""
     spec = importlib.util.find_spec("torch")
     try:
         text = (Path(spec.origin or "").parent / "version.py").read_text() if spec else ""
@@ -128,12 +128,12 @@ def driver() -> str:
 
 
 def check_memory(needed_bytes: float = 0.0) -> Iterator[Check]:
-    """`needed_bytes`: what a run is predicted to take; 0 where that is not known."""
+    """Check the free memory; `needed_bytes` is the run's predicted memory, or 0 if unknown."""
     memory = psutil.virtual_memory()
     found = f"{format_bytes(memory.available)} of {format_bytes(memory.total)} available"
-    advice = "see what holds it (ps aux --sort=-rss), or take less (a smaller batching.micro_batch_size)"
+    advice = "see what uses it (ps aux --sort=-rss), or need less (a smaller batching.micro_batch_size)"
     if memory.available < needed_bytes:
-        yield Check("memory", "fail", f"{found}, and the run takes {format_bytes(needed_bytes)}", advice)
+        yield Check("memory", "fail", f"{found}; the run needs {format_bytes(needed_bytes)}", advice)
     elif memory.available < LITTLE_MEMORY_BYTES:
         yield Check("memory", "warn", found, advice)
     else:
@@ -141,37 +141,37 @@ def check_memory(needed_bytes: float = 0.0) -> Iterator[Check]:
 
 
 def check_rdma(folder: Path = INFINIBAND) -> Iterator[Check]:
-    """Says nothing where there is no such device: not every cluster has them."""
+    """Check the RDMA ports; a node without RDMA has no checks, because not every cluster has it."""
     ports = sorted(folder.glob("*/ports/*")) if folder.is_dir() else []
     for port in ports:
         name = f"{port.parents[1].name} port {port.name}"
-        state = own_text(port / "state")
+        state = sysfs_text(port / "state")
         if "ACTIVE" in state:
-            yield Check("rdma", "ok", f"{name}: {own_text(port / 'rate')}")
+            yield Check("rdma", "ok", f"{name}: {sysfs_text(port / 'rate')}")
         else:
             yield Check("rdma", "warn", f"{name} is {state or 'unknown'}", f"ibstat {port.parents[1].name}; its cable")
 
 
 def check_nics(devices: int, folder: Path = INFINIBAND) -> Iterator[Check]:
-    """Say what they make for each of `devices`; nothing where there is no such NIC."""
+    """Return the rate of the RDMA NICs for each of `devices`; nothing without such NICs."""
     nics = read_nics(folder)
     if not nics:
         return
-    together = sum(nic.gbit_per_s or 0.0 for nic in nics)
-    places = sorted({nic.numa_node for nic in nics if nic.numa_node is not None})
-    where = f" on NUMA node{'s' * (len(places) > 1)} {', '.join(map(str, places))}" if places else ""
-    found = f"{len(nics)} NIC{'s' * (len(nics) > 1)}{where}, {together:g} Gbit/s together"
+    total = sum(nic.gbit_per_s or 0.0 for nic in nics)
+    numa_nodes = sorted({nic.numa_node for nic in nics if nic.numa_node is not None})
+    where = f" on NUMA node{'s' * (len(numa_nodes) > 1)} {', '.join(map(str, numa_nodes))}" if numa_nodes else ""
+    found = f"{len(nics)} NIC{'s' * (len(nics) > 1)}{where}, {total:g} Gbit/s in total"
     if len({nic.gbit_per_s for nic in nics}) > 1:
         rates = ", ".join(f"{nic.name} {nic.gbit_per_s:g}" for nic in nics)
         yield Check(
-            "nics", "warn", f"{found}, of different rates: {rates}", "traffic striped over them goes at the least"
+            "nics", "warn", f"{found}, with different rates: {rates}", "traffic striped over them has the lowest rate"
         )
     else:
-        yield Check("nics", "ok", f"{found}; for {devices} devices cluster.nic_gbit_per_s={together / devices:g}")
+        yield Check("nics", "ok", f"{found}; for {devices} devices cluster.nic_gbit_per_s={total / devices:g}")
 
 
 def check_links() -> Iterator[Check]:
-    """Interfaces that are up, but the loopback."""
+    """Check the interfaces that are up, except the loopback."""
     for name, link in sorted(psutil.net_if_stats().items()):
         if not link.isup or name == "lo" or name.startswith("lo0"):
             continue
@@ -185,7 +185,7 @@ def check_links() -> Iterator[Check]:
 
 
 def check_clock() -> Iterator[Check]:
-    """Check whether something keeps it; how far nodes are apart is seen when they are compared."""
+    """Check whether the clock is synchronised; `diagnose` compares the clocks of several nodes."""
     for command in CLOCK_TOOLS:
         if shutil.which(command[0]):
             try:
@@ -193,9 +193,9 @@ def check_clock() -> Iterator[Check]:
             except subprocess.TimeoutExpired:
                 continue
             if "Leap status     : Normal" in output or "NTPSynchronized=yes" in output:
-                yield Check("clock", "ok", f"kept in time ({command[0]})")
+                yield Check("clock", "ok", f"synchronised ({command[0]})")
                 return
-    yield Check("clock", "ok", "nothing here reports whether it is kept in time")
+    yield Check("clock", "ok", "no tool reports whether it is synchronised")
 
 
 def check_shm(folder: Path = Path("/dev/shm")) -> Iterator[Check]:
@@ -203,7 +203,7 @@ def check_shm(folder: Path = Path("/dev/shm")) -> Iterator[Check]:
         return
     size = shutil.disk_usage(folder)
     if size.free < SHM_BYTES:
-        advice = "give the container more: --shm-size=16g, or mount a tmpfs on /dev/shm"
+        advice = "increase it for the container: --shm-size=16g, or mount a tmpfs on /dev/shm"
         yield Check("/dev/shm", "warn", f"{format_bytes(size.free)} free of {format_bytes(size.total)}", advice)
     else:
         yield Check("/dev/shm", "ok", f"{format_bytes(size.free)} free")
@@ -218,24 +218,26 @@ def check_limits() -> Iterator[Check]:
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked != resource.RLIM_INFINITY and INFINIBAND.is_dir():
         found = f"ulimit -l is {format_bytes(locked)}"
-        yield Check("locked memory", "warn", found, "RDMA pins memory: set memlock to unlimited for Slurm or the user")
+        yield Check("locked memory", "warn", found, "RDMA locks memory: set memlock to unlimited for Slurm or the user")
 
 
 def check_disk(folder: Path) -> Iterator[Check]:
-    """Space, and the speed of writing what is really on disk (fsync)."""
+    """Check the free space, and the speed of writes that reach the disk (fsync)."""
     free = shutil.disk_usage(folder).free
     if free < LITTLE_SPACE_BYTES:
-        yield Check("disk", "fail", f"{format_bytes(free)} free in {folder}", "free some, or choose another run.dir")
+        yield Check(
+            "disk", "fail", f"{format_bytes(free)} free in {folder}", "free some space, or choose another run.dir"
+        )
         return
     speed = measure_disk(folder)
     found = f"writes {format_bytes(int(speed))}/s in {folder}, {format_bytes(free)} free"
     slow = speed < SLOW_DISK_BYTES_PER_S
-    advice = "checkpoints will take long: choose a faster file system with run.dir" if slow else ""
+    advice = "checkpoints will be slow: choose a faster file system with run.dir" if slow else ""
     yield Check("disk", "warn" if slow else "ok", found, advice)
 
 
 def measure_disk(folder: Path, read_clock: Callable[[], float] = time.perf_counter) -> float:
-    """Bytes a second, of one file of `DISK_BYTES`."""
+    """Return the bytes per second of writing one file of `DISK_BYTES`."""
     block = os.urandom(2**20)
     started = read_clock()
     with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=folder) as file:

@@ -1,9 +1,8 @@
-"""Discover the fabric of this machine, or of the machine that given outputs describe, and write it as a group's option.
+"""Discover the fabric of this machine, or of a machine described by saved outputs, and write it as a group's option.
 
-The links inside a node stand in the matrix that `nvidia-smi topo -m` prints: how each GPU reaches the others and the
-NICs of its node. Its columns changed over the years: NICs stand there by name (drivers up to 4xx) or as NIC0 with a
-legend below, and the affinity to cores may be followed by those to NUMA nodes, or be blank where a job was given other
-cores.
+`nvidia-smi topo -m` prints the links inside a node as a matrix of GPUs and NICs. Its columns changed over the years:
+NICs have their names (drivers up to 4xx) or NIC0 with a legend below; the affinity to cores may be followed by that to
+NUMA nodes, or may be blank if a job has other cores.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from trainspec_cli.wings.doctor.found_fabric import FabricFact, FoundFabric, Fou
 from trainspec_cli.wings.doctor.switches import read_levels
 from trainspec_cli.wings.doctor.sysfs import (
     SYS,
-    complete,
+    add_pci_facts,
     read_gpus,
     read_interfaces,
     read_nics,
@@ -44,7 +43,7 @@ from trainspec_cli.wings.doctor.tiers import (
 )
 
 TIMEOUT_S = 60.0
-"""nvidia-smi initialises every GPU of the node, which takes seconds where no driver process stays."""
+"""nvidia-smi initialises every GPU of the node, which takes seconds without a persistent driver process."""
 SCONTROL = "scontrol show topology"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _GPU = re.compile(r"GPU\d+")
@@ -54,26 +53,26 @@ _CORES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 SELF = "X"
 _LINK = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS|SOC")
 RENAMED = {"SOC": "SYS"}
-"""The names of drivers before 384 -> those of today."""
+"""Names in drivers before 384 -> current names."""
 COMMAND = "nvidia-smi topo -m"
 WIDTH = 118
 SCHEMA = "# yaml-language-server: $schema=../schema/fabric.json"
-WIRING = "rails, where NIC i of every node is on a switch of its own; one_switch, where a node's NICs are on one"
+WIRING = "rails, if NIC i of all nodes is on the same switch; one_switch, if all NICs of a node are on one switch"
 
 
 @dataclass(frozen=True)
-class Told:
-    """Holds the text of a command or file, and its name."""
+class SourceText:
+    """The text of a command or file, and its name."""
 
     text: str
     source: str
     problem: str = ""
-    """Why a command said nothing."""
+    """Why a command printed nothing."""
 
 
 @dataclass(frozen=True)
 class NodeLinks:
-    """Holds what was found inside a node."""
+    """What was found inside a node."""
 
     name: str
     gpus: tuple[FoundGpu, ...]
@@ -87,14 +86,14 @@ class NodeLinks:
 
 def discover(
     node: NodeLinks,
-    topology: Told,
+    topology: SourceText,
     measured: tuple[Sequence[PairRate], str] | None = None,
     devices_per_node: int | None = None,
     scaleup_devices: int | None = None,
 ) -> FoundFabric:
-    """Return the fabric that a node, Slurm's topology and measured links make together.
+    """Combine a node, Slurm's topology and measured links into a fabric.
 
-    `scaleup_devices`, where it is given, are joined by the fast links: Slurm's levels within them are no tiers.
+    Slurm's levels within `scaleup_devices` are not tiers, because fast links already connect these devices.
     """
     devices = devices_per_node or len(node.gpus) or min(2, usable_cores())
     inside, remarks = node_tiers(node.gpus, node.gpus_source, devices)
@@ -105,33 +104,33 @@ def discover(
     between = network_tiers(network, levels, topology.source, devices)
     facts = [FabricFact("gpus", describe_links(node.gpus), node.gpus_source)]
     if chosen := rails(node.gpus, {nic for gpu in node.gpus for nic in gpu.nics}):
-        beside = ", ".join(f"{gpu} {'+'.join(names)}" for gpu, names in chosen.items())
-        facts.append(FabricFact("rails", beside, node.gpus_source))
+        near = ", ".join(f"{gpu} {'+'.join(names)}" for gpu, names in chosen.items())
+        facts.append(FabricFact("rails", near, node.gpus_source))
     facts.append(FabricFact("nics", network.found, network.source))
     if node.numa_nodes:
         each = "; ".join(_numa_node(one, node.gpus) for one in node.numa_nodes)
         facts.append(FabricFact("numa", each, "/sys/devices/system/node"))
-    switches = "Slurm knows none that join nodes"
+    switches = "Slurm has none between nodes"
     if topology.problem:
-        switches = f"not known: {topology.problem}"
+        switches = f"unknown: {topology.problem}"
     elif levels:
         sizes = (f"{len(level.elements)} {level.name} of up to {level.most_nodes:,} nodes" for level in levels)
         switches = ", ".join(sizes)
     facts.append(FabricFact("switches", switches, topology.source))
     if measured:
         pairs, source = measured
-        strangers = []
-        if len(levels) >= 2:  # else there are none to go by
+        unknown = []
+        if len(levels) >= 2:  # otherwise Slurm lists no nodes
             known = {node for element in levels[-1].elements for node in element}
-            strangers = [host for host in hosts_of(pairs) if host not in known]
-        if strangers:
-            remarks.append(f"{', '.join(strangers)} of {source} are not among Slurm's nodes: its rates are left out")
+            unknown = [host for host in hosts_of(pairs) if host not in known]
+        if unknown:
+            remarks.append(f"the rates of {source} are ignored: Slurm does not have its nodes {', '.join(unknown)}")
         else:
             between = with_measured(between, pairs, levels, source, devices, network.rdma_nics)
-            remarks.append(f"measured rates are what collectives reach: plan with '{EFFICIENCY}'")
+            remarks.append(f"measured rates are those of collectives: plan with '{EFFICIENCY}'")
         facts.append(FabricFact("measured", f"{len(pairs)} links between {len(hosts_of(pairs))} nodes", source))
     if devices_per_node and node.gpus and devices_per_node != len(node.gpus):
-        remarks.append(f"cluster.devices_per_node is {devices_per_node}, and {len(node.gpus)} GPUs were found")
+        remarks.append(f"cluster.devices_per_node is {devices_per_node}, but {len(node.gpus)} GPUs were found")
     return FoundFabric(
         host=node.name,
         devices_per_node=devices,
@@ -144,11 +143,11 @@ def discover(
     )
 
 
-# Sources
+# Reading this machine
 
 
 def links_here(root: Path = SYS) -> NodeLinks:
-    """Return the links of this node, by the kernel and, where there is one, by nvidia-smi."""
+    """Return the links of this node, from the kernel and, if present, nvidia-smi."""
     nics = read_nics(root / "class/infiniband")
     interfaces = read_interfaces(root / "class/net")
     pci = read_gpus(nics, root)
@@ -156,14 +155,14 @@ def links_here(root: Path = SYS) -> NodeLinks:
     source = "/sys/bus/pci/devices"
     remarks = []
     try:
-        told = run_nvidia_smi()
-        if told:
-            gpus = complete(parse_matrix(told.text, told.source), pci)
-            source = told.source
+        matrix = run_nvidia_smi()
+        if matrix:
+            gpus = add_pci_facts(parse_matrix(matrix.text, matrix.source), pci)
+            source = matrix.source
         elif pci:
-            remarks.append("there is no nvidia-smi on this node: NVLink is not seen")
+            remarks.append("this node has no nvidia-smi, so NVLink is not detected")
     except MachineError as error:
-        remarks.append(f"{error.problems[0].message}: NVLink is not seen")
+        remarks.append(f"{error.problems[0].message}, so NVLink is not detected")
     return NodeLinks(
         node_name(),
         tuple(gpus),
@@ -175,8 +174,8 @@ def links_here(root: Path = SYS) -> NodeLinks:
     )
 
 
-def run_nvidia_smi() -> Told | None:
-    """Return its matrix; None where there is no nvidia-smi. Raises MachineError where it fails."""
+def run_nvidia_smi() -> SourceText | None:
+    """Return the output of nvidia-smi; None if it is not installed. Raises MachineError if it fails."""
     if shutil.which("nvidia-smi") is None:
         return None
     try:
@@ -184,33 +183,33 @@ def run_nvidia_smi() -> Told | None:
             COMMAND.split(), capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        message = f"{COMMAND} has not answered for {TIMEOUT_S:g} s"
+        message = f"{COMMAND} did not answer within {TIMEOUT_S:g} s"
         raise MachineError(Problem("nvidia_smi", message, hint="dmesg | grep NVRM", environment=True)) from error
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[0]
-        raise MachineError(Problem("nvidia_smi", f"{COMMAND} failed: {said}", hint="nvidia-smi", environment=True))
-    return Told(done.stdout, COMMAND)
+        reason = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[0]
+        raise MachineError(Problem("nvidia_smi", f"{COMMAND} failed: {reason}", hint="nvidia-smi", environment=True))
+    return SourceText(done.stdout, COMMAND)
 
 
-def topology_here() -> Told:
-    """Return what Slurm says of its switches, or why it says nothing."""
+def topology_here() -> SourceText:
+    """Return Slurm's list of switches, or why there is none."""
     try:
-        return Told(slurm.show_topology(), SCONTROL)
+        return SourceText(slurm.show_topology(), SCONTROL)
     except MachineError as error:
-        return Told("", SCONTROL, error.problems[0].message.splitlines()[0])
+        return SourceText("", SCONTROL, error.problems[0].message.splitlines()[0])
 
 
 # Facts
 
 
 def describe_links(gpus: Sequence[FoundGpu]) -> str:
-    """Return the links between GPUs, the most frequent one first: `8: NV18 between 28 pairs`."""
+    """Describe the links between GPUs, most frequent first: `8: NV18 between 28 pairs`."""
     if not gpus:
         return "none"
     pairs = [
         link
-        for place, gpu in enumerate(gpus)
-        for link in (gpu.links.get(other.name, "?") for other in gpus[place + 1 :])
+        for index, gpu in enumerate(gpus)
+        for link in (gpu.links.get(other.name, "?") for other in gpus[index + 1 :])
     ]
     count = {link: pairs.count(link) for link in dict.fromkeys(pairs)}
     links = ", ".join(f"{link} between {number}" for link, number in sorted(count.items(), key=lambda one: -one[1]))
@@ -218,34 +217,34 @@ def describe_links(gpus: Sequence[FoundGpu]) -> str:
 
 
 def _numa_node(node: NumaNode, gpus: Sequence[FoundGpu]) -> str:
-    beside = [gpu.name for gpu in gpus if gpu.numa_node == node.number]
+    near = [gpu.name for gpu in gpus if gpu.numa_node == node.number]
     memory = f", {format_bytes(node.memory_bytes)}" if node.memory_bytes else ""
-    return f"{node.number}: cores {node.cores}{memory}{', ' + ' '.join(beside) if beside else ''}"
+    return f"{node.number}: cores {node.cores}{memory}{', ' + ' '.join(near) if near else ''}"
 
 
 # The matrix of nvidia-smi
 
 
 def parse_matrix(text: str, source: str) -> list[FoundGpu]:
-    """Return the GPUs of a node with their links. Raises MachineError that names `source` and the line.
+    """Return the GPUs of a node with their links. Raises MachineError with `source` and the line.
 
-    Lines that do not belong to the matrix are passed over, so that a report may be given which holds it.
+    Other lines are skipped, because the matrix may be part of a longer report.
     """
     lines = _COLOUR.sub("", text).splitlines()
-    place = None
+    header = None
     for number, line in enumerate(lines):
         words = line.split()
-        # The names of the columns begin with GPU0, as the first row does, which goes on with a link.
+        # The header begins with GPU0, and so does the first row, whose second word is a link.
         if words[:1] == ["GPU0"] and not (len(words) > 1 and _LINK.fullmatch(words[1])):
-            place = number
+            header = number
             break
-    if place is None:
-        hint = f"give what `{COMMAND}` prints, whole: {COMMAND} > topology.txt"
-        raise MachineError(Problem("no_matrix", f"{source} holds no matrix of GPUs", hint=hint, environment=True))
-    columns, affinities = _columns(lines[place])
-    names = {match[1]: match[2] for line in lines[place:] if (match := _LEGEND.fullmatch(line))}
+    if header is None:
+        hint = f"give the whole output of `{COMMAND}`: {COMMAND} > topology.txt"
+        raise MachineError(Problem("no_matrix", f"{source} contains no matrix of GPUs", hint=hint, environment=True))
+    columns, affinities = _columns(lines[header])
+    names = {match[1]: match[2] for line in lines[header:] if (match := _LEGEND.fullmatch(line))}
     rows: dict[str, list[str]] = {}
-    for number, line in enumerate(lines[place + 1 :], place + 2):
+    for number, line in enumerate(lines[header + 1 :], header + 2):
         words = line.split()
         if words and words[0] in columns and words[0] not in rows:
             rows[words[0]] = _row(words[1:], columns, f"{source}:{number}", words[0])
@@ -253,16 +252,18 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
             break
     gpus = [column for column in columns if _GPU.fullmatch(column)]
     if missing := [gpu for gpu in gpus if gpu not in rows]:
-        message = f"the matrix in {source} has a column and no row of {', '.join(missing)}"
-        raise MachineError(Problem("no_matrix", message, hint=f"give what `{COMMAND}` prints, whole", environment=True))
+        message = f"the matrix in {source} has columns but no rows for {', '.join(missing)}"
+        raise MachineError(
+            Problem("no_matrix", message, hint=f"give the whole output of `{COMMAND}`", environment=True)
+        )
     found = []
     for gpu in gpus:
         row = rows[gpu]
         links = {other: RENAMED.get(link, link) for other, link in zip(columns, row, strict=False) if other != gpu}
-        # The cores may be blank, the others are not: they are told apart from the end.
-        behind = dict(zip(reversed(affinities), reversed(row[len(columns) :]), strict=False))
-        cores = behind.get("CPU Affinity", "")
-        numa = behind.get("NUMA Affinity", "")
+        # The cores may be blank but the other affinities are not, so they are matched from the end of the row.
+        after_links = dict(zip(reversed(affinities), reversed(row[len(columns) :]), strict=False))
+        cores = after_links.get("CPU Affinity", "")
+        numa = after_links.get("NUMA Affinity", "")
         found.append(
             FoundGpu(
                 gpu,
@@ -276,7 +277,7 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
 
 
 def _columns(header: str) -> tuple[list[str], list[str]]:
-    """Return the devices, and the affinities behind them."""
+    """Return the names of the devices and of the affinities after them."""
     affinities = [name for name in _AFFINITIES if name in header]
     devices = header.partition(_AFFINITIES[0])[0]
     return devices.split(), affinities
@@ -287,25 +288,29 @@ def _row(cells: list[str], columns: Sequence[str], where: str, name: str) -> lis
     wrong = next((cell for cell in links if not _LINK.fullmatch(cell)), None)
     if wrong is None and len(links) == len(columns):
         return cells
-    found = f"`{wrong}`, which is no link" if wrong is not None else f"{len(links)} links"
+    found = f"`{wrong}`, which is not a link" if wrong is not None else f"{len(links)} links"
     message = f"{where}: the row of {name} has {found}; {len(columns)} are needed, such as NV18, PIX, PXB, NODE or SYS"
     raise MachineError(
-        Problem("bad_matrix", message, hint=f"give what `{COMMAND}` prints, unchanged", environment=True)
+        Problem("bad_matrix", message, hint=f"give the unchanged output of `{COMMAND}`", environment=True)
     )
 
 
-# The file of the group
+# Writing the group's option
 
 
 def render_group(found: FoundFabric, name: str, *, has_schema: bool) -> str:
-    """Return the YAML of conf/fabric/NAME.yaml; `has_schema` says that the schemas lie beside the group."""
+    """Return the YAML of conf/fabric/NAME.yaml; `has_schema`: the schemas are in the folder next to the group."""
     lines = ["# @package cluster.fabric", *([SCHEMA] if has_schema else [])]
     lines += _comment(f"The fabric of {found.host}, found by `trainspec fabric`. Keys with ... were not found.")
     lines += [line for remark in found.remarks for line in _comment(f"Note: {remark}.")]
     lines += [f"name: {json.dumps(name, allow_nan=False)}", "tiers:"]
     for tier in found.tiers:
         lines += _tier(tier)
-    lines += [*_comment(f"nic_wiring: {WIRING}; a node does not show it."), "nic_wiring: null", "planes: null"]
+    lines += [
+        *_comment(f"nic_wiring: {WIRING}. It cannot be detected from one node."),
+        "nic_wiring: null",
+        "planes: null",
+    ]
     lines += ["nccl_tuner: false", "sources:"]
     lines += [f"  {key}: {json.dumps(source, allow_nan=False)}" for key, source in found.spec(name).sources.items()]
     return "\n".join(lines) + "\n"

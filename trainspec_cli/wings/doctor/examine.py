@@ -1,7 +1,7 @@
-"""The examination of this node, or of all nodes of a job: their reports, the links between them, and the diagnosis.
+"""Examine this node, or all nodes of a job: their reports, the links between them, and the diagnosis.
 
-`python -m trainspec_cli.wings.doctor.examine FOLDER cpu|cuda bf16|fp32 DEVICES` examines one node with this many
-devices, and prints its report, one line of JSON.
+`python -m trainspec_cli.wings.doctor.examine FOLDER cpu|cuda bf16|fp32 DEVICES` examines one node with DEVICES devices,
+and prints its report as one line of JSON.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from trainspec_cli.run.tools import LINKS, SPEED, on_nodes, run_tool, torchrun
 from trainspec_cli.wings.doctor.checks import check_node
 
 SPEEDS = {"matmul_flops": ("matrix products", "FLOP/s"), "memory_bytes_per_s": ("memory", "B/s")}
-"""Figures of `SpeedResult` that nodes are compared by -> their names and units."""
-FAR_BELOW = 0.6
-"""A node with less than this part of the others' median speed is refused: every step waits for the slowest."""
-BELOW = 0.85
-"""A node with less than this part of it is warned of."""
-SLOW_LINK = 0.5
-"""A pair of nodes with less than this part of the usual rate is warned of."""
-CLOCK_APART_S = 1.0
-"""A report is on its way for less than this."""
+"""The figures of `SpeedResult` by which nodes are compared -> name and unit."""
+MIN_SPEED = 0.6
+"""A slower node, relative to the median of the others, is refused, because every step waits for the slowest."""
+WARN_SPEED = 0.85
+"""A slower node, relative to the median of the others, gets a warning."""
+MIN_LINK_RATE = 0.5
+"""A slower pair of nodes, relative to the usual rate, gets a warning."""
+MAX_CLOCK_DIFFERENCE_S = 1.0
+"""Sending a report takes less than this, so a larger difference is one between clocks."""
 
 Examined = tuple[Sequence[NodeReport], LinksResult | None]
-"""A report of each node, and the processes' links; None for a single process."""
+"""The report of each node, and the links between processes; None for a single process."""
 
 
 def examine_here(plan: Plan, machine: Machine, folder: Path) -> Examined:
-    """`folder` is on the disk that is measured."""
+    """Examine this node; `folder` is on the disk to measure."""
     report = examine_node(folder, plan.device, plan.compute, plan.devices_per_node)
     measured = plan.world_size > 1 and not _are_unusable(report.checks)
     links = run_tool(LINKS, LinksRequest(plan.device), torchrun(plan, machine)) if measured else None
@@ -50,9 +50,9 @@ def examine_here(plan: Plan, machine: Machine, folder: Path) -> Examined:
 
 
 def examine_nodes(plan: Plan, reach: Reach, folder: Path) -> Examined:
-    """Examine every node of a job. `folder` is on a file system that they share. Raises MachineError.
+    """Examine all nodes of a job; `folder` is on a file system they share. Raises MachineError.
 
-    The doctor refuses no node: it wants the reports of all.
+    No node is refused here, because the doctor needs all reports.
     """
     reports: list[NodeReport] = []
     examination = Examination(node_command(plan, folder), reports.extend)
@@ -61,9 +61,9 @@ def examine_nodes(plan: Plan, reach: Reach, folder: Path) -> Examined:
 
 
 def node_command(plan: Plan, folder: Path) -> tuple[str, ...]:
-    """Return Python's arguments for the examination of one node; `folder` is where the run is kept."""
-    what = (plan.device, plan.compute, str(plan.devices_per_node))
-    return ("-m", "trainspec_cli.wings.doctor.examine", str(folder), *what)
+    """Return Python's arguments to examine one node; `folder` is the run folder."""
+    of_node = (plan.device, plan.compute, str(plan.devices_per_node))
+    return ("-m", "trainspec_cli.wings.doctor.examine", str(folder), *of_node)
 
 
 def examine_node(folder: Path, device: Device, compute: Compute, devices: int) -> NodeReport:
@@ -81,30 +81,31 @@ def examine_node(folder: Path, device: Device, compute: Compute, devices: int) -
 
 
 def _are_unusable(checks: Sequence[Check]) -> bool:
-    """Return whether no process could compute on the chips, so that measuring them would only fail."""
+    """Return whether no process can use the devices, so that measuring them would fail."""
     return any(check.status == "fail" and check.name in ("chips", "torch") for check in checks)
 
 
-# Nodes side by side
+# Comparing nodes
 
 
 def diagnose(reports: Sequence[NodeReport], links: LinksResult | None) -> Diagnosis:
-    """Return nodes side by side: what each can do, the slowest, and the links between them."""
+    """Compare nodes: the speed of each, the slowest, and the links between them."""
     comparisons = compare(reports)
     between = []
     for one in comparisons:
-        if one.ratio >= BELOW:
-            between.append(Check("slowest", "ok", one.sentence))
+        if one.ratio >= WARN_SPEED:
+            between.append(Check("slowest", "ok", one.text))
         else:
-            advice = f"see what else runs on {one.host}; its cooling, power limit and clocks"
-            between.append(Check("slowest", "fail" if one.ratio < FAR_BELOW else "warn", one.sentence, advice))
+            advice = f"see what else runs on {one.host}; check its cooling, power limit and clocks"
+            between.append(Check("slowest", "fail" if one.ratio < MIN_SPEED else "warn", one.text, advice))
     for report in reports:
-        # The first node noted when the report came.
-        apart_s = 0.0 if report.heard_at is None else report.time - report.heard_at
-        if abs(apart_s) >= CLOCK_APART_S:
-            found = f"{report.host} is {abs(apart_s):.1f} s {'ahead of' if apart_s > 0 else 'behind'} the first node"
-            between.append(Check("clock", "warn", found, "let chrony or systemd-timesyncd keep it"))
-    between += judge_links(links)
+        # `heard_at` is the time on the first node when it received the report.
+        difference_s = 0.0 if report.heard_at is None else report.time - report.heard_at
+        if abs(difference_s) >= MAX_CLOCK_DIFFERENCE_S:
+            direction = "ahead of" if difference_s > 0 else "behind"
+            found = f"{report.host} is {abs(difference_s):.1f} s {direction} the first node"
+            between.append(Check("clock", "warn", found, "synchronise it with chrony or systemd-timesyncd"))
+    between += check_measured_links(links)
     hosts = []
     for report in reports:
         speeds = []
@@ -124,20 +125,20 @@ def diagnose(reports: Sequence[NodeReport], links: LinksResult | None) -> Diagno
 
 @dataclass(frozen=True)
 class Comparison:
-    """The slowest node by one figure."""
+    """The slowest node in one figure."""
 
     host: str
     figure: str
     ratio: float
-    """Its speed over the median of the others."""
+    """Its speed divided by the median of the others."""
 
     @property
-    def sentence(self) -> str:
-        return f"{self.host} is slowest at {SPEEDS[self.figure][0]}: {self.ratio:.0%} of what the others do"
+    def text(self) -> str:
+        return f"{self.host} is slowest in {SPEEDS[self.figure][0]}: {self.ratio:.0%} of the others' speed"
 
 
 def compare(reports: Sequence[NodeReport]) -> list[Comparison]:
-    """Return the slowest node by each figure, the worst first; empty for one node."""
+    """Return the slowest node in each figure, worst first; empty for one node."""
     found = []
     for figure in SPEEDS:
         speeds = [(float(getattr(report.speed, figure)), report.host) for report in reports if report.speed]
@@ -148,29 +149,29 @@ def compare(reports: Sequence[NodeReport]) -> list[Comparison]:
 
 
 def refuse_unfit(reports: Sequence[NodeReport]) -> None:
-    """Raises MachineError with every node that fails a check or falls far below the others."""
+    """Raises MachineError with all nodes that fail a check or are much slower than the others."""
     problems = []
     for report in reports:
         for check in (check for check in report.checks if check.status == "fail"):
-            message = f"{report.host} is not fit: {check.name}: {check.found}"
-            hint = f"{check.advice}; or start all the same with run.preflight=false"
+            message = f"{report.host} fails the check {check.name}: {check.found}"
+            hint = f"{check.advice}; or start anyway with run.preflight=false"
             problems.append(Problem("unfit_host", message, hint=hint, environment=True))
-    for slow in (one for one in compare(reports) if one.ratio < FAR_BELOW):
-        message = f"{slow.sentence}, and every step would wait for it"
+    for slow in (one for one in compare(reports) if one.ratio < MIN_SPEED):
+        message = f"{slow.text}; every step would wait for it"
         hint = (
-            f"see what else runs there (trainspec doctor), leave it out (cluster.slurm.exclude={slow.host}), "
-            "or start all the same with run.preflight=false"
+            f"see what else runs there (trainspec doctor), exclude it (cluster.slurm.exclude={slow.host}), "
+            "or start anyway with run.preflight=false"
         )
         problems.append(Problem("slow_host", message, hint=hint, environment=True))
     if problems:
         raise MachineError(problems)
 
 
-def judge_links(links: LinksResult | None) -> list[Check]:
-    """Return the all-reduce's rates, each pair's, and the nodes that reach no other at the usual rate.
+def check_measured_links(links: LinksResult | None) -> list[Check]:
+    """Check the rates of all-reduces and pairs of nodes, and warn of nodes that are slow with every other.
 
-    A pair is judged against the median of the nodes' own best: one bad cable slows all pairs of its node, the half of
-    them or more where nodes are few, and no other node's best.
+    Pairs are compared with the median of the nodes' best rates, and not with the median of all pairs: a bad cable slows
+    all pairs of its node, which can be most pairs, but not the best rate of any other node.
     """
     if links is None:
         return []
@@ -185,18 +186,18 @@ def judge_links(links: LinksResult | None) -> list[Check]:
     usual = median(best.values()) if best else 0.0
     for pair in links.pairs:
         smallest = pair.sizes[0]
-        brief = f"{format_bytes(smallest.bytes)} in {smallest.seconds * 1e3:.2f} ms"
-        found = f"{' - '.join(pair.hosts)}: {format_si(pair.bytes_per_s, 'B/s')}, {brief}"
+        latency = f"{format_bytes(smallest.bytes)} in {smallest.seconds * 1e3:.2f} ms"
+        found = f"{' - '.join(pair.hosts)}: {format_si(pair.bytes_per_s, 'B/s')}, {latency}"
         ratio = pair.bytes_per_s / usual
-        if ratio >= SLOW_LINK:
+        if ratio >= MIN_LINK_RATE:
             checks.append(Check("pair", "ok", found))
         else:
-            advice = "check the cables and ports of both"
-            checks.append(Check("pair", "warn", f"{found}: {ratio:.0%} of the usual", advice))
+            advice = "check the cables and ports of both nodes"
+            checks.append(Check("pair", "warn", f"{found}: {ratio:.0%} of the usual rate", advice))
     for host, rate_of_host in best.items():
-        if rate_of_host < SLOW_LINK * usual:
-            reached = format_si(rate_of_host, "B/s")
-            found = f"{host} reaches nobody at more than {reached}, {rate_of_host / usual:.0%} of the usual"
+        if rate_of_host < MIN_LINK_RATE * usual:
+            best_rate = format_si(rate_of_host, "B/s")
+            found = f"the best link of {host} has {best_rate}, {rate_of_host / usual:.0%} of the usual rate"
             checks.append(
                 Check("slow link", "warn", found, f"check {host}'s cable and port, and what else uses its link")
             )

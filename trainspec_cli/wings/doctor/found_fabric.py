@@ -1,4 +1,4 @@
-"""What `trainspec fabric` finds of a machine's links and network; its JSON is what `fabric --json` prints."""
+"""The links and network that `trainspec fabric` finds; `fabric --json` prints these records."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from trainspec_cli.recipe.records import to_plain
 
 @dataclass(frozen=True)
 class FoundGpu:
-    """A GPU and its ways to the other devices of its node, as `nvidia-smi topo -m` names them (NV18, PIX, SYS, ...)."""
+    """A GPU and its links to the other devices of its node, named as in `nvidia-smi topo -m` (NV18, PIX, SYS, ...)."""
 
     name: str
     """GPU0, GPU1, ... in the order of their PCI addresses."""
     links: dict[str, str] = field(default_factory=dict)
-    """The link to each other GPU by name."""
+    """Name of each other GPU -> the link to it."""
     nics: dict[str, str] = field(default_factory=dict)
-    """The way to each NIC for RDMA by name."""
+    """Name of each RDMA NIC -> the link to it."""
     cores: str = ""
-    """The cores next to it, as the kernel lists them (`0-15,64-79`); "": not known."""
+    """The nearest cores, as the kernel lists them (`0-15,64-79`); "": unknown."""
     numa_node: int | None = None
     pcie_gbit_per_s: float | None = None
-    """The rate of its PCIe link, one direction; None: not known."""
+    """The rate of its PCIe link in one direction; None: unknown."""
 
 
 @dataclass(frozen=True)
 class Nic:
-    """A NIC for RDMA with an active port, or a network interface that is up."""
+    """An RDMA NIC with an active port, or a network interface that is up."""
 
     name: str
     gbit_per_s: float | None
-    """The rate of its active ports together; None: the system does not say."""
+    """The total rate of its active ports; None: unknown."""
     numa_node: int | None = None
-    """None where the system does not say."""
+    """None: unknown."""
     kind: NetworkKind = "infiniband"
     pci_path: tuple[str, ...] = ()
-    """The PCI addresses from the host bridge down to it."""
+    """The PCI addresses from the host bridge to it."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class NumaNode:
 
 @dataclass(frozen=True)
 class FabricFact:
-    """Something that was found, or looked for and not found."""
+    """Something that was found, or searched for and not found."""
 
     about: str
     """gpus, rails, nics, numa, switches or measured."""
     found: str
     source: str
-    """The command, file or folder that says so."""
+    """The command, file or folder it was read from."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class FoundTier:
     spec: TierSpec
     source: str
     left_out: dict[str, str] = field(default_factory=dict)
-    """The keys that are not known -> what counts without them, and what to write there."""
+    """Each unknown key -> the default without it, and the value to write."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class FoundFabric:
     nics: tuple[Nic, ...] = ()
     numa_nodes: tuple[NumaNode, ...] = ()
     remarks: tuple[str, ...] = ()
-    """What is to be known before it is planned with."""
+    """Notes for users of the fabric in a plan."""
 
     def spec(self, name: str) -> FabricSpec:
-        """Return it as a recipe describes a fabric."""
-        sources = {f"tiers.{place}": tier.source for place, tier in enumerate(self.tiers)}
+        """Return the fabric as in a recipe."""
+        sources = {f"tiers.{index}": tier.source for index, tier in enumerate(self.tiers)}
         return FabricSpec(name, tuple(tier.spec for tier in self.tiers), sources=sources)
 
     def as_json(self) -> JsonObject:

@@ -1,4 +1,4 @@
-"""Read the switches and blocks of nodes that Slurm knows, from `scontrol show topology` or from topology.conf."""
+"""Read Slurm's switches and blocks of nodes from `scontrol show topology` or topology.conf."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trainspec_cli.recipe.results.doctor import Check
 _FIELD = re.compile(r"(\w+)=(\S+)")
 _NAMES = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
 _RANGES = re.compile(r"([^\[]*)\[([^\]]*)\](.*)")
-MOST_NAMES = 1_000_000
-"""Names that a host list is expanded to; no cluster has more nodes."""
+MAX_NAMES = 1_000_000
+"""A host list is expanded to at most this many names, more than any cluster has."""
 NONE = "(null)"
-"""The word that `scontrol` writes in the place of an empty list."""
+"""`scontrol` writes this for an empty list."""
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,26 @@ class SwitchLevel:
 
 
 def read_levels(topology: str) -> list[SwitchLevel]:
-    """Return the levels, leaves first, of Slurm's plugins topology/tree and topology/block.
+    """Return the levels of Slurm's plugins topology/tree and topology/block, leaves first.
 
-    Levels that join no more nodes than the one below, or one node alone, are left out.
+    Levels that connect a single node, or no more nodes than the level below, are omitted.
     """
-    # Without comments, and with the lines put together that a backslash continues.
+    # Remove comments and join lines that end with a backslash.
     without = "\n".join(line.partition("#")[0].rstrip() for line in topology.splitlines())
     whole = without.replace("\\\n", " ").splitlines()
     lines = [{key.lower(): value for key, value in _FIELD.findall(line)} for line in whole]
     levels = _blocks(lines) or _switches(lines)
-    joining: list[SwitchLevel] = []
+    connecting: list[SwitchLevel] = []
     for level in levels:
-        if level.most_nodes > (joining[-1].most_nodes if joining else 1):
-            joining.append(level)
-    return joining
+        if level.most_nodes > (connecting[-1].most_nodes if connecting else 1):
+            connecting.append(level)
+    return connecting
 
 
 def _switches(lines: Sequence[Mapping[str, str]]) -> list[SwitchLevel]:
     """Return the levels of switches.
 
-    `scontrol` says each one's level and all nodes below it; topology.conf names what is right below.
+    `scontrol` prints the level of each switch and all nodes below it; topology.conf lists only what is directly below.
     """
     switches = {line["switchname"]: line for line in lines if "switchname" in line}
     levels: dict[int, list[tuple[str, ...]]] = {}
@@ -63,7 +63,7 @@ def _switches(lines: Sequence[Mapping[str, str]]) -> list[SwitchLevel]:
 
 
 def _below(name: str, switches: Mapping[str, Mapping[str, str]], above: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    """Return the level of a switch and the nodes below it; a switch that is below itself has none."""
+    """Return the level of a switch and the nodes below it; there are none in a cycle of switches."""
     line = switches.get(name, {})
     nodes = expand_hosts(line.get("nodes", ""))
     if nodes or name in above:
@@ -74,7 +74,7 @@ def _below(name: str, switches: Mapping[str, Mapping[str, str]], above: tuple[st
 
 
 def _blocks(lines: Sequence[Mapping[str, str]]) -> list[SwitchLevel]:
-    """Return the blocks, and those that Slurm plans with together (AggregatedBlock, or BlockSizes of topology.conf)."""
+    """Return the blocks and the groups of blocks (AggregatedBlock, or BlockSizes in topology.conf)."""
     blocks = [tuple(expand_hosts(line["nodes"])) for line in lines if "blockname" in line and "nodes" in line]
     if not blocks:
         return []
@@ -86,8 +86,8 @@ def _blocks(lines: Sequence[Mapping[str, str]]) -> list[SwitchLevel]:
     planned = next((line["blocksizes"] for line in lines if "blocksizes" in line), "")
     base, *larger = [int(size) for size in planned.split(",") if size.isdigit()] or [0]
     for size in larger if base else ():
-        together = max(1, size // base)
-        groups = [blocks[place : place + together] for place in range(0, len(blocks), together)]
+        per_group = max(1, size // base)
+        groups = [blocks[start : start + per_group] for start in range(0, len(blocks), per_group)]
         sizes.setdefault(size, []).extend(tuple(node for block in group for node in block) for group in groups)
     aggregated = [SwitchLevel(f"blocks{size}", tuple(sizes[size])) for size in sorted(sizes) if sizes[size]]
     return [SwitchLevel("block", tuple(blocks)), *aggregated]
@@ -97,7 +97,7 @@ def expand_hosts(hosts: str) -> list[str]:
     """Return the names of a Slurm host list: `gpu[001-003,7],login` -> gpu001, gpu002, gpu003, gpu7, login."""
     if hosts == NONE:
         return []
-    return list(islice((name for part in _NAMES.findall(hosts) for name in _expand(part)), MOST_NAMES))
+    return list(islice((name for part in _NAMES.findall(hosts) for name in _expand(part)), MAX_NAMES))
 
 
 def _expand(name: str) -> Iterator[str]:
@@ -115,7 +115,7 @@ def _expand(name: str) -> Iterator[str]:
 
 
 def check_switches(topology: str, devices_per_node: int) -> Iterator[Check]:
-    """Say what tiers Slurm's switches would be; nothing where it knows none, or one above all nodes."""
+    """Return Slurm's switches as tiers; nothing without at least two levels."""
     levels = read_levels(topology)
     if len(levels) < 2:
         return

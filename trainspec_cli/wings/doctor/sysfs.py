@@ -1,4 +1,4 @@
-"""Read what the kernel shows of this node (/sys): NICs and interfaces, GPUs and what PCIe joins them by, NUMA nodes."""
+"""Read this node's NICs, interfaces, GPUs, PCIe links and NUMA nodes from the kernel (/sys)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ GPU_VENDORS = ("0x10de", "0x1002")
 GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 """PCI classes of VGA and 3D controllers, other displays, and processing accelerators."""
 CODING = {2.5: 8 / 10, 5.0: 8 / 10, 8.0: 128 / 130, 16.0: 128 / 130, 32.0: 128 / 130, 64.0: 242 / 256}
-"""Gigatransfers a second of a PCIe lane -> the part of them that is data (PCI Express Base Specification 1 to 6)."""
-MOST_LANES = 32
+"""Gigatransfers per second of a PCIe lane -> the fraction that is data (PCI Express Base Specification 1 to 6)."""
+MAX_LANES = 32
 
 # Network
 
@@ -28,31 +28,31 @@ INTERFACES = Path("/sys/class/net")
 _RATE = re.compile(r"([\d.]+) Gb/sec")
 _PCI = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _KIND_OF_DRIVER: dict[str, NetworkKind] = {"efa": "efa", "hfi1": "omnipath"}
-"""Drivers whose ports do not say their kind: link_layer is Unspecified, or InfiniBand."""
+"""Drivers whose link_layer does not show the kind of network: it is Unspecified or InfiniBand."""
 
 
 def read_nics(folder: Path = INFINIBAND) -> list[Nic]:
-    """Return the NICs for RDMA that have an active port, by name; `folder` as the kernel lays it out."""
+    """Return the RDMA NICs with an active port, by name; `folder` has the layout of the kernel's."""
     found = []
     for device in sorted(folder.iterdir()) if folder.is_dir() else ():
-        ports = [port for port in device.glob("ports/*") if "ACTIVE" in own_text(port / "state")]
-        rates = [float(rate[1]) for port in ports if (rate := _RATE.search(own_text(port / "rate")))]
+        ports = [port for port in device.glob("ports/*") if "ACTIVE" in sysfs_text(port / "state")]
+        rates = [float(rate[1]) for port in ports if (rate := _RATE.search(sysfs_text(port / "rate")))]
         if rates:
             where = device / "device"
             kind = _KIND_OF_DRIVER.get((where / "driver").resolve().name, "infiniband")
-            if kind == "infiniband" and any(own_text(port / "link_layer") == "Ethernet" for port in ports):
+            if kind == "infiniband" and any(sysfs_text(port / "link_layer") == "Ethernet" for port in ports):
                 kind = "roce"
             found.append(Nic(device.name, sum(rates), _numa_node(where), kind, pci_path(where)))
     return found
 
 
 def read_interfaces(folder: Path = INTERFACES) -> list[Nic]:
-    """Return the network interfaces that are up and belong to a device, or bond several; no virtual ones."""
+    """Return the network interfaces that are up and are a device or a bond, and no virtual ones."""
     found = []
     for interface in sorted(folder.iterdir()) if folder.is_dir() else ():
         is_real = (interface / "device").exists() or (interface / "bonding").is_dir()
-        if is_real and not (interface / "master").exists() and own_text(interface / "operstate") == "up":
-            mbit = own_text(interface / "speed")  # of a virtual NIC the kernel says -1, or refuses to say
+        if is_real and not (interface / "master").exists() and sysfs_text(interface / "operstate") == "up":
+            mbit = sysfs_text(interface / "speed")  # -1 or unreadable for a virtual NIC
             rate = int(mbit) / 1000 if mbit.isdigit() and mbit != "0" else None
             where = interface / "device"
             found.append(Nic(interface.name, rate, _numa_node(where), "ethernet", pci_path(where)))
@@ -60,80 +60,80 @@ def read_interfaces(folder: Path = INTERFACES) -> list[Nic]:
 
 
 def _numa_node(device: Path) -> int | None:
-    text = own_text(device / "numa_node")
-    return int(text) if text.isdigit() else None  # the kernel says -1 where there is none
+    text = sysfs_text(device / "numa_node")
+    return int(text) if text.isdigit() else None  # -1 without NUMA nodes
 
 
 def pci_path(device: Path) -> tuple[str, ...]:
-    """Return the PCI addresses from the host bridge down to a device of /sys; empty for one that is not on PCI."""
+    """Return the PCI addresses from the host bridge to a device of /sys; empty if it is not a PCI device."""
     return tuple(part for part in device.resolve().parts if _PCI.fullmatch(part))
 
 
-def own_text(path: Path) -> str:
-    """Return what a file of /sys says, without the line's end; "" where there is none, or it refuses."""
+def sysfs_text(path: Path) -> str:
+    """Return the content of a file of /sys without the newline; "" if it is missing or unreadable."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 
 
-# GPUs, and what joins them
+# GPUs and their links
 
 
 def read_gpus(nics: Sequence[Nic] = (), root: Path = SYS) -> list[FoundGpu]:
-    """Return the GPUs by PCI address, the order in which nvidia-smi numbers them, with the links that PCI shows without
-    a driver; NVLink is not among them."""
+    """Return the GPUs in the order of their PCI addresses, as nvidia-smi numbers them, with the links that PCI shows
+    without a driver, so without NVLink."""
     folders: dict[str, Path] = {}
     for folder in sorted((root / "bus/pci/devices").glob("*")):
-        if own_text(folder / "vendor") in GPU_VENDORS and own_text(folder / "class")[:6] in GPU_CLASSES:
+        if sysfs_text(folder / "vendor") in GPU_VENDORS and sysfs_text(folder / "class")[:6] in GPU_CLASSES:
             folders[f"GPU{len(folders)}"] = folder
-    places = {name: (pci_path(folder), _numa_node(folder)) for name, folder in folders.items()}
+    locations = {name: (pci_path(folder), _numa_node(folder)) for name, folder in folders.items()}
     found = []
     for name, folder in folders.items():
-        here = places[name]
-        links = {other: _link(here, there) for other, there in places.items() if other != name}
-        ways = {nic.name: _link(here, (nic.pci_path, nic.numa_node)) for nic in nics if nic.pci_path}
-        cores = own_text(folder / "local_cpulist")
-        found.append(FoundGpu(name, links, ways, cores, here[1], _link_gbit_per_s(folder)))
+        here = locations[name]
+        links = {other: _link(here, there) for other, there in locations.items() if other != name}
+        nic_links = {nic.name: _link(here, (nic.pci_path, nic.numa_node)) for nic in nics if nic.pci_path}
+        cores = sysfs_text(folder / "local_cpulist")
+        found.append(FoundGpu(name, links, nic_links, cores, here[1], _link_gbit_per_s(folder)))
     return found
 
 
 def _link_gbit_per_s(folder: Path) -> float | None:
-    """Return what the link carries: the lanes that are in use, at the most that both of its ends can.
+    """Return the link's rate: the lanes in use, at the highest speed that both ends support.
 
-    An idle GPU lowers the speed of its link, and not its width.
+    The current speed is not used, because an idle GPU lowers it; the width does not change.
     """
-    above = folder.resolve().parent
-    speeds = [_SPEED.match(own_text(end / "max_link_speed")) for end in (folder, above)]
+    bridge = folder.resolve().parent
+    speeds = [_SPEED.match(sysfs_text(end / "max_link_speed")) for end in (folder, bridge)]
     known = [float(speed[1]) for speed in speeds if speed]
-    width = own_text(folder / "current_link_width")
-    if not known or not width.isdigit() or not 0 < int(width) <= MOST_LANES or min(known) not in CODING:
+    width = sysfs_text(folder / "current_link_width")
+    if not known or not width.isdigit() or not 0 < int(width) <= MAX_LANES or min(known) not in CODING:
         return None
     return round(min(known) * CODING[min(known)] * int(width), 1)
 
 
-PciPlace = tuple[Sequence[str], int | None]
-"""The PCI addresses above a device and its own, and its NUMA node."""
+PciLocation = tuple[Sequence[str], int | None]
+"""The PCI addresses from the host bridge to a device, and its NUMA node."""
 
 
-def _link(here: PciPlace, there: PciPlace) -> str:
-    """Return the link of two PCI devices, in the words of `nvidia-smi topo -m`."""
+def _link(here: PciLocation, there: PciLocation) -> str:
+    """Return the link between two PCI devices, named as in `nvidia-smi topo -m`."""
     path, numa_node = here
     far_path, far_numa_node = there
     shared = next(
-        (place for place, (one, other) in enumerate(zip(path, far_path, strict=False)) if one != other),
+        (index for index, (one, other) in enumerate(zip(path, far_path, strict=False)) if one != other),
         min(len(path), len(far_path)),
     )
     if shared == 0:
         return "NODE" if numa_node == far_numa_node else "SYS"
     if shared == 1:
         return "PHB"
-    below_switch = max(len(path), len(far_path)) - shared  # a port of the switch, and the device
+    below_switch = max(len(path), len(far_path)) - shared  # a port of the switch and the device
     return "PIX" if below_switch <= 2 else "PXB"
 
 
-def complete(matrix: Sequence[FoundGpu], found: Sequence[FoundGpu]) -> list[FoundGpu]:
-    """Add to the GPUs of the matrix what PCI alone says, where both show as many."""
+def add_pci_facts(matrix: Sequence[FoundGpu], found: Sequence[FoundGpu]) -> list[FoundGpu]:
+    """Add the facts from PCI to the matrix's GPUs, if both show equally many."""
     if len(matrix) != len(found):
         return list(matrix)
     return [
@@ -148,11 +148,11 @@ def complete(matrix: Sequence[FoundGpu], found: Sequence[FoundGpu]) -> list[Foun
 
 
 def read_numa_nodes(root: Path = SYS) -> list[NumaNode]:
-    """Return the NUMA nodes that have cores, by number."""
+    """Return the NUMA nodes with cores, by number."""
     folders = (root / "devices/system/node").glob("node[0-9]*")
     found = []
     for number, folder in sorted((int(folder.name.removeprefix("node")), folder) for folder in folders):
-        if cores := own_text(folder / "cpulist"):
-            memory = _MEMORY.search(own_text(folder / "meminfo"))
+        if cores := sysfs_text(folder / "cpulist"):
+            memory = _MEMORY.search(sysfs_text(folder / "meminfo"))
             found.append(NumaNode(number, cores, int(memory[1]) * 1024 if memory else None))
     return found

@@ -1,4 +1,4 @@
-"""Examine nodes and fabrics, alone and before a run."""
+"""Examine nodes and fabrics, by command and before a run."""
 
 from trainspec_cli.core.wings import Command, Wing
 
@@ -6,11 +6,11 @@ WING = Wing(
     commands={
         "doctor": Command(
             "clusters",
-            "check that this node, or each of a Slurm job, is fit to train",
+            "check that this node, or each node of a Slurm job, can train",
         ),
         "fabric": Command(
             "clusters",
-            "discover how GPUs, NICs and nodes are joined, as tiers that a plan takes",
+            "discover the links between GPUs, NICs and nodes, as tiers for plans",
             takes_keys=True,
         ),
     },

@@ -1,4 +1,4 @@
-"""Other engines' configurations: written from a plan, and read into a recipe. No engine is imported."""
+"""Configurations of other engines: written from a plan, and read into a recipe. No engine is imported."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from trainspec_cli.wings.interop.sources import READERS, guess_engine, read_sour
 from trainspec_cli.wings.interop.table import NO_CONTAINER, Container, RunValues, layout_of, run_values, show
 from trainspec_cli.wings.interop.target import (
     EMITTED,
-    Heard,
-    Spoken,
+    ReadBack,
     Target,
-    listen,
+    Translation,
     nest,
     options,
-    speak,
+    read_back,
+    translate,
 )
 from trainspec_cli.wings.interop.targets import (
     accelerate,
@@ -36,19 +36,19 @@ __all__ = [
     "READERS",
     "TARGETS",
     "Container",
-    "Heard",
+    "ReadBack",
     "RunValues",
-    "Spoken",
     "Target",
+    "Translation",
     "guess_engine",
     "layout_of",
-    "listen",
     "nest",
     "options",
+    "read_back",
     "read_source",
     "run_values",
     "show",
-    "speak",
+    "translate",
 ]
 
 ENGINES = (
@@ -64,4 +64,4 @@ ENGINES = (
 LAUNCHERS = (managers.JOB, managers.JOB_SET, managers.TRAIN_JOB, managers.SKYPILOT)
 """Cluster managers, which start trainspec itself."""
 TARGETS: dict[str, Target] = {target.name: target for target in (*ENGINES, *LAUNCHERS)}
-"""Name, as `--for` takes it -> target."""
+"""Targets by the name that `--for` takes."""

@@ -1,4 +1,4 @@
-"""A recipe's plan in another engine's configuration."""
+"""Write a recipe's plan as the configuration of another engine."""
 
 from __future__ import annotations
 
@@ -22,75 +22,75 @@ from trainspec_cli.wings.interop import (
     NO_CONTAINER,
     TARGETS,
     Container,
-    Spoken,
     Target,
+    Translation,
     run_values,
-    speak,
+    translate,
 )
 
 
 @dataclass(frozen=True)
 class Emission:
-    """An engine's files on paper."""
+    """The files for an engine, before they are written."""
 
     target: Target
-    spoken: Spoken
+    translation: Translation
     files: Mapping[str, str]
     """File name -> text."""
 
 
 def emit_recipe(arguments: Sequence[str], engine: str, container: Container = NO_CONTAINER) -> Emission:
-    """Plan a recipe, and say it in an engine's words. Raises RecipeError for what the engine cannot say, and PlanError
-    where nothing fits."""
+    """Plan a recipe and translate it for an engine. Raises RecipeError for values that the engine does not support, and
+    PlanError if no layout fits."""
     if engine not in TARGETS:
         near = closest(engine, TARGETS)
-        hint = f"type --for {near}" if near else f"there are: {', '.join(TARGETS)}"
-        raise RecipeError(Problem("usage", f"there is no engine `{engine}` to emit for", "--for", hint))
+        hint = f"type --for {near}" if near else f"known engines: {', '.join(TARGETS)}"
+        raise RecipeError(Problem("usage", f"unknown engine `{engine}`", "--for", hint))
     target = TARGETS[engine]
     arguments, _ = with_defaults(arguments)
     if load_disturbance(arguments):
-        raise RecipeError(Problem("usage", "disturb= is simulated by trainspec plan alone", hint="leave it out"))
+        raise RecipeError(Problem("usage", "disturb= works only with trainspec plan", hint="leave it out"))
     loaded = load_for_planning(arguments)
     if loaded.spec.cluster.pools:
-        message = "a configuration speaks of one kind of node, and `cluster.pools` has several"
+        message = "a configuration has one kind of node, but `cluster.pools` has several"
         raise RecipeError(Problem("unsupported", message, "cluster.pools", "name one cluster: cluster=h100"))
     planned = plan_loaded(loaded)
     try:
         run = run_values(loaded.composed.recipe, resolved(planned), tuple(arguments), container)
-        spoken = speak(target, run)
+        translation = translate(target, run)
     except RecipeError as error:
         raise RecipeError(loaded.composed.locate(error.problems)) from error
-    files = target.render(spoken, run)
-    said: list[JsonObject] = [
+    files = target.render(translation, run)
+    translated: list[JsonObject] = [
         {
             "ours": one.ours,
             "value": one.value,
             "theirs": one.theirs,
             "their_value": one.their_value,
-            "place": one.place,
+            "place": one.destination,
             "reason": one.approximate,
         }
-        for one in spoken.said
+        for one in translation.translated
     ]
     record: JsonObject = {
         "recipe": run.recipe,
         "engine": target.name,
         "engine_version": target.version,
         "files": [*sorted(files)],
-        "exact": [one for one in said if not one["reason"]],
-        "approximate": [one for one in said if one["reason"]],
-        "fixed": [{"theirs": one.theirs, "value": one.value, "why": one.why} for one in spoken.fixed],
+        "exact": [one for one in translated if not one["reason"]],
+        "approximate": [one for one in translated if one["reason"]],
+        "fixed": [{"theirs": one.theirs, "value": one.value, "why": one.why} for one in translation.fixed],
         # `value` is null for a section.
-        "not_carried": [{"ours": one.ours, "value": one.value, "why": one.why} for one in spoken.not_carried],
+        "not_carried": [{"ours": one.ours, "value": one.value, "why": one.why} for one in translation.not_carried],
     }
-    return Emission(target, spoken, {**files, EMITTED: json_text(record) + "\n"})
+    return Emission(target, translation, {**files, EMITTED: json_text(record) + "\n"})
 
 
 def write_emission(emission: Emission, folder: Path, *, force: bool) -> None:
-    """Write the files into `folder`. Raises RecipeError where one of them is there, unless `force`."""
-    there = [name for name in emission.files if (folder / name).exists()]
-    if there and not force:
-        message = f"{folder} has {' and '.join(there)}, which would be overwritten"
+    """Write the files into `folder`. Raises RecipeError if one of them exists, unless `force`."""
+    existing = [name for name in emission.files if (folder / name).exists()]
+    if existing and not force:
+        message = f"{folder} contains {' and '.join(existing)}, which would be overwritten"
         raise RecipeError(Problem("output_exists", message, "--output", "choose another folder, or add --force"))
     try:
         for name, text in emission.files.items():
@@ -98,24 +98,24 @@ def write_emission(emission: Emission, folder: Path, *, force: bool) -> None:
             if name.endswith(".sh"):
                 (folder / name).chmod(0o755)
     except OSError as error:
-        hint = "choose a folder that you may write to"
+        hint = "choose a folder that you can write to"
         raise RecipeError(
             Problem("output_exists", f"{folder} cannot be written: {error.strerror}", "--output", hint)
         ) from error
 
 
 def resolved(planned: PlanReport) -> RunSpec:
-    """Return the recipe with the values of the plan's best layout in the place of `auto`. Raises PlanError."""
+    """Return the recipe with every `auto` replaced by the plan's best layout. Raises PlanError."""
     best = require_fit(planned)
     assert planned.run is not None, "a layout that fits has a forecast"
-    # The layout of all replicas together: other engines have no replica groups.
+    # The layout covers all replica groups together: other engines have none.
     spec = replace(planned.spec, layout=asked_for(best.layout))
     chip = spec.cluster.accelerator
     device = spec.cluster.device
     if device == AUTO:
         device = "cpu" if chip and chip.vendor == "cpu" else "cuda"
     compute = spec.precision.compute
-    if compute == AUTO:  # as the plan counts with it
+    if compute == AUTO:  # the format that the plan assumes
         compute = "bf16" if chip and chip.bf16_tflops else "fp16"
     per_node = planned.capacity.world_size // spec.cluster.num_nodes
     cluster = replace(spec.cluster, devices_per_node=per_node, device=device)

@@ -1,4 +1,4 @@
-"""Another engine's configuration as a recipe."""
+"""Read the configuration of another engine as a recipe."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from trainspec_cli.core.errors import Problem, RecipeError, closest
 from trainspec_cli.core.reading.files import VERSION_LINE
 from trainspec_cli.recipe.field_types import MISSING
 from trainspec_cli.run.folder.files import write_text
-from trainspec_cli.wings.interop import READERS, TARGETS, Heard, Target, guess_engine, listen, nest, read_source
+from trainspec_cli.wings.interop import READERS, TARGETS, ReadBack, Target, guess_engine, nest, read_back, read_source
 
 ASKED = ("train.max_steps", "batching.global_batch_size", "data.seq_len")
-"""Keys that a plan needs; where the file does not say one, the recipe asks for it."""
+"""Keys that a plan needs; the recipe leaves them open if the file lacks them."""
 NEEDED_OF_MODEL = "model.num_layers"
 CHECKPOINT = "init.from"
-"""It holds the sizes of the model, too."""
+"""A checkpoint also determines the sizes of the model."""
 
 
 @dataclass(frozen=True)
 class Imported:
     target: Target
     file: Path
-    heard: Heard
+    content: ReadBack
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Return what the recipe asks for on the command line."""
-        model = () if {NEEDED_OF_MODEL, CHECKPOINT} & self.heard.values.keys() else ("model",)
+        """The keys that must be given on the command line."""
+        model = () if {NEEDED_OF_MODEL, CHECKPOINT} & self.content.values.keys() else ("model",)
         cluster = ("cluster",)
-        return (*model, *cluster, *(key for key in ASKED if key not in self.heard.values))
+        return (*model, *cluster, *(key for key in ASKED if key not in self.content.values))
 
     @property
     def recipe(self) -> str:
@@ -40,22 +40,22 @@ class Imported:
 
 
 def import_file(file: Path, engine: str = "") -> Imported:
-    """Read a file of an engine. Raises RecipeError where it cannot be read, or where nothing of it is known."""
+    """Read a file of an engine. Raises RecipeError if it cannot be read or none of its keys is known."""
     engine = engine or guess_engine(file)
     if engine not in READERS:
         near = closest(engine, READERS)
-        hint = f"type --from {near}" if near else f"there are: {', '.join(READERS)}"
-        raise RecipeError(Problem("usage", f"files of `{engine}` are not read", "--from", hint))
+        hint = f"type --from {near}" if near else f"known engines: {', '.join(READERS)}"
+        raise RecipeError(Problem("usage", f"cannot read files of `{engine}`", "--from", hint))
     target = TARGETS[engine]
-    heard = listen(target, read_source(file, engine))
-    if not heard.values:
-        hint = f"engines that are read: {', '.join(READERS)}; name one with --from"
-        raise RecipeError(Problem("unreadable", f"{file} says nothing that {target.title} would", hint=hint))
-    return Imported(target, file, heard)
+    content = read_back(target, read_source(file, engine))
+    if not content.values:
+        hint = f"known engines: {', '.join(READERS)}; name one with --from"
+        raise RecipeError(Problem("unreadable", f"{file} has no known key of {target.title}", hint=hint))
+    return Imported(target, file, content)
 
 
 def write_recipe(imported: Imported, output: Path) -> None:
-    """Write the recipe to a file that is not there yet. Raises RecipeError."""
+    """Write the recipe to a new file. Raises RecipeError if it exists or cannot be written."""
     if output.exists():
         hint = "choose another name, or remove it first"
         raise RecipeError(Problem("output_exists", f"{output} exists", "--output", hint))
@@ -63,16 +63,16 @@ def write_recipe(imported: Imported, output: Path) -> None:
         write_text(output, imported.recipe)
     except OSError as error:
         message = f"{output} cannot be written: {error.strerror}"
-        raise RecipeError(Problem("output_exists", message, "--output", "choose a folder that is there")) from error
+        raise RecipeError(Problem("output_exists", message, "--output", "choose an existing folder")) from error
 
 
 def _recipe(imported: Imported) -> Iterator[str]:
-    values = dict(imported.heard.values)
+    values = dict(imported.content.values)
     model = NEEDED_OF_MODEL in values
     yield f"# Read from {imported.file.name!r} ({imported.target.title}) by trainspec import."
     yield VERSION_LINE.strip()
     yield "defaults:"
-    named = "llama3_8b  # whose sizes are replaced below" if model else "auto" if CHECKPOINT in values else MISSING
+    named = "llama3_8b  # its sizes are replaced below" if model else "auto" if CHECKPOINT in values else MISSING
     yield f"  - override /model: {named}"
     yield f"  - override /data: {'megatron' if values.get('data.source') == 'megatron' else 'tokens'}"
     yield f"  - override /cluster: {MISSING}"
@@ -82,4 +82,4 @@ def _recipe(imported: Imported) -> Iterator[str]:
         values["model.name"] = ""
     values.update({key: MISSING for key in ASKED if key not in values})
     yield yaml.safe_dump(nest(values), sort_keys=False).rstrip()
-    yield from (f"# not read: {key}: {why}" for key, why in imported.heard.unread.items())
+    yield from (f"# not read: {key}: {why}" for key, why in imported.content.unread.items())

@@ -1,7 +1,7 @@
-"""What an emitted configuration does not say, and why that loses nothing: in one place, and listed in every emission.
+"""Keys that an emitted configuration does not contain, with the reasons, which every emission lists.
 
-Three kinds: values that no engine but trainspec has a use for (`NOT_CARRIED`), values that ask for nothing (`OFF`), and
-values without a meaning because of another (`MEANINGLESS`). Whatever else an engine cannot say is refused.
+There are three kinds: values that only trainspec uses (`NOT_CARRIED`), values without effect (`OFF`), and values that
+another value makes irrelevant (`MEANINGLESS`). Every other value that an engine does not support is refused.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ NOT_CARRIED: Mapping[str, str] = {
     "tracking": "trackers of trainspec; the engine has its own",
     "observe": "trainspec's diagnosis of its own runs",
     "scheduler": "trainspec's scheduler of its own runs",
-    "resilience": "the engine and its launcher recover in their own way",
-    "batching.on_loss": "speaks of replica groups that are lost",
-    "batching.shrink_lr": "speaks of replica groups that are lost",
-    "sample": "text that trainspec writes from its own model",
-    "train.sample_interval_steps": "text that trainspec writes from its own model",
+    "resilience": "the engine and its launcher have their own recovery",
+    "batching.on_loss": "only for the loss of replica groups",
+    "batching.shrink_lr": "only for the loss of replica groups",
+    "sample": "text that trainspec generates with its own model",
+    "train.sample_interval_steps": "text that trainspec generates with its own model",
     "kernels": "the engine chooses its own kernels for the same operations",
-    "comm.bucket_bytes": "the size of an exchange, which changes no result",
+    "comm.bucket_bytes": "the size of an exchange, which does not change results",
     "framework": "describes the engine to the planner",
     "cluster": "describes the hardware to the planner",
     "model.name": "a name for plans and reports",
-    "model.family": "the family is said by the engine's own model",
-    "optim.state_bytes": "tells the planner what an optimizer of one's own keeps",
-    "train.tokens": "said by train.max_steps",
-    "train.epochs": "said by train.max_steps",
+    "model.family": "implied by the engine's model",
+    "optim.state_bytes": "the state of a user-defined optimizer, for the planner",
+    "train.tokens": "replaced by train.max_steps",
+    "train.epochs": "replaced by train.max_steps",
     "train.max_skipped_steps": "the engine has its own rule for steps that are not finite",
-    "checkpoint.memory_interval_steps": "copies in memory, by which trainspec restarts",
-    "data.max_bytes": "limits what trainspec prepares of a text",
-    "data.tokenizer.vocab_size": "of a tokenizer that trainspec trains",
+    "checkpoint.memory_interval_steps": "copies in memory, from which trainspec restarts",
+    "data.max_bytes": "limits the text that trainspec prepares",
+    "data.tokenizer.vocab_size": "for a tokenizer that trainspec trains",
 }
-"""Key, or the section that it belongs to -> why it is not carried. A key that the engine has a line for is said."""
+"""Key, or the section that it belongs to -> why it is not carried, unless the engine has a line for it."""
 
 SCRIPT: Mapping[str, str] = {
     "model": "your script builds the model",
@@ -47,10 +47,10 @@ SCRIPT: Mapping[str, str] = {
     "train.max_steps": "your script's loop ends the run",
     "train.eval_interval_steps": "your script evaluates",
     "train.log_interval_steps": "your script logs",
-    "checkpoint": "your script writes checkpoints, and knows when",
-    "compile": "changes speed alone; your script compiles the model",
+    "checkpoint": "your script decides when it writes checkpoints",
+    "compile": "changes only the speed; your script compiles the model",
 }
-"""What belongs to the user's own script, where an engine is a library that the script calls."""
+"""Keys that belong to the user's script, for engines that are libraries of the script."""
 
 OFF: Mapping[str, JsonValue] = {
     **dict.fromkeys((f"layout.{axis}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")), 1),
@@ -98,7 +98,7 @@ OFF: Mapping[str, JsonValue] = {
     "model.rope_scaling": None,
     "model.tied_embeddings": False,
 }
-"""Key -> the value at which it asks for nothing, so that no line is needed."""
+"""Key -> the value that has no effect and therefore needs no line."""
 
 MEANINGLESS: Mapping[str, OneOf] = {
     "layout.zero_stage": given("derived.shards", 1),
@@ -121,24 +121,24 @@ MEANINGLESS: Mapping[str, OneOf] = {
     "model.global_attention_every": given("model.sliding_window", None),
     "model.activation": unless("model.family", "decoder", "hybrid"),
 }
-"""Key, or section -> when its values say nothing."""
+"""Key, or section -> the condition that makes it irrelevant."""
 
 
 def not_carried_as(key: str, of_engine: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the key or section by which an engine does not carry a key, and why; None where it must carry it."""
+    """Return the key or section to list as not carried, and why; None if an engine must carry the key."""
     table = {**NOT_CARRIED, **of_engine}
     name = _nearest(key, table)
     return None if name is None else (name if name in NOT_CARRIED and name not in of_engine else key, table[name])
 
 
 def governed_by(key: str) -> OneOf | None:
-    """Return the condition under which this key says nothing, on the key that decides that."""
+    """Return the condition that makes a key irrelevant, or None."""
     section = _nearest(key, MEANINGLESS)
     return None if section is None else MEANINGLESS[section]
 
 
 def _nearest(key: str, table: Mapping[str, object]) -> str | None:
-    """Return the entry that speaks of a key: its own, or that of the innermost section around it."""
+    """Return the entry for a key: its own, or that of the innermost section around it."""
     parts = key.split(".")
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((name for name in names if name in table), None)

@@ -1,4 +1,4 @@
-"""The engines' files as flat keys: JSON, YAML, a Python module (parsed, not run), and the words of a shell script."""
+"""Read engines' files as flat keys: JSON, YAML, a Python module (parsed, not run), and options in a shell script."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.wings.interop.target import flat
 
-MEETING = (
+RENDEZVOUS_OPTIONS = (
     "--rdzv-backend",
     "--rdzv-endpoint",
     "--rdzv-id",
@@ -24,26 +24,25 @@ MEETING = (
     "--node-rank",
     "--standalone",
 )
-"""Options of torchrun that say where processes meet."""
+"""Options of torchrun for the rendezvous of processes; they describe no run."""
 MOST_CHARS = 1_000_000
-"""Characters of a file that is read."""
+"""The size limit of a file, in characters."""
 
 
 def read_source(file: Path, engine: str) -> dict[str, JsonValue]:
-    """Return the engine's keys that a file says. Raises RecipeError where it cannot be read."""
+    """Return the engine's keys in a file. Raises RecipeError if it cannot be read."""
     text = _text(file)
     try:
         return READERS[engine](text)
     except (ValueError, SyntaxError, yaml.YAMLError, RecursionError, MemoryError) as error:
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
-        hint = f"engines that are read: {', '.join(READERS)}; name one with --from"
-        raise RecipeError(
-            Problem("unreadable", f"{file} is no configuration of {engine}: {what}", hint=hint)
-        ) from error
+        hint = f"known engines: {', '.join(READERS)}; name one with --from"
+        message = f"{file} is not a configuration of {engine}: {what}"
+        raise RecipeError(Problem("unreadable", message, hint=hint)) from error
 
 
 def guess_engine(file: Path) -> str:
-    """Return the engine whose files end like this one."""
+    """Return the engine that uses this file suffix, or the one whose keys the file has."""
     engine = {".json": "deepspeed", ".yaml": "accelerate", ".yml": "accelerate", ".py": "torchtitan"}.get(
         file.suffix, "megatron"
     )
@@ -53,7 +52,7 @@ def guess_engine(file: Path) -> str:
         return "megatron-bridge"
     if engine != "accelerate":
         return engine
-    # Three engines have files of this ending: keys that only one of them has tell which it is.
+    # Three engines use this suffix: keys that only one of them has identify it.
     top = set(re.findall(r"^(\w+):", _text(file), re.MULTILINE))
     return next((name for name, keys in KEYS_OF_YAML.items() if keys & top), engine)
 
@@ -62,26 +61,24 @@ KEYS_OF_YAML: Mapping[str, set[str]] = {
     "maxtext": {"base_emb_dim", "per_device_batch_size", "max_target_length", "remat_policy"},
     "axolotl": {"base_model", "micro_batch_size", "sequence_len"},
 }
-"""Engine -> keys that tell its YAML from Accelerate's and from the others'."""
+"""Engine -> keys that no other engine's YAML has."""
 
 
 def _text(file: Path) -> str:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise RecipeError(
-            Problem("missing_file", f"{file} cannot be read: {why}", hint="name a file that is there")
-        ) from error
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        hint = "name an existing file"
+        raise RecipeError(Problem("missing_file", f"{file} cannot be read: {why}", hint=hint)) from error
     if len(text) > MOST_CHARS:
-        raise RecipeError(
-            Problem("unreadable", f"{file} has more than {MOST_CHARS:,} characters", hint="name another file")
-        )
+        message = f"{file} has more than {MOST_CHARS:,} characters"
+        raise RecipeError(Problem("unreadable", message, hint="name another file"))
     return text
 
 
 def _yaml_with_items(text: str) -> dict[str, JsonValue]:
-    """Return the keys of a file, those of a section in a list as `name[i].key`; a list of plain values is one value."""
+    """Return the keys of a file; a list of sections gives `name[i].key`, a list of plain values is one value."""
     keys: dict[str, JsonValue] = {}
     for name, value in _section(yaml.safe_load(text)).items():
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
@@ -93,7 +90,7 @@ def _yaml_with_items(text: str) -> dict[str, JsonValue]:
 
 def _section(value: object) -> JsonObject:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ValueError("it has no keys at the top")
+        raise ValueError("its top level is not a mapping")
     return value
 
 
@@ -112,7 +109,7 @@ def _words(text: str) -> dict[str, JsonValue]:
             keys[name] = [*(before if isinstance(before, list) else [before]), _number(word)]
     if not keys:
         raise ValueError("it has no --options")
-    return {name: value for name, value in keys.items() if name not in MEETING}
+    return {name: value for name, value in keys.items() if name not in RENDEZVOUS_OPTIONS}
 
 
 def _number(word: str) -> JsonValue:
@@ -147,10 +144,10 @@ def _megatron_bridge(text: str) -> dict[str, JsonValue]:
 
 
 def _arguments(tree: ast.Module, called: str) -> list[tuple[str, ast.expr]]:
-    """Return the keyword arguments of the only call of a class."""
+    """Return the keyword arguments of the only call of `called`."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) == called]
     if len(calls) != 1:
-        raise ValueError(f"it calls {called} {len(calls)} times, and one is read")
+        raise ValueError(f"it calls {called} {len(calls)} times; exactly one call is needed")
     return [(argument.arg or "**", argument.value) for argument in calls[0].keywords]
 
 
@@ -163,7 +160,7 @@ def _called(node: ast.expr) -> str:
 
 
 def _literal(node: ast.expr) -> JsonValue:
-    """Return a value that is written out, or the text of what would be computed."""
+    """Return a literal value, or the source text of an expression."""
     try:
         value = ast.literal_eval(node)
     except ValueError:
@@ -190,9 +187,9 @@ READERS: Mapping[str, Callable[[str], dict[str, JsonValue]]] = {
     "accelerate": lambda text: flat(_section(yaml.safe_load(text))),
     "torchtitan": _torchtitan,
     "megatron": _words,
-    # It has no sections; a list is one value.
+    # Its keys have no sections; a list is one value.
     "maxtext": lambda text: dict(_section(yaml.safe_load(text))),
     "megatron-bridge": _megatron_bridge,
     "axolotl": _yaml_with_items,
 }
-"""Engines whose files are read."""
+"""Engine -> function that reads its file."""

@@ -1,7 +1,7 @@
-"""What an engine's table consists of: a run as flat values, and lines that say a key of the recipe by the engine's.
+"""The parts of an engine's table: a run as flat values, and lines that map a key of the recipe to one of the engine.
 
-A line has a key of the recipe, the engine's key, the conditions under which it applies, and the wording by which its
-value is written for the engine and read for the recipe.
+A line has both keys, the conditions under which it applies, and the conversion that writes its value for the engine and
+reads it for the recipe.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import to_plain
 
 DERIVED = "derived."
-"""The prefix of values that are no keys of a recipe."""
+"""Prefix of values that are not keys of a recipe."""
 
 
 @dataclass(frozen=True)
 class Container:
-    """What no recipe says of a container."""
+    """Properties of a container that recipes do not have."""
 
     image: str = ""
-    """An image that has trainspec."""
+    """An image that contains trainspec."""
     volume: str = ""
-    """A volume that all nodes mount: recipes, data and the run's folder."""
+    """A volume that all nodes mount: recipes, data and the run folder."""
 
 
 NO_CONTAINER = Container()
@@ -39,11 +39,11 @@ NO_CONTAINER = Container()
 @dataclass(frozen=True)
 class RunValues:
     recipe: str
-    """The recipe's name, fit for a comment."""
+    """The name of the recipe, safe for a comment."""
     values: Mapping[str, JsonValue]
-    """Dotted key of the recipe, or `derived.NAME` -> value."""
+    """Values by dotted key of the recipe, or by `derived.NAME`."""
     arguments: tuple[str, ...] = ()
-    """The command line that names the recipe, where trainspec itself is started."""
+    """The command line that names the recipe, for targets that start trainspec itself."""
     container: Container = NO_CONTAINER
 
     def __getitem__(self, key: str) -> JsonValue:
@@ -68,12 +68,12 @@ class RunValues:
 def run_values(
     recipe: str, spec: RunSpec, arguments: tuple[str, ...] = (), container: Container = NO_CONTAINER
 ) -> RunValues:
-    """Return the values of a spec without `auto`."""
+    """Return the values of a spec that has no `auto` left."""
     layout = layout_of(spec)
     micro = spec.batching.micro_batch_size
     free = spec.cluster.devices_per_node
     assert isinstance(micro, int), "a resolved run has a micro-batch size"
-    assert isinstance(free, int), "a resolved run has its devices counted"
+    assert isinstance(free, int), "a resolved run has a device count"
     accumulated = max(1, spec.batching.global_batch_size // (micro * layout.data_parallel_size))
     accelerator = spec.cluster.accelerator.name.lower() if spec.cluster.accelerator else ""
     values = {
@@ -85,11 +85,11 @@ def run_values(
         f"{DERIVED}is_ddp": layout.world_size == layout.dp_replicate,
         f"{DERIVED}rank_batch_size": micro * accumulated,
         f"{DERIVED}samples": spec.batching.global_batch_size * spec.train.max_steps,
-        # `hopper` stands for all before it: the environment of some engines depends on this.
+        # `hopper` includes all earlier chips: the environment of some engines depends on it.
         f"{DERIVED}arch": "blackwell" if any(chip in accelerator for chip in ("b200", "b300")) else "hopper",
         f"{DERIVED}device_batch_size": micro * layout.data_parallel_size / layout.world_size,
     }
-    # How much of each axis lies within a node, and across nodes: the innermost axes fill a node first.
+    # Split each axis into the part within a node and across nodes: the innermost axes fill a node first.
     for axis in ("tp", "cp", "dp_shard", "dp_replicate"):
         size = getattr(layout, axis)
         within = gcd(size, free)
@@ -99,13 +99,13 @@ def run_values(
 
 
 def layout_of(spec: RunSpec) -> Layout:
-    asked = spec.layout
-    assert AUTO not in vars(asked).values(), "a resolved run has no open axis"
-    return Layout(**vars(asked))
+    layout = spec.layout
+    assert AUTO not in vars(layout).values(), "a resolved run has no open axis"
+    return Layout(**vars(layout))
 
 
 def batch_problem(run: RunValues) -> Problem | None:
-    """Return what is wrong where ranks have unequal batches, which trainspec alone can do."""
+    """Return the problem of a batch that ranks would share unequally, which only trainspec supports."""
     samples = run.whole("batching.global_batch_size")
     micro = run.whole("batching.micro_batch_size")
     ranks = run.whole(f"{DERIVED}data_parallel_size")
@@ -114,31 +114,31 @@ def batch_problem(run: RunValues) -> Problem | None:
         return None
     allowed = [max(1, samples // each_round) * each_round, (samples // each_round + 1) * each_round]
     message = (
-        f"`batching.global_batch_size` is {samples}, and other engines give every rank as many samples: whole "
-        f"multiples of {each_round} (micro-batches of {micro} on {ranks} data-parallel ranks)"
+        f"`batching.global_batch_size` is {samples}, but other engines need equal shares on all ranks: multiples of "
+        f"{each_round} (micro-batches of {micro} on {ranks} data-parallel ranks)"
     )
     hint = " or ".join(f"batching.global_batch_size={size}" for size in dict.fromkeys(allowed))
     return Problem("not_said", message, "batching.global_batch_size", f"type {hint}")
 
 
-# Wordings
+# Codecs
 
-Place = Literal["config", "launcher", "command", "environment"]
-"""`launcher`: the configuration of another program, which starts the engine."""
+Destination = Literal["config", "launcher", "command", "environment"]
+"""Where the engine's key is written; `launcher`: the configuration of another program, which starts the engine."""
 
 
-class CannotSayError(ValueError):
-    """The engine has no value for this one of the recipe."""
+class UnsupportedValueError(ValueError):
+    """The engine does not support this value."""
 
     def __init__(self, allowed: str, hint: str = ""):
         super().__init__(allowed)
         self.allowed = allowed
-        """The values that the engine has."""
+        """The values that the engine supports."""
         self.hint = hint
 
 
-class Wording(Protocol):
-    """How a value is said: `write` for the engine, `read` for the recipe. Both raise CannotSayError."""
+class Conversion(Protocol):
+    """Converts a value: `write` for the engine, `read` for the recipe. Both raise UnsupportedValueError."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue: ...
 
@@ -147,7 +147,7 @@ class Wording(Protocol):
 
 @dataclass(frozen=True)
 class Same:
-    """The value as it is."""
+    """Keeps the value."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         return value
@@ -158,28 +158,28 @@ class Same:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a few values, each under the engine's own name."""
+    """One of a few values, each with the engine's own name."""
 
     names: Mapping[Any, JsonValue]
-    """The recipe's value -> the engine's."""
+    """Value of the recipe -> value of the engine."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         for ours, theirs in self.names.items():
             if ours == value and isinstance(ours, bool) == isinstance(value, bool):
                 return theirs
-        raise CannotSayError(" or ".join(show(ours) for ours in self.names))
+        raise UnsupportedValueError(" or ".join(show(ours) for ours in self.names))
 
     def read(self, value: JsonValue, known: RunValues) -> JsonValue:
         ours: JsonValue
         for ours, theirs in self.names.items():
             if _folded(theirs) == _folded(value):
                 return ours
-        raise CannotSayError(" or ".join(show(theirs) for theirs in self.names.values()))
+        raise UnsupportedValueError(" or ".join(show(theirs) for theirs in self.names.values()))
 
 
 @dataclass(frozen=True)
 class Times:
-    """A ratio, where the engine wants its product with another value of the recipe."""
+    """A ratio; the engine takes its product with another value of the recipe."""
 
     key: str
 
@@ -189,13 +189,13 @@ class Times:
 
     def read(self, value: JsonValue, known: RunValues) -> JsonValue:
         if not isinstance(value, (int, float)):
-            raise CannotSayError("a number")
+            raise UnsupportedValueError("a number")
         return float(f"{value / known.number(self.key):.12g}")
 
 
 @dataclass(frozen=True)
 class OrNone:
-    """A number, or the one by which the engine says null."""
+    """A number, or the one that means null to the engine."""
 
     none: JsonValue
 
@@ -208,13 +208,13 @@ class OrNone:
 
 @dataclass(frozen=True)
 class AtLeast:
-    """A whole number that the engine wants above some bound."""
+    """A whole number with a lower bound in the engine."""
 
     low: int
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         if not isinstance(value, int) or value < self.low:
-            raise CannotSayError(f"{self.low} or more", f"{{key}}={self.low}")
+            raise UnsupportedValueError(f"{self.low} or more", f"{{key}}={self.low}")
         return value
 
     def read(self, value: JsonValue, known: RunValues) -> JsonValue:
@@ -223,7 +223,7 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class LastSteps:
-    """A fraction of the run, as the steps that it lasts."""
+    """The last part of the run: a fraction in the recipe, steps in the engine."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, (int, float))
@@ -232,26 +232,26 @@ class LastSteps:
 
     def read(self, value: JsonValue, known: RunValues) -> JsonValue:
         if not isinstance(value, int):
-            raise CannotSayError("a whole number")
+            raise UnsupportedValueError("a whole number")
         return float(f"{value / known.whole('train.max_steps'):.12g}")
 
 
 @dataclass(frozen=True)
 class Within:
-    """A text that has a beginning and an end in the recipe, and stands without them in the engine's file."""
+    """A text with a prefix and a suffix in the recipe, which the engine's file omits."""
 
     allowed: str
     hint: str = ""
     begin: str = ""
     end: str = ""
     refused: str = ""
-    """A character that the engine does not understand as trainspec does."""
+    """A character to which the engine gives another meaning."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         text = str(value)
         fits = isinstance(value, str) and text.startswith(self.begin) and text.endswith(self.end)
         if not fits or (self.refused and self.refused in text):
-            raise CannotSayError(self.allowed, self.hint)
+            raise UnsupportedValueError(self.allowed, self.hint)
         return text.removeprefix(self.begin).removesuffix(self.end)
 
     def read(self, value: JsonValue, known: RunValues) -> JsonValue:
@@ -259,7 +259,7 @@ class Within:
 
 
 TOKEN_FILE = Within("one .bin file", "data.path=NAME.bin", end=".bin", refused="*")
-"""Megatron's data set, which its readers name without the ending."""
+"""Megatron's data set, which the engines name without its suffix."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class WholeNumber:
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         if not isinstance(value, (int, float)) or int(value) != value:
-            raise CannotSayError("a whole number")
+            raise UnsupportedValueError("a whole number")
         return int(value)
 
     def read(self, value: JsonValue, known: RunValues) -> JsonValue:
@@ -279,7 +279,7 @@ class WholeNumber:
 
 
 class When(Protocol):
-    """When a line applies."""
+    """The condition under which a line applies."""
 
     def holds(self, run: RunValues) -> bool: ...
 
@@ -296,7 +296,7 @@ class Where:
 
 @dataclass(frozen=True)
 class OneOf:
-    """When a line applies: a value of the run is one of some, or none of them."""
+    """The condition that a value of the run is one of `values`, or none of them if `inverted`."""
 
     key: str
     values: tuple[JsonValue, ...]
@@ -325,19 +325,19 @@ REPLICATED = given("derived.is_ddp", True)
 
 @dataclass(frozen=True)
 class Line:
-    """`ours` is said by `theirs`."""
+    """Maps the recipe's key `ours` to the engine's key `theirs`."""
 
     ours: str
     """A key of the recipe, or a derived value."""
     theirs: str
-    """A dotted key of the engine, `[i]` for an item of a list; empty where other lines imply the value."""
-    codec: Wording = field(default_factory=Same)
+    """A dotted key of the engine, with `[i]` for an item of a list; empty if other lines imply the value."""
+    conversion: Conversion = field(default_factory=Same)
     when: tuple[When, ...] = ()
     approximate: str = ""
-    """What differs in the engine; empty where it does the same."""
-    place: Place = "config"
+    """What the engine does differently; empty if it does the same."""
+    destination: Destination = "config"
     also: tuple[str, ...] = ()
-    """Further keys of the recipe that the line says."""
+    """Further keys of the recipe that the line covers."""
 
     def applies(self, run: RunValues) -> bool:
         return all(condition.holds(run) for condition in self.when)
@@ -345,20 +345,20 @@ class Line:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A key of the engine whose value belongs to every run, or to every run of a kind."""
+    """A key of the engine with the same value in every run, or in every run that meets `when`."""
 
     theirs: str
     value: JsonValue
     why: str
     when: tuple[When, ...] = ()
-    place: Place = "config"
+    destination: Destination = "config"
 
     def applies(self, run: RunValues) -> bool:
         return all(condition.holds(run) for condition in self.when)
 
 
 def show(value: JsonValue) -> str:
-    """Return a value as one types it."""
+    """Return a value as a user types it."""
     if value is None:
         return "null"
     if isinstance(value, bool):

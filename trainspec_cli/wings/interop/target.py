@@ -1,22 +1,25 @@
-"""An engine to emit for: its table and files; a run said in its keys; and its keys read back into a recipe."""
+"""Targets of `emit`: their tables and files, a run translated into their keys, and their keys read into a recipe."""
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+
+import yaml
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.wings.interop.not_carried import OFF, governed_by, not_carried_as
 from trainspec_cli.wings.interop.table import (
     DERIVED,
-    CannotSayError,
+    Destination,
     Fixed,
     Line,
     OneOf,
-    Place,
     RunValues,
+    UnsupportedValueError,
     batch_problem,
     show,
 )
@@ -27,39 +30,39 @@ Keys = Mapping[str, JsonValue]
 
 
 @dataclass(frozen=True)
-class Said:
-    """A value of the recipe in the engine's words."""
+class TranslatedKey:
+    """A key of the recipe as the engine's key."""
 
     ours: str
     value: JsonValue
     theirs: str
-    """Empty where other keys imply the value."""
+    """Empty if other keys of the engine imply the value."""
     their_value: JsonValue
-    place: Place
+    destination: Destination
     approximate: str = ""
 
 
 @dataclass(frozen=True)
 class NotCarried:
     ours: str
-    """A key, or a section of keys that no engine has a use for."""
+    """A key, or a section that no engine needs."""
     why: str
     value: JsonValue = None
-    """The value of a key; None of a section."""
+    """The value of a key; None for a section."""
 
 
 @dataclass(frozen=True)
-class Spoken:
-    """A run in an engine's keys, and what became of every key of the recipe."""
+class Translation:
+    """A run in an engine's keys, with an account of every key of the recipe."""
 
-    said: tuple[Said, ...]
+    translated: tuple[TranslatedKey, ...]
     not_carried: tuple[NotCarried, ...]
     fixed: tuple[Fixed, ...]
 
-    def keys_of(self, place: Place) -> dict[str, JsonValue]:
-        """Return the engine's dotted keys of one place, those of every run last."""
-        said = {one.theirs: one.their_value for one in self.said if one.place == place and one.theirs}
-        return {**said, **{one.theirs: one.value for one in self.fixed if one.place == place}}
+    def keys_of(self, destination: Destination) -> dict[str, JsonValue]:
+        """Return the engine's dotted keys of one destination, with its fixed keys last."""
+        keys = {one.theirs: one.their_value for one in self.translated if one.destination == destination and one.theirs}
+        return keys | {one.theirs: one.value for one in self.fixed if one.destination == destination}
 
 
 @dataclass(frozen=True)
@@ -67,50 +70,52 @@ class Target:
     name: str
     title: str
     version: str
-    """The version whose keys these are."""
+    """The version of the engine whose keys these are."""
     lines: tuple[Line, ...]
-    render: Callable[[Spoken, RunValues], dict[str, str]]
+    render: Callable[[Translation, RunValues], dict[str, str]]
     """File name -> text."""
     fixed: tuple[Fixed, ...] = ()
-    cannot: Mapping[str, str] = field(default_factory=dict)
-    """Key of the recipe -> what the engine allows in its place, and why."""
+    limits: Mapping[str, str] = field(default_factory=dict)
+    """Key of the recipe -> what the engine allows instead, and why."""
     not_carried: Mapping[str, str] = field(default_factory=dict)
-    """Key or section -> why it is not carried, besides those that no engine carries."""
+    """Key or section -> why it is not carried, in addition to those that no engine carries."""
     rules: tuple[Callable[[RunValues], Iterator[Problem]], ...] = ()
-    """What the engine refuses of several keys together."""
-    settle: Callable[[dict[str, JsonValue], Keys], dict[str, JsonValue]] | None = None
-    """Complete the recipe's values that were read of the engine's keys by what the keys say together, or by absence."""
+    """Combinations of keys that the engine does not support."""
+    complete: Callable[[dict[str, JsonValue], Keys], dict[str, JsonValue]] | None = None
+    """Complete the values read from the engine's keys by what several keys, or missing ones, imply."""
     carries_recipe: bool = False
-    """trainspec itself is started, so that the recipe's arguments say all else."""
+    """The target starts trainspec itself, so that the recipe's arguments carry all other keys."""
 
 
-def speak(target: Target, run: RunValues) -> Spoken:
-    """Say a run in a target's keys. Raises RecipeError with every value that the engine cannot say."""
-    said = []
+def translate(target: Target, run: RunValues) -> Translation:
+    """Translate a run into a target's keys. Raises RecipeError with every value that the engine does not support."""
+    translated = []
     problems = []
     accounted: set[str] = set()
     for line in (line for line in target.lines if line.applies(run) and line.ours in run.values):
         accounted |= {line.ours, *line.also}
         try:
-            their_value = line.codec.write(run[line.ours], run)
-        except CannotSayError as error:
-            problems.append(_cannot(target, line.ours, run, error))
+            their_value = line.conversion.write(run[line.ours], run)
+        except UnsupportedValueError as error:
+            problems.append(_unsupported(target, line.ours, run, error))
             continue
-        said.append(Said(line.ours, run[line.ours], line.theirs, their_value, line.place, line.approximate))
+        translated.append(
+            TranslatedKey(line.ours, run[line.ours], line.theirs, their_value, line.destination, line.approximate)
+        )
     left = []
     for key in run.keys if not target.carries_recipe else ():
         condition = governed_by(key)
-        asks_for_nothing = (key in OFF and run[key] == OFF[key]) or (condition is not None and condition.holds(run))
-        if key not in accounted and not asks_for_nothing:
+        has_no_effect = (key in OFF and run[key] == OFF[key]) or (condition is not None and condition.holds(run))
+        if key not in accounted and not has_no_effect:
             left.append(key)
     listed = {key: not_carried_as(key, target.not_carried) for key in left}
-    problems += [_cannot(target, key, run) for key, name in listed.items() if name is None]
+    problems += [_unsupported(target, key, run) for key, name in listed.items() if name is None]
     not_carried = {ours: NotCarried(ours, why, run[ours]) for ours, why in filter(None, listed.values())}
     problems += [problem for rule in target.rules for problem in rule(run)]
     if not target.carries_recipe and (unequal := batch_problem(run)):
         problems.append(unequal)
     if problems:
-        # One problem for each key, without those of keys that have a meaning only through another refused one.
+        # One problem per key, without keys whose meaning depends on another refused key.
         first = {problem.path: problem for problem in reversed(problems)}
         independent = []
         for path, problem in reversed(first.items()):
@@ -118,17 +123,17 @@ def speak(target: Target, run: RunValues) -> Spoken:
             if condition is None or condition.key not in first:
                 independent.append(problem)
         raise RecipeError(independent)
-    return Spoken(
-        tuple(said), tuple(not_carried.values()), tuple(fixed for fixed in target.fixed if fixed.applies(run))
+    return Translation(
+        tuple(translated), tuple(not_carried.values()), tuple(fixed for fixed in target.fixed if fixed.applies(run))
     )
 
 
-def _cannot(target: Target, key: str, run: RunValues, error: CannotSayError | None = None) -> Problem:
+def _unsupported(target: Target, key: str, run: RunValues, error: UnsupportedValueError | None = None) -> Problem:
     allowed = error.allowed if error else show(OFF[key]) if key in OFF else ""
-    why = target.cannot.get(key, "")
+    why = target.limits.get(key, "")
     reason = "; ".join(filter(None, (f"it allows {allowed}" if allowed else "", why)))
-    message = f"`{key}` is {show(run[key])}, which {target.title} cannot say" + (f": {reason}" if reason else "")
-    hint = "another engine may know it: see trainspec emit --help"
+    message = f"{target.title} does not support `{key}`={show(run[key])}" + (f": {reason}" if reason else "")
+    hint = "another engine may support it: see trainspec emit --help"
     if error and error.hint:
         hint = f"type {error.hint.format(key=key)}"
     elif first := allowed.partition(" or ")[0]:
@@ -147,7 +152,7 @@ def nest(keys: Keys) -> JsonObject:
         inner = nested
         for section in sections:
             below = inner.setdefault(section, {})
-            assert isinstance(below, dict), f"{key} lies below a value"
+            assert isinstance(below, dict), f"{key} is below a value"
             inner = below
         name, _, index = last.partition("[")
         if not index:
@@ -160,7 +165,7 @@ def nest(keys: Keys) -> JsonObject:
 
 
 def flat(nested: JsonObject, prefix: str = "") -> dict[str, JsonValue]:
-    """Return nested objects as dotted keys, the inverse of `nest` for those that a table has."""
+    """Return nested objects as dotted keys: the inverse of `nest` for the keys of a table."""
     keys: dict[str, JsonValue] = {}
     for name, value in nested.items():
         if isinstance(value, dict):
@@ -172,6 +177,22 @@ def flat(nested: JsonObject, prefix: str = "") -> dict[str, JsonValue]:
     return keys
 
 
+def yaml_file(keys: Keys) -> str:
+    """Return a YAML file of dotted keys."""
+    text: str = yaml.safe_dump(nest(keys), sort_keys=False)
+    return text
+
+
+def json_file(keys: Keys) -> str:
+    """Return a JSON file of dotted keys."""
+    return json.dumps(nest(keys), indent=2, allow_nan=False) + "\n"
+
+
+def call_lines(name: str, call: str, literals: Mapping[str, str]) -> list[str]:
+    """Return the lines of a keyword argument `name=call(...)` in a Python module; `literals` are source text."""
+    return [f"{name}={call}(", *(f"    {key}={literal}," for key, literal in literals.items()), "),"]
+
+
 FOLDER = '"$(dirname "$0")"'
 """The folder of the script, which holds the other files."""
 USER_SCRIPT = ': "${SCRIPT:?set SCRIPT to your training script, such as SCRIPT=train.py}"'
@@ -180,14 +201,14 @@ USER_SCRIPT = ': "${SCRIPT:?set SCRIPT to your training script, such as SCRIPT=t
 def shell_script(
     about: str, command: Iterable[str], environment: Mapping[str, JsonValue], *, needs: Iterable[str] = ()
 ) -> str:
-    """Return a bash script; the words of `command` are shell text already."""
+    """Return a bash script; `command` consists of words that are quoted for the shell already."""
     exports = [f"export {name}={shlex.quote(str(value))}" for name, value in environment.items()]
     lines = ["#!/usr/bin/env bash", f"# {about}", "set -euo pipefail", *needs, *exports]
     return "\n".join([*lines, "exec " + " \\\n  ".join(command) + ' "$@"', ""])
 
 
 def options(keys: Mapping[str, JsonValue]) -> list[str]:
-    """Return `--name value` words; true is a flag alone, false and null are left out, a list is several words."""
+    """Return `--name value` words: true gives only the name, false and null nothing, a list several words."""
     return [words for name, value in keys.items() if (words := option(name, value))]
 
 
@@ -201,7 +222,7 @@ def option(name: str, value: JsonValue) -> str:
 
 
 def number(value: JsonValue) -> str:
-    """Return a value as programs read it back."""
+    """Return a value so that programs parse it to the same value."""
     return repr(value) if isinstance(value, float) else str(value)
 
 
@@ -209,35 +230,35 @@ RENDEZVOUS = '--rdzv-backend c10d --rdzv-endpoint "${RDZV_ENDPOINT:?the first no
 
 
 def torchrun(nodes: int, devices: int) -> list[str]:
-    """Return the words of torchrun for this many nodes."""
+    """Return the words that start torchrun on this many nodes."""
     if nodes == 1:
         return ["torchrun", f"--standalone --nproc-per-node {devices}"]
     return ["torchrun", f"--nnodes {nodes} --nproc-per-node {devices}", RENDEZVOUS]
 
 
-# Reading back
+# Reading an engine's keys
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What a file of an engine says."""
+class ReadBack:
+    """The content of an engine's file."""
 
     values: Mapping[str, JsonValue]
     """Key of a recipe -> value."""
     followed: tuple[str, ...]
     """Keys of the engine that follow from others, or that every emitted file has."""
     unread: Mapping[str, str]
-    """Key of the engine -> why no key of a recipe says it."""
+    """Key of the engine -> why it becomes no key of the recipe."""
 
 
-def listen(target: Target, keys: Mapping[str, JsonValue]) -> Heard:
-    """Read an engine's keys. A line is read when the values that its conditions ask for are known."""
+def read_back(target: Target, keys: Mapping[str, JsonValue]) -> ReadBack:
+    """Read an engine's keys. A line is read once the values in its conditions are known."""
     known: dict[str, JsonValue] = {}
     why: dict[str, str] = {}
     lines = [line for line in target.lines if line.theirs in keys]
     waiting = list(lines)
     while waiting:
-        # Those of which no other line that waits gives a value that a condition asks for.
+        # Lines whose conditions do not depend on a value that another waiting line provides.
         ready = []
         for line in waiting:
             awaited = {one.ours for one in waiting if one is not line} - known.keys()
@@ -246,7 +267,7 @@ def listen(target: Target, keys: Mapping[str, JsonValue]) -> Heard:
         ready = ready or waiting[:1]
         waiting = [line for line in waiting if line not in ready]
         for line in ready:
-            _hear(line, keys[line.theirs], known, why)
+            _read_line(line, keys[line.theirs], known, why)
     read = {line.theirs for line in lines if line.theirs not in why}
     fixed = {one.theirs for one in target.fixed if one.theirs in keys and show(keys[one.theirs]) == show(one.value)}
     derived = {line.theirs for line in lines if line.ours.startswith(DERIVED)}
@@ -254,30 +275,30 @@ def listen(target: Target, keys: Mapping[str, JsonValue]) -> Heard:
     values = {key: value for key, value in known.items() if not key.startswith(DERIVED)}
     processes = known.get(f"{DERIVED}world_size")
     nodes = known.get("cluster.num_nodes")
-    if isinstance(processes, int) and isinstance(nodes, int) and nodes >= 1:  # the file counts processes and nodes
+    if isinstance(processes, int) and isinstance(nodes, int) and nodes >= 1:  # the file states processes and nodes
         values["cluster.devices_per_node"] = processes // nodes
-    if target.settle:
-        values = target.settle(values, keys)
-    return Heard(values, tuple(sorted((fixed | derived) - unread.keys())), unread)
+    if target.complete:
+        values = target.complete(values, keys)
+    return ReadBack(values, tuple(sorted((fixed | derived) - unread.keys())), unread)
 
 
-def _hear(line: Line, value: JsonValue, known: dict[str, JsonValue], why: dict[str, str]) -> None:
+def _read_line(line: Line, value: JsonValue, known: dict[str, JsonValue], why: dict[str, str]) -> None:
     run = RunValues("", known)
     if not all(condition.holds(run) for condition in _conditions(line)):
         return
     try:
-        ours = line.codec.read(value, run)
-    except (CannotSayError, KeyError, AssertionError, TypeError, ZeroDivisionError) as error:
-        allowed = error.allowed if isinstance(error, CannotSayError) else "what belongs to the keys beside it"
+        ours = line.conversion.read(value, run)
+    except (UnsupportedValueError, KeyError, AssertionError, TypeError, ZeroDivisionError) as error:
+        allowed = error.allowed if isinstance(error, UnsupportedValueError) else "a value that fits the other keys"
         if line.ours not in known:
-            why[line.theirs] = f"{show(value)} is not read: {allowed} would be"
+            why[line.theirs] = f"{show(value)} is not read; allowed: {allowed}"
         return
     if known.setdefault(line.ours, ours) != ours:
-        why[line.theirs] = f"it says {line.ours}={show(ours)}, and another key says {show(known[line.ours])}"
+        why[line.theirs] = f"it means {line.ours}={show(ours)}, but another key means {show(known[line.ours])}"
     else:
         why.pop(line.theirs, None)
 
 
 def _conditions(line: Line) -> list[OneOf]:
-    """Return the conditions on single other keys: the codec decides about the line's own."""
+    """Return the conditions on single other keys: the conversion decides about the line's own key."""
     return [one for one in line.when if isinstance(one, OneOf) and one.key not in (line.ours, f"{DERIVED}shards")]

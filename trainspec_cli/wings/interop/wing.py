@@ -1,4 +1,4 @@
-"""Recipes as other engines' configurations, and back."""
+"""Write recipes as configurations of other engines, and read those as recipes."""
 
 from trainspec_cli.core.wings import Command, Wing
 
@@ -11,7 +11,7 @@ WING = Wing(
         ),
         "import": Command(
             "other engines",
-            "read another engine's configuration into a recipe, which plan answers for",
+            "read another engine's configuration as a recipe to plan with",
             function="import_recipe",
         ),
     },

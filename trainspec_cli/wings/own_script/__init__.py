@@ -1,1 +1,1 @@
-"""A command of the user's own, run as it is: its job, the steps that it counts, its usage, its hangs, and its end."""
+"""Run a user's training command unchanged: its job, counted steps, resource usage, hangs, and how it ends."""

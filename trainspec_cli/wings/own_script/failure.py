@@ -1,4 +1,4 @@
-"""How a command of the user's own has ended: its exit code, and the exception that its output shows."""
+"""How a user's command has ended: its exit code, and the exception in its output."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from trainspec_cli.run.job.job import Job
 _NO_DEVICE_MEMORY = re.compile(r"OutOfMemoryError|(CUDA|HIP) out of memory")
 _NO_HOST_MEMORY = re.compile(r"DefaultCPUAllocator: can't allocate|\w*MemoryError\b|Cannot allocate memory|bad_alloc")
 _PREFIX = re.compile(r"^(?:\[(?:rank|default)?\d+\]:\s?)+")
-"""What torchrun and torch put before the lines of a rank."""
+"""The prefix that torchrun and torch put before the lines of a rank."""
 _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+), in ')
 _RAISED = re.compile(r"^[A-Za-z_][\w.]*(?=:|$)")
 _OF_LAUNCHERS = ("CalledProcessError", "ChildFailedError")
-"""Exceptions by which accelerate, torchrun and others report that a process which they had started has failed."""
+"""Exceptions with which accelerate, torchrun and others report that a process they started has failed."""
 
 
 def find_own_failures(job: Job) -> list[WorkerFailure]:
@@ -39,8 +39,7 @@ def find_own_failures(job: Job) -> list[WorkerFailure]:
 
 
 def explain_exit(code: int, log: Path | None, printed: Path) -> Explanation:
-    """Explain how a rank that its launcher lists has ended. Without a log of its own, what the command printed shows
-    it."""
+    """Explain how a rank in the launcher's list has ended. Without a log of the rank, use the command's output."""
     log = log or printed
     raised = find_exception(without_colours(end_of(log)))
     end = tail(log)
@@ -50,13 +49,13 @@ def explain_exit(code: int, log: Path | None, printed: Path) -> Explanation:
 
 
 def explain_own_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) -> Explanation:
-    """Explain why a start of the command failed: a rank did, or the command (`exit_code`)."""
+    """Explain why a start failed: a rank failed, or the command did (`exit_code`)."""
     code = exit_code or 0
     if failures and (code >= 0 or not failures[0].consequence):
         return explain(failures)
     if code > 0 and job.nodes and not torchrun_logs(job) and job.torchrun_log.is_file():
         headline = f"the agent of the first node ended with exit code {code} before any node had started the command"
-        hint = "--rdzv-endpoint is the first node's own address, and a port"
+        hint = "--rdzv-endpoint must be an address of the first node, and a port"
         return Explanation(headline, tail(job.torchrun_log), hint, exit_code=MachineError.exit_code)
     if not code:
         return explain_end(job, exit_code, failures)
@@ -68,12 +67,12 @@ def explain_own_end(job: Job, exit_code: int | None, failures: list[WorkerFailur
 
 
 def _cause_of(code: int, raised: RaisedException | None) -> str:
-    """Return the cause of an exit that would most likely come again. A lost connection need not, nor a signal."""
+    """Return the cause of an exit that would most likely recur; empty after a lost connection or a signal."""
     return raised.cause if raised and code > 0 and not PEER_LOST.search(raised.message) else ""
 
 
 def _describe_exit(code: int, raised: RaisedException | None = None) -> str:
-    """Describe how a process of the user's own command has ended: it is not asked to say why."""
+    """Describe how a process of the user's command has ended; it does not report a reason itself."""
     if code >= 0:
         return f"ended with exit code {code}" + (f": {raised.summary}" if raised and code else "")
     name = signal.Signals(-code).name
@@ -81,30 +80,30 @@ def _describe_exit(code: int, raised: RaisedException | None = None) -> str:
 
 
 def _hint_of(log_end: str) -> str:
-    """Return what to do about a failure that a log names."""
+    """Return advice on a failure that a log shows."""
     if _NO_DEVICE_MEMORY.search(log_end):
-        return "the device's memory ran out: smaller batches, or activation checkpointing, take less"
+        return "the device's memory ran out: smaller batches or activation checkpointing need less"
     if _NO_HOST_MEMORY.search(log_end):
-        return "the host's memory ran out: fewer workers of the data loader, and data read in parts, take less"
+        return "the host's memory ran out: fewer data loader workers, or reading data in parts, need less"
     return ""
 
 
 @dataclass(frozen=True)
 class RaisedException:
-    """The exception that ended a program, as its traceback in a log shows it."""
+    """The exception that ended a program, from the traceback in a log."""
 
     type: str
     message: str
-    """Its first line: `ValueError: boo`."""
+    """The first line of the exception: `ValueError: boo`."""
     file: str
     line: int
-    """Innermost frame outside installed packages."""
+    """The innermost frame outside installed packages."""
     excerpt: str
     """The lines from that frame to the exception."""
 
     @property
     def cause(self) -> str:
-        """Equal for the same error at the same place. Messages differ: many hold numbers, such as the step."""
+        """Equal for the same error at the same line. Messages are left out: many contain numbers, such as the step."""
         return f"{self.type} at {self.file}:{self.line}"
 
     @property
@@ -113,12 +112,12 @@ class RaisedException:
 
 
 def find_exception(log_end: str) -> RaisedException | None:
-    """Return the last exception of a log whose traceback is whole; None where it has none. Of several ranks that
-    write to one log, the lines of one are read."""
+    """Return the last exception with a complete traceback in a log, or None. If several ranks write to the log, the
+    lines of one rank are used."""
     prefixed = [(match[0] if (match := _PREFIX.match(line)) else "", line) for line in log_end.splitlines()]
     begins = [
         place
-        for place, (_, line) in enumerate(prefixed)  # a progress bar may stand before it on its line
+        for place, (_, line) in enumerate(prefixed)  # a progress bar may precede it on its line
         if line.endswith(_TRACEBACK) and not line.endswith(f"Original {_TRACEBACK}")
     ]
     for begin in reversed(begins):

@@ -1,4 +1,4 @@
-"""The job of a command of the user's own: what is set in its environment, on paper."""
+"""The job of a user's command: what it starts and the environment variables that it sets."""
 
 from __future__ import annotations
 
@@ -35,59 +35,59 @@ from trainspec_cli.run.job.machine import NodePlace, interface_of, own_address
 from trainspec_cli.wings.own_script.journal import count_steps
 
 HOOK = Path(__file__).parent / "hook"
-"""The folder on PYTHONPATH."""
+"""The folder that is added to PYTHONPATH."""
 OUTPUT_LOG = "output.log"
-"""All that the command prints on a node."""
+"""The output of the command on a node."""
 
 PROCESS_OPTIONS = ("--nproc-per-node", "--nproc_per_node", "--num_processes", "--num-processes", "--num_gpus")
-"""Options by which torchrun, accelerate and deepspeed are told how many processes to start here."""
+"""Options of torchrun, accelerate and deepspeed for the number of processes on this node."""
 NODE_OPTIONS = ("--nnodes", "--num_machines", "--num-machines", "--num_nodes", "--hostfile")
 USUAL_PROGRAMS = ("python", "python3", "torchrun", "accelerate", "deepspeed", "bash")
-"""What commands begin with, most often."""
+"""The most common first words of a command."""
 _PYTHON = re.compile(r"python[0-9.]*$")
 _ISOLATED = re.compile(r"-[a-zA-Z]*[IES][a-zA-Z]*$")
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What `trainspec run` is asked for, besides the command."""
+class CommandSettings:
+    """The options of `trainspec run`, without the command."""
 
     max_restarts: int
-    """Starts after failures, in the whole job."""
+    """Restarts after failures, over the whole job."""
     grace_s: float
     hang_s: float | None
-    """A run that shows no sign of work for this many seconds hangs; None: it is never ended for that."""
+    """Seconds without a sign of work after which a run hangs; None: it is never ended for that."""
     silent_s: float | None
-    """The same where no step is counted, or none yet."""
+    """The same limit while no step is counted."""
     work_s: float
     """A start without counted steps has made progress once it has worked for this many seconds."""
     join_timeout_s: float = RunSection.join_timeout_s
-    """Of several nodes: how long the first waits for the others, and they for it."""
+    """With several nodes: how long the first one waits for the others, and they for it."""
 
 
 @dataclass(frozen=True)
 class OwnCommandRecord:
-    """A command of the user's own, as every node is to run it."""
+    """A user's command, as every node runs it."""
 
     command: tuple[str, ...]
-    """As it was typed on the first node."""
-    wanted: Wanted
+    """The command as typed on the first node."""
+    wanted: CommandSettings
     port: int
-    """Of the first node, at which its processes meet."""
+    """The port of the first node for the rendezvous of processes."""
     python_path: str
     """PYTHONPATH of the shell on the first node."""
     python_safe_path: str
-    """PYTHONSAFEPATH likewise."""
+    """PYTHONSAFEPATH of that shell."""
 
 
 @dataclass(frozen=True)
 class OwnJob:
     num_nodes: int
-    wanted: Wanted
+    wanted: CommandSettings
     max_requeues: int
     exclude: str | None
-    """Nodes that the user avoids."""
+    """Nodes that the user excludes."""
 
 
 def write_own_job(run: RunDir, job: OwnJob) -> None:
@@ -95,20 +95,20 @@ def write_own_job(run: RunDir, job: OwnJob) -> None:
 
 
 def read_own_job(run: RunDir) -> OwnJob:
-    """Raises UnreadableFileError."""
+    """Return the job in the run folder. Raises UnreadableFileError."""
     try:
         return from_plain(OwnJob, read_versioned(run.own_job_json))
     except RecipeError as error:
         hint = "it is damaged, or another version of trainspec wrote it"
-        raise unreadable(run.own_job_json, f"is no job of this version: {error}", hint) from error
+        raise unreadable(run.own_job_json, f"is not a job of this version: {error}", hint) from error
 
 
 def check_command(command: Sequence[str], before: str = "trainspec run") -> None:
-    """Raise RecipeError where there is no command, or none that can be started, or its script is missing. `before`:
-    what is typed before it."""
+    """Raise RecipeError if the command is empty, cannot be started, or its script is missing. `before`: the words typed
+    before the command."""
     if not command:
         hint = f"such as {before} -- python train.py"
-        raise RecipeError(Problem("usage", "there is no command to run; it stands after --", hint=hint))
+        raise RecipeError(Problem("usage", "the command is missing; type it after --", hint=hint))
     if shutil.which(command[0]):
         check_script(command)
         return
@@ -119,33 +119,33 @@ def check_command(command: Sequence[str], before: str = "trainspec run") -> None
         if program.suffix != ".py":
             hint = f"make it executable: chmod +x {command[0]}"
     else:
-        message = "is no program here"
-        hint = "give its whole path, or activate the environment that holds it"
+        message = "is not a program on this machine"
+        hint = "give its full path, or activate the environment that contains it"
         if "=" in command[0]:
-            hint = f"variables stand before trainspec ({command[0]} {before} ...), and options before --"
+            hint = f"type variables before trainspec ({command[0]} {before} ...), and options before --"
         elif command[0] in USUAL_PROGRAMS:
-            hint = f"{command[0]} is not installed in this environment: install it, or activate the one that holds it"
+            hint = f"{command[0]} is not installed in this environment: install it, or activate another environment"
         elif near := closest(command[0], USUAL_PROGRAMS):
-            hint = f"did you mean {near}? Else {hint}"
+            hint = f"did you mean {near}? Otherwise {hint}"
     raise RecipeError(Problem("no_command", f"{command[0]} {message}", "COMMAND", hint))
 
 
 def check_script(command: Sequence[str]) -> None:
-    """Raise RecipeError where the script that Python, a shell or a launcher is to run is no file: torchrun and a Slurm
-    job would report that late."""
+    """Raise RecipeError if the script for Python, a shell or a launcher does not exist: torchrun and Slurm jobs would
+    report that late."""
     script = _script_of(command)
     if script is None or Path(script).is_file():
         return
     folder = Path(script).parent
-    here = [path.name for path in folder.glob(f"*{Path(script).suffix}")] if folder.is_dir() else []
-    near = closest(Path(script).name, here)
-    hint = f"did you mean {folder / near}?" if near else "relative paths are those of the folder that you type this in"
-    raise RecipeError(Problem("no_script", f"{script} is no file", "COMMAND", hint))
+    neighbours = [path.name for path in folder.glob(f"*{Path(script).suffix}")] if folder.is_dir() else []
+    near = closest(Path(script).name, neighbours)
+    hint = f"did you mean {folder / near}?" if near else "relative paths start in the current folder"
+    raise RecipeError(Problem("no_script", f"{script} does not exist", "COMMAND", hint))
 
 
 def _script_of(command: Sequence[str]) -> str | None:
-    """Return the script of a command, None where none can be read off it. What Python or a launcher takes ends with the
-    first word that is a script, and a module (-m) or a line of code (-c) has none."""
+    """Return the script of a command, or None. The options of Python or a launcher end at the first word that is a
+    script; a module (-m) or code (-c) has no script."""
     programs = (*USUAL_PROGRAMS, "sh")
     at = next(
         (place for place, word in enumerate(command) if Path(word).name in programs or _PYTHON.fullmatch(word)), None
@@ -160,25 +160,25 @@ def _script_of(command: Sequence[str]) -> str | None:
 
 
 def wasted_gpus(command: Sequence[str], devices: int) -> str:
-    """Return a warning where a job of several GPUs a node starts one process; empty where a launcher, or a program that
-    may be one, starts them."""
+    """Return a warning if the job reserves several GPUs on a node but starts one process; empty if a launcher, or a
+    program that may be one, starts processes."""
     python = next((place for place, word in enumerate(command) if _PYTHON.fullmatch(Path(word).name)), None)
     script = _script_of(command)
     if devices < 2 or has_launcher(command) or python is None or script is None:
         return ""
     rest = shlex.join(command[list(command).index(script) :])
     return (
-        f"the command is one process, and the job reserves {devices} GPUs on its node; for a process on each GPU type "
-        f"-- torchrun --nproc-per-node {devices} {rest}; for one GPU alone "
+        f"the command is one process, but the job reserves {devices} GPUs on its node; for a process on each GPU type "
+        f"-- torchrun --nproc-per-node {devices} {rest}; for a single GPU type "
         "cluster.devices_per_node=1 cluster.slurm.exclusive=false"
     )
 
 
-def build_own_job(command: Sequence[str], root: Path, machine: Machine, wanted: Wanted) -> Job:
+def build_own_job(command: Sequence[str], root: Path, machine: Machine, wanted: CommandSettings) -> Job:
     root = root.absolute()
     meeting: dict[str, str] = {}
     if _option(command, NODE_OPTIONS) in (None, "1", "1:1"):
-        # The processes of a single node meet here.
+        # The rendezvous of a single node uses a free local port.
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = str(found.getsockname()[1])
@@ -204,8 +204,10 @@ def build_own_job(command: Sequence[str], root: Path, machine: Machine, wanted: 
     )
 
 
-def build_own_nodes_job(command: Sequence[str], root: Path, start: Sequence[str], nodes: int, wanted: Wanted) -> Job:
-    """Return the job of several nodes on paper. `start`: what starts the agents that the first node starts itself."""
+def build_own_nodes_job(
+    command: Sequence[str], root: Path, start: Sequence[str], nodes: int, wanted: CommandSettings
+) -> Job:
+    """Return the job of several nodes. `start`: the command that starts the agents of the first node."""
     root = root.absolute()
     return Job(
         root=root,
@@ -224,8 +226,8 @@ def build_own_nodes_job(command: Sequence[str], root: Path, start: Sequence[str]
     )
 
 
-def describe_own_command(command: Sequence[str], wanted: Wanted, port: int) -> UnplannedWork:
-    """Return what every node is to run. `port`: of the first node, at which the processes meet."""
+def describe_own_command(command: Sequence[str], wanted: CommandSettings, port: int) -> UnplannedWork:
+    """Return the work of every node. `port`: the rendezvous port of the first node."""
     path = os.environ.get(OWN_PATH, os.environ.get("PYTHONPATH", ""))
     safe_path = os.environ.get(OWN_SAFE_PATH, os.environ.get("PYTHONSAFEPATH", ""))
     record = OwnCommandRecord(tuple(command), wanted, port, path, safe_path)
@@ -233,16 +235,16 @@ def describe_own_command(command: Sequence[str], wanted: Wanted, port: int) -> U
 
 
 def read_own_command(record: GenerationRecord) -> OwnCommandRecord:
-    assert record.own is not None and record.kind == COMMAND, "it is a command of the user's own"
+    assert record.own is not None and record.kind == COMMAND, "the generation runs a user's command"
     return from_plain(OwnCommandRecord, parse_json(record.own.work))
 
 
 def build_own_node_job(root: Path, machine: Machine, place: NodePlace, record: GenerationRecord) -> Job:
-    """Return the part of one node in a job of several, whose generation `record` describes. Raises MachineError where
-    the first node's name is not known here."""
+    """Return one node's part of a job on several nodes, in the generation of `record`. Raises MachineError if the first
+    node's name cannot be resolved."""
     own = read_own_command(record)
     processes = process_count(own.command)
-    if processes and _place_of_accelerate(own.command) is not None:  # its option speaks of the processes of all nodes
+    if processes and _index_of_accelerate(own.command) is not None:  # its option counts processes over all nodes
         processes = max(1, processes // place.num_nodes)
     job = Job(
         root=root,
@@ -267,28 +269,28 @@ def build_own_node_job(root: Path, machine: Machine, place: NodePlace, record: G
 
 
 def device_name(machine: Machine) -> str:
-    """Return what the ranks of a node run on, for people."""
+    """Return the device of a node's ranks, for people."""
     return machine.gpu_names[0] if machine.gpu_names else f"process ({machine.cpu_cores} cores)"
 
 
 def start_environment(job: Job, generation: int, node: str = "", *, on_terminal: bool = False) -> dict[str, str]:
-    """Return what one start adds: where its processes count their steps, and where torchrun logs them. `node`: the name
-    of its folders, where the job has several. `on_terminal`: its processes print to the terminal themselves, since
-    torchrun would make lines of what a progress bar writes over."""
+    """Return the variables of one start: where its processes count their steps, and where torchrun logs them. `node`:
+    the name of its folders in a job of several nodes. `on_terminal`: processes print to the terminal directly, because
+    torchrun would turn each refresh of a progress bar into a line."""
     progress = {PROGRESS: f"{job.launch_id}:{job.run.progress(generation) / node}"}
     logged = {"PET_LOG_DIR": str(job.logs / "ranks"), "PET_TEE": "3"}
     return progress if on_terminal else progress | _unless_set(logged)
 
 
 def _environment(command: Sequence[str], machine: Machine, grace_s: float, processes: int | None) -> dict[str, str]:
-    """Return what is set on top of a node's own environment; what the user has set stays. `processes`: those of the
+    """Return variables for a node's environment, without those that the user has set. `processes`: those of the
     node."""
     environment = {
-        # A crash in native code leaves its Python stack in the log.
+        # A crash in native code writes its Python stack to the log.
         "PYTHONFAULTHANDLER": "1",
-        # What a program prints is in its log at once, also where it is killed.
+        # Output reaches the log immediately, even if the program is killed.
         "PYTHONUNBUFFERED": "1",
-        # torchrun kills workers that save for longer than this.
+        # torchrun kills workers that take longer than this to save.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(grace_s)),
     }
     if processes:
@@ -304,8 +306,8 @@ def _hook_path(python_path: str) -> dict[str, str]:
 
 
 def _among_several(command: Sequence[str], place: NodePlace, port: int) -> dict[str, str]:
-    """Return where the processes of several nodes meet, and which of the nodes this is. torchrun reads it of PET_...; a
-    command without a launcher is one rank a node. gloo and NCCL take the interface that leads to the first node."""
+    """Return the rendezvous of several nodes and this node's rank. torchrun reads PET_...; a command without a launcher
+    is one rank on each node. gloo and NCCL use the network interface that leads to the first node."""
     address = own_address(place.head)
     meeting = {"MASTER_ADDR": place.head, "MASTER_PORT": str(port)}
     node = {"NNODES": str(place.num_nodes), "NODE_RANK": str(place.node)}
@@ -320,26 +322,26 @@ def _unless_set(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 
-# What can be seen of a command without running it
+# What a command shows without being run
 
 
 def process_count(command: Sequence[str]) -> int | None:
-    """Return the processes that a launcher is told to start; None where no option says so in a number."""
-    said = _option(command, PROCESS_OPTIONS)
-    return int(said) if said and said.isdigit() and int(said) else None
+    """Return the number of processes that a launcher starts; None if no option sets a number."""
+    given = _option(command, PROCESS_OPTIONS)
+    return int(given) if given and given.isdigit() and int(given) else None
 
 
 def has_launcher(command: Sequence[str]) -> bool:
-    """Return whether the command is a launcher that gives its processes their ranks."""
+    """Return whether the command is a launcher that sets the ranks of its processes."""
     return not {*command, *(Path(word).name for word in command)}.isdisjoint(
         (*_LAUNCHERS, "accelerate", "accelerate.commands.launch", "deepspeed")
     )
 
 
 def command_on_node(command: Sequence[str], place: NodePlace, port: int) -> tuple[str, ...]:
-    """Return the command of one node of several: accelerate is told of the others in options of its own, and all else
-    in variables."""
-    launch = _place_of_accelerate(command)
+    """Return the command of one node of several: accelerate gets its options for nodes, all other launchers get
+    environment variables."""
+    launch = _index_of_accelerate(command)
     if launch is None:
         return tuple(command)
     options = {
@@ -357,8 +359,8 @@ def command_on_node(command: Sequence[str], place: NodePlace, port: int) -> tupl
     return (*command[: launch + 1], *added, *command[launch + 1 :])
 
 
-def _place_of_accelerate(command: Sequence[str]) -> int | None:
-    """Return the place of the word after which the options of accelerate's launcher stand."""
+def _index_of_accelerate(command: Sequence[str]) -> int | None:
+    """Return the index of the word before the options of accelerate's launcher, or None."""
     for place, word in enumerate(command):
         if word == "accelerate.commands.launch":
             return place
@@ -370,15 +372,16 @@ def _place_of_accelerate(command: Sequence[str]) -> int | None:
 NODE_NUMBERS = ("--node-rank", "--node_rank", "--machine_rank", "--machine-rank")
 
 
-def check_for_nodes(command: Sequence[str], nodes: int, said_by: str = "--nnodes") -> None:
-    """Raise RecipeError where the command says of its nodes what `said_by` does not, or starts them itself."""
+def check_for_nodes(command: Sequence[str], nodes: int, given_by: str = "--nnodes") -> None:
+    """Raise RecipeError if the command contradicts the number of nodes in `given_by`, or starts other nodes itself."""
     if option := next((word.partition("=")[0] for word in command if word.partition("=")[0] in NODE_NUMBERS), None):
-        raise _misfit(f"the command has {option}", "leave it out: each node is given its own")
+        raise _misfit(f"the command has {option}", "leave it out: each node gets its own number")
     if "--standalone" in command:
-        raise _misfit(f"--standalone is of one node, and {said_by} is {nodes}", "leave --standalone out")
-    said = _option(command, [name for name in NODE_OPTIONS if name != "--hostfile"])
-    if said is not None and said not in (str(nodes), f"{nodes}:{nodes}"):
-        raise _misfit(f"the command is of {said} nodes, and {said_by} is {nodes}", "leave it out of the command")
+        raise _misfit(f"--standalone allows one node, but {given_by} is {nodes}", "leave --standalone out")
+    given = _option(command, [name for name in NODE_OPTIONS if name != "--hostfile"])
+    if given is not None and given not in (str(nodes), f"{nodes}:{nodes}"):
+        message = f"the command is for {given} nodes, but {given_by} is {nodes}"
+        raise _misfit(message, "leave the number out of the command")
     if any(Path(word).name == "deepspeed" for word in command[:1]):
         message = "deepspeed's launcher starts the other nodes itself, by ssh"
         raise _misfit(message, "start its script with torchrun --nproc-per-node N in place of deepspeed")
@@ -397,7 +400,7 @@ def _option(command: Sequence[str], names: Sequence[str]) -> str | None:
 
 
 def script_name(command: Sequence[str]) -> str:
-    """Return the name of the program that trains: the first script or module, else the command's own."""
+    """Return the name of the training program: the first script or module, or else the command's first word."""
     for word, following in zip(command, [*command[1:], ""], strict=True):
         if word == "-m" and following and following not in _LAUNCHERS:
             return following
@@ -407,7 +410,7 @@ def script_name(command: Sequence[str]) -> str:
 
 
 def why_uncounted(command: Sequence[str]) -> str:
-    """Return why the steps of a command cannot be counted, where that can be seen of it; else nothing."""
+    """Return the reason if the steps of a command cannot be counted; otherwise an empty text."""
     for place, word in enumerate(command):
         if _PYTHON.fullmatch(Path(word).name):
             options = []
@@ -416,17 +419,17 @@ def why_uncounted(command: Sequence[str]) -> str:
                     break
                 options.append(option)
             if found := next((option for option in options if _ISOLATED.fullmatch(option)), None):
-                return f"python {found} reads no PYTHONPATH, through which they are counted"
+                return f"python {found} ignores PYTHONPATH, which counting needs"
     return ""
 
 
 def what_it_opens(command: Sequence[str]) -> str:
-    """Return a warning of the port that torchrun opens to every network; nothing where it is not the launcher."""
+    """Return a warning about the port that torchrun opens to every network; empty for other launchers."""
     words = list(itertools.takewhile(lambda word: not word.endswith(".py"), command))
     names = {*words, *(Path(word).name for word in words)}
     if names.isdisjoint(_LAUNCHERS):
         return ""
     return (
-        "torchrun opens a store that anyone who reaches this machine can write to, and unpickles what it finds there "
+        "torchrun opens a store that anyone who reaches this machine can write to, and unpickles what is stored there "
         "(docs/security.md)"
     )

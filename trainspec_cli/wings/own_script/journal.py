@@ -1,4 +1,4 @@
-"""Writes the steps that the user's processes count as the events of the run's ranks."""
+"""Write the counted steps of the user's processes as events of the run's ranks."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.own_script.progress import CountedProcess, CountedStep, StepFile, step_files
 
 UNIT = "steps"
-"""What the speed of such a run counts."""
+"""The unit of the run's throughput."""
 REMEMBERED_STEPS = 100
 
 
 @dataclass
 class CountedRank:
-    """A rank, and the process that has it now."""
+    """A rank and its current process."""
 
     number: int
     writer: EventWriter
     step: int
-    """The run's newest step, over all starts."""
+    """The newest step of the run, over all starts."""
     trainer: CountedProcess | None = None
     path: Path | None = None
     before: int = 0
     """The step after which its process has begun."""
     stepped_at: float = 0.0
-    """Unix time of its process' newest step."""
+    """Unix time of the newest step of its process."""
     made: int = 0
-    """Steps that its processes have made in this start."""
+    """Steps of its processes in this start."""
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
 
 
 class StepJournal:
-    """The journal of one start; `poll` is to be called about ten times a second."""
+    """The journal of one start; call `poll` about ten times a second."""
 
     def __init__(self, run: RunDir, folder: Path, device_name: str):
         self._run = run
@@ -60,7 +60,7 @@ class StepJournal:
 
     @property
     def made(self) -> int:
-        """Return the steps that were made in this start, those that were made again included."""
+        """The number of steps in this start, including repeated ones."""
         return max((rank.made for rank in self._ranks.values()), default=0)
 
     def poll(self) -> None:
@@ -68,27 +68,27 @@ class StepJournal:
             file = self._files.setdefault(path, StepFile(path))
             trainer, made = file.read()
             if trainer and made:
-                self._take(path, trainer, made)
+                self._record(path, trainer, made)
 
     def close(self) -> None:
         self.poll()
         for rank in self._ranks.values():
             rank.writer.close()
 
-    def _take(self, path: Path, trainer: CountedProcess, made: list[CountedStep]) -> None:
+    def _record(self, path: Path, trainer: CountedProcess, made: list[CountedStep]) -> None:
         rank = self._rank_of(path, trainer)
         if rank.path == path:
             rank.trainer = trainer
         elif rank.trainer is None or trainer.began >= rank.trainer.began:
             self._begin(rank, path, trainer)
-        else:  # an earlier process of this rank, which another has taken over
+        else:  # another process has taken over this rank
             return
         for one in made:
             step_s = max(0.0, one.at - rank.stepped_at) if rank.stepped_at else 0.0
             rank.step = rank.before + one.number
             rank.made = rank.made + 1
             if not trainer.attached:
-                # Of a program that nobody has changed, a step's number and time are known, and no more.
+                # Without `attach`, only a step's number and time are known.
                 event = StepEvent(
                     step=rank.step,
                     loss=None,
@@ -127,8 +127,8 @@ class StepJournal:
         )
 
     def _rank_of(self, path: Path, trainer: CountedProcess) -> CountedRank:
-        """Return the rank of a process; one whose environment has none takes the first that no other
-        living process holds."""
+        """Return the rank of a process; without one in its environment, it gets the first that no living process
+        has."""
         if trainer.rank is None and path not in self._places:
             held = {rank.number for rank in self.ranks if rank.trainer and psutil.pid_exists(rank.trainer.pid)}
             self._places[path] = next(place for place in itertools.count() if place not in held)
@@ -141,16 +141,16 @@ class StepJournal:
 
 
 def count_steps(run: RunDir) -> int:
-    """Return the steps that all starts of a run have made, those that were made again included."""
+    """Return the number of steps of all starts of a run, including repeated ones."""
     return sum(isinstance(event, StepEvent) for event in read_sound(run.events(0)))
 
 
 def restarts_left(run: RunDir, max_restarts: int) -> int:
-    """Return the starts after failures that are left to a run that goes on, of those that it may have in all."""
+    """Return the restarts that remain to a run of the `max_restarts` that it may have."""
     made = sum(isinstance(event, RecoveryEvent) for event in read_sound(run.events(0)))
     return max(0, max_restarts - made)
 
 
 def newest_step(run: RunDir) -> int:
-    """Return the newest step that any start has made; 0 where none is counted."""
+    """Return the newest step of any start; 0 if no step is counted."""
     return max((event.step for event in read_sound(run.events(0)) if isinstance(event, StepEvent)), default=0)

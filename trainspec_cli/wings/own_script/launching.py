@@ -1,8 +1,8 @@
-"""`run`: a command of the user's own, unchanged, with what a recipe gets: a folder, restarts, hangs named, a report. It
-also resumes such runs, and runs them in Slurm jobs.
+"""`run`: start a user's command with a run folder, restarts, hang detection and a report. It also resumes such runs,
+and runs them in Slurm jobs.
 
-In a Slurm job whose script is the user's own, srun starts it once on each node. Where Slurm starts the job again, the
-run continues in its folder.
+In a Slurm job with the user's script, srun starts `trainspec run` once on each node. If Slurm requeues the job, the run
+continues in its folder.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ from trainspec_cli.session.launching.nodes import Joined, NodeOptions, join
 from trainspec_cli.session.launching.run import run
 from trainspec_cli.wings.own_script.failure import explain_own_end, find_own_failures
 from trainspec_cli.wings.own_script.job import (
+    CommandSettings,
     OwnJob,
-    Wanted,
     build_own_job,
     build_own_node_job,
     build_own_nodes_job,
@@ -82,36 +82,36 @@ from trainspec_cli.wings.own_script.terminal import PassedOutput
 
 THIS_NODE = NodeOptions()
 FOLDER = "--dir"
-"""What names the run's folder."""
+"""The option that names the run folder."""
 JOB = "SLURM_JOB_ID"
 _EMPTY_OF_RANK = re.compile(r"\[[a-z]+\d+\]:\s*")
 SHOWN_BYTES = 2**16
-"""Of what a command prints at once, no more is shown here; its log holds all of it."""
+"""The most output shown at once; the log has all of it."""
 
 
 def run_command(
     command: Sequence[str],
     folder: str | None,
-    wanted: Wanted,
+    wanted: CommandSettings,
     nodes: NodeOptions = THIS_NODE,
     notify: Notify = NOBODY,
     *,
     as_json: bool,
 ) -> int:
-    """Run the command to its end, as the first node of its run or as another that joins it; return this command's exit
-    code. Raises TrainspecError where it is refused, or fails."""
+    """Run the command to its end, as the first node of its run or as one that joins it; return the exit code. Raises
+    TrainspecError if it is refused or fails."""
     check_command(command)
     console = make_console(as_json=as_json)
-    nodes, run_dir = find_place(command, folder, nodes)
+    nodes, run_dir = find_nodes_and_folder(command, folder, nodes)
     reach = _check(command, run_dir, nodes, wanted)
-    if place := describe_place(nodes, reach):
-        console.report(place)
+    if note := describe_slurm_nodes(nodes, reach):
+        console.report(note)
     again = None if run_dir == AUTO else earlier_start(RunDir(run_dir), command)
     if again == "done":
-        console.report(f"an earlier start of this Slurm job has ended the run in {run_dir}: it is done")
+        console.report(f"an earlier start of this Slurm job has finished the run in {run_dir}")
         return EXIT_DONE
     if reach and not nodes.is_first:
-        # Slurm warns every process of a step; the first node heeds it for all.
+        # Slurm warns every process of a step; the first node reacts for all.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         joined = Joined(
             check=partial(_check_same, command),
@@ -125,7 +125,7 @@ def run_command(
         check_free(run_dir, FOLDER)
     with storage(run_dir, FOLDER):
         root = Path(run_dir) if again else make_folder(run_dir, script_name(command), FOLDER)
-        # `resume` takes the same options.
+        # `resume` uses the same options.
         write_own_job(RunDir(root), OwnJob(nodes.nnodes or 1, wanted, SlurmSpec.max_requeues, None))
         left = _left(root, wanted)
         job = _build(command, root, detect(), left, reach, nodes)
@@ -134,19 +134,19 @@ def run_command(
 
 
 def _check_same(command: Sequence[str], run: RunDir, record: GenerationRecord) -> None:
-    """Raise RecipeError where the first node runs another command."""
+    """Raise RecipeError if the first node runs another command."""
     known = f"{run.root} holds the run of a recipe"
     if record.kind == COMMAND:
         firsts = read_own_command(record).command
         if tuple(command) == firsts:
             return
         known = f"the first node runs {shlex.join(firsts)}"
-    message = f"{known}, and here it is {shlex.join(command)}"
+    message = f"{known}, but this node runs {shlex.join(command)}"
     raise RecipeError(Problem("usage", message, "COMMAND", "give the same command on each node"))
 
 
 def exit_code_of(run: RunDir, result: RunResult | None) -> int:
-    """Return that of this command, which is not the user's own command's: the same as on the first node."""
+    """Return the exit code of trainspec on a joined node: the same as on the first node."""
     codes = {"done": EXIT_DONE, "stopped": Stopped.exit_code}
     if result and result.status in codes:
         return codes[result.status]
@@ -157,7 +157,7 @@ def exit_code_of(run: RunDir, result: RunResult | None) -> int:
 def _run(
     job: Job,
     command: Sequence[str],
-    wanted: Wanted,
+    wanted: CommandSettings,
     reach: Reach | None,
     console: RunConsole,
     requests: StopRequests,
@@ -165,8 +165,8 @@ def _run(
     notify: Notify = NOBODY,
     as_json: bool = False,
 ) -> int:
-    """Write down that the run begins or continues, and supervise it to its end. `wanted`: with the restarts that are
-    left; `reach`: None where there is this node alone."""
+    """Record that the run begins or continues, and supervise it to its end. `wanted`: with the restarts that are left;
+    `reach`: None for this node alone."""
     with claim(job.run, job.launch_id):
         if job.run.run_json.exists():
             clear_end(job.run)
@@ -195,7 +195,7 @@ def _run(
 
 
 def write_own_launch(job: Job, command: Sequence[str]) -> None:
-    """Write down what the command is started with. run.json is last: with it the run exists."""
+    """Record how the command is started. run.json is written last: it makes the run exist."""
     run = job.run
     check_no_run(run.root, FOLDER)
     write_json(run.versions_json, versions())
@@ -213,13 +213,13 @@ def write_own_launch(job: Job, command: Sequence[str]) -> None:
     remember_run(run)
 
 
-def _left(root: Path, wanted: Wanted) -> Wanted:
-    """Return what is wanted of a start with the restarts that the run has left of its budget."""
+def _left(root: Path, wanted: CommandSettings) -> CommandSettings:
+    """Return the settings with the restarts that remain of the run's budget."""
     return replace(wanted, max_restarts=restarts_left(RunDir(root), wanted.max_restarts))
 
 
-def _check(command: Sequence[str], run_dir: str, nodes: NodeOptions, wanted: Wanted) -> Reach | None:
-    """Return how the nodes are reached; None where there is this one alone. Raises RecipeError."""
+def _check(command: Sequence[str], run_dir: str, nodes: NodeOptions, wanted: CommandSettings) -> Reach | None:
+    """Return how the nodes are reached; None for this node alone. Raises RecipeError."""
     reach = reach_nodes(nodes, run_dir, wanted.join_timeout_s)
     if reach and nodes.nnodes:
         check_for_nodes(command, nodes.nnodes)
@@ -227,7 +227,12 @@ def _check(command: Sequence[str], run_dir: str, nodes: NodeOptions, wanted: Wan
 
 
 def _build(
-    command: Sequence[str], root: Path, machine: Machine, wanted: Wanted, reach: Reach | None, nodes: NodeOptions
+    command: Sequence[str],
+    root: Path,
+    machine: Machine,
+    wanted: CommandSettings,
+    reach: Reach | None,
+    nodes: NodeOptions,
 ) -> Job:
     if reach and nodes.nnodes:
         return build_own_nodes_job(command, root, reach.start, nodes.nnodes, wanted)
@@ -235,17 +240,22 @@ def _build(
 
 
 def show_command(
-    command: Sequence[str], folder: str | None, wanted: Wanted, nodes: NodeOptions = THIS_NODE, *, as_json: bool
+    command: Sequence[str],
+    folder: str | None,
+    wanted: CommandSettings,
+    nodes: NodeOptions = THIS_NODE,
+    *,
+    as_json: bool,
 ) -> str:
-    """Return what `run_command` would start, and where, as text or as JSON."""
+    """Return the command that `run_command` would start, and its environment, as text or as JSON."""
     check_command(command)
-    nodes, run_dir = find_place(command, folder, nodes)
+    nodes, run_dir = find_nodes_and_folder(command, folder, nodes)
     reach = _check(command, run_dir, nodes, wanted)
     check_free(run_dir, FOLDER)
     root = RUNS / script_name(command) / "TIME" if run_dir == AUTO else Path(run_dir)
     job = _build(command, root, detect(), wanted, reach, nodes)
     if reach:
-        # The part of this node in the first start.
+        # Show this node's part of the first start.
         record = GenerationRecord(
             generation=1,
             at=0.0,
@@ -274,27 +284,27 @@ def _notes(command: Sequence[str]) -> list[str]:
     return [*notes, *(f"note: {opens}" for opens in [what_it_opens(command)] if opens)]
 
 
-# In a Slurm job whose script is the user's own
+# Slurm jobs with the user's script
 
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Steps from this number on are Slurm's own, such as the shell of `salloc`; srun's are counted from 0."""
+"""Steps from this number on belong to Slurm, such as the shell of `salloc`; srun counts its steps from 0."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of srun's with one task on each of its nodes."""
+    """A step of srun with one task on each of its nodes."""
 
     job_id: str
     number: int
     node: int
-    """This node's number among the step's, from 0."""
+    """This node's number in the step, from 0."""
     num_nodes: int
 
 
 def read_step(environ: Mapping[str, str]) -> Step | None:
-    """Return the step that this process is a task of; None where srun has not started it. Raises RecipeError where a
-    node has several tasks."""
+    """Return the step of this process; None if srun has not started it. Raises RecipeError if a node has several
+    tasks."""
     number = environ.get("SLURM_STEP_ID", "")
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
     if (
@@ -312,10 +322,10 @@ def read_step(environ: Mapping[str, str]) -> Step | None:
     return Step(environ["SLURM_JOB_ID"], int(number), int(environ["SLURM_PROCID"]), nodes)
 
 
-def find_place(command: Sequence[str], folder: str | None, nodes: NodeOptions) -> tuple[NodeOptions, str]:
-    """Return the nodes of the run and its folder: as they were typed; else those of srun's step, and a folder below
-    ./runs that has its number, which all of its nodes know, and its next start. Raises RecipeError where srun has
-    started several tasks on a node."""
+def find_nodes_and_folder(command: Sequence[str], folder: str | None, nodes: NodeOptions) -> tuple[NodeOptions, str]:
+    """Return the nodes of the run and its folder: those that were typed; or else those of srun's step, with a folder
+    below ./runs named after the step, which all nodes and later starts know. Raises RecipeError if srun has started
+    several tasks on a node."""
     if nodes != NodeOptions():
         return nodes, folder or AUTO
     step = read_step(os.environ)
@@ -327,8 +337,8 @@ def find_place(command: Sequence[str], folder: str | None, nodes: NodeOptions) -
 
 
 def reach_nodes(nodes: NodeOptions, run_dir: str, join_timeout_s: float) -> Reach | None:
-    """Return how the nodes of a command reach one another; None where it has this node alone. Raises RecipeError where
-    the command line does not say it."""
+    """Return how the nodes of a command reach each other; None for this node alone. Raises RecipeError if the command
+    line is incomplete."""
     example = "--nnodes 2 --node-rank I --rdzv-endpoint HOST:PORT --dir <a shared folder> -- COMMAND"
     hint = f"on each node: trainspec run {example}"
     if nodes.of_slurm:
@@ -336,23 +346,23 @@ def reach_nodes(nodes: NodeOptions, run_dir: str, join_timeout_s: float) -> Reac
     if nodes.nnodes is None or nodes.nnodes == 1:
         if nodes.endpoint is not None or nodes.node_rank:
             option = "--node-rank" if nodes.node_rank else "--rdzv-endpoint"
-            message = f"{option} is of several nodes, and --nnodes is {nodes.nnodes or 'not given'}"
+            message = f"{option} needs --nnodes" + (f", which is {nodes.nnodes}" if nodes.nnodes else "")
             raise RecipeError(Problem("usage", message, option, hint))
         return None
     if nodes.nnodes < 1:
-        raise RecipeError(Problem("usage", f"--nnodes is {nodes.nnodes}; it is 1 or more", "--nnodes", hint))
+        raise RecipeError(Problem("usage", f"--nnodes is {nodes.nnodes}; it must be 1 or more", "--nnodes", hint))
     if nodes.endpoint is None:
-        message = f"--nnodes is {nodes.nnodes}, and --rdzv-endpoint, where the nodes meet, is not given"
+        message = f"--nnodes is {nodes.nnodes}, so --rdzv-endpoint, the address of the first node, is required"
         raise RecipeError(Problem("several_hosts", message, "--rdzv-endpoint", hint))
     reach = nodes.reach_at(nodes.endpoint, nodes.nnodes, 0, hint, join_timeout_s)
     if run_dir == AUTO:
-        message = "--dir is not given, and the nodes would each make a folder of their own"
+        message = "--dir is missing: without it each node would create a folder of its own"
         raise RecipeError(Problem("missing_value", message, "--dir", "type --dir <a folder that all nodes share>"))
     return reach
 
 
-def describe_place(nodes: NodeOptions, reach: Reach | None) -> str:
-    """Say what was taken from Slurm's environment, and what was not; empty without Slurm."""
+def describe_slurm_nodes(nodes: NodeOptions, reach: Reach | None) -> str:
+    """Return what was read from Slurm's environment, or which nodes of the job are unused; empty without Slurm."""
     if nodes.of_slurm:
         where = f", which the others reach at {reach.head}" if reach and nodes.is_first else ""
         return f"Slurm job {os.environ[JOB]}: this is node {nodes.node_rank} of {nodes.nnodes}{where}"
@@ -363,13 +373,13 @@ def describe_place(nodes: NodeOptions, reach: Reach | None) -> str:
     if JOB in os.environ and nodes == NodeOptions() and idle:
         others = "another node is" if idle == 1 else f"{idle} other nodes are"
         return (
-            f"note: {others} in this job, without part in the run: srun --ntasks-per-node=1 trainspec run ... has all"
+            f"note: {others} in this job but not in the run; srun --ntasks-per-node=1 trainspec run ... uses all nodes"
         )
     return ""
 
 
 def earlier_start(run: RunDir, command: Sequence[str]) -> Literal["done", "begun"] | None:
-    """Return how far this Slurm job has come with the run before it was started again; None where it has not begun."""
+    """Return the state of the run before Slurm requeued this job; None if the run had not begun."""
     if JOB not in os.environ or not restarts() or not run.run_json.is_file() or job_of(run) != own_job():
         return None
     if read_run_record(run).command != tuple(command):
@@ -379,8 +389,8 @@ def earlier_start(run: RunDir, command: Sequence[str]) -> Literal["done", "begun
 
 
 def requeueing(run: RunDir, nodes: NodeOptions, console: PrintableConsole, start: Callable[[StopRequests], int]) -> int:
-    """Call `start` and return its exit code; in a Slurm job that Slurm may start again, have it do so where that is of
-    use. A scheduler repeats its signal without wanting a quicker end; a person at a terminal does."""
+    """Call `start` and return its exit code; in a Slurm job, requeue the job if that is useful. A repeated signal of a
+    scheduler does not ask for a faster end; one of a person at a terminal does."""
     if JOB not in os.environ:
         return start(StopRequests())
     note_job(run, own_job())
@@ -405,13 +415,13 @@ def requeueing(run: RunDir, nodes: NodeOptions, console: PrintableConsole, start
     return code
 
 
-# Output, and what is done with such runs
+# Output and runs of commands
 
 
 class Output:
-    """Shows what the command prints as it comes, of several nodes on the first; lines that a progress bar writes over
-    are left out, and so are colours, and the empty lines that torchrun makes of a bar's refreshes. `job`: of this
-    launch, whose later starts have logs of their own."""
+    """Shows the command's output as it is printed, on the first of several nodes. Omits colours, lines that a progress
+    bar overwrites, and empty lines that torchrun makes of a bar's refreshes. `job`: the job of this launch, whose later
+    starts have separate logs."""
 
     def __init__(self, job: Job):
         self._logs = job.logs
@@ -441,13 +451,13 @@ class Output:
                 report(shown)
 
     def has_shown(self, text: str) -> bool:
-        """Return whether the newest start has printed these lines here; torchrun puts a rank's name before them."""
+        """Return whether the newest start has printed these lines; torchrun puts a rank's name before them."""
         printed = without_colours(end_of(self._log)[-SHOWN_BYTES:]).splitlines() if self._log else []
         return all(any(line.endswith(part) for line in printed) for part in text.splitlines())
 
 
 class CommandRuns:
-    """How the runs of commands continue and end."""
+    """How runs of users' commands continue and end."""
 
     name = COMMAND
 
@@ -462,26 +472,25 @@ class CommandRuns:
         as_json: bool,
         detach: bool,
     ) -> int:
-        """Start the command of a run again in its folder, with the options that it had. It continues from its own
-        checkpoint, which for a script that has attached itself lies in the folder. Raises RecipeError where nothing is
-        left to do."""
+        """Start the command of a run again in its folder, with the same options. It continues from its own checkpoint;
+        an attached script keeps that in the run folder. Raises RecipeError if nothing is left to do."""
         record = read_run_record(run)
-        assert not isinstance(record.command, Absent), "it is a command of the user's own"
+        assert not isinstance(record.command, Absent), "the run is of a user's command"
         name = shlex.quote(str(run.root))
-        anew = f"to start it anew: trainspec run -- {shlex.join(record.command)}"
+        anew = f"to start over: trainspec run -- {shlex.join(record.command)}"
         if run.job_sbatch.is_file():
-            message = "was made for Slurm"
-            hint = f"give its job to Slurm again: sbatch {shlex.quote(str(run.job_sbatch))}"
-            raise RecipeError(Problem("own_command", f"the run in {run.root} {message}", hint=hint))
+            hint = f"submit its job again: sbatch {shlex.quote(str(run.job_sbatch))}"
+            raise RecipeError(Problem("own_command", f"the run in {run.root} is a Slurm job", hint=hint))
         if not run.own_job_json.is_file():
-            raise RecipeError(Problem("own_command", f"an earlier version made the run in {run.root}", hint=anew))
-        asked = read_own_job(run)
-        if asked.num_nodes > 1 or nodes != THIS_NODE:
-            message = f"the run in {run.root} is a command on several nodes, which is not resumed"
+            message = f"the run in {run.root} was made by an earlier version"
+            raise RecipeError(Problem("own_command", message, hint=anew))
+        own_job = read_own_job(run)
+        if own_job.num_nodes > 1 or nodes != THIS_NODE:
+            message = f"the run in {run.root} is a command on several nodes, which cannot be resumed"
             raise RecipeError(Problem("own_command", message, hint=anew))
         if changes or detach:
-            what = f"`{changes[0]}` is of a recipe" if changes else "--detach is of a recipe"
-            message = f"{what}, and the run in {run.root} is a command of your own"
+            what = f"`{changes[0]}`" if changes else "--detach"
+            message = f"{what} applies to recipes only, but the run in {run.root} is a command of your own"
             raise RecipeError(Problem("own_command", message, hint=f"type trainspec resume {name}"))
         result = read_result(run)
         if result and result.status == "done":
@@ -489,24 +498,24 @@ class CommandRuns:
         check_command(record.command)
         console = make_console(as_json=as_json)
         with storage(str(run.root), FOLDER):
-            left = _left(run.root, asked.wanted)
+            left = _left(run.root, own_job.wanted)
             job = build_own_job(record.command, run.root, detect(), left)
             start = partial(_run, job, record.command, left, None, console, notify=notify, as_json=as_json)
             return requeueing(run, THIS_NODE, console, start)
 
     def run_in_job(self, run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
-        """Begin the command that `trainspec sbatch` has written down, or continue it."""
-        asked = read_own_job(run)
+        """Start or continue the command that `trainspec sbatch` has recorded."""
+        own_job = read_own_job(run)
         command = read_run_record(run).command
-        assert not isinstance(command, Absent), "it is a command of the user's own"
+        assert not isinstance(command, Absent), "the run is of a user's command"
         result = read_result(run)
         if result and result.status == "done":
             message = f"the run in {run.root} is done"
             hint = "start it again in another folder: --dir"
             raise RecipeError(Problem("nothing_left", message, hint=hint))
-        wanted = _left(run.root, asked.wanted)
+        wanted = _left(run.root, own_job.wanted)
         with storage(str(run.root), FOLDER):
-            job = build_own_nodes_job(command, run.root, reach.start, asked.num_nodes, wanted)
+            job = build_own_nodes_job(command, run.root, reach.start, own_job.num_nodes, wanted)
             return _run(job, command, wanted, reach, console, requests)
 
     def limits(self, run: RunDir) -> Limits:
@@ -514,8 +523,8 @@ class CommandRuns:
         return Limits(own.num_nodes, own.max_requeues, own.exclude, after_hang=False)
 
     def decide(self, job: Job, ending: Ending) -> RunOutcome:
-        """The exit code of the user's own command is its result. A command that was asked to stop has done so, with
-        whatever code; what it has saved, nobody knows."""
+        """Return the outcome: the exit code of the user's command is its result. A command that was asked to stop has
+        stopped, whatever its code; whether it has saved its newest step is unknown."""
         failures = find_own_failures(job)
         if ending.stop_requested:
             is_saved = newest_step(job.run) and ending.exit_code is not None
@@ -537,9 +546,9 @@ class CommandRuns:
         elif not newest_step(job.run):
             return ""
         elif explanation and explanation.cause:
-            # It is an exception of the script's own, which another start would meet again.
-            first = "correct that, and "
-        return f"{first}start it again, from its own checkpoint if it wrote one: {self.start_again(job.run)}"
+            # Another start would most likely meet the same exception of the script.
+            first = "fix that, and "
+        return f"{first}start it again; it continues from its own checkpoint, if any: {self.start_again(job.run)}"
 
     def start_again(self, run: RunDir) -> str:
         if run.job_sbatch.is_file() or read_own_job(run).num_nodes == 1:
@@ -550,7 +559,7 @@ class CommandRuns:
         steps = outcome.result.steps
         made = f"{'done' if outcome.exit_code == EXIT_DONE else outcome.result.status} after {steps} steps"
         if not steps:
-            made = f"{outcome.result.status}; no optimizer step of torch was seen, and none could be counted"
+            made = f"{outcome.result.status}; no optimizer step of torch was counted"
         folder = f"run folder  {shown(job.root)}"
         logs = f"output      {shown(job.logs)}"
         lines = [made, folder, logs, f"report      trainspec report {quoted(job.run)}"]

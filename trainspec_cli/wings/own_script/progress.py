@@ -1,4 +1,4 @@
-"""Reads what `hook/sitecustomize.py` writes in the user's processes: how many steps each has made, and when."""
+"""Read the files that `hook/sitecustomize.py` writes in the user's processes: the steps of each process, with times."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ FILE_BYTES = HEADER_BYTES + SLOTS * SLOT.size
 
 @dataclass(frozen=True)
 class CountedProcess:
-    """A process that has made a step, as it describes itself."""
+    """A process that has made a step, according to its file."""
 
     pid: int
     rank: int | None
-    """None where its environment has no rank."""
+    """None if its environment has no rank."""
     world_size: int
-    """1 where its environment has none."""
+    """1 if its environment has none."""
     answers: bool
-    """SIGUSR2 writes its stacks to `stacks`."""
+    """Whether SIGUSR2 writes its stacks to `stacks`."""
     updates_before: int | None
-    """The updates that its optimizer had made before this process; None where its state does not count them."""
+    """The updates of its optimizer before this process; None if the optimizer's state does not count them."""
     began: float
     """Unix time of the end of its first step."""
     main_thread: int
     stacks: Path
     attached: bool = False
-    """It writes the events of its steps itself (`trainspec_cli.attach`)."""
+    """The process writes the events of its steps itself (`trainspec_cli.attach`)."""
 
 
 @dataclass(frozen=True)
 class CountedStep:
     number: int
-    """In its process, from 1."""
+    """The step in its process, from 1."""
     at: float
     """Unix time."""
 
 
 class StepFile:
-    """The file of one process; `read` returns what was made since the last call."""
+    """The file of one process; `read` returns the steps since the last call."""
 
     def __init__(self, path: Path):
         self._path = path
         self._newest = CountedStep(0, 0.0)
 
     def read(self) -> tuple[CountedProcess | None, list[CountedStep]]:
-        """Return the process and its new steps, in order; None where the file is damaged. Times that were written over
-        before they could be read are those of even steps."""
+        """Return the process and its new steps, in order; None if the file is damaged. Steps whose times were
+        overwritten before they were read get evenly spaced times."""
         try:
             data = self._path.read_bytes()
         except OSError:

@@ -1,4 +1,4 @@
-"""Starts of a command of the user's own, on this node alone or on several, as `recovery` hears of them."""
+"""Starts of a user's command, on this node or on several, as events for the supervisor in `run/recovery`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.recovery import run_state
 from trainspec_cli.wings.own_script.failure import explain_own_end, find_own_failures
 from trainspec_cli.wings.own_script.job import (
-    Wanted,
+    CommandSettings,
     build_own_node_job,
     device_name,
     read_own_command,
@@ -51,23 +51,24 @@ from trainspec_cli.wings.own_script.watches import (
     HangWatch,
     SilenceWatch,
     UsageLog,
+    locate,
     main_stack,
     name_late,
     name_silent,
-    place_of,
     read_stacks,
 )
 
 JOIN_OPTION = "--join-timeout-s"
 GROUP = 0
-"""The command is one replica group."""
+"""The number of the command's only replica group."""
 HERE = 0
-"""This node's number."""
+"""The number of this node."""
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
 class OwnStart:
-    """It has ended when its nodes have all reported so. `name_hang` has them write down where their ranks stand."""
+    """One start; it has ended once all of its nodes have reported so. `name_hang` makes them record their hung
+    ranks."""
 
     def __init__(
         self, job: Job, number: int, nodes: Sequence[int], name_hang: Callable[[tuple[int, ...]], None]
@@ -81,12 +82,12 @@ class OwnStart:
         self._running = set(nodes)
         self._stepping: set[int] = set()
         self._exits: list[GroupExited] = []
-        """In the order in which they came."""
+        """Ends of nodes, in order of arrival."""
         self._quiet: dict[int, NodeStands | NodeSilent] = {}
         self._lost: WorkerFailure | None = None
         self._hung = self._worked_long = False
         self._unreported: list[run_state.Event] = [run_state.Begun(GROUP)]
-        """It may have something to save before its first step, so that it counts as begun at once."""
+        """A command may have state to save before its first step, so it counts as begun immediately."""
 
     @property
     def has_ended(self) -> bool:
@@ -117,7 +118,7 @@ class OwnStart:
         return [run_state.Orphaned(GROUP) if isinstance(message, WorkersOrphaned) else run_state.WorkerFailed(GROUP)]
 
     def lose(self, node: int, number: int, hostname: str, why: str) -> None:
-        """A lost node ends by itself what it runs. `number`: by which the job knows it."""
+        """Record a lost node, whose processes end by themselves. `number`: the node's number in the job."""
         self._lost = WorkerFailure(number, hostname, why, time=0.0, whole_node=True, foreseen=True)
         self._running.discard(node)
 
@@ -129,7 +130,7 @@ class OwnStart:
             yield self._end()
 
     def _find_hang(self) -> list[run_state.Event]:
-        """The run hangs where no node that makes steps shows a sign of work, or where none makes steps, no node."""
+        """Report a hang if no stepping node shows a sign of work, or no running node if none has stepped."""
         if self._hung or not (self._stepping or self._running) <= self._quiet.keys():
             return []
         self._hung = True
@@ -138,7 +139,7 @@ class OwnStart:
         if stands:
             self._report_hang(stands)
         else:
-            # The error is that of the process which is named first.
+            # The error record belongs to the first named process.
             silent = [quiet for quiet in found if isinstance(quiet, NodeSilent)]
             named, why = name_silent([process for node in silent for process in node.processes])
             waited_s = min(node.waited_s for node in silent)
@@ -152,7 +153,7 @@ class OwnStart:
         return [run_state.WorkerFailed(GROUP)]
 
     def _report_hang(self, stands: Sequence[NodeStands]) -> None:
-        """Write the hang as an error of the rank that is late, and have the nodes write where theirs stand."""
+        """Write the hang as an error of the late rank, and let the nodes record the state of their ranks."""
         ranks = {rank.rank: rank for node in stands for rank in node.ranks}
         late, why = name_late(list(ranks.values()))
         waited_s = min(node.waited_s for node in stands)
@@ -177,14 +178,14 @@ class OwnStart:
             message=message,
             code="hang",
             exit_code=WorkerError.exit_code,
-            hint="give --hang-s more seconds if it may stand still for longer than that",
+            hint="raise --hang-s if a step, an evaluation or a save may take longer than that",
             step=step,
             traceback=stacks,
         )
         write_error(self._job.run.error(rank), record)
 
     def _end(self) -> run_state.GroupEnded:
-        # The first failure counts: what ends after it was ended because of it, most likely.
+        # The first failure counts: later ones are most likely its consequences.
         failed = [exited.exit_code for exited in self._exits if exited.exit_code]
         was_ended = self._lost is not None or any(exited.exit_code is None for exited in self._exits)
         exit_code = failed[0] if failed else None if was_ended else 0
@@ -217,12 +218,14 @@ class OwnStart:
 
 
 class OwnNode:
-    """The processes of one start on one node, and what is seen of them from outside. The backend of a single node and a
-    node's agent both hold one; it reports in the messages that agents send."""
+    """The processes of one start on one node, observed from outside. The backend of a single node and a node's agent
+    both use it; it reports in the messages that agents send."""
 
-    def __init__(self, job: Job, wanted: Wanted, generation: int, device_name: str, passed: PassedOutput | None = None):
-        """`job`: this node's, of this generation. `device_name`: what its ranks run on, for people. `passed`: shows
-        its output on a terminal."""
+    def __init__(
+        self, job: Job, wanted: CommandSettings, generation: int, device_name: str, passed: PassedOutput | None = None
+    ):
+        """`job`: this node's, of this generation. `device_name`: the device of its ranks, for people. `passed`: shows
+        the output on a terminal."""
         self._job = job
         self._generation = generation
         progress = Path(job.environment[PROGRESS].partition(":")[2])
@@ -246,19 +249,19 @@ class OwnNode:
     def poll(self) -> list[ProcessMessage]:
         found = self._processes.poll()
         messages: list[ProcessMessage] = []
-        self._journal.poll()  # after the processes were looked at: what has ended has counted all its steps
+        self._journal.poll()  # after the processes: a process that has ended has counted all its steps
         if self._journal.made > self._made:
             self._made = self._journal.made
             messages.append(StepsMade(self._group, self._number, self._made))
         if not self._ended:
-            self._usage.look(self._journal.ranks)
+            self._usage.poll(self._journal.ranks)
             messages += self._find_hang() if self._journal.ranks else self._find_silence()
         self._ended = self._ended or any(isinstance(message, GroupExited) for message in found)
         return [*messages, *found]
 
     def stop(self, group: int | None = None) -> None:
-        """Ask what trains to end: its launcher ends when that has ended. Where nothing counts steps or has a rank, all
-        processes are asked."""
+        """Ask the training processes to end, after which their launcher ends. If none of them counts steps or has a
+        rank, ask all processes."""
         if group is None:
             note_stop(self._job.run, self._generation)
         members = self._processes.members()
@@ -267,7 +270,7 @@ class OwnNode:
         processes.terminate(trainers or members)
         for member in trainers or members:
             with suppress(psutil.Error):
-                if member.status() == psutil.STATUS_STOPPED:  # it hears nothing until it goes on
+                if member.status() == psutil.STATUS_STOPPED:  # a stopped process handles no signal
                     member.resume()
 
     def kill(self, group: int) -> None:
@@ -279,7 +282,7 @@ class OwnNode:
         return left_behind
 
     def record_hang(self, late: tuple[int, ...]) -> None:
-        """Write where each rank of this node stands to its events."""
+        """Write the state of each hung rank of this node to its events."""
         if self._stands is None:
             return
         standing = {rank.rank: rank for rank in self._stands.ranks if not rank.ended}
@@ -288,11 +291,11 @@ class OwnNode:
             if stands is None:
                 continue
             if stands.stopped and rank.trainer:
-                # A stopped process has to run to write its stack, and may make a step in that time, which counts as
-                # work on all nodes: so it is read only now that the hang is found on all of them.
+                # A stopped process must run to write its stack, and may make a step meanwhile, which would count as
+                # work on all nodes: read it only now that the hang is confirmed on all of them.
                 text = read_stacks([rank.trainer], resume=True).get(rank.trainer.pid, "")
                 if main := main_stack(text, rank.trainer):
-                    stands = replace(stands, stack=main, place=place_of(main))
+                    stands = replace(stands, stack=main, place=locate(main))
             event = HangEvent(
                 step=max(one.step for one in self._stands.ranks) + 1,
                 waited_s=self._stands.waited_s,
@@ -306,7 +309,7 @@ class OwnNode:
             rank.writer.write(event)
 
     def _find_hang(self) -> list[ProcessMessage]:
-        hang = self._hang_watch.look(self._journal.ranks)
+        hang = self._hang_watch.poll(self._journal.ranks)
         if hang:
             waited_s, deadline_s, ranks = hang
             self._stands = NodeStands(self._group, self._number, waited_s, deadline_s, ranks)
@@ -317,8 +320,8 @@ class OwnNode:
         return []
 
     def _find_silence(self) -> list[ProcessMessage]:
-        """Where no step is counted, or none yet, it is looked at whether any of the processes works."""
-        silence = self._silence_watch.look(self._processes.members)
+        """While no step is counted, check whether any process works."""
+        silence = self._silence_watch.poll(self._processes.members)
         if silence:
             self._silent = NodeSilent(self._group, self._number, *silence)
             return [self._silent]
@@ -333,19 +336,19 @@ class OwnNode:
 
 
 class OwnCommandBackend:
-    """The backend of a command on this node alone: one start of it. `device_name`: what its ranks run on, for people.
-    `passed`: shows its output on a terminal."""
+    """The backend of a command on this node only. `device_name`: the device of its ranks, for people. `passed`: shows
+    the output on a terminal."""
 
     def __init__(
         self,
         job: Job,
         plan: Plan | None,
         *,
-        wanted: Wanted,
+        wanted: CommandSettings,
         device_name: str,
         passed: PassedOutput | None = None,
     ):
-        assert plan is None, "a command has none"
+        assert plan is None, "a user's command has no plan"
         self.hub = None
         self.generation = generations.begin(job.run)
         started = start_environment(job, self.generation, on_terminal=passed is not None)
@@ -382,7 +385,7 @@ class OwnCommandBackend:
 
 
 class OwnCommandJobs:
-    """How a command runs on several nodes."""
+    """How a user's command runs on several nodes."""
 
     name = COMMAND
     join_key = JOIN_OPTION

@@ -1,4 +1,4 @@
-"""A command of the user's own as a Slurm job: its cluster checked, its run and its script written down."""
+"""Submit a user's command as a Slurm job: check its cluster, create its run folder and write its script."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from trainspec_cli.run.slurm.script import check_folder, log_of, render_own_scri
 from trainspec_cli.session.recipe.load import DEFAULTS, Loaded, require
 from trainspec_cli.session.slurm.container import unseen_image
 from trainspec_cli.session.slurm.submit import Submission, is_previewed
-from trainspec_cli.wings.own_script.commands.run import wanted_of
+from trainspec_cli.wings.own_script.commands.run import settings_of
 from trainspec_cli.wings.own_script.job import (
+    CommandSettings,
     OwnJob,
-    Wanted,
     build_own_nodes_job,
     check_command,
     check_for_nodes,
@@ -45,21 +45,21 @@ from trainspec_cli.wings.own_script.launching import FOLDER, write_own_launch
 
 SBATCH = "sbatch"
 CLUSTER, SLURM = "cluster", "slurm"
-"""The groups that a job without a recipe has, and the first words of its keys."""
+"""The groups of a job without a recipe, and the first words of its keys."""
 STARTERS = {
     "srun": "leave srun out: the job starts the command once on each node",
-    "sbatch": "leave sbatch out: it is what trainspec writes the script for",
-    "trainspec": "leave `trainspec run` out: the job does what it does",
+    "sbatch": "leave sbatch out: trainspec writes the script for it",
+    "trainspec": "leave `trainspec run` out: the job already does the same",
 }
-"""Programs that the job itself is, or brings."""
+"""Programs that the command must not begin with, because the job contains them."""
 
 
 def prepare_command(
     command: Sequence[str], arguments: Sequence[str], folder: str | None, options: CommandOptions
 ) -> PreparedJob:
-    """Return the job of a command, checked. Raises RecipeError."""
+    """Return the checked job of a command. Raises RecipeError."""
     loaded = load_cluster(arguments)
-    wanted = wanted_of(options)
+    wanted = settings_of(options)
     check_own_command(command, loaded, wanted)
     write = partial(write_own_submission, command, folder, wanted, loaded)
     cluster = loaded.spec.cluster
@@ -70,14 +70,14 @@ def prepare_command(
 
 
 def load_cluster(arguments: Sequence[str]) -> Loaded:
-    """Return what `key=value` arguments, and the files that they name, say of the job. Raises RecipeError with every
-    problem, located."""
-    from trainspec_cli.recipe.compose.compose import compose_arguments  # loads hydra, which the help does without
+    """Compose the job's keys from `key=value` arguments and the files that they name. Raises RecipeError with every
+    problem and its location."""
+    from trainspec_cli.recipe.compose.compose import compose_arguments  # loads hydra, which --help does not need
 
     parsed, _ = parse_arguments(arguments)
     foreign = [problem for argument in parsed if (problem := _refuse_foreign(argument))]
     require(locate(foreign, {}, arguments, Path.cwd()))
-    # Where no cluster is named its values are those of no machine: what the job needs of them is asked for below.
+    # Without a named cluster, use one without values; what the job needs is checked below.
     usual = [] if any(argument.key == CLUSTER for argument in parsed) else [f"{CLUSTER}=auto"]
     composed = compose_arguments([*arguments, f"{RECIPE}={DEFAULTS}", *usual])
     draft, mistyped = build(RunSpec, composed.data)
@@ -87,23 +87,21 @@ def load_cluster(arguments: Sequence[str]) -> Loaded:
     cluster = draft.cluster
     slurm = cluster.slurm
     if slurm.gpus_per_node is None and slurm.gpu_request != "none" and cluster.device != "cpu":
-        # A job that should have asked for GPUs would wait in the queue, and fail where it has none.
+        # A job that should have requested GPUs would wait in the queue and then fail.
         if cluster.device == AUTO:
-            message = (
-                "nothing says whether the command needs GPUs, and the job's nodes cannot be examined before it starts"
-            )
+            message = "it is not known whether the command needs GPUs: the job's nodes cannot be examined in advance"
             gpus = "cluster=h100 or another, or cluster.device=cuda cluster.devices_per_node=8"
-            hint = f"type {gpus}; without GPUs cluster.device=cpu"
+            hint = f"type {gpus}; without GPUs type cluster.device=cpu"
             raise RecipeError(Problem("left_open", message, "cluster.device", hint))
         if cluster.devices_per_node == AUTO:
-            message = "`cluster.devices_per_node` is auto, and the job asks for a number of GPUs"
+            message = "`cluster.devices_per_node` is auto, but the job requests a fixed number of GPUs"
             hint = "type cluster.devices_per_node=8"
             raise RecipeError(Problem("left_open", message, "cluster.devices_per_node", hint))
     return Loaded(draft, composed)
 
 
 def _refuse_foreign(argument: Argument) -> Problem | None:
-    """Refuse what is no key of the job; keys below `cluster.` that do not exist are found later."""
+    """Return the problem of an argument that is not a key of the job; unknown keys below `cluster.` are found later."""
     key = argument.key
     root = argument.key.partition(".")[0]
     if root == CLUSTER or key == SLURM:
@@ -120,44 +118,44 @@ def _refuse_foreign(argument: Argument) -> Problem | None:
         hint = f"type --dir {value}"
     elif key == RECIPE:
         hint = "leave it out, or leave out -- and the command: a job has one of them"
-    return argument.origin.problem("unknown_key", f"`{key}` is no key of a command's job", hint, key)
+    return argument.origin.problem("unknown_key", f"`{key}` is not a key of a command's job", hint, key)
 
 
-def check_own_command(command: Sequence[str], loaded: Loaded, wanted: Wanted) -> None:
-    """Raise RecipeError for a command that the job could not start, or warn in time."""
+def check_own_command(command: Sequence[str], loaded: Loaded, wanted: CommandSettings) -> None:
+    """Raise RecipeError for a command that the job could not start, or could not warn in time."""
     cluster = loaded.spec.cluster
     slurm = cluster.slurm
     if command and (hint := STARTERS.get(Path(command[0]).name)):
         raise RecipeError(Problem("usage", f"the command begins with {command[0]}", "COMMAND", hint))
-    if not command or (slurm.container_image is None and not slurm.setup):  # else it need not be here
+    if not command or (slurm.container_image is None and not slurm.setup):  # otherwise it may exist only in the job
         check_command(command, f"trainspec {SBATCH}")
     elif slurm.container_image is None and not any("cd " in line for line in slurm.setup):
         check_script(command)
     if cluster.num_nodes > 1:
         check_for_nodes(command, cluster.num_nodes, "cluster.num_nodes")
     if wanted.grace_s > slurm.warn_s:
-        message = f"--grace-s is {wanted.grace_s:g}, and the job is warned {slurm.warn_s} s before its time limit"
+        message = f"--grace-s is {wanted.grace_s:g}, but the job is warned only {slurm.warn_s} s before its time limit"
         hint = f"type cluster.slurm.warn_s={wanted.grace_s:.0f} or more"
         raise RecipeError(Problem("out_of_range", message, "cluster.slurm.warn_s", hint))
 
 
 def write_own_submission(
-    command: Sequence[str], folder: str | None, wanted: Wanted, loaded: Loaded, *, dry_run: bool = False
+    command: Sequence[str], folder: str | None, wanted: CommandSettings, loaded: Loaded, *, dry_run: bool = False
 ) -> Submission:
-    """Make the run's folder and its script, where submitting it again goes on with the run; or take those that are
-    there, where the same was written down before and not submitted. `dry_run`: make nothing. Raises RecipeError where
-    the folder is in use, or a container cannot see it."""
+    """Create the run folder and its script, which continues the run if it is submitted again; reuse them if the same
+    job was written before but not submitted. `dry_run`: create nothing. Raises RecipeError if the folder is in use, or
+    a container cannot see it."""
     name = script_name(command)
     cluster = loaded.spec.cluster
     here = Path.cwd()
     check_folder(Path(folder).absolute() if folder else here, FOLDER)
     if cluster.slurm.container_image is not None:
         mounts(cluster.slurm, [here, *([Path(folder).absolute()] if folder else [])])
-    asked = OwnJob(cluster.num_nodes, wanted, cluster.slurm.max_requeues, cluster.slurm.exclude)
+    own_job = OwnJob(cluster.num_nodes, wanted, cluster.slurm.max_requeues, cluster.slurm.exclude)
     root = Path(folder).absolute() if folder else (RUNS / name / "TIME").absolute()
     text = render_own_script(cluster, root, name, sys.argv[1:], here)
     if is_previewed(RunDir(root), text):
-        is_same = read_run_record(RunDir(root)).command == tuple(command) and read_own_job(RunDir(root)) == asked
+        is_same = read_run_record(RunDir(root)).command == tuple(command) and read_own_job(RunDir(root)) == own_job
         if is_same:
             return Submission([root], RunDir(root).job_sbatch, text)
     if dry_run:
@@ -166,7 +164,7 @@ def write_own_submission(
     with storage(folder or AUTO, FOLDER):
         run = RunDir(make_folder(folder or AUTO, name, FOLDER).absolute())
         log_of(run.root).parent.mkdir(parents=True, exist_ok=True)
-        write_own_job(run, asked)
+        write_own_job(run, own_job)
         text = render_own_script(cluster, run.root, name, sys.argv[1:], here)
         write_text(run.job_sbatch, text)
         job = build_own_nodes_job(command, run.root, (SBATCH, str(run.job_sbatch)), cluster.num_nodes, wanted)

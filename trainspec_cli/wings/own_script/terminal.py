@@ -1,4 +1,5 @@
-"""Passes what a command prints through to this terminal as it is, by a pseudo-terminal: bars and colours work."""
+"""Pass a command's output to this terminal unchanged through a pseudo-terminal, so that progress bars and colours
+work."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from pathlib import Path
 from trainspec_cli.wings.own_script import terminal_log
 
 PIPE_BYTES = 2**20
-"""A command that prints more between two looks waits, as it would for a slow terminal."""
+"""A command that prints more than this between two polls waits, as it would for a slow terminal."""
 LAST_S = 2.0
-"""What a command has printed last comes within this time of its end."""
+"""Time limit for the last output of a command that has ended."""
 
 
 class PassedOutput:
-    """`descriptor`: the terminal. `on_first` is called before the first byte is shown."""
+    """Shows output on the terminal `descriptor`. `on_first` is called before the first byte is shown."""
 
     def __init__(self, descriptor: int):
         self.on_first: Callable[[], None] = lambda: None
@@ -31,7 +32,7 @@ class PassedOutput:
         self._master = self._reader = -1
         self._held = b""
         self._keeper: subprocess.Popen[bytes] | None = None
-        """It keeps the log."""
+        """The process that writes the log."""
         self._shows = self._is_within_line = False
         self._size = b""
 
@@ -40,15 +41,15 @@ class PassedOutput:
         self.close()
         self._master, slave = pty.openpty()
         modes = termios.tcgetattr(slave)
-        modes[1] &= ~termios.OPOST  # the terminal itself makes CR LF of a line's end
+        modes[1] &= ~termios.OPOST  # the real terminal converts line ends to CR LF
         termios.tcsetattr(slave, termios.TCSANOW, modes)
         self._size = b""
         self._copy_size()
         self._reader, writer = os.pipe()
         os.set_blocking(self._reader, False)
-        with suppress(AttributeError, OSError):  # Linux alone has larger pipes
+        with suppress(AttributeError, OSError):  # only Linux has larger pipes
             fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        # Isolated (-I, -S): neither the user's modules nor the hook that counts steps are loaded in it.
+        # Isolated (-I, -S): it loads neither the user's modules nor the hook that counts steps.
         self._keeper = subprocess.Popen(
             [sys.executable, "-I", "-S", str(terminal_log.__file__), str(log)],
             stdin=self._master,
@@ -56,12 +57,12 @@ class PassedOutput:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        # The keeper alone has the writing end now, so that its end is seen as that of the output.
+        # Only the keeper holds the writing end now, so that its exit closes the pipe.
         os.close(writer)
         return slave
 
     def look(self) -> None:
-        """Show what has come since the last look."""
+        """Show the output since the last call."""
         self._copy_size()
         self._read()
         if self._held:
@@ -73,13 +74,13 @@ class PassedOutput:
             self._held = b""
 
     def begin_line(self) -> None:
-        """End a line that the command has begun, before something else is printed."""
+        """End a line of the command before something else is printed."""
         if self._is_within_line:
             self._is_within_line = False
             self._write(b"\n")
 
     def finish(self) -> None:
-        """Wait until all that the command has printed is in the log, after its end."""
+        """After the command has ended, wait until all of its output is in the log."""
         deadline_s = time.monotonic() + LAST_S
         while self._reader >= 0 and (left_s := deadline_s - time.monotonic()) > 0:
             select.select([self._reader], [], [], left_s)
@@ -103,7 +104,7 @@ class PassedOutput:
                     self.close()
 
     def _write(self, data: bytes) -> None:
-        with suppress(OSError):  # a terminal that was closed is no reason to end the command
+        with suppress(OSError):  # a closed terminal must not end the command
             while data:
                 data = data[os.write(self._terminal, data) :]
 

@@ -1,8 +1,8 @@
-"""Keeps the log of a command that prints to a pseudo-terminal: `python terminal_log.py LOG`, standard library alone.
+"""Write the log of a command that prints to a pseudo-terminal: `python terminal_log.py LOG`, standard library only.
 
-Standard input is the terminal's master. What comes is written to standard output as it is, and to LOG without colours
-and other control sequences. It is a process of its own because the command may outlive `trainspec run`: if that is
-killed, the command still has a terminal to print to while it saves.
+Standard input is the terminal's master. The output is copied unchanged to standard output, and without colours and
+other control sequences to LOG. It runs in a separate process because the command may outlive `trainspec run`: if that
+is killed, the command still has a terminal to print to while it saves.
 """
 
 import contextlib
@@ -13,31 +13,31 @@ import sys
 
 SEQUENCE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[()][0-9A-B]|[@-Z\\^_=>78])")
 UNFINISHED_BYTES = 256
-"""No control sequence is longer: an escape character before that many bytes is text."""
+"""The longest control sequence: an escape character further back is text."""
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends when nothing has the terminal open any more
+        signal.signal(number, signal.SIG_IGN)  # this process ends when no process has the terminal open
     log = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     shows = True
     held = b""
     while True:
         try:
             data = os.read(0, 2**16)
-        except OSError:  # EIO: Linux reports the end so
+        except OSError:  # EIO: Linux reports the end of output like this
             data = b""
         if data and shows:
             try:
                 shown = 0
                 while shown < len(data):
                     shown += os.write(1, data[shown:])
-            except OSError:  # nobody reads it any more
+            except OSError:  # the reader has gone
                 shows = False
         held = SEQUENCE.sub(b"", held + data)
-        begun = held.rfind(b"\x1b", max(0, len(held) - UNFINISHED_BYTES)) if data else -1
-        plain, held = (held, b"") if begun < 0 else (held[:begun], held[begun:])
-        with contextlib.suppress(OSError):  # a full disk ends the log and not the command
+        start = held.rfind(b"\x1b", max(0, len(held) - UNFINISHED_BYTES)) if data else -1
+        plain, held = (held, b"") if start < 0 else (held[:start], held[start:])
+        with contextlib.suppress(OSError):  # a full disk must not end the command
             os.write(log, plain)
         if not data:
             return

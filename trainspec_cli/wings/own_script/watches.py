@@ -1,11 +1,11 @@
-"""What is seen of the user's processes from outside: what they use, whether they work, and where each rank of a run
-that hangs stands.
+"""Observe the user's processes from outside: resource usage, signs of work, and the stacks of ranks in a run that
+hangs.
 
-A command whose steps are counted hangs where no rank has stepped for long: each is looked at now and then, its stack
-(SIGUSR2, see `hook/sitecustomize.py`), its processor time and its input and output. Of a command without counted steps
-the processor time of each process, what it reads and writes, and the log are seen. A process that spins while it waits
-looks as if it worked, so that such a run is found to hang by its stopped or sleeping processes. Either way the time
-since the last sign of work counts, not that since the last step.
+A run with counted steps hangs if no rank steps for long: now and then, the stack of each rank (SIGUSR2, see
+`hook/sitecustomize.py`), its processor time and its input and output are sampled. Without counted steps, the processor
+time of each process, its input and output, and the log are sampled. A process that spins while it waits looks as if it
+worked; such a run is recognised by its stopped or sleeping processes. In both cases the time since the last sign of
+work counts, not the time since the last step.
 """
 
 from __future__ import annotations
@@ -35,55 +35,55 @@ from trainspec_cli.wings.own_script.progress import CountedProcess
 
 FIRST_INTERVAL_S = 1.0
 LONGEST_INTERVAL_S = 10.0
-"""Readings come as often as a hundredth of the time that has passed, looks at a silent command as a twentieth of it,
+"""Usage is sampled at intervals of a hundredth of the elapsed time, a silent command at intervals of a twentieth,
 within these bounds."""
 QUIET_PART = 0.25
-"""Ranks are looked at once no step has come for this part of the time after which the run counts as hung."""
-LOOKS = 20
-"""Looks at a hung run before it counts as one, about."""
+"""Ranks are sampled once no step has come for this fraction of the time after which the run counts as hung."""
+SAMPLES = 20
+"""Approximate number of samples of a hung run before it counts as hung."""
 ANSWER_S = 1.0
-"""A stack is written within this time by a process that can."""
+"""Time limit for a process to write its stack."""
 LONGEST_STACK_BYTES = 2**16
 LONGEST_COMMAND = 60
 NAMED = 8
-"""No more processes are named."""
+"""The most processes that a message names."""
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _WRAPPERS = ("wrapper", "inner", "_fn", "_wrapped_call_impl", "_call_impl")
-"""Functions that stand between a call and what is called."""
+"""Functions between a call and the called function."""
 _LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "lightning", "jax", "jaxlib", "tensorflow", "keras")
-"""Packages of what trains; a rank that stands in one of them waits there, most likely."""
+"""Packages for training; a rank inside one of them is most likely waiting there."""
 _LIBRARY = re.compile(rf"^.*?[/\\](?:{'|'.join(_LIBRARIES)})(?=[/\\])")
 _JAX = re.compile(r'^  File ".*[/\\]jax[/\\]_src[/\\]', re.MULTILINE)
-"""Functions that JAX has compiled wait without a Python frame of their own."""
+"""Compiled functions of JAX wait without a Python frame of their own."""
 _PYTHONS = re.compile(r"^<|[/\\]python3\.\d+[/\\](?!site-packages|dist-packages)")
 
 
-# Use
+# Usage
 
 
 @dataclass(frozen=True)
 class GpuUse:
     busy: float
-    """Part of the last second or so in which a kernel ran."""
+    """Fraction of the last second or so in which a kernel ran."""
     bytes: int
     """Memory that the process holds."""
 
 
 class UsageLog:
-    """Writes usage events of the ranks of one start; `look` is to be called again and again."""
+    """Writes usage events of the ranks of one start; call `poll` repeatedly."""
 
     def __init__(self) -> None:
-        self._began_s = self._looked_s = time.monotonic()
+        self._began_s = self._sampled_s = time.monotonic()
         self._processor_s: dict[int, float] = {}
 
-    def look(self, ranks: Iterable[CountedRank]) -> None:
+    def poll(self, ranks: Iterable[CountedRank]) -> None:
         now_s = time.monotonic()
-        passed_s = now_s - self._looked_s
+        passed_s = now_s - self._sampled_s
         if passed_s < min(LONGEST_INTERVAL_S, max(FIRST_INTERVAL_S, (now_s - self._began_s) / 100)):
             return
-        self._looked_s = now_s
+        self._sampled_s = now_s
         gpus = gpu_uses()
         for rank in ranks:
             if rank.trainer and (event := self._read(rank, passed_s)):
@@ -91,7 +91,7 @@ class UsageLog:
                 rank.writer.write(replace(event, gpu_busy=use.busy, gpu_bytes=use.bytes) if use else event)
 
     def _read(self, rank: CountedRank, passed_s: float) -> UsageEvent | None:
-        assert rank.trainer is not None, "it has stepped"
+        assert rank.trainer is not None, "the rank has made a step"
         try:
             process = psutil.Process(rank.trainer.pid)
             spent_s = processor_s([process, *process.children(recursive=True)])
@@ -103,7 +103,7 @@ class UsageLog:
         if before_s is None:
             return None
         swap_bytes = 0
-        with suppress(OSError, ValueError, IndexError):  # not every system says it
+        with suppress(OSError, ValueError, IndexError):  # not every system has this file
             lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
             swap_bytes = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmSwap")), 0)
         return UsageEvent(
@@ -118,7 +118,7 @@ class UsageLog:
 
 
 def processor_s(processes: Iterable[psutil.Process]) -> float:
-    """Return the processor time that living processes have taken."""
+    """Return the processor time of the processes that are alive."""
     spent_s = 0.0
     for process in processes:
         with suppress(psutil.Error):
@@ -128,12 +128,12 @@ def processor_s(processes: Iterable[psutil.Process]) -> float:
 
 
 def wanted_s(process: psutil.Process) -> float:
-    """Return the time for which a process' threads have computed, or waited for a processor: on a machine that others
-    use too, what works may compute little. Where the system does not count waiting, the time that they computed."""
+    """Return the time in which a process' threads computed or waited for a processor: on a busy machine, a working
+    process may compute little. Without a count of waiting, only the time in which they computed."""
     wanted_ns = 0
     try:
         for thread in Path(f"/proc/{process.pid}/task").iterdir():
-            with suppress(FileNotFoundError):  # it has ended meanwhile
+            with suppress(FileNotFoundError):  # the thread has ended
                 ran_ns, waited_ns, _ = (thread / "schedstat").read_text().split()
                 wanted_ns += int(ran_ns) + int(waited_ns)
     except (OSError, ValueError):
@@ -142,7 +142,7 @@ def wanted_s(process: psutil.Process) -> float:
 
 
 def moved_bytes(process: psutil.Process) -> int:
-    """Return what a process has read and written; 0 where the system does not say."""
+    """Return the bytes that a process has read and written; 0 if the system does not count them."""
     with suppress(psutil.Error, AttributeError, NotImplementedError):  # macOS has no such counters
         counters = process.io_counters()
         return int(counters.read_chars + counters.write_chars)
@@ -150,8 +150,8 @@ def moved_bytes(process: psutil.Process) -> int:
 
 
 def gpu_uses() -> dict[int, GpuUse]:
-    """Return what processes hold of this node's NVIDIA GPUs, by process id; empty without a driver."""
-    if not os.path.exists("/dev/nvidiactl"):  # noqa: PTH110 - asked often, and `Path` is slow to make
+    """Return the use of this node's NVIDIA GPUs by process id; empty without a driver."""
+    if not os.path.exists("/dev/nvidiactl"):  # noqa: PTH110 - called often, and `Path` is slow
         return {}
     uses: dict[int, GpuUse] = {}
     with suppress(MachineError), opened_nvml() as nvml:
@@ -170,7 +170,7 @@ def gpu_uses() -> dict[int, GpuUse]:
 
 
 class SignsOfWork:
-    """When something was last seen to work; its log may show it."""
+    """Records when something last showed a sign of work, such as output in its log."""
 
     def __init__(self, log: Path):
         self._log = log
@@ -182,41 +182,41 @@ class SignsOfWork:
         return time.monotonic() - self.newest_s
 
     def log_has_grown(self) -> bool:
-        """Return whether it has since the last call."""
+        """Return whether the log has grown since the last call."""
         size = self._log.stat().st_size if self._log.is_file() else 0
         grown = size > self._log_bytes
         self._log_bytes = size
         return grown
 
 
-# Tell a process that works from one that hangs, by what is seen of it from outside while it makes no step.
+# Distinguish a process that works from one that hangs, from outside, while it makes no step.
 #
-# A program evaluates, compiles and saves between steps, and says nothing of it. What works shows that: its stack
-# changes, it reads or writes, its children compute. A process whose stack stays the same may still compute in native
-# code; where another one stands still meanwhile, and it has a GPU, it spins: it waits for that one.
+# Between steps a program evaluates, compiles and saves, without reporting it. Work is visible: the stack changes, data
+# is read or written, child processes compute. A process with a constant stack may still compute in native code; but if
+# another process is idle meanwhile, and this one has a GPU, it spins: it waits for the idle one.
 
 
 MOVED_BYTES = 2**16
-"""A process that reads and writes less between two looks does not work: connections are kept alive by less."""
+"""A process that moves fewer bytes between two samples does not work: keeping connections alive needs less."""
 BUSY_CORES = 0.2
-"""A process that computes, or waits for a processor, for a smaller part of the time is asleep."""
+"""A process that computes or waits for a processor for a smaller fraction of the time is asleep."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What was seen of a process since the look before."""
+    """What was observed of a process since the previous sample."""
 
     stopped: bool = False
-    """It was stopped by a signal, and its stack cannot be read."""
+    """A signal has stopped the process; its stack cannot be read."""
     stack_changed: bool = False
     has_stack: bool = True
-    """False for a process that does not answer the signal that asks for its stack."""
+    """False if the process does not answer the signal that asks for its stack."""
     in_library: bool = False
-    """Its innermost Python frame is one of torch or of another library that trains."""
+    """The innermost Python frame is in torch or another training library."""
     busy_cores: float = 0.0
-    """Threads that computed, or waited for a processor, on average."""
+    """Average number of threads that computed or waited for a processor."""
     child_cores: float = 0.0
-    """Likewise, of what it has started and is no rank itself."""
+    """The same for child processes that are not ranks."""
     moved_bytes: int = 0
     """Bytes read and written."""
     on_gpu: bool = False
@@ -224,11 +224,11 @@ class Reading:
 
 def working(readings: Mapping[int, Reading]) -> tuple[int, ...]:
     """Return the ranks that show a sign of work."""
-    asleep = [rank for rank, reading in readings.items() if _stands_still(reading)]
+    asleep = [rank for rank, reading in readings.items() if _is_idle(reading)]
     return tuple(rank for rank, reading in readings.items() if _works(reading, waits_for=bool(set(asleep) - {rank})))
 
 
-def _stands_still(reading: Reading) -> bool:
+def _is_idle(reading: Reading) -> bool:
     if reading.stopped:
         return True
     moves = reading.stack_changed or reading.moved_bytes > MOVED_BYTES
@@ -236,8 +236,8 @@ def _stands_still(reading: Reading) -> bool:
 
 
 def _works(reading: Reading, *, waits_for: bool) -> bool:
-    """`waits_for`: another rank stands still, for which this one may wait."""
-    if _stands_still(reading):
+    """Return whether a process works. `waits_for`: another rank is idle, and this one may be waiting for it."""
+    if _is_idle(reading):
         return False
     if reading.stack_changed or reading.moved_bytes > MOVED_BYTES or reading.child_cores >= BUSY_CORES:
         return True
@@ -245,15 +245,15 @@ def _works(reading: Reading, *, waits_for: bool) -> bool:
     return not spins
 
 
-# Where steps are counted
+# Runs with counted steps
 
 Hang = tuple[float, float, tuple[RankStands, ...]]
-"""How long no rank has worked, how long that may be, and where each stands."""
+"""Seconds without work, the limit in seconds, and the state of each rank."""
 
 
 @dataclass
-class _Sighting:
-    """What was seen of a process at a look."""
+class _Sample:
+    """A process at the time of one sample."""
 
     stack: str = ""
     processor_s: float = 0.0
@@ -262,33 +262,32 @@ class _Sighting:
 
 
 class HangWatch:
-    """Watches one start; `look` is to be called again and again. `floor_s`: no run counts as hung before this time;
-    None for never."""
+    """Watches one start; call `poll` repeatedly. `floor_s`: no run counts as hung before this time; None: never."""
 
     def __init__(self, floor_s: float | None, log: Path):
         self._floor_s = floor_s
         self.signs = SignsOfWork(log)
-        self._looks: dict[int, _Sighting] = {}
-        self._looked_s = self.signs.newest_s
+        self._samples: dict[int, _Sample] = {}
+        self._sampled_s = self.signs.newest_s
         self._steps: dict[int, int] = {}
 
-    def look(self, ranks: Sequence[CountedRank]) -> Hang | None:
-        """Return where the ranks stand, where none of them has worked for longer than they may."""
+    def poll(self, ranks: Sequence[CountedRank]) -> Hang | None:
+        """Return the state of the ranks if none of them has worked for longer than allowed; None otherwise."""
         now_s = time.monotonic()
         steps = {rank.number: rank.step for rank in ranks if rank.trainer}
         if self._floor_s is None or not steps or steps != self._steps:
             self._steps = steps
             self.signs.newest_s = now_s
-            self._looks = {}
+            self._samples = {}
             return None
         deadline_s = max(step_deadline_s(rank.recent_s, self._floor_s) for rank in ranks)
         quiet_s = now_s - self.signs.newest_s
-        interval_s = max(ANSWER_S, deadline_s * (1 - QUIET_PART) / LOOKS)
-        if quiet_s < deadline_s * QUIET_PART or now_s - self._looked_s < interval_s:
+        interval_s = max(ANSWER_S, deadline_s * (1 - QUIET_PART) / SAMPLES)
+        if quiet_s < deadline_s * QUIET_PART or now_s - self._sampled_s < interval_s:
             return None
-        passed_s = now_s - self._looked_s
-        self._looked_s = now_s
-        was_seen = bool(self._looks)
+        passed_s = now_s - self._sampled_s
+        self._sampled_s = now_s
+        was_seen = bool(self._samples)
         readings = self._read(ranks, passed_s)
         if (was_seen and working(readings)) or self.signs.log_has_grown() or not readings:
             self.signs.newest_s = now_s
@@ -302,7 +301,7 @@ class HangWatch:
         gpus = gpu_uses()
         readings = {}
         for number, trainer in trainers.items():
-            before = self._looks.get(number)
+            before = self._samples.get(number)
             stack = stacks.get(trainer.pid, "")
             try:
                 process = psutil.Process(trainer.pid)
@@ -310,32 +309,32 @@ class HangWatch:
                 others = {one.pid for one in trainers.values()}
                 children = [child for child in process.children(recursive=True) if child.pid not in others]
                 children_s = sum(map(wanted_s, children))
-                look = _Sighting(stack, wanted_s(process), children_s, moved_bytes(process))
+                sample = _Sample(stack, wanted_s(process), children_s, moved_bytes(process))
             except (psutil.Error, OSError):
                 continue
-            self._looks[number] = look
-            was = before or look
+            self._samples[number] = sample
+            was = before or sample
             readings[number] = Reading(
                 stopped=state == psutil.STATUS_STOPPED,
                 stack_changed=bool(stack) and main_stack(stack, trainer) != main_stack(was.stack, trainer),
                 has_stack=bool(stack),
                 in_library=in_library(main_stack(stack, trainer)),
-                busy_cores=max(0.0, look.processor_s - was.processor_s) / passed_s,
-                child_cores=max(0.0, look.children_s - was.children_s) / passed_s,
-                moved_bytes=look.moved_bytes - was.moved_bytes,
+                busy_cores=max(0.0, sample.processor_s - was.processor_s) / passed_s,
+                child_cores=max(0.0, sample.children_s - was.children_s) / passed_s,
+                moved_bytes=sample.moved_bytes - was.moved_bytes,
                 on_gpu=trainer.pid in gpus,
             )
         return readings
 
     def _describe(self, ranks: Sequence[CountedRank], readings: dict[int, Reading]) -> tuple[RankStands, ...]:
-        """Say where the ranks stand; of a stopped one the stack is read once the run counts as hung."""
+        """Return the state of the ranks; the stack of a stopped one is read later, once the hang is confirmed."""
         stands = []
         for rank in ranks:
             if rank.trainer is None:
                 continue
             reading = readings.get(rank.number)
             stopped = reading is not None and reading.stopped
-            stack = self._looks[rank.number].stack if reading and not stopped else ""
+            stack = self._samples[rank.number].stack if reading and not stopped else ""
             main = main_stack(stack, rank.trainer)
             stands.append(
                 RankStands(
@@ -343,7 +342,7 @@ class HangWatch:
                     host=socket.gethostname(),
                     step=rank.step,
                     stack=main or ("it is stopped" if stopped else "its stack cannot be read"),
-                    place=place_of(main),
+                    place=locate(main),
                     waiting=in_library(main),
                     stopped=stopped,
                     ended=reading is None,
@@ -353,8 +352,8 @@ class HangWatch:
 
 
 def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> dict[int, str]:
-    """Return the stacks that the processes write when they are asked to, by process id. One that is stopped does not
-    answer, unless `resume` lets it go on until it has."""
+    """Ask processes for their stacks and return them by process id. A stopped process does not answer, unless `resume`
+    lets it run until it has."""
     sizes = {}
     for trainer in trainers:
         with suppress(OSError, psutil.Error):
@@ -384,8 +383,8 @@ def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> 
 
 
 def _catches(pid: int) -> bool:
-    """Return whether SIGUSR2 would not end a process: Lightning takes its handler away at the end of `fit`. True where
-    the system does not say."""
+    """Return whether a process handles SIGUSR2, which would otherwise end it: Lightning removes the handler at the end
+    of `fit`. True if the system does not show this."""
     status = Path(f"/proc/{pid}/status")
     if not status.parent.parent.joinpath("self").exists():
         return True
@@ -394,27 +393,27 @@ def _catches(pid: int) -> bool:
 
 
 def main_stack(text: str, trainer: CountedProcess) -> str:
-    """Return the frames of the main thread, innermost first; all of them where it is not found by its number."""
+    """Return the frames of the main thread, innermost first; those of the first thread if its id is missing."""
     parts = _THREAD.split(text)
     threads = {int(number, 16): frames.strip("\n") for number, frames in zip(parts[1::2], parts[2::2], strict=True)}
     return threads.get(trainer.main_thread, next(iter(threads.values()), ""))
 
 
 def in_library(stack: str) -> bool:
-    """Return whether the innermost frame, those of Python's own modules apart, is one of a library that trains."""
+    """Return whether the innermost frame outside Python's own modules is in a training library."""
     files = (file for file, _, _ in _FRAME.findall(stack))
     return _is_librarys(next((file for file in files if not _PYTHONS.search(file)), ""))
 
 
 @lru_cache(maxsize=4096)
 def _is_librarys(file: str) -> bool:
-    """Return whether a file is one of such a package; a folder that only has its name is the user's own."""
+    """Return whether a file belongs to such a package; a user's folder of the same name does not count."""
     found = _LIBRARY.match(file)
     return found is not None and (Path(found[0]) / "__init__.py").is_file()
 
 
-def place_of(stack: str) -> str:
-    """Return where a stack stands in the user's own code, and what it has called of torch or another library:
+def locate(stack: str) -> str:
+    """Return the position of a stack in the user's code, and the library function that it has called:
     `all_reduce, called at train.py:31`."""
     frames = [frame for frame in _FRAME.findall(stack) if not _PYTHONS.search(frame[0])]
     own = next((frame for frame in frames if not _is_librarys(frame[0])), None)
@@ -426,38 +425,38 @@ def place_of(stack: str) -> str:
 
 
 def name_late(ranks: Sequence[RankStands]) -> tuple[list[int], str]:
-    """Return the ranks that the others wait for, of all nodes, and why; all of them where none stands out. Where all
-    wait in a library, those that wait elsewhere than most do have left out an exchange, or make one more."""
+    """Return the ranks on all nodes that the others wait for, and why; all ranks if none differs. If all wait in a
+    library, those that wait elsewhere than most have left out an exchange, or make an additional one."""
     numbers = sorted(rank.rank for rank in ranks)
     if ended := sorted(rank.rank for rank in ranks if rank.ended):
         return ended, "it has ended"
     standing = {rank.rank: rank for rank in ranks}
     unseen = any(_JAX.search(rank.stack) for rank in ranks)
-    places = {
+    states = {
         place: Whereabouts(waiting=unseen or standing[number].waiting)
         for place, number in enumerate(numbers)
         if not standing[number].stopped
     }
-    found, why = find_late(places, len(numbers))
+    found, why = find_late(states, len(numbers))
     late = [numbers[place] for place in found]
     if len(numbers) == 1 and not late:
-        return numbers, f"it stands in {standing[numbers[0]].place or 'code that has no Python stack'}"
-    if late or not all(place.waiting for place in places.values()):
+        return numbers, f"it is in {standing[numbers[0]].place or 'code that has no Python stack'}"
+    if late or not all(state.waiting for state in states.values()):
         return late or numbers, why
     where = {number: standing[number].place for number in numbers}
     names = sorted(set(where.values()), key=list(where.values()).count)
     if len(names) == 1:
         return numbers, f"all ranks wait in {names[0]}"
-    told = "; ".join(f"rank {number} waits in {place}" for number, place in sorted(where.items())[:8])
+    waits = "; ".join(f"rank {number} waits in {place}" for number, place in sorted(where.items())[:8])
     fewest = [number for number, place in where.items() if place == names[0]]
-    alone = len(fewest) * 2 < len(numbers)
-    return sorted(fewest if alone else numbers), f"the ranks make different exchanges: {told}"
+    is_minority = len(fewest) * 2 < len(numbers)
+    return sorted(fewest if is_minority else numbers), f"the ranks make different exchanges: {waits}"
 
 
-# Where no step is counted, or none yet
+# Runs without counted steps
 
 Silence = tuple[float, tuple[ProcessSilent, ...]]
-"""How long no process has worked, and those to be named."""
+"""Seconds in which no process has worked, and the processes to name."""
 
 
 @dataclass
@@ -467,32 +466,31 @@ class _Spent:
 
 
 class SilenceWatch:
-    """Watches one start; `look` is to be called again and again. `limit_s`: how long it may show no sign of work; None
-    for ever."""
+    """Watches one start; call `poll` repeatedly. `limit_s`: the longest time without a sign of work; None: no limit."""
 
     def __init__(self, limit_s: float | None, log: Path):
         self._limit_s = limit_s
         self.signs = SignsOfWork(log)
         self._began_s = self.signs.newest_s
-        self._looked_s = self.signs.newest_s
+        self._sampled_s = self.signs.newest_s
         self._seen: dict[int, _Spent] = {}
         self.worked_s = 0.0
-        """The time in which it showed that it works."""
+        """Seconds in which it showed signs of work."""
 
-    def look(self, members: Callable[[], Sequence[psutil.Process]]) -> Silence | None:
-        """Return what is silent, where no process has worked for longer than they may. `members` are the command's
-        processes that live."""
+    def poll(self, members: Callable[[], Sequence[psutil.Process]]) -> Silence | None:
+        """Return the silent processes if none has worked for longer than allowed; None otherwise. `members` returns the
+        command's processes that are alive."""
         now_s = time.monotonic()
-        passed_s = now_s - self._looked_s
+        passed_s = now_s - self._sampled_s
         if passed_s < min(LONGEST_INTERVAL_S, max(FIRST_INTERVAL_S, (now_s - self._began_s) / 20)):
             return None
-        self._looked_s = now_s
+        self._sampled_s = now_s
         found = members()
         readings = self._read(found, passed_s)
         if self.signs.log_has_grown() or working(readings):
             self.worked_s += passed_s
             self.signs.newest_s = now_s
-        elif not readings:  # the node waits for others before it starts, or all has ended
+        elif not readings:  # the node waits for others before it starts, or every process has ended
             self.signs.newest_s = now_s
         quiet_s = now_s - self.signs.newest_s
         if self._limit_s is None or quiet_s < self._limit_s or not readings:
@@ -505,20 +503,20 @@ class SilenceWatch:
         for process in members:
             try:
                 state = process.status()
-                sighting = _Spent(wanted_s(process), moved_bytes(process))
+                spent = _Spent(wanted_s(process), moved_bytes(process))
             except (psutil.Error, OSError):
                 continue
             was = self._seen.get(process.pid, _Spent(0.0, 0))
-            seen[process.pid] = sighting
+            seen[process.pid] = spent
             readings[process.pid] = Reading(
                 stopped=state == psutil.STATUS_STOPPED,
                 has_stack=False,
-                busy_cores=max(0.0, sighting.wanted_s - was.wanted_s) / passed_s,
-                moved_bytes=sighting.moved_bytes - was.moved_bytes,
+                busy_cores=max(0.0, spent.wanted_s - was.wanted_s) / passed_s,
+                moved_bytes=spent.moved_bytes - was.moved_bytes,
             )
         self._seen = seen
         if any(reading.stopped for reading in readings.values()):
-            # Others may spin while they wait for it: that they compute is no sign of work.
+            # Others may spin while they wait for the stopped one: computing is then no sign of work.
             readings = {pid: replace(reading, busy_cores=0.0) for pid, reading in readings.items()}
         return readings
 
@@ -540,9 +538,9 @@ def _describe(members: Sequence[psutil.Process], readings: dict[int, Reading]) -
 
 
 def name_silent(processes: Sequence[ProcessSilent]) -> tuple[list[ProcessSilent], str]:
-    """Return the processes of all nodes that are to be named, and why: the stopped ones, or all where none is."""
+    """Return the processes of all nodes to name, and why: the stopped ones, or all if none is stopped."""
     if stopped := [process for process in processes if process.stopped]:
         return stopped[:NAMED], "is stopped" if len(stopped) == 1 else "are stopped"
     if len(processes) == 1:
         return list(processes), "sleeps"
-    return list(processes[:NAMED]), "sleep; without counted steps nobody can say who waits for whom"
+    return list(processes[:NAMED]), "sleep; without counted steps the waiting ones cannot be told from the late ones"

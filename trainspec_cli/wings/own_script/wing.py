@@ -1,4 +1,4 @@
-"""The user's training commands, started and supervised as they are."""
+"""Start and supervise users' training commands."""
 
 from trainspec_cli.core.wings import Command, Wing
 
@@ -6,7 +6,7 @@ WING = Wing(
     commands={
         "run": Command(
             "train",
-            "run a training command of your own, as it is, with all that a recipe gets",
+            "run a training command of your own unchanged, with restarts, hang detection and a report",
             takes_command=True,
         ),
     },

@@ -1,4 +1,4 @@
-"""Events of a site among far-apart ones."""
+"""The event of an exchange between distant sites."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from trainspec_cli.run.folder.event_types.events import Event
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeEvent(Event):
-    """The site has applied what a round has decided."""
+    """The site has applied the decision of a round."""
 
     type: Literal["exchange"] = "exchange"
     step: Count
-    """Updates made before it."""
+    """Updates before the exchange."""
     round: Count
     sites: tuple[Count, ...]
-    """Those whose outer gradients were merged."""
+    """Sites whose outer gradients were merged."""
     members: tuple[Count, ...]
-    """Those that train until the next round."""
+    """Sites that train until the next round."""
     waited_s: Seconds
-    """Training waited for it."""
+    """Seconds for which training waited for the exchange."""
     sent_bytes: Count
-    """Sent by this rank since its start, to the meeting point and to other sites, before encryption."""
+    """Bytes that this rank has sent since its start, to the meeting point and to other sites, before encryption."""
     received_bytes: Count
-    """Outer gradients of other sites that it has received since its start."""
+    """Bytes of other sites' outer gradients that this rank has received since its start."""
 
 
 EVENT_TYPES = {"exchange": ExchangeEvent}

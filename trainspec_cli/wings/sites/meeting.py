@@ -1,20 +1,20 @@
-"""The meeting of the sites: who is part of a round, whose work is merged, and which samples everybody takes until the
-next one. It decides on plain numbers; `now_s` is any clock that does not go back.
+"""Decisions about rounds: which sites take part, whose work is merged, and which samples each site takes until the next
+round. They are made on plain numbers; `now_s` is any monotonic clock.
 
-| a site | what follows |
+| a site | consequence |
 |---|---|
 | contributes within the grace time | its work is merged |
-| is connected, but late | it stays a member: what it has learned comes with its next contribution |
+| is connected, but late | it stays a member: its work comes with its next contribution |
 | is late twice in a row, or not connected | it is lost: the others take the samples that were not merged |
-| comes back | it follows the rounds without training, and is a member again from the next one on |
+| returns | it follows the rounds without training, and is a member again from the next one on |
 
-A round is one exchange, and the decision that holds until the next one: its record plans the steps until then, for each
-of them one piece of neighbouring positions of the data for each site, so that every position is taken once over all
-sites.
+A round is one exchange together with the decision that holds until the next one. Its record plans the steps until then:
+for each step and site, one contiguous range of positions in the data, so that all sites together take every position
+once.
 
-What is exchanged is a fragment of the model in turn (Streaming DiLoCo, arXiv:2501.18512, section 2). Steps are counted
-in updates that are made: an exchange that is sent at step 50 sends the weights after update 50. Each exchange follows
-from the one before it, so that it is the same at every site.
+Each exchange sends one fragment of the model, in turn (Streaming DiLoCo, arXiv:2501.18512, section 2). Steps count
+updates: an exchange sent at step 50 sends the weights after update 50. Each exchange follows from the previous one, so
+that it is the same at every site.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class SiteExchange:
     """One exchange between the sites."""
 
     round: int
-    """1, 2, ... Round 0 exchanges nothing: with it the sites begin."""
+    """1, 2, ...; round 0 exchanges nothing and starts the run."""
     fragments: tuple[int, ...]
     sent_at: int
-    """Updates made when it is sent."""
+    """Updates before it is sent."""
     applied_at: int
-    """Updates made when its sum is applied."""
+    """Updates before its sum is applied."""
 
 
 BEGINNING = SiteExchange(0, (), 0, 0)
@@ -46,18 +46,18 @@ BEGINNING = SiteExchange(0, (), 0, 0)
 
 @dataclass(frozen=True)
 class SiteSchedule:
-    """The exchanges of a run. The last one, after the last step, has all fragments and is applied at once, so that all
-    sites end with the same weights."""
+    """The exchanges of a run. The last one, after the last step, has all fragments and is applied immediately, so that
+    all sites end with the same weights."""
 
     total_steps: int
     interval_steps: int
-    """Steps between two exchanges of a fragment (H); a multiple of the fragments."""
+    """Steps between two exchanges of a fragment (H); a multiple of the number of fragments."""
     fragments: int
     delay_steps: int
-    """Steps from sending to applying a sum (tau), at most those between two exchanges."""
+    """Steps from sending to applying a sum (tau); at most the steps between two exchanges."""
 
     def after(self, exchange: SiteExchange) -> SiteExchange | None:
-        """Return the exchange that follows another, not before that is applied; None where it was the last one."""
+        """Return the exchange after another one, which must be applied first; None after the last one."""
         if exchange.sent_at == self.total_steps:
             return None
         number = exchange.round + 1
@@ -69,8 +69,8 @@ class SiteSchedule:
 
 
 def newest_applied(applied: Iterable[SiteExchange], step: int) -> int:
-    """Return the newest round of those applied that a checkpoint of `step` has; of a round that is applied at that very
-    step it is not known, so the one before it."""
+    """Return the newest applied round that a checkpoint of `step` certainly contains. A round that is applied at that
+    very step may be missing from it, so the previous one counts."""
     return max((exchange.round for exchange in applied if exchange.applied_at < step), default=0)
 
 
@@ -81,7 +81,7 @@ Piece = tuple[int, int]
 def plan_pieces(
     steps: int, batches: Mapping[int, int], position: int, left: Sequence[Piece]
 ) -> tuple[dict[int, tuple[Piece, ...]], int, tuple[Piece, ...]]:
-    """Plan this many steps of sites with their samples a step; return (pieces by site, next position, what is left).
+    """Plan this many steps of sites with these batch sizes; return (pieces by site, next position, what is left).
 
     `left` is taken first; a piece of it that is smaller than the site's batch makes a smaller step.
     """
@@ -103,10 +103,10 @@ def plan_pieces(
 
 
 def paced_batches(batches: Mapping[int, int], rates: Mapping[int, float], change: float) -> dict[int, int]:
-    """Return the samples that each site takes for a step, so that all make steps equally fast.
+    """Return the batch sizes with which all sites make steps equally fast.
 
-    `batches`: the most that each takes. `rates`: samples a second, 0 where that is not known. A site whose step takes
-    more than 1 + `change` times as long as the fastest one's takes fewer, one at least.
+    `batches`: the largest batch of each site. `rates`: samples per second, 0 if unknown. A site whose step takes more
+    than 1 + `change` times as long as the fastest site's gets a smaller batch, of at least one sample.
     """
     takes_s = {site: batches[site] / rates[site] for site in batches if rates.get(site, 0.0) > 0}
     fastest_s = min(takes_s.values(), default=0.0)
@@ -117,8 +117,8 @@ def paced_batches(batches: Mapping[int, int], rates: Mapping[int, float], change
 def site_weights(tokens: Sequence[int], steps: Sequence[int]) -> tuple[float, ...]:
     """Return the weight of each site's outer gradient; they sum to 1.
 
-    tokens^2 / steps (Decoupled DiLoCo, arXiv:2604.21428): at equal steps a site counts by the square of its batch. A
-    site that has seen nothing since it last took part counts nothing; where none has, all count alike.
+    tokens^2 / steps (Decoupled DiLoCo, arXiv:2604.21428): at equal steps a site is weighted by the square of its batch.
+    A site that has trained nothing since it last took part has weight 0; if no site has, all weights are equal.
     """
     worth = [seen * seen / made if made else 0.0 for seen, made in zip(tokens, steps, strict=True)]
     total = sum(worth)
@@ -127,17 +127,17 @@ def site_weights(tokens: Sequence[int], steps: Sequence[int]) -> tuple[float, ..
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a site says of the outer gradient that it sends."""
+    """A site's description of the outer gradient that it sends."""
 
     tokens: int
-    """Trained since its work on the same fragments was merged last."""
+    """Tokens trained since its work on the same fragments was last merged."""
     steps: int
     rate: float
-    """Samples that it computes a second; 0 where nothing is to follow from that."""
+    """Samples per second; 0 if the batch size should not depend on it."""
     digests: tuple[str, ...]
-    """Of the shared weights on each of its ranks, after the round before."""
+    """Digests of the shared weights on each of its ranks, after the previous round."""
     saved_round: int
-    """The newest round that its newest checkpoint has applied: a new start asks for those after it."""
+    """The newest round in its newest checkpoint: a restart requests the later ones."""
 
 
 @dataclass(frozen=True)
@@ -152,17 +152,17 @@ class RoundRecord:
     """The decision of a round, the same for all sites."""
 
     exchange: SiteExchange
-    """The one that it is about."""
+    """The exchange of this round."""
     following: SiteExchange | None
-    """The next one; None after the last."""
+    """The next exchange; None after the last."""
     included: tuple[int, ...] = ()
     """The sites whose work is merged."""
     weights: tuple[float, ...] = ()
-    """Those of their outer gradients."""
+    """The weights of their outer gradients."""
     windows: tuple[SitePieces, ...] = ()
-    """Of the members: what each takes in the steps of `window`."""
+    """The samples of each member in the steps of `window`."""
     lost: tuple[int, ...] = ()
-    """Sites that are members no more."""
+    """Sites that are no longer members."""
     joined: tuple[int, ...] = ()
     diverged: tuple[int, ...] = ()
     """Sites whose shared weights differ from the others'; the run ends."""
@@ -173,7 +173,7 @@ class RoundRecord:
 
     @property
     def window(self) -> range:
-        """Return the steps between the application of this round and that of the next: those that it plans."""
+        """The steps that this round plans: from its application to that of the next."""
         begin = self.exchange.applied_at
         return range(begin, self.following.applied_at if self.following else begin)
 
@@ -186,39 +186,39 @@ class RoundRecord:
 
 
 LOST_AFTER = 2
-"""Rounds in a row for which a site that is connected is late before it is lost."""
+"""A connected site is lost after it was late for this many rounds in a row."""
 
 
 @dataclass(frozen=True)
 class MeetingRules:
     sites: int
-    """Sites that the run begins with."""
+    """Number of sites at the start of the run."""
     quorum: int
-    """The least number of sites whose work makes a round."""
+    """The smallest number of sites whose work makes a round."""
     grace_s: float
-    """Seconds that a round with its quorum waits for sites that are connected."""
+    """Seconds that a round with a quorum waits for connected sites."""
     return_s: float
-    """Seconds that a meeting which begins again waits for its members, and not for those that leave it later."""
+    """Seconds that a restarted meeting waits for its members to connect."""
     change: float
-    """Sites whose steps differ by no more than this fraction are equally fast."""
+    """Sites whose step times differ by at most this fraction count as equally fast."""
 
 
 @dataclass(frozen=True)
 class MeetingState:
-    """All that a meeting needs to begin again where it ended."""
+    """The state from which a restarted meeting continues."""
 
     round: int = -1
-    """The newest one that was decided."""
+    """The newest decided round."""
     position: int = 0
-    """The next sample that nobody has been given."""
+    """The next sample that was given to no site."""
     left: tuple[Piece, ...] = ()
-    """Samples that lost sites have left."""
+    """Samples of lost sites that remain to be trained."""
     records: tuple[RoundRecord, ...] = ()
-    """The newest ones."""
+    """Records of the newest rounds."""
     merged_at: tuple[tuple[int, int], ...] = ()
-    """(site, step up to which its samples are in work that was merged)"""
+    """(site, step up to which the work on its samples was merged)"""
     misses: tuple[tuple[int, int], ...] = ()
-    """(site, rounds in a row for which it was late)"""
+    """(site, number of rounds in a row for which it was late)"""
 
 
 @dataclass
@@ -227,11 +227,11 @@ class Meeting:
     schedule: SiteSchedule
     state: MeetingState = field(default_factory=MeetingState)
     connected: dict[int, int] = field(default_factory=dict)
-    """Samples of a step, by site."""
+    """Batch sizes of the connected sites."""
     seen: set[int] = field(default_factory=set)
-    """Sites that have been connected since the meeting began, or began again."""
+    """Sites that have been connected since the meeting was started or restarted."""
     ready: dict[int, int] = field(default_factory=dict)
-    """The round up to which a site that comes back has followed."""
+    """The round up to which a returning site has followed."""
     came: dict[int, Contribution] = field(default_factory=dict)
     """The contributions to the next round."""
     opened_s: float | None = None
@@ -245,10 +245,10 @@ class Meeting:
     def is_over(self) -> bool:
         return bool(self.state.records) and self.state.records[-1].following is None
 
-    # What happens
+    # Events
 
     def connect(self, site: int, batch: int) -> bool:
-        """Note that a site is there; return whether it goes on as a member. Else it has to follow, and to be ready."""
+        """Record a connected site; return whether it continues as a member. Otherwise it must follow first."""
         self.connected[site] = batch
         self.seen.add(site)
         return site in self.members or self.state.round < 0
@@ -258,21 +258,21 @@ class Meeting:
         self.ready.pop(site, None)
 
     def contribute(self, site: int, number: int, contribution: Contribution) -> bool:
-        """Return whether the contribution counts: it is for the next round, and by a member."""
+        """Record a contribution; return whether it counts: it must be for the next round and from a member."""
         counts = number == self.state.round + 1 and site in self.members
         if counts:
             self.came[site] = contribution
         return counts
 
     def follow(self, site: int, number: int) -> None:
-        """A site that is no member has applied all rounds up to `number`."""
+        """Record that a site that is not a member has applied all rounds up to `number`."""
         if site not in self.members:
             self.ready[site] = number
 
-    # What is decided
+    # Decisions
 
     def decide(self, now_s: float) -> RoundRecord | None:
-        """Return the record of the next round, where it is time for it."""
+        """Return the record of the next round if it is due."""
         self.opened_s = now_s if self.opened_s is None else self.opened_s
         if self.is_over or not self._is_time(now_s):
             return None
@@ -293,7 +293,7 @@ class Meeting:
         if self.quorum_since_s is None:
             self.quorum_since_s = now_s
         missing = set(self.members) - self.came.keys()
-        assert self.opened_s is not None, "it is set above"
+        assert self.opened_s is not None, "`decide` sets it"
         returning = now_s < self.opened_s + self.rules.return_s
         if returning and missing - self.seen:
             return False
@@ -312,9 +312,9 @@ class Meeting:
             del self.ready[site]
         batches = {}
         for site in {*self.members, *joined} - lost:
-            # One that has left since it contributed keeps its share: the next round finds it lost.
+            # A member that left after its contribution keeps its share: the next round finds it lost.
             batches[site] = self.connected.get(site) or max(samples for _, samples in newest.pieces(site))
-        # The sites whose shared weights differ from the majority's; where there is no majority (of two), all of them.
+        # Find the sites whose shared weights differ from the majority's, or all of them if there is no majority.
         digests = {site: self.came[site].digests for site in included}
         usual = Counter(digests.values()).most_common(2)
         differing: tuple[int, ...] = ()
@@ -333,14 +333,14 @@ class Meeting:
         return self._record(record, batches, misses)
 
     def _record(self, record: RoundRecord, batches: Mapping[int, int], misses: Mapping[int, int]) -> RoundRecord:
-        """Plan the window after a round, and note the round as decided."""
+        """Plan the window after a round, and record the round as decided."""
         state = self.state
         window = record.window
         merged_at = {**dict.fromkeys((*batches, *record.joined), 0), **dict(state.merged_at)}
         merged_at |= dict.fromkeys(record.included, record.exchange.sent_at)
         left = [*state.left]
         for site in record.lost:
-            # What it was given for the steps after those whose work was merged.
+            # Its samples for the steps after those whose work was merged.
             for earlier in state.records:
                 if site in earlier.members:
                     pieces_of_site = zip(earlier.window, earlier.pieces(site), strict=True)
@@ -362,7 +362,7 @@ class Meeting:
         return record
 
     def forget(self, before: int) -> None:
-        """Forget the records of rounds before `before`, but for those whose samples are not merged yet."""
+        """Delete the records of rounds before `before`, except those whose samples are not yet merged."""
         needed = min((at for site, at in self.state.merged_at if site in self.members), default=0)
         kept = tuple(
             record
@@ -373,8 +373,8 @@ class Meeting:
 
 
 def agreement_of(plan: Plan) -> str:
-    """Return a digest of what all sites have to agree on: the model, the data, the layout, the steps, the optimizers
-    and what is exchanged. Batches, machines and folders may differ."""
+    """Return a digest of everything that all sites must agree on: the model, the data, the layout, the steps, the
+    optimizers and the exchange. Batches, machines and folders may differ."""
     spec = plan.spec
     shared = replace(spec.resilience.sites, site=None, endpoint=None, listen=None, secret=None)
     sites = replace(shared, link_gbit_s=None, link_delay_s=0.0)

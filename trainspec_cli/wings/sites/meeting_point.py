@@ -1,9 +1,9 @@
-"""The meeting point of the sites: it hears their outer gradients, decides on rounds, and passes the gradients on.
+"""The meeting point of the sites: it receives their outer gradients, decides rounds, and forwards the gradients.
 
-It computes nothing with them: each site decodes and sums what all have sent, in fp32 and in the same order, so that all
-come to the same bits. An outer gradient is passed on as soon as it comes, to all sites but those that get it directly;
-the decision brings what is left. `meeting.py` decides; here are connections and files. It runs in a thread
-next to the supervisor of site 0, over the starts of its workers.
+It computes nothing with them: each site decodes and sums all outer gradients in fp32 and in the same order, so that all
+sites get the same bits. An outer gradient is forwarded on arrival to all sites that do not get it directly; the
+decision carries the rest. `meeting.py` decides; this module has the connections and files. It runs in a thread next to
+the supervisor of site 0, across restarts of its workers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from trainspec_cli.wings.sites.meeting import (
     SiteSchedule,
     agreement_of,
 )
-from trainspec_cli.wings.sites.server import ConnectedSite, RankConnection, SiteInbox, SiteServer, make_inbox
-from trainspec_cli.wings.sites.wire import (
+from trainspec_cli.wings.sites.messages import (
     MEETING_POINT,
     Decided,
     Followed,
@@ -50,34 +49,35 @@ from trainspec_cli.wings.sites.wire import (
     Welcome,
     pack,
 )
+from trainspec_cli.wings.sites.server import ConnectedSite, RankConnection, SiteInbox, SiteServer, make_inbox
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """The rounds that the meeting point keeps on the disk: its state, and the outer gradients of each of the newest
-    rounds. From them a site that was away applies what it has missed, and a meeting that is begun again continues."""
+    """The rounds that the meeting point keeps on disk: its state, and the outer gradients of the newest rounds. With
+    them a site that was away catches up, and a restarted meeting continues."""
 
     folder: Path
 
     def load(self) -> MeetingState:
-        """Return the state in which the last meeting ended. Raises MachineError where it cannot be read."""
+        """Return the state at the end of the last meeting. Raises MachineError if it cannot be read."""
         path = self.folder / "meeting.json"
         if not path.exists():
             return MeetingState()
         try:
-            # leniently: records of earlier versions also have how often the sites exchange from then on
+            # Leniently: records of earlier versions also contain the interval of later exchanges.
             return read_record(MeetingState, read_versioned(path))
         except (UnreadableFileError, FieldError) as error:
             message = f"{path} cannot be read: {error}"
-            hint = "restore it from a backup, or begin a new run"
+            hint = "restore it from a backup, or start a new run"
             raise MachineError(Problem("sites", message, hint=hint, environment=True)) from error
 
     def keep(self, state: MeetingState, payloads: Mapping[int, Mapping[int, bytes]]) -> None:
-        """Write a round that was decided, before anybody hears of it."""
+        """Write a decided round before any site gets it."""
         self.folder.mkdir(exist_ok=True)
         rows = [(site, rank, part) for site, parts in sorted(payloads.items()) for rank, part in sorted(parts.items())]
         head = json.dumps([[site, rank, len(part)] for site, rank, part in rows], allow_nan=False).encode()
-        # The gradients come first: a state on the disk never names a round whose gradients are not there.
+        # Gradients are written first, so that the state never names a round without its gradients.
         path = self._path(state.round)
         partial = path.with_suffix(".partial")
         partial.write_bytes(b"\n".join((head, b"".join(part for *_, part in rows))))
@@ -85,7 +85,7 @@ class Rounds:
         write_versioned(self.folder / "meeting.json", to_plain(state))
 
     def read(self, number: int, rank: int) -> dict[int, bytes]:
-        """Return the outer gradients that sites have sent for a round, of one rank."""
+        """Return the outer gradients of a round by site, for one rank."""
         parts = {}
         with self._path(number).open("rb") as file:
             for site, of_rank, size in json.loads(file.readline()):
@@ -108,15 +108,15 @@ class Rounds:
 
 
 KEPT_INTERVALS = 32
-"""Rounds are kept for a site that is away for this many exchanges of the whole model."""
+"""Rounds are kept for an absent site for this many exchanges of the whole model."""
 LINGER_S = 120.0
-"""A meeting that is over stays for sites that have not heard of its last round yet."""
+"""How long a finished meeting waits for sites that have not yet received its last round."""
 Gradient = tuple[Sent, bytes]
 
 
 class MeetingPoint:
     def __init__(self, meeting: Meeting, rounds: Rounds, secret: bytes, recipe: str, silence_s: float, log: TextIO):
-        """`recipe` is the digest of what all sites have to agree on."""
+        """`recipe`: a digest of everything that all sites must agree on."""
         self._meeting = meeting
         self._rounds = rounds
         self._recipe = recipe
@@ -124,20 +124,19 @@ class MeetingPoint:
         self._server = SiteServer(MEETING_POINT, self, secret, log)
         self.start = self._server.start
         self.close = self._server.close
-        self._say = self._server.say
+        self._log = self._server.log
         self._sites: dict[int, ConnectedSite] = {}
         self._sent: dict[int, dict[int, Gradient]] = {}
-        """What the ranks of each site have sent for the next round, also of a site that has left since."""
+        """The ranks' messages for the next round by site, including sites that have left since."""
         self._saved: dict[int, int] = {}
-        """The newest round that each site has in a checkpoint."""
+        """The newest round in a checkpoint of each site."""
         self._served_here: dict[int, set[int]] = {}
-        """For each site, those others that its outer gradients reach through the meeting point alone."""
-
+        """For each site, the others that its outer gradients reach only through the meeting point."""
         self._asked_by: dict[int, set[int]] = {}
-        """For each site, those others whose outer gradients it had to ask for, as they did not come directly."""
+        """For each site, the others whose outer gradients it had to request, because they did not arrive directly."""
 
-    def turn(self) -> None:
-        """End silent connections, and decide on the next round where it is time."""
+    def tick(self) -> None:
+        """Close silent connections, and decide the next round when it is due."""
         for site in list(self._sites.values()):
             if any(rank.silent(self._silence_s) for rank in site.ranks.values()):
                 site.abort()
@@ -145,7 +144,7 @@ class MeetingPoint:
             self._announce(record)
 
     def lingers(self, closed_for_s: float) -> bool:
-        """A meeting that is over ends once the sites have left, each with the last round."""
+        """A finished meeting ends once the sites have left, each with the last round."""
         return self._meeting.is_over and bool(self._sites) and closed_for_s < LINGER_S
 
     def abort(self) -> None:
@@ -162,7 +161,7 @@ class MeetingPoint:
             if site.is_welcome:
                 for rank, connection in site.ranks.items():
                     of_rank = {one: parts[rank] for one, parts in sent.items()}
-                    # What the rank has neither been passed nor gets directly.
+                    # Outer gradients that were not forwarded to the rank and that it does not get directly.
                     left = {
                         one: payload
                         for one, (message, payload) in of_rank.items()
@@ -172,12 +171,12 @@ class MeetingPoint:
                     connection.send(*_decided(record, left, of_rank))
         self._sent.clear()
         for number in record.lost:
-            self._say(f"site {number} is lost: what it had not sent yet is trained by the others")
+            self._log(f"site {number} is lost: the others train the samples that it had not sent yet")
         for number in record.joined:
-            self._say(f"site {number} is a member again after round {record.round}")
+            self._log(f"site {number} is a member again after round {record.round}")
 
     def _forget(self) -> None:
-        """Forget rounds that no site asks for any more."""
+        """Delete rounds that no site can still request."""
         schedule = self._meeting.schedule
         newest = self._meeting.state.round
         saved = min(self._saved.values(), default=0)
@@ -190,26 +189,26 @@ class MeetingPoint:
     def refusal(self, hello: SiteHello) -> Refused | None:
         state = self._meeting.state
         if hello.recipe != self._recipe:
-            reason = "its recipe differs from that of site 0 in the model, the layout, the data or what sites exchange"
+            reason = "its recipe differs from that of site 0 in the model, layout, data or exchange"
             return Refused(reason, "give all sites the same recipe; batching, cluster and run may differ")
         if not 0 <= hello.site < self._meeting.rules.sites:
-            return Refused(f"there are {self._meeting.rules.sites} sites, from 0", "type another --site")
+            return Refused(f"there are {self._meeting.rules.sites} sites, from 0", "type another resilience.sites.site")
         if hello.applied > state.round:
-            reason = f"it has applied round {hello.applied}, and the meeting point knows {state.round + 1}"
-            return Refused(reason, "resume the run of site 0 that the sites have begun with")
-        # A site needs the record of the round that it has applied, and all of those after it.
+            reason = f"it has applied round {hello.applied}, but the meeting point only knows {state.round + 1} rounds"
+            return Refused(reason, "resume the run of site 0 with which the sites began")
+        # A site needs the record of the round that it has applied, and the later rounds.
         known = {record.round for record in state.records}
         wanted = range(max(0, hello.applied), state.round + 1)
         missing = [one for one in wanted if one not in known or (one > hello.applied and not self._rounds.has(one))]
         if missing:
-            reason = f"it was away for too long: round {missing[0]} is not kept any more"
+            reason = f"it was away for too long: round {missing[0]} is no longer kept"
             return Refused(reason, "copy the newest folder of another site's checkpoints into this run's checkpoints")
         return None
 
     def arrive(self, hello: SiteHello, connection: RankConnection) -> None:
         before = self._sites.get(hello.site)
         if before is not None and hello.rank in before.ranks:
-            # A new start, whose last connections have not been found broken yet.
+            # A restart, whose last connections have not yet been found broken.
             self._drop(hello.site)
         site = self._sites.setdefault(hello.site, ConnectedSite())
         site.ranks[hello.rank] = connection
@@ -228,22 +227,22 @@ class MeetingPoint:
             connection.send(Welcome(is_member, to_plain(of_applied) if of_applied else None))
             for missed in range(applied + 1, state.round + 1):
                 connection.send(*_decided(records[missed], self._rounds.read(missed, rank)))
-        self._say(f"site {number} is connected" + ("" if is_member else ", and catches up"))
+        self._log(f"site {number} is connected" + ("" if is_member else " and catches up"))
         inboxes = {number: site.inbox for number, site in sorted(self._sites.items()) if site.is_welcome}
         for other in self._sites.values():
             for connection in other.ranks.values() if other.is_welcome else ():
                 connection.send(Inboxes(tuple(inboxes), tuple(inboxes.values())))
 
-    def hear(self, hello: SiteHello, message: Message, payload: bytes) -> None:
+    def handle(self, hello: SiteHello, message: Message, payload: bytes) -> None:
         site = self._sites.get(hello.site)
         if site is None:
             raise ConnectionError("another rank of the site was lost")
         if isinstance(message, Sent):
-            # An older round was decided without it. A newer one cannot be: the site waits for the decision before.
+            # An older round was decided without it; a newer one is impossible: the site waits for each decision.
             if message.round == self._meeting.state.round + 1:
                 site.sent[hello.rank] = message, payload
                 if hello.site in self._meeting.members:
-                    # To the ranks that do not get it directly.
+                    # Forward it to the ranks that do not get it directly.
                     packed = pack(Passed(message.round, hello.site), payload)
                     for number, other in self._sites.items():
                         if number != hello.site and number not in message.direct and other.is_welcome:
@@ -261,7 +260,7 @@ class MeetingPoint:
             raise ValueError(f"{type(message).__name__} is not for the meeting point")
 
     def _send_lacking(self, hello: SiteHello, connection: RankConnection, wanted: Lacking) -> None:
-        """Send what has not come directly."""
+        """Send outer gradients that did not arrive directly."""
         record = next((one for one in self._meeting.state.records if one.round == wanted.round), None)
         if record is None:
             raise ValueError(f"round {wanted.round} is not known")
@@ -269,8 +268,9 @@ class MeetingPoint:
         connection.send(*_decided(record, {site: parts[site] for site in wanted.sites}))
         for site in set(wanted.sites) - self._asked_by.setdefault(hello.site, set()):
             self._asked_by[hello.site].add(site)
-            self._say(
-                f"site {hello.site} gets from here what site {site} sent it directly, first in round {wanted.round}"
+            self._log(
+                f"site {hello.site} did not get the outer gradient of site {site} directly in round {wanted.round}: "
+                "the meeting point sends it"
             )
 
     def _contribute(self, number: int, site: ConnectedSite) -> None:
@@ -286,31 +286,31 @@ class MeetingPoint:
             self._note_reached(number, of_ranks)
 
     def _note_reached(self, number: int, of_ranks: Sequence[Sent]) -> None:
-        """Say which sites a site's outer gradients have begun to reach through the meeting point alone, or directly."""
+        """Log which sites a site's outer gradients now reach only through the meeting point, or directly again."""
         others = {one for one, site in self._sites.items() if site.is_welcome} - {number, FIRST_SITE}
         through = {one for one in others if number != FIRST_SITE and any(one not in sent.direct for sent in of_ranks)}
         before = self._served_here.get(number, set())
         for one in sorted(through - before):
-            self._say(f"what site {number} sends reaches site {one} through the meeting point")
+            self._log(f"outer gradients of site {number} reach site {one} through the meeting point")
         for one in sorted(before & others - through):
-            self._say(f"what site {number} sends reaches site {one} directly again")
+            self._log(f"outer gradients of site {number} reach site {one} directly again")
         self._served_here[number] = through | before - others
 
     def leave(self, hello: SiteHello, connection: RankConnection) -> None:
         site = self._sites.get(hello.site)
         if site is not None and site.ranks.get(hello.rank) is connection:
             self._drop(hello.site)
-            self._say(f"site {hello.site} is not connected any more")
+            self._log(f"site {hello.site} is no longer connected")
 
     def _drop(self, number: int) -> None:
-        """One rank of the site is lost, and so are the others' connections: all of them come again together."""
+        """Disconnect a site that has lost one rank: all of its ranks connect again together."""
         self._sites.pop(number).abort()
         self._meeting.disconnect(number)
 
 
 @contextmanager
 def serve_site(run: RunDir, plan: Plan) -> Iterator[None]:
-    """Have the server of a site inside: the meeting point at site 0, elsewhere an inbox where the site listens."""
+    """Run the server of a site for the block: the meeting point at site 0, or an inbox at another site that listens."""
     sites = plan.spec.resilience.sites
     address = sites.endpoint if sites.site == FIRST_SITE else sites.listen
     if address is None:
@@ -335,7 +335,7 @@ def serve_site(run: RunDir, plan: Plan) -> Iterator[None]:
 
 
 def make_meeting_point(plan: Plan, folder: Path, secret: bytes, log: TextIO) -> MeetingPoint:
-    """Make the meeting point of a plan's sites, which goes on where the rounds in `folder` end."""
+    """Return the meeting point of a plan's sites, which continues after the rounds in `folder`."""
     spec = plan.spec
     sites = spec.resilience.sites
     rules = MeetingRules(sites.count, sites.quorum, sites.grace_s, spec.run.node_timeout_s, spec.scheduler.change)
@@ -348,8 +348,7 @@ def make_meeting_point(plan: Plan, folder: Path, secret: bytes, log: TextIO) -> 
 def _decided(
     record: RoundRecord, parts: Mapping[int, bytes], sent: Mapping[int, Gradient] | None = None
 ) -> tuple[Decided, bytes]:
-    """Return the message that brings a decision with some outer gradients. `sent`: all of them, where some
-    come on other ways."""
+    """Return the message of a decision with some outer gradients. `sent`: all of them, if some are sent another way."""
     chosen = [site for site in record.included if site in parts]
     sizes = tuple(len(parts[site]) for site in chosen)
     digests = tuple(sent[site][0].sha256 for site in record.included) if sent else ()

@@ -1,9 +1,9 @@
-"""What training at far-apart sites comes to over their links: intervals that hide the exchange, and bytes a day. It is
-a section of `trainspec plan`.
+"""Predict training at distant sites: exchange times, intervals that hide the exchange, and bytes per day. This is a
+section of `trainspec plan`.
 
-Where all sites reach one another, each link carries the others' outer gradients in while its own goes out to them. Else
-all go through the meeting point at one of them, whose link carries every site's outer gradient once in and to all
-others once out; each is passed on as soon as it has come. Nothing else uses the links.
+If all sites reach each other, each link carries the others' outer gradients in while it sends its own to them.
+Otherwise all outer gradients go through the meeting point at one site, whose link carries every site's outer gradient
+in once, and out once to each of the others; each is forwarded as soon as it has arrived. Nothing else uses the links.
 """
 
 from __future__ import annotations
@@ -18,54 +18,55 @@ from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
 from trainspec_cli.reporter.plan.labels import PlanSection, percent
 
 VALUE_BYTES = {"int4": 0.5 + 1 / 64, "int8": 1 + 2 / 128, "bf16": 2.0}
-"""Bytes of a value on the wire with its part of its block's scale, as `engine.comm.codec` encodes it; a tensor has four
-bytes more in int4."""
+"""Bytes per transmitted value with its share of its block's scale, as `engine.comm.codec` encodes it; in int4, a tensor
+has four more bytes."""
 ROUND_MULTIPLES = (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000, 2000, 5000, 10_000)
 
 
 @dataclass(frozen=True)
 class SiteLinks:
-    """The links of sites that are joined alike."""
+    """The links of sites that all have the same connection."""
 
     sites: int
     bytes_per_s: float
-    """Of each site's own link, each way."""
+    """Bandwidth of each site's link in each direction."""
     delay_s: float
-    """From one site to another, one way."""
+    """One-way latency between two sites."""
     direct: bool = False
     """Each site reaches every other one."""
 
     def exchange_s(self, sent_bytes: float) -> float:
-        """Return how long an exchange takes in which each site sends this many bytes. An outer gradient goes one way,
-        the decision another; both directions of a link are used at once, and more goes out of the busiest than in."""
+        """Return the time of an exchange in which each site sends this many bytes: one latency for an outer gradient
+        and one for the decision. A link works in both directions at once, and the busiest sends more than it
+        receives."""
         return 2 * self.delay_s + self._copies_out * sent_bytes / self.bytes_per_s
 
     def carried_bytes(self, sent_bytes: float) -> float:
-        """Return what the busiest link carries in such an exchange, both ways together."""
+        """Return the bytes that the busiest link carries in such an exchange, in both directions together."""
         return (self.sites - 1 + self._copies_out) * sent_bytes
 
     @property
     def _copies_out(self) -> int:
-        """Return how many outer gradients leave the busiest link."""
+        """The number of outer gradients that leave over the busiest link."""
         others = self.sites - 1
         return others if self.direct else others * others
 
     def all_reduce_s(self, tensor_bytes: float) -> float:
-        """Return how long a ring over the sites sums a tensor: what data parallelism does every step."""
+        """Return the time in which a ring over the sites sums a tensor, as data parallelism would in every step."""
         others = self.sites - 1
         return 2 * others * (tensor_bytes / self.sites / self.bytes_per_s + self.delay_s)
 
 
 def utilisation(between_steps: int, delay_steps: int, step_s: float, exchange_s: float) -> float:
-    """Return the part of the time in which a site trains: an exchange is sent every `between_steps` steps, and what it
-    takes beyond `delay_steps` of them is waited for."""
+    """Return the fraction of time in which a site trains: an exchange is sent every `between_steps` steps, and training
+    waits for what it takes beyond `delay_steps` steps."""
     busy_s = between_steps * step_s
     return busy_s / (busy_s + max(0.0, exchange_s - delay_steps * step_s))
 
 
 def hiding_interval(fragments: int, step_s: float, exchange_s: float, wanted: float) -> int | None:
-    """Return the shortest of some intervals H at which a site trains `wanted` of the time, where each sum is applied
-    when the next one is sent; None where even the longest is too short."""
+    """Return the shortest interval H (of a fixed list) at which a site trains the `wanted` fraction of time, if each
+    sum is applied when the next one is sent; None if even the longest is too short."""
     for multiple in ROUND_MULTIPLES:
         if utilisation(multiple, multiple, step_s, exchange_s) >= wanted:
             return multiple * fragments
@@ -74,7 +75,7 @@ def hiding_interval(fragments: int, step_s: float, exchange_s: float, wanted: fl
 
 @dataclass(frozen=True)
 class SitesFigures:
-    """One choice of what is exchanged."""
+    """The prediction for one setting of the exchange."""
 
     format: str
     interval_steps: int
@@ -82,60 +83,60 @@ class SitesFigures:
     delay_steps: int
     exchange_s: float
     utilisation: float
-    """The part of the time in which a site trains."""
+    """The fraction of time in which a site trains."""
     bytes_per_day: float
-    """Over the busiest link, both ways together."""
+    """Bytes over the busiest link, in both directions together."""
 
 
 @dataclass(frozen=True)
 class SitesOutlook:
-    """What training at the sites of a recipe comes to."""
+    """The prediction for the sites of a recipe."""
 
     sites: int
     link_gbit_per_s: float
     link_delay_s: float
     step_time_s: float
-    """Of a site by itself."""
+    """Step time of a site by itself."""
     direct: bool
-    """Each site is reached by every other one; else all meet at one of them."""
+    """Each site reaches every other one; otherwise all use the meeting point."""
     direct_exchange_s: float
-    """An exchange of the recipe where it is so."""
+    """Time of the recipe's exchange if sites were directly connected."""
     wanted: SitesFigures
-    """As the recipe has it."""
+    """The setting of the recipe."""
     hidden: tuple[SitesFigures, ...]
-    """The shortest intervals that hide the exchange, by format; a format is left out where none does."""
+    """The shortest intervals that hide the exchange, by format; formats without one are left out."""
     data_parallel_utilisation: float
-    """Of a run that sums gradients in fp32 over the same links every step."""
+    """The same fraction for a run that sums fp32 gradients over these links in every step."""
     fewer_bytes: float
-    """How many times as many bytes data parallelism sends in the same steps."""
+    """Bytes of data parallelism divided by bytes of the recipe, over the same steps."""
     loss_penalty: str
-    """What is known of the loss, and its source."""
+    """The known effect on the loss, with its source."""
 
 
 DAY_S = 86_400.0
 WANTED = 0.95
-"""An exchange that leaves less of the time for training is not hidden."""
+"""An exchange is hidden if it leaves at least this fraction of time for training."""
 KEPT_BYTES = 4 + 4.0
-"""Bytes that a site keeps for each parameter that it trains: the shared weights and the outer momentum in fp32."""
+"""Bytes that a site keeps for each trained parameter: shared weights and outer momentum in fp32."""
 LOSS_PENALTY = (
-    "Streaming DiLoCo reports the loss of data parallelism at 4 bits (arXiv:2501.18512); how a longer interval changes "
-    "the loss is not predicted here, so take the shortest that hides the exchange"
+    "Streaming DiLoCo reports the loss of data parallelism at 4 bits (arXiv:2501.18512); the effect of a longer "
+    "interval is not predicted here, so use the shortest one that hides the exchange"
 )
 
 
 def plan_sites(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> PlanSection | None:
-    """Return None where the recipe does not say how the sites are joined."""
+    """Return the section; None if the recipe does not describe the links of sites."""
     if spec.resilience.sites.link_gbit_s is None:
         return None
     sites = outlook(spec.resilience.sites, float(capacity.params), best.step_time_s)
-    way = "directly joined" if sites.direct else "that meet at one"
+    way = "directly connected" if sites.direct else "connected through one of them"
     compared = (
-        f"Data parallelism over these links would train {percent(sites.data_parallel_utilisation, 2)} of the time, and "
-        f"sends {sites.fewer_bytes:,.0f} times as many bytes in fp32."
+        f"Data parallelism over these links would train {percent(sites.data_parallel_utilisation, 2)} of the time and "
+        f"send {sites.fewer_bytes:,.0f} times as many bytes in fp32."
     )
     if not sites.direct and sites.sites > 2:
         direct_s = format_duration(sites.direct_exchange_s)
-        compared = f"Where every site listens (resilience.sites.listen) an exchange takes {direct_s}. {compared}"
+        compared = f"If every site listens (resilience.sites.listen), an exchange takes {direct_s}. {compared}"
     rows = [_row("the recipe", sites.wanted), *(_row("hidden", one) for one in sites.hidden)]
     return PlanSection(
         "sites",
@@ -150,8 +151,8 @@ def plan_sites(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> PlanSe
 
 
 def outlook(sites: SitesSpec, values: float, step_s: float) -> SitesOutlook:
-    """`values`: trained parameters. `step_s`: a step of a site by itself."""
-    assert sites.link_gbit_s is not None, "the recipe says how the sites are joined"
+    """Return the prediction. `values`: trained parameters. `step_s`: step time of a site by itself."""
+    assert sites.link_gbit_s is not None, "the recipe describes the links"
     through = SiteLinks(sites.count, sites.link_gbit_s * 1e9 / 8, sites.link_delay_s)
     direct = replace(through, direct=True)
     links = direct if sites.listen else through

@@ -1,8 +1,8 @@
-"""The servers of far-apart sites, each in a thread of its own: what the meeting point and the inbox of a site share,
-and the inbox.
+"""The servers of distant sites, each in its own thread: the common part of the meeting point and the inbox, and the
+inbox.
 
-A server hears who proves, inside of TLS, that it knows the sites' secret and whom it means, and hands on what they say.
-It runs next to the supervisor of its site, over the starts of its workers.
+A server accepts clients that prove, inside TLS, that they know the sites' secret and expect this server, and forwards
+their messages. It runs next to the supervisor of its site, across restarts of the workers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainspec_cli.core.wire.handshake import Challenge
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.rendezvous.door import BAD_REQUEST, Door, prove
 from trainspec_cli.wings.sites.meeting import agreement_of
-from trainspec_cli.wings.sites.wire import (
+from trainspec_cli.wings.sites.messages import (
     BEAT_S,
     GREETING,
     LINE_BYTES,
@@ -38,27 +38,27 @@ from trainspec_cli.wings.sites.wire import (
 
 
 class RankConnection:
-    """A rank of a site that has proved that it knows the secret."""
+    """The connection of a rank that has proved that it knows the secret."""
 
     def __init__(self, writer: asyncio.StreamWriter):
         self._writer = writer
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
-        self.heard_s = time.monotonic()
+        self.active_s = time.monotonic()
         self.passed: dict[int, str] = {}
-        """The digest of the newest outer gradient of each site that was passed on to it."""
+        """The digest of the newest outer gradient of each site that was forwarded to the rank."""
 
-    def hear(self) -> None:
-        self.heard_s = time.monotonic()
+    def note_activity(self) -> None:
+        self.active_s = time.monotonic()
 
     def send(self, message: Message, payload: bytes = b"") -> None:
-        """Send when what was sent before is on its way."""
+        """Queue a message behind those sent before."""
         self.send_packed(pack(message, payload))
 
     def send_packed(self, content: bytes) -> None:
         self._outbox.put_nowait(content)
 
     async def write(self) -> None:
-        """Write what is to be sent, for ever."""
+        """Write queued messages until cancelled."""
         while True:
             try:
                 async with asyncio.timeout(BEAT_S):
@@ -69,13 +69,13 @@ class RankConnection:
             await self._writer.drain()
 
     async def flush(self) -> None:
-        """Write what is to be sent now, and no more."""
+        """Write the messages that are queued now."""
         while not self._outbox.empty():
             self._writer.write(self._outbox.get_nowait())
         await self._writer.drain()
 
     def silent(self, silence_s: float) -> bool:
-        return time.monotonic() > self.heard_s + silence_s
+        return time.monotonic() > self.active_s + silence_s
 
     def abort(self) -> None:
         self._writer.transport.abort()
@@ -83,19 +83,19 @@ class RankConnection:
 
 @dataclass
 class ConnectedSite:
-    """A site, as far as its ranks are connected."""
+    """A site and its connected ranks."""
 
     ranks: dict[int, RankConnection] = field(default_factory=dict)
     hellos: dict[int, SiteHello] = field(default_factory=dict)
     sent: dict[int, tuple[Sent, bytes]] = field(default_factory=dict)
-    """What each rank has sent for the next round."""
+    """The message of each rank for the next round."""
     followed: dict[int, int] = field(default_factory=dict)
     is_welcome: bool = False
-    """All ranks are there, and have been answered."""
+    """All ranks are connected and have been answered."""
 
     @property
     def inbox(self) -> str:
-        """Return the address of its inbox; empty: it has none."""
+        """The address of its inbox; empty without one."""
         return next(iter(self.hellos.values())).listen
 
     @property
@@ -112,19 +112,19 @@ ENDS = (*BAD_REQUEST, OSError, EOFError, TrainspecError, asyncio.CancelledError)
 
 
 class Served(Protocol):
-    """What is behind a server. All is called in the server's thread."""
+    """The part behind a server. All methods are called in the server's thread."""
 
     def refusal(self, hello: SiteHello) -> Refused | None: ...
 
     def arrive(self, hello: SiteHello, connection: RankConnection) -> None: ...
 
-    def hear(self, hello: SiteHello, message: Message, payload: bytes) -> None:
-        """Hear a message. Raises one of `BAD_REQUEST`, or OSError, where it does not fit: the connection ends."""
+    def handle(self, hello: SiteHello, message: Message, payload: bytes) -> None:
+        """Handle a message. Raises one of `BAD_REQUEST`, or OSError, to end the connection."""
 
     def leave(self, hello: SiteHello, connection: RankConnection) -> None: ...
 
-    def turn(self) -> None:
-        """Do what is due. Called again and again."""
+    def tick(self) -> None:
+        """Do what is due; called repeatedly."""
 
     def lingers(self, closed_for_s: float) -> bool:
         """Return whether to continue although the server was asked to end this many seconds ago."""
@@ -135,11 +135,11 @@ class Served(Protocol):
 
 class SiteServer:
     def __init__(self, name: str, served: Served, secret: bytes, log: TextIO):
-        """`name` is what the proofs of both ends say of it."""
+        """`name`: the server's name in the proofs of both ends."""
         self._name = name
         self._served = served
         self._secret = secret
-        self._log = log
+        self._file = log
         self._certificate = make_certificate()
         self._door = Door(log)
         self._loop = asyncio.new_event_loop()
@@ -158,27 +158,27 @@ class SiteServer:
             self._thread.join()
         self._loop.close()
 
-    def say(self, text: str) -> None:
-        print(f"sites: {text}", file=self._log, flush=True)
+    def log(self, text: str) -> None:
+        print(f"sites: {text}", file=self._file, flush=True)
 
     async def _serve(self, listener: socket.socket) -> None:
         server = await asyncio.start_server(self._serve_connection, sock=listener, limit=LINE_BYTES)
         closing_s: float | None = None
         while closing_s is None or self._served.lingers(self._loop.time() - closing_s):
-            self._served.turn()
+            self._served.tick()
             await asyncio.sleep(TICK_S)
             if self._closing.is_set() and closing_s is None:
                 closing_s = self._loop.time()
         server.close()
         self._served.abort()
-        # The loop ends with this coroutine, and would leave the tasks of connections unfinished.
+        # The loop ends with this coroutine; cancel the connections' tasks first, which it would leave unfinished.
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection. An error is logged and ends this connection alone."""
+        """Serve one connection. An error is logged and ends only this connection."""
         connection = RankConnection(writer)
         hello: SiteHello | None = None
         try:
@@ -186,11 +186,11 @@ class SiteServer:
                 writer.write(GREETING)
                 await writer.start_tls(self._certificate.context)
                 await prove(reader, writer, Challenge(self._secret, self._certificate.purpose(self._name)))
-                first, _ = await receive(reader, connection.hear)
+                first, _ = await receive(reader, connection.note_activity)
                 if not isinstance(first, SiteHello):
                     raise ValueError("a rank begins with hello")
                 if refusal := self._served.refusal(first):
-                    self.say(f"site {first.site} is refused: {refusal.reason}")
+                    self.log(f"site {first.site} is refused: {refusal.reason}")
                     connection.send(refusal)
                     await connection.flush()
                     return
@@ -199,9 +199,9 @@ class SiteServer:
             writing = asyncio.ensure_future(connection.write())
             try:
                 while True:
-                    message, payload = await receive(reader, connection.hear)
+                    message, payload = await receive(reader, connection.note_activity)
                     if not isinstance(message, Alive):
-                        self._served.hear(hello, message, payload)
+                        self._served.handle(hello, message, payload)
             finally:
                 writing.cancel()
         except ENDS as error:
@@ -213,13 +213,13 @@ class SiteServer:
 
 
 class SiteInbox:
-    """Other sites send it their outer gradients directly, and it hands them to the ranks of its own site.
+    """Receives outer gradients directly from other sites and forwards them to the ranks of its own site.
 
-    It keeps nothing. What comes while a rank is away, or breaks off, that rank gets from the meeting point.
+    It stores nothing. A rank gets what it has missed from the meeting point.
     """
 
     def __init__(self, site: int, sites: int, secret: bytes, recipe: str, silence_s: float, log: TextIO):
-        """`recipe` is the digest of what all sites have to agree on."""
+        """`recipe`: a digest of everything that all sites must agree on."""
         self._site = site
         self._count = sites
         self._recipe = recipe
@@ -227,11 +227,11 @@ class SiteInbox:
         self._server = SiteServer(inbox_of(site), self, secret, log)
         self.start = self._server.start
         self.close = self._server.close
-        self._say = self._server.say
+        self._log = self._server.log
         self._ranks: dict[tuple[int, int], RankConnection] = {}
-        """Those of this site and of the others, by site and rank."""
+        """Ranks of this site and of others, by site and rank."""
 
-    def turn(self) -> None:
+    def tick(self) -> None:
         for connection in list(self._ranks.values()):
             if connection.silent(self._silence_s):
                 connection.abort()
@@ -247,18 +247,18 @@ class SiteInbox:
         if hello.recipe != self._recipe:
             return Refused("its recipe differs from that of this site", "give all sites the same recipe")
         if not 0 <= hello.site < self._count or not 0 <= hello.rank < hello.ranks:
-            return Refused(f"there are {self._count} sites, from 0", "type another --site")
+            return Refused(f"there are {self._count} sites, from 0", "type another resilience.sites.site")
         return None
 
     def arrive(self, hello: SiteHello, connection: RankConnection) -> None:
         key = hello.site, hello.rank
         if before := self._ranks.get(key):
-            before.abort()  # a new start, whose last connection has not been found broken yet
+            before.abort()  # a restart, whose last connection has not yet been found broken
         self._ranks[key] = connection
         if hello.site != self._site and hello.rank == 0:
-            self._say(f"site {hello.site} is connected directly")
+            self._log(f"site {hello.site} is connected directly")
 
-    def hear(self, hello: SiteHello, message: Message, payload: bytes) -> None:
+    def handle(self, hello: SiteHello, message: Message, payload: bytes) -> None:
         if not isinstance(message, Sent) or hello.site == self._site:
             raise ValueError(f"{type(message).__name__} is not for an inbox")
         if own := self._ranks.get((self._site, hello.rank)):
@@ -273,7 +273,7 @@ class SiteInbox:
         if own := self._ranks.get((self._site, hello.rank)):
             own.send(Gone(hello.site))
         if hello.rank == 0:
-            self._say(f"site {hello.site} is not connected directly any more")
+            self._log(f"site {hello.site} is no longer connected directly")
 
 
 def make_inbox(plan: Plan, secret: bytes, log: TextIO) -> SiteInbox:

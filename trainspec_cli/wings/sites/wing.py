@@ -1,4 +1,4 @@
-"""Train one model at far-apart sites that are joined by a thin link (`resilience=sites`)."""
+"""Train one model at several distant sites that are connected by slow links (`resilience=sites`)."""
 
 from trainspec_cli.core.wings import Wing
 

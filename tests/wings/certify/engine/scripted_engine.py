@@ -1,5 +1,5 @@
-"""An engine that computes nothing: it answers with tensors that a test has made, or wrongly in the manner it is told.
-It takes the standard library alone, so that it starts at once.
+"""An engine that computes nothing: it answers with prepared tensors, or makes the mistake that MANNER names.
+It uses only the standard library, so that it starts fast.
 
 python scripted_engine.py MANNER TENSORS REQUEST
 """

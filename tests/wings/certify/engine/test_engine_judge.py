@@ -1,4 +1,4 @@
-"""Another engine's answers under the clauses: what keeps them, what breaks them, and what counts as neither."""
+"""How the clauses judge the answers of another engine."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ RESUMED = replace(WHOLE, saves=False, resumes=WHOLE)
 
 
 class Given(Answered):
-    """An answer whose tensors are at hand."""
+    """An answer whose tensors are in memory."""
 
     def __init__(self, scale: float = 1.0, losses: list[float] = LOSSES, declined: str = ""):
         super().__init__(Path(), EngineAnswer(SCHEMA, declined, tuple(losses)), {})
         self.__dict__["gradients"] = self.__dict__["weights"] = {"a": A * np.float32(scale), "b": B}
 
 
-def judged(clause: str, run: ProtocolRun, found: Given, beside: tuple[ProtocolRun, Given] | None = None) -> Finding:
-    check = EngineCheck(clause, run, beside[0] if beside else None)
-    finding = judge_answers(check, {run: found, **(dict([beside]) if beside else {})}, OWN)
+def judged(clause: str, run: ProtocolRun, found: Given, baseline: tuple[ProtocolRun, Given] | None = None) -> Finding:
+    check = EngineCheck(clause, run, baseline[0] if baseline else None)
+    finding = judge_answers(check, {run: found, **(dict([baseline]) if baseline else {})}, OWN)
     assert isinstance(finding, Finding)
     return finding
 
@@ -65,14 +65,14 @@ def test_losses_of_every_step_count() -> None:
     assert not judged("NUM-2", TRAINED, Given(losses=[*LOSSES[:-1], LOSSES[-1] * 1.0001])).passed
 
 
-def test_a_format_may_cost_twice_what_it_costs_one_process() -> None:
+def test_an_error_may_be_twice_that_of_the_format() -> None:
     run = ProtocolRun(compute="bf16")
     assert judged("NUM-3", run, Given(1.019)).measured == pytest.approx(1.9, rel=0.01)
     assert not judged("NUM-3", run, Given(1.021)).passed
 
 
-def test_the_same_run_and_a_resumed_one_are_held_to_the_bit() -> None:
-    again = replace(WHOLE, take=1)
+def test_repeated_and_resumed_runs_must_match_to_the_bit() -> None:
+    again = replace(WHOLE, repetition=1)
     assert judged("NUM-6", again, Given(), (WHOLE, Given())).passed
     assert not judged("NUM-6", again, Given(1 + 2e-7), (WHOLE, Given())).passed
     assert judged("CKPT-1", RESUMED, Given(losses=LOSSES[10:]), (WHOLE, Given())).passed
@@ -81,24 +81,24 @@ def test_the_same_run_and_a_resumed_one_are_held_to_the_bit() -> None:
     assert not judged("CKPT-1", RESUMED, Given(losses=other), (WHOLE, Given())).passed
 
 
-def test_a_checkpoint_of_another_layout_is_held_to_the_losses() -> None:
+def test_a_checkpoint_of_another_layout_must_give_the_same_losses() -> None:
     near = [loss * (1 + 1e-6) for loss in LOSSES[10:]]
     assert judged("CKPT-2", RESUMED, Given(3.0, near), (WHOLE, Given())).passed
     assert not judged("CKPT-2", RESUMED, Given(losses=LOSSES[:10]), (WHOLE, Given())).passed
 
 
-def test_what_is_declined_is_neither_kept_nor_broken() -> None:
+def test_a_declined_run_is_neither_kept_nor_broken() -> None:
     check = EngineCheck("CKPT-1", RESUMED, WHOLE)
-    told = judge_answers(check, {WHOLE: Given(), RESUMED: Given(declined="it cannot resume")}, OWN)
-    assert told == NotOffered("CKPT-1", RESUMED.name, "it cannot resume")
+    outcome = judge_answers(check, {WHOLE: Given(), RESUMED: Given(declined="it cannot resume")}, OWN)
+    assert outcome == NotOffered("CKPT-1", RESUMED.name, "it cannot resume")
 
 
-def test_every_clause_that_an_engine_is_asked_for_is_judged() -> None:
+def test_the_clauses_of_another_engine() -> None:
     clauses = {check.clause for check in engine_checks(2)}
     assert clauses == {"NUM-1", "NUM-2", "NUM-3", "NUM-4", "NUM-5", "NUM-6", "CKPT-1", "CKPT-2"}
 
 
-def test_a_digest_is_of_names_and_bits() -> None:
+def test_a_digest_depends_on_names_and_bits() -> None:
     assert weights_sha256({"a": A, "b": B}) == weights_sha256({"b": B, "a": A.copy()})
     assert len({weights_sha256({"a": A}), weights_sha256({"b": A}), weights_sha256({"a": -A})}) == 3
 

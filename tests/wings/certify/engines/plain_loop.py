@@ -1,9 +1,9 @@
-"""A plain PyTorch loop as an engine: DistributedDataParallel and a llama that is written out, in one file.
+"""A plain PyTorch loop as an engine: DistributedDataParallel and a Llama written out in one file.
 
     trainspec certify --engine "python plain_loop.py"
 
-It reads a request and writes an answer (docs/spec/engine-protocol.md). It trains in data-parallel replicas, or alone;
-what else is asked it declines.
+It reads a request and writes an answer (docs/spec/engine-protocol.md). It trains in data-parallel replicas or in one
+process, and declines everything else.
 """
 
 import json
@@ -103,7 +103,7 @@ def why_declined(request):
     layout = request["layout"]
     spread = [axis for axis in ("dp_shard", "cp", "tp", "pp", "ep") if layout[axis] > 1]
     if spread:
-        return f"it has replicas alone, and no {spread[0]}"
+        return f"it trains replicas only, without {spread[0]}"
     if request["recompute"] != "none":
         return "it keeps all activations"
     return ""

@@ -3,7 +3,7 @@
     trainspec certify --engine "python transformers_trainer.py"
 
 It reads a request and writes an answer (docs/spec/engine-protocol.md). The Trainer makes the steps, clips, saves and
-resumes; what it has no setting for is declined.
+resumes; a request for which it has no setting is declined.
 """
 
 import json
@@ -24,14 +24,14 @@ def why_declined(request):
     layout = request["layout"]
     spread = [axis for axis in ("cp", "tp", "pp", "ep") if layout[axis] > 1]
     if spread:
-        return f"the Trainer spreads no {spread[0]} on CPUs"
+        return f"the Trainer does not support {spread[0]} on CPUs"
     if layout["dp_shard"] > 1 and request["device"] == "cpu":
-        return "its FSDP is not run on CPUs here"
+        return "this script does not run FSDP on CPUs"
     return ""
 
 
 class Watch(TrainerCallback):
-    """Clips from the step on that was asked for, and notes the gradients of the first."""
+    """Clips from the requested step on, and records the gradients of the first step."""
 
     def __init__(self, request):
         self.request, self.model, self.gradients = request, None, {}
@@ -48,7 +48,7 @@ class Watch(TrainerCallback):
 
 
 class InOrder(Trainer):
-    """The batches come in the order that was asked for, and each step's mean loss is noted: the log rounds it."""
+    """Takes the batches in the requested order and records each step's mean loss, which the log would round."""
 
     losses = ()
 

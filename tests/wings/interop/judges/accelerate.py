@@ -1,4 +1,4 @@
-"""What Accelerate makes of its YAML: the environment that `accelerate launch` gives, and what a process reads in it."""
+"""Accelerate's YAML: the environment that `accelerate launch` sets, and the values that a process reads from it."""
 
 import json
 import os

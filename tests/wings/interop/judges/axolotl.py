@@ -1,6 +1,6 @@
-"""What axolotl's own parser makes of YAML files: cases on stdin, judgements on the last line of stdout.
+"""What axolotl's own parser reads in YAML files: cases on stdin, judgements on the last line of stdout.
 
-Each case is read for Hoppers that are not there, with a stand-in for the kernels that need them.
+Each case is read as if for Hopper GPUs, with a stand-in for the kernels that need them.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import types
 
 import yaml
 
-sys.modules["ring_flash_attn"] = types.ModuleType("ring_flash_attn")  # kernels, which are asked for and not called
+sys.modules["ring_flash_attn"] = types.ModuleType("ring_flash_attn")  # kernels that are imported but not called
 os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"
 
 from axolotl.utils import config as module  # noqa: E402 - after the stand-in
@@ -47,9 +47,9 @@ def judge(case):
     os.environ.clear()
     os.environ.update({**CLEAN, "WORLD_SIZE": str(case["world_size"])})
     gpus = {"bf16": True, "fp8": True, "tf32": True, "n_gpu": 8, "n_node": 2, "compute_capability": "sm_90"}
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             read = DictDefault(yaml.safe_load(case["files"]["axolotl.yml"]))
             config = module.validate_config(read, capabilities=gpus, env_capabilities={"torch_version": "2.13.0"})
             found = {key: look_up(config, key) for key in case["keys"]}

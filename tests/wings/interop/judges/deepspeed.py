@@ -1,4 +1,4 @@
-"""What DeepSpeed's own parser makes of configurations: cases on stdin, judgements on the last line of stdout."""
+"""What DeepSpeed's own parser reads in configurations: cases on stdin, judgements on the last line of stdout."""
 
 import json
 import os
@@ -8,7 +8,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 from deepspeed.runtime import config as module
 
-module.dist.get_rank = lambda: 0  # there is no job
+module.dist.get_rank = lambda: 0  # no job is running
 
 SECTIONS = {
     "zero_optimization": "zero_config",
@@ -27,7 +27,7 @@ NAMES = {
 
 
 class Ranks:
-    """The data-parallel ranks of a job that is not there."""
+    """Stand-in for the data-parallel ranks of a job."""
 
     def __init__(self, count):
         self.count = count

@@ -1,4 +1,4 @@
-"""What Kubernetes' and Kubeflow's schemas make of manifests: cases on stdin, judgements on the last line of stdout."""
+"""How Kubernetes' and Kubeflow's schemas read manifests: cases on stdin, judgements on the last line of stdout."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ KUBEFLOW = {
 
 
 def read(manifest):
-    """Return the manifest as its schema has read it. Raises what the schema raises."""
+    """Return the manifest as its schema reads it. Raises the exceptions of the schema."""
     if manifest["kind"] in KUBEFLOW:
         return json.loads(KUBEFLOW[manifest["kind"]].from_dict(manifest).to_json())
     kubernetes_validate.validate(manifest, "1.36", strict=True)

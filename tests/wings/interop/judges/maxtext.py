@@ -1,4 +1,4 @@
-"""What MaxText's own parser makes of YAML files: cases on stdin, judgements on the last line of stdout."""
+"""What MaxText's own parser reads in YAML files: cases on stdin, judgements on the last line of stdout."""
 
 import contextlib
 import enum
@@ -19,12 +19,12 @@ ALONE = ["skip_jax_distributed_system=true"]
 def judge(case):
     file = Path(tempfile.mkdtemp()) / "maxtext.yml"
     file.write_text(case["files"]["maxtext.yml"])
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             config = initialize_pydantic(["", str(file), *ALONE])
     except (Exception, SystemExit) as error:
-        return {"error": f"{type(error).__name__}: {error} {said.getvalue()[-400:]}"}
+        return {"error": f"{type(error).__name__}: {error} {printed.getvalue()[-400:]}"}
     found = {}
     for key in case["keys"]:
         value = getattr(config, key, None)

@@ -1,6 +1,6 @@
-"""What Megatron-LM's own parser makes of command lines: cases on stdin, judgements on the last line of stdout.
+"""What Megatron-LM's own parser reads in command lines: cases on stdin, judgements on the last line of stdout.
 
-Each case is read in the environment of its script, on a Hopper that is not there.
+Each case is read in the environment of its script, with a stand-in for a Hopper GPU.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ HOPPER = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132, tota
 torch.cuda.get_device_properties = lambda *_: HOPPER
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 
-from megatron.training.argument_utils import core_transformer_config_from_args  # noqa: E402 - after what stands for the GPU
+from megatron.training.argument_utils import core_transformer_config_from_args  # noqa: E402 - after the stand-in for the GPU
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
 
 CLEAN = dict(os.environ)
@@ -39,12 +39,12 @@ def judge(case):
     os.environ.update({"WORLD_SIZE": str(case["world_size"]), "RANK": "0"})
     sys.argv = ["pretrain_gpt.py", *case["about"]["words"], *WITHOUT_TRANSFORMER_ENGINE]
     try:
-        with contextlib.redirect_stderr(io.StringIO()) as said:
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
             arguments = parse_args()
             validate_args(arguments)
             core_transformer_config_from_args(arguments)
     except SystemExit:
-        return {"error": said.getvalue()[-400:]}
+        return {"error": printed.getvalue()[-400:]}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     found = {}

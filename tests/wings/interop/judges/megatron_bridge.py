@@ -1,7 +1,7 @@
-"""What Megatron-Bridge's own checks make of modules: cases on stdin, judgements on the last line of stdout.
+"""What Megatron-Bridge's own checks read in modules: cases on stdin, judgements on the last line of stdout.
 
-Each case is checked in the environment of its script, on a Hopper that is not there, with stand-ins for the packages of
-kernels and of multimodal data that the checks do not call.
+Each case is checked in the environment of its script, with stand-ins for a Hopper GPU and for packages of kernels and
+multimodal data that the checks do not call.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ if not hasattr(typing, "override"):
 
 
 class AbsentClass(type):
-    """A class that has whatever is asked for."""
+    """A class that has every attribute."""
 
     def __getattr__(cls, name):
         if name.startswith("__"):
@@ -45,7 +45,7 @@ class AbsentModule(types.ModuleType):
 
 
 class Absent:
-    """Finds stand-ins for packages that are not there, and for their modules."""
+    """Finds stand-ins for missing packages and their modules."""
 
     def __init__(self, names):
         self.names = names

@@ -1,4 +1,4 @@
-"""What SkyPilot makes of tasks: cases on stdin, judgements on the last line of stdout."""
+"""How SkyPilot reads tasks: cases on stdin, judgements on the last line of stdout."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What torchtitan's own parser makes of modules: cases on stdin, judgements on the last line of stdout."""
+"""What torchtitan's own parser reads in modules: cases on stdin, judgements on the last line of stdout."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""What transformers' own parser makes of a Trainer's arguments, as JSON and as a command line."""
+"""What transformers' own parser reads in a Trainer's arguments, as JSON and as a command line."""
 
 import json
 import sys

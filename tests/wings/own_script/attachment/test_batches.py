@@ -1,4 +1,4 @@
-"""The order of samples: by seed and epoch alone, shared among ranks, and gone on with from any batch."""
+"""The order of samples: it depends only on seed and epoch, is shared among ranks, and can continue at any batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def batches(rank: int = 0, ranks: int = 1, *, seed: int = 5, epoch: int = 0, fir
     return list(made)
 
 
-def test_an_epoch_takes_each_sample_once_in_an_order_of_its_own() -> None:
+def test_an_epoch_takes_each_sample_once_in_its_own_order() -> None:
     taken = [sample for batch in batches() for sample in batch]
     assert len(taken) == len(set(taken)) == 48
     assert batches() == batches() != batches(epoch=1) != batches(seed=6)
@@ -36,21 +36,21 @@ def test_uneven_parts_take_the_same_samples_in_the_same_order() -> None:
     assert [[sample for part in step for sample in part] for step in zip(*parts, strict=True)] == batches()
 
 
-def test_it_goes_on_from_a_batch_once() -> None:
+def test_the_first_batch_applies_to_one_iteration() -> None:
     made = ShardedBatches(50, 8, rank=1, ranks=2, seed=5, shuffle=True)
     made.first = 4
     assert (list(made), len(list(made)), len(made)) == (batches(1, 2)[4:], 6, 6)
 
 
-def test_without_shuffling_it_is_the_datasets_own_order() -> None:
+def test_without_shuffling_the_order_is_that_of_the_dataset() -> None:
     made = ShardedBatches(5, 2, rank=0, ranks=1, seed=0, shuffle=False)
     assert list(made) == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize(
-    ("samples", "batch_size", "ranks", "said"),
-    [(50, 8, 3, "batch_size=8 cannot be shared evenly among 3 ranks"), (5, 8, 2, "more than the dataset's 5 samples")],
+    ("samples", "batch_size", "ranks", "code"), [(50, 8, 3, "not_divisible"), (5, 8, 2, "too_large")]
 )
-def test_what_cannot_be_shared_is_refused(samples: int, batch_size: int, ranks: int, said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
+def test_an_impossible_batch_size_is_refused(samples: int, batch_size: int, ranks: int, code: str) -> None:
+    with pytest.raises(RecipeError) as error:
         ShardedBatches(samples, batch_size, rank=0, ranks=ranks, seed=0, shuffle=True)
+    assert error.value.problems[0].code == code

@@ -1,4 +1,4 @@
-"""Ranks without torch: where a process stands among them, and a stop on which all act after the same step."""
+"""Ranks without torch: how a process finds its rank, and how all ranks stop after the same step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.wings.own_script.attachment.stopping import FlagFiles, find_place
+from trainspec_cli.wings.own_script.attachment.stopping import FlagFiles, find_rank
 
 CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}
 
@@ -26,55 +26,55 @@ def nothing_imported(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "place"),
+    ("task", "expected"),
     [(("chief", 0), (0, 3)), (("worker", 0), (1, 3)), (("worker", "1"), (2, 3)), (("ps", 0), (0, 1))],
 )
-def test_a_place_in_tensorflows_cluster(monkeypatch, task, place) -> None:
+def test_the_rank_in_tensorflows_cluster(monkeypatch, task, expected) -> None:
     text = json.dumps({"cluster": CLUSTER, "task": {"type": task[0], "index": task[1]}})
     monkeypatch.setenv("TF_CONFIG", text)
-    assert find_place() == (0, 1), "what trains is not TensorFlow"
+    assert find_rank() == (0, 1), "the script does not use TensorFlow"
     monkeypatch.setitem(sys.modules, "tensorflow", types.ModuleType("tensorflow"))
-    assert find_place() == place
+    assert find_rank() == expected
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"cluster": {"worker": ["a"]}, "task": 3}'])
-def test_a_cluster_that_cannot_be_read_is_none(monkeypatch, text) -> None:
+def test_an_unreadable_cluster_is_ignored(monkeypatch, text) -> None:
     monkeypatch.setenv("TF_CONFIG", text)
     monkeypatch.setitem(sys.modules, "tensorflow", types.ModuleType("tensorflow"))
-    assert find_place() == (0, 1)
+    assert find_rank() == (0, 1)
 
 
 @pytest.mark.parametrize("initialised", [True, False])
-def test_a_place_among_jaxs_processes(monkeypatch, initialised) -> None:
+def test_the_rank_among_jaxs_processes(monkeypatch, initialised) -> None:
     jax = types.SimpleNamespace(
         distributed=types.SimpleNamespace(is_initialized=lambda: initialised),
         process_index=lambda: 3,
         process_count=lambda: 4,
     )
     monkeypatch.setitem(sys.modules, "jax", jax)
-    assert find_place() == ((3, 4) if initialised else (0, 1))
+    assert find_rank() == ((3, 4) if initialised else (0, 1))
 
 
-def test_a_launchers_environment_counts_where_there_is_no_torch(monkeypatch) -> None:
+def test_a_launchers_environment_counts_only_without_torch(monkeypatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    assert find_place() == (0, 1)
+    assert find_rank() == (0, 1)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert find_place() == (1, 2)
+    assert find_rank() == (1, 2)
     monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
-    assert find_place() == (0, 1)
+    assert find_rank() == (0, 1)
 
 
-@pytest.mark.parametrize(("heard", "ends"), [({0: 4}, 5), ({2: 7}, 8), ({0: 6, 1: 3, 2: 5}, 4)])
-def test_all_ranks_end_after_the_same_step_whoever_is_ahead(tmp_path: Path, heard, ends) -> None:
-    """`heard`: the step at which a rank hears the request, by rank. Ranks take steps of different lengths, and none
-    waits for an exchange, so that one may be a step ahead."""
+@pytest.mark.parametrize(("requests", "ends"), [({0: 4}, 5), ({2: 7}, 8), ({0: 6, 1: 3, 2: 5}, 4)])
+def test_all_ranks_end_after_the_same_step(tmp_path: Path, requests, ends) -> None:
+    """`requests`: the step at which a rank gets the request, by rank. Ranks have steps of different lengths and wait
+    for no exchange, so that one may be a step ahead."""
     made: dict[int, int] = {}
 
     def train(rank: int) -> None:
         flags = FlagFiles(tmp_path, rank, 3)
         for step in range(1, 20):
             time.sleep(0.004 * rank)
-            if flags.agree(step >= heard.get(rank, 99)):
+            if flags.agree(step >= requests.get(rank, 99)):
                 made[rank] = step
                 return
 
@@ -86,7 +86,7 @@ def test_all_ranks_end_after_the_same_step_whoever_is_ahead(tmp_path: Path, hear
     assert made == {0: ends, 1: ends, 2: ends}
 
 
-def test_a_rank_that_has_written_half_a_record_or_none_is_waited_for(tmp_path) -> None:
+def test_a_rank_waits_for_incomplete_and_missing_records(tmp_path) -> None:
     flags = FlagFiles(tmp_path, 1, 2)
     assert not flags.agree(True)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of an attached script: whole or absent, checked by their digest, and exact."""
+"""Checkpoints of an attached script: complete or absent, checked by their digest, and exact."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def test_the_newest_are_kept_and_read_back(tmp_path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000015", "step_123456789"]
 
 
-def test_a_damaged_one_is_named_and_the_one_before_it_is_taken(tmp_path, capsys) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(tmp_path, capsys) -> None:
     older, newer = write(tmp_path, 5), write(tmp_path, 10)
     state = newer / torch_state.STATE
     state.write_bytes(state.read_bytes()[:-1] + b"x")
     assert torch_state.newest_sound(tmp_path) == older
-    assert f"{newer} is damaged" in capsys.readouterr().err
+    assert str(newer) in capsys.readouterr().err
     (older / "manifest.json").unlink()
     assert torch_state.newest_sound(tmp_path) is None
 
 
-def test_one_that_failed_half_way_leaves_what_there_was(tmp_path, monkeypatch) -> None:
+def test_a_failed_write_leaves_the_existing_checkpoint(tmp_path, monkeypatch) -> None:
     older = write(tmp_path, 5)
 
     def fails(state: object, path: Path) -> None:
@@ -49,13 +49,13 @@ def test_one_that_failed_half_way_leaves_what_there_was(tmp_path, monkeypatch) -
     assert list(tmp_path.iterdir()) == [older]
 
 
-def test_a_step_that_is_made_again_is_written_again(tmp_path) -> None:
+def test_a_repeated_step_replaces_its_checkpoint(tmp_path) -> None:
     before = (write(tmp_path, 5) / torch_state.STATE).stat().st_ino
     assert (write(tmp_path, 5) / torch_state.STATE).stat().st_ino != before
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_random_numbers_go_on_where_they_were(tmp_path) -> None:
+def test_random_numbers_continue_from_the_saved_state(tmp_path) -> None:
     def draw() -> list[float]:
         return [random.random(), float(np.random.normal()), float(torch.randn(()))]
 
@@ -66,7 +66,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path) -> None:
     assert draw() == expected
 
 
-def test_a_model_an_optimizer_and_a_scheduler_are_exact() -> None:
+def test_a_restored_model_optimizer_and_scheduler_are_exact() -> None:
     def make() -> torch_state.Trained:
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.AdamW(model.parameters())

@@ -1,4 +1,4 @@
-"""`trainspec bundle`: a folder that installs trainspec and trains where no network is."""
+"""`trainspec bundle`: make a folder that installs trainspec and trains without a network."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from trainspec_cli.wings.bundle import (
     read_bundle,
 )
 
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make, or to check.", show_default=False)]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make or check.", show_default=False)]
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[recipe=NAME key=value...]...",
-        help="Recipes whose data, tokenizer and weights go along; what follows one changes that one.",
+        help="Recipes whose data, tokenizer and weights are included; key=value changes the recipe before it.",
         show_default=False,
     ),
 ]
@@ -47,17 +47,19 @@ Platforms = Annotated[
     list[str] | None,
     typer.Option(
         "--platform",
-        help="Such as manylinux_2_28_x86_64: what the machines are, with their glibc. May be given again.",
+        help="Platform of the machines, such as manylinux_2_28_x86_64 (2.28: glibc). Repeatable.",
         show_default="this machine's",
     ),
 ]
-Python = Annotated[str | None, typer.Option(help="Their Python, such as 3.12.", show_default="this one's version")]
-Extras = Annotated[list[str] | None, typer.Option("--extra", help="An extra of trainspec. May be given again.")]
+Python = Annotated[
+    str | None, typer.Option(help="Python version of the machines, such as 3.12.", show_default="this one's version")
+]
+Extras = Annotated[list[str] | None, typer.Option("--extra", help="An extra of trainspec. Repeatable.")]
 Wheels = Annotated[
     Path | None,
-    typer.Option(help="Take wheels from this folder alone, not from where pip looks.", show_default=False),
+    typer.Option(help="Use only wheels from this folder.", show_default=False),
 ]
-Check = Annotated[bool, typer.Option("--check", help="Compare a bundle with its digests, and make none.")]
+Check = Annotated[bool, typer.Option("--check", help="Only compare a bundle with its digests.")]
 
 
 def bundle(
@@ -70,13 +72,13 @@ def bundle(
     check: Check = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a folder that installs trainspec and trains where there is no way out: wheels, recipes, data and digests.
-    pip gets the wheels, by its own settings.
+    """Make a folder that installs trainspec and trains without a network: wheels, recipes, data and digests. pip
+    downloads the wheels, by its own settings.
     """
     if check:
         given = {"a recipe": arguments, "--platform": platform, "--extra": extra, "--wheels": wheels}
         for name in (name for name, value in given.items() if value):
-            message = f"--check looks at a bundle as it is; {name} cannot stand beside it"
+            message = f"--check only checks a bundle; it cannot be combined with {name}"
             raise RecipeError(Problem("contradiction", message, "--check", "type trainspec bundle OUT --check"))
         if faults := examine(out):
             raise MachineError([Problem(one.code, one.message, hint=one.hint, environment=True) for one in faults])
@@ -84,12 +86,12 @@ def bundle(
         if as_json:
             print(json_text({"path": str(out), **to_plain(record)}))
         else:
-            print(f"{out} is whole: {_describe(record)}")
+            print(f"{out} is complete: {_describe(record)}")
         return
     targets = tuple(check_target(python or python_here(), name) for name in platform or [platform_here()])
     if wheels is not None and not wheels.is_dir():
         raise RecipeError(
-            Problem("missing_file", f"--wheels {wheels} is no folder", "--wheels", "name one with wheels")
+            Problem("missing_file", f"--wheels {wheels} is not a folder", "--wheels", "give a folder with wheels")
         )
     check_new(out)
     recipes = tuple(_load_recipes(arguments or []))
@@ -107,13 +109,13 @@ def bundle(
         return
     print(f"{made}: {_describe(record)}")
     for note in notes:
-        print(f"not in it    {note}")
+        print(f"not included {note}")
     print(f"{RECORD}  sha256 {digest}")
     print(f"install it   python{record.python} {INSTALLER} VENV, in a copy of the folder")
 
 
 def _load_recipes(arguments: Sequence[str]) -> Iterator[WantedRecipe]:
-    """Raises RecipeError for a value before the first recipe, a name that is given twice, and as `load` does."""
+    """Raises RecipeError for a value before the first recipe, a name given twice, and the errors of `load`."""
     groups: dict[str, list[str]] = {}
     current: list[str] | None = None
     for word in arguments:
@@ -123,7 +125,7 @@ def _load_recipes(arguments: Sequence[str]) -> Iterator[WantedRecipe]:
                 raise RecipeError(Problem("contradiction", f"{word} is given twice", "recipe", "give it once"))
             current = groups[name] = []
         elif current is None:
-            message = f"{word} comes before any recipe=NAME; a value changes the recipe that it follows"
+            message = f"{word} is before the first recipe=NAME; a value changes the recipe before it"
             raise RecipeError(Problem("usage", message, hint=f"type trainspec bundle OUT recipe=NAME {word}"))
         current.append(word)
     for name, words in groups.items():

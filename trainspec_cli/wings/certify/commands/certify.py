@@ -1,4 +1,4 @@
-"""`trainspec certify`: measure every clause of the open training spec on the chips at hand."""
+"""`trainspec certify`: measure every clause of the open training spec on this machine."""
 
 from __future__ import annotations
 
@@ -36,36 +36,36 @@ from trainspec_cli.wings.certify.clauses import LEVELS, SECURITY, read_clauses
 from trainspec_cli.wings.certify.families import FAMILIES, measure_alone
 from trainspec_cli.wings.certify.judge import checks, judge, judge_refusals
 from trainspec_cli.wings.certify.launched import RECIPE, Bench, measure_performance, measure_security
-from trainspec_cli.wings.certify.other_engine import measure_engine, wanted_of
+from trainspec_cli.wings.certify.other_engine import measure_engine, select_checks
 from trainspec_cli.wings.certify.runs import measure, opened, subject_of
 
 DEFAULT_PROCESSES = 4
 ENGINE_PROCESSES = 2
-"""Another engine is asked for axes one at a time."""
+"""Another engine is measured on one parallelism axis at a time."""
 
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[recipe=NAME|key=value]",
-        help="Measure the model and the loss of this recipe alone, such as a user-defined block.",
+        help="Measure only the model and the loss of this recipe, such as a user-defined block.",
         show_default=False,
     ),
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(help="A clause (NUM-1), a family (dense) or a case; * stands for anything. May be given again."),
+    typer.Option(help="Measure only this clause (NUM-1), family (dense) or case; * matches anything. Repeatable."),
 ]
 Processes = Annotated[
     int | None,
     typer.Option(
-        help="The most processes of a case; as many as there are GPUs, else 4. More than there are run on the CPU.",
+        help="The most processes of a case (default: the number of GPUs, or 4). The CPU runs them if GPUs are too few.",
         min=2,
     ),
 ]
 Folder = Annotated[
     Path | None,
     typer.Option(
-        "--dir", metavar="FOLDER", help="Keep the runs here, and continue where an earlier start was stopped."
+        "--dir", metavar="FOLDER", help="Keep the runs in this folder; an interrupted certification continues there."
     ),
 ]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the certificate to this file.")]
@@ -78,17 +78,15 @@ Key = Annotated[
 ]
 Verify = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE", help="Compute every statement of a certificate again, check its signature, and print it."
-    ),
+    typer.Option(metavar="FILE", help="Recompute every statement of a certificate, check its signature, and print it."),
 ]
 OtherEngine = Annotated[
     str | None,
     typer.Option(
-        metavar="COMMAND", help="Judge another engine, which this command starts (docs/spec/engine-protocol.md)."
+        metavar="COMMAND", help="Measure another engine, which this command starts (docs/spec/engine-protocol.md)."
     ),
 ]
-Listed = Annotated[bool, typer.Option("--list", help="Name the cases, and run none.")]
+Listed = Annotated[bool, typer.Option("--list", help="List the cases and run none.")]
 
 
 def certify(
@@ -103,32 +101,32 @@ def certify(
     listed: Listed = False,
     as_json: AsJson = False,
 ) -> int:
-    """Hold this engine, on these chips, against the open training spec: gradients, losses, resume, resharding.
+    """Test this engine, on these chips, against the open training spec: gradients, losses, resume, resharding.
 
-    Every case is a real torchrun job of small models; given a recipe, of its model and its loss in every layout that
-    they allow. Exits with 5 where a MUST is broken.
+    Every case is a real torchrun job of a small model; with a recipe, of its model and loss in every layout that they
+    allow. Exits with 5 if a MUST is broken.
     """
     console = make_console(as_json=as_json)
     if verify is not None:
         given = {"--output": output, "--only": only, "--dir": folder, "--engine": engine}
         for option in (option for option, value in given.items() if value):
-            message = f"{option} does not go with --verify, which reads a certificate that was made before"
+            message = f"{option} cannot be combined with --verify, which reads an existing certificate"
             raise RecipeError(Problem("usage", message, option, "give one of the two"))
         certificate = read_verified(verify, read_fingerprint(key) if key is not None else "")
     else:
-        # Whatever is wrong with these is found before minutes of runs, not after them.
+        # Check the key and the output file now, not after minutes of runs.
         private = read_key(Path(key)) if key is not None else None
         if output is not None:
             try:
                 output.open("a", encoding="utf-8").close()
             except OSError as error:
                 message = f"--output {output} cannot be written: {error.strerror}"
-                hint = "choose a file in a folder that is there"
+                hint = "choose a file in an existing folder"
                 raise RecipeError(Problem("output_exists", message, hint=hint)) from error
         if engine is None:
             made = _certify_here(arguments or [], only or [], processes, folder, console, listed=listed)
         elif arguments:
-            message = "another engine is asked for a model of trainspec's own choice, and a recipe was given"
+            message = "--engine measures another engine on a fixed model, but a recipe was given"
             raise RecipeError(Problem("usage", message, "--engine", "leave out the recipe, or --engine"))
         else:
             made = _certify_engine(engine, only or [], processes, folder, listed=listed)
@@ -154,12 +152,12 @@ def _certify_here(
     *,
     listed: bool,
 ) -> Certificate | None:
-    """Measure this engine; None: its cases were listed.
+    """Measure this engine and return its certificate; None if the cases were only listed.
 
-    Raises RecipeError where the recipe cannot be measured or a pattern names nothing, MachineError where a run fails,
-    Interrupted where a stop was requested.
+    Raises RecipeError if the recipe cannot be measured or a pattern matches nothing, MachineError if a run fails,
+    Interrupted if a stop was requested.
     """
-    if arguments:  # its model and its loss take the place of the families
+    if arguments:  # the recipe's model and loss replace the families
         spec = load_for_planning(arguments).spec
         measure_alone(spec.model.family, spec.model, spec.train)
         if refused := refusals(Case(spec.model.family)):
@@ -176,11 +174,11 @@ def _certify_here(
             names = [*read_clauses(), *FAMILIES]
             near = closest(pattern, names)
             known = f"clauses and families: {', '.join(names)}; --list names every case"
-            message = f"--only {pattern} names no clause, family or case on at most {processes} processes"
+            message = f"--only {pattern} matches no clause, family or case on at most {processes} processes"
             raise RecipeError(Problem("unknown_value", message, hint=f"did you mean {near}?" if near else known))
     wanted = checks(processes, only, features=features)
     if 0 < gpus < processes:
-        console.print(f"{processes} processes need a GPU each, this node has {gpus}: the CPU is certified")
+        console.print(f"{processes} processes need one GPU each, but this node has {gpus}: certifying the CPU")
         machine = replace(machine, gpu_names=())
     if only:
         launched = tuple(clause for clause in launched if any(fnmatchcase(clause, pattern) for pattern in only))
@@ -191,14 +189,14 @@ def _certify_here(
         return None
     runs = list(dict.fromkeys(run for check in wanted for run in check.runs))
     findings = []
-    with _workplace(folder, machine, "") as (place, since):
+    with _workplace(folder, machine, "") as (root, since):
         if runs:
             with _bar(len(runs)) as on_done:
-                results = measure(runs, place, machine, on_done)
+                results = measure(runs, root, machine, on_done)
                 findings += [judge(check, results) for check in wanted]
-        # On a CPU, no more processes are launched than there are cores.
+        # On a CPU, launched runs have at most one process for each core.
         most = len(machine.gpu_names) or max(2, machine.cpu_cores)
-        bench = Bench(place, machine, min(processes, most), recipe, batch)
+        bench = Bench(root, machine, min(processes, most), recipe, batch)
         with PrintableConsole(stderr=True).status(f"launching runs of {' '.join(recipe)}"):
             findings += measure_security(bench, [clause for clause in launched if clause in SECURITY])
             findings += measure_performance(bench, [clause for clause in launched if clause in LEVELS])
@@ -219,18 +217,18 @@ def _certify_here(
 def _certify_engine(
     command: str, only: list[str], processes: int | None, folder: Path | None, *, listed: bool
 ) -> Certificate | None:
-    """Measure another engine; raises as `_certify_here`, and WorkerError where an answer is wrong."""
+    """Measure another engine. Raises like `_certify_here`, and WorkerError if an answer is wrong."""
     machine = machine_here()
     processes = processes or ENGINE_PROCESSES
     if len(machine.gpu_names) < processes:
         machine = replace(machine, gpu_names=())
-    wanted = wanted_of(command, only, processes)
+    wanted = select_checks(command, only, processes)
     if listed:
         print("\n".join(f"{check.clause}  {check.run.name}" for check in wanted.checks))
         return None
     engine = shlex.join(wanted.command)
-    with _workplace(folder, machine, engine) as (place, since), _bar(len(wanted.runs)) as on_done:
-        findings, declined = measure_engine(wanted, place, machine, on_done)
+    with _workplace(folder, machine, engine) as (root, since), _bar(len(wanted.runs)) as on_done:
+        findings, declined = measure_engine(wanted, root, machine, on_done)
     return write_certificate(
         findings,
         machine,
@@ -244,7 +242,7 @@ def _certify_engine(
 
 
 def machine_here() -> Machine:
-    """Raises MachineError where this node's GPUs cannot be used: the CPU is certified only where that is wanted."""
+    """Return this machine. Raises MachineError if its GPUs cannot be used: the CPU is certified only on request."""
     machine = detect(look_for_gpus=True)
     if problem := machine.gpu_problem:
         hint = problem.hint.partition(f"; {CPU_HINT}")[0]
@@ -258,7 +256,7 @@ def _today() -> str:
 
 @contextmanager
 def _workplace(folder: Path | None, machine: Machine, engine: str) -> Iterator[tuple[Path, str]]:
-    """Give the folder of the runs, and the day on which they were begun; where it is none of the user's, it goes."""
+    """Yield the folder of the runs and the day on which they began; without `folder`, use a temporary one."""
     try:
         if folder is not None:
             with opened(folder, subject_of(machine, engine), _today()) as since:
@@ -267,14 +265,14 @@ def _workplace(folder: Path | None, machine: Machine, engine: str) -> Iterator[t
             with tempfile.TemporaryDirectory(prefix="trainspec-certify-") as scratch:
                 yield Path(scratch), _today()
     except Interrupted as error:
-        again = f"type it again to continue: {shlex.join(['trainspec', *sys.argv[1:]])}"
-        hint = again if folder is not None else "with --dir FOLDER, the runs that have ended are kept"
+        again = f"type the command again to continue: {shlex.join(['trainspec', *sys.argv[1:]])}"
+        hint = again if folder is not None else "--dir FOLDER would keep the finished runs"
         raise Interrupted("the certification was interrupted", code="interrupted", hint=hint) from error
 
 
 @contextmanager
 def _bar(runs: int) -> Iterator[Callable[[int], None]]:
-    """Show how many runs have ended, beside the output."""
+    """Show on stderr how many runs have ended."""
     columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=PrintableConsole(stderr=True)) as bar:
         task = bar.add_task("runs", total=runs)

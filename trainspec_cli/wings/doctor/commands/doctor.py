@@ -38,15 +38,15 @@ NAME_WIDTH = 15
 
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="key=value", help="A recipe or a cluster's keys, such as cluster.devices_per_node=8."),
+    typer.Argument(metavar="key=value", help="A recipe, or keys of the cluster such as cluster.devices_per_node=8."),
 ]
 
 
 def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
-    """Check this node: its hardware, its settings, its speed, and the links between its processes.
+    """Check this node: its hardware, settings and speed, and the links between its processes.
 
-    Inside a Slurm job (salloc, sbatch --wrap) it checks every node of the job and names the slowest. Exit code 4 where
-    something fails.
+    In a Slurm job (salloc, sbatch --wrap) it checks all nodes of the job and reports the slowest. The exit code is 4 if
+    a check fails.
     """
     given = arguments or []
     named = any(argument.startswith("recipe=") for argument in given)
@@ -64,12 +64,12 @@ def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
 
 
 def _fabric(loaded: Loaded, links: LinksResult | None) -> Iterator[Check]:
-    """The network as Slurm knows it, and as it was measured."""
+    """Return the network's tiers according to Slurm and to measurements."""
     devices_per_node = plan_for(loaded, this_machine(loaded.spec)).devices_per_node
     try:
         yield from check_switches(slurm.show_topology(), devices_per_node)
     except MachineError as error:
-        yield Check("switches", "ok", f"Slurm shows none: {error.problems[0].message}")
+        yield Check("switches", "ok", f"none from Slurm: {error.problems[0].message}")
     yield from check_fabric(links.pairs if links else (), devices_per_node, len(read_nics()))
 
 
@@ -79,7 +79,7 @@ def _examine(loaded: Loaded, nodes: int) -> Examined:
     if nodes == 1:
         with tempfile.TemporaryDirectory(prefix="trainspec-doctor-") as folder:
             return examine_here(plan, machine, Path(folder))
-    # From the job's first node, by srun; below ./runs, which the nodes share.
+    # srun starts the examination from the job's first node; ./runs is on a file system the nodes share.
     start = start_command(plan, Path.cwd(), [Path.cwd(), *folders_read(plan, None)])
     reach = Reach(slurm.own_address(), tuple(start))
     with private_files():
@@ -89,11 +89,11 @@ def _examine(loaded: Loaded, nodes: int) -> Examined:
 
 
 def _plan(loaded: Loaded, machine: Machine) -> Plan:
-    """Plan a run of all devices. GPUs that cannot be used are examined all the same: the examination says why."""
+    """Plan a run on all devices. Unusable GPUs are examined too, because the examination finds the reason."""
     cluster = loaded.spec.cluster
     if cluster.device == "cpu" or machine.gpu_names or not (machine.gpu_problem or cluster.device == "cuda"):
         return plan_for(loaded, machine).as_one_group
-    # A plan for GPUs needs to know them: it is made for the CPU, and examined as one for GPUs.
+    # A plan for unknown GPUs is impossible, so plan for the CPU and then set the device.
     on_cpu = replace(loaded, spec=replace(loaded.spec, cluster=replace(cluster, device="cpu")))
     return replace(plan_for(on_cpu, machine).as_one_group, device="cuda")
 
@@ -111,7 +111,8 @@ def render_diagnosis(diagnosis: Diagnosis) -> Text:
     nodes = len(diagnosis.hosts)
     checks = [check for report in diagnosis.hosts for check in report.checks] + list(diagnosis.between)
     count = {status: sum(check.status == status for check in checks) for status in MARKS}
-    found = f"{count['ok']} ok, {count['warn']} to look at, {count['fail']} failed"
+    warnings = f"{count['warn']} warning{'s' * (count['warn'] != 1)}"
+    found = f"{count['ok']} ok, {warnings}, {count['fail']} failed"
     text.append(f"{nodes} node{'s' if nodes > 1 else ''}: {found}")
     if diagnosis.slowest and nodes > 1:
         text.append(f"\nslowest node: {diagnosis.slowest}")

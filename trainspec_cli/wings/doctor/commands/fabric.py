@@ -1,4 +1,4 @@
-"""`trainspec fabric`: discover how the devices of this machine and its nodes are joined, as the group `fabric`."""
+"""`trainspec fabric`: discover the links between the devices and nodes of this machine, for the group `fabric`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.wings.doctor.discover import (
     NodeLinks,
-    Told,
+    SourceText,
     discover,
     links_here,
     parse_matrix,
@@ -41,26 +41,28 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="key=value",
-        help="A cluster's keys where its nodes are others than this one: cluster.devices_per_node=8, or cluster=h100.",
+        help="Keys of a cluster whose nodes differ from this one: cluster.devices_per_node=8, or cluster=h100.",
         show_default=False,
     ),
 ]
 Write = Annotated[
     Path | None,
-    typer.Option("--write", metavar="FILE", help="Write it as an option of the group: conf/fabric/NAME.yaml."),
+    typer.Option("--write", metavar="FILE", help="Write the fabric as an option of the group: conf/fabric/NAME.yaml."),
 ]
 Gpus = Annotated[
     Path | None,
-    typer.Option("--gpus", metavar="FILE", help="The links of another node: what `nvidia-smi topo -m` printed there."),
+    typer.Option("--gpus", metavar="FILE", help="The links of another node: the output of `nvidia-smi topo -m` there."),
 ]
 Topology = Annotated[
     Path | None,
-    typer.Option("--topology", metavar="FILE", help="What `scontrol show topology` printed, or Slurm's topology.conf."),
+    typer.Option(
+        "--topology", metavar="FILE", help="The output of `scontrol show topology`, or Slurm's topology.conf."
+    ),
 ]
 Measured = Annotated[
     Path | None,
     typer.Option(
-        "--measured", metavar="FILE", help="What `trainspec doctor --json` printed in a job of several nodes."
+        "--measured", metavar="FILE", help="The output of `trainspec doctor --json` in a job of several nodes."
     ),
 ]
 
@@ -73,16 +75,16 @@ def fabric(
     measured: Measured = None,
     as_json: AsJson = False,
 ) -> None:
-    """Discover the fabric: the links of this node's GPUs, its NICs and NUMA nodes, and the switches that Slurm knows.
+    """Discover the fabric: the links of this node's GPUs, its NICs and NUMA nodes, and Slurm's switches.
 
-    No GPU is needed, and none is used. What is found becomes tiers that trainspec plan fabric=NAME takes; each says
-    where it is from, and what cannot be found is named.
+    GPUs are neither needed nor used. The result is tiers for trainspec plan fabric=NAME, each with its source, and a
+    list of what was not found.
     """
     if write:
         _check_target(write)
     devices, scaleup_devices = _sizes(arguments or [])
     if gpus:
-        # Of a node whose matrix was saved; its NICs' rates do not stand in it.
+        # A saved matrix does not contain the rates of NICs.
         source = str(gpus)
         matrix = tuple(parse_matrix(read_text(gpus), source))
         node = NodeLinks(f"the node of {source}", matrix, source, nics_source=source)
@@ -103,19 +105,19 @@ def fabric(
         print(json_text(found.as_json()))
         return
     PrintableConsole(highlight=False, soft_wrap=True).show(render_fabric(found))
-    print(_next(write))
+    print(_next_command(write))
 
 
-def _switches(file: Path) -> Told:
+def _switches(file: Path) -> SourceText:
     text = read_text(file)
     if not re.search(r"^\s*(SwitchName|BlockName)=", text, re.MULTILINE | re.IGNORECASE):
         hint = "scontrol show topology > topology.txt, or give Slurm's topology.conf"
-        raise unreadable(file, "names no SwitchName=... and no BlockName=...", hint)
-    return Told(text, str(file))
+        raise unreadable(file, "has no SwitchName=... and no BlockName=...", hint)
+    return SourceText(text, str(file))
 
 
 def _sizes(arguments: list[str]) -> tuple[int | None, int | None]:
-    """Return the devices of a node and of a scale-up domain by the command line; None where it does not say."""
+    """Return the command line's devices of a node and of a scale-up domain; None if not given."""
     if not arguments:
         return None, None
     named = any(argument.startswith("recipe=") for argument in arguments)
@@ -124,42 +126,42 @@ def _sizes(arguments: list[str]) -> tuple[int | None, int | None]:
 
 
 def _pairs(file: Path) -> tuple[PairRate, ...]:
-    """Return the links between nodes of a doctor's report. Raises MachineError where it has none."""
+    """Return the links between nodes from a doctor's report. Raises MachineError if it has none."""
     content = read_object(file)
-    hint = "inside a job of two nodes or more: trainspec doctor --json > doctor.json"
+    hint = "run in a job of two or more nodes: trainspec doctor --json > doctor.json"
     if not isinstance(content.get("links"), dict):
-        raise unreadable(file, "holds no measured links", hint)
+        raise unreadable(file, "contains no measured links", hint)
     try:
         pairs = from_plain(LinksResult, content["links"]).pairs
     except RecipeError as error:
-        raise unreadable(file, f"holds no measured links: {error.problems[0].message}", hint) from error
+        raise unreadable(file, f"contains no measured links: {error.problems[0].message}", hint) from error
     if any(not pair.sizes or pair.bytes_per_s <= 0 for pair in pairs):
-        raise unreadable(file, "holds a link without a rate", hint)
+        raise unreadable(file, "contains a link without a rate", hint)
     if not pairs:
-        raise unreadable(file, "holds no links between nodes: one node was examined", hint)
+        raise unreadable(file, "contains no links between nodes: only one node was examined", hint)
     return pairs
 
 
 def _check_target(file: Path) -> None:
-    """Raise RecipeError for a file that is there, or that no recipe could name."""
+    """Raises RecipeError for an existing file, or a name that recipes cannot use."""
     hint = f"such as --write {GROUP / 'mine.yaml'}"
     if file.suffix != SUFFIX or not _NAME.fullmatch(file.stem):
-        raise RecipeError(Problem("output_exists", f"--write {file} is no NAME{SUFFIX} of letters, digits, _ . and -",
-                                  "--write", hint))  # fmt: skip
+        message = f"--write {file} is not NAME{SUFFIX} with letters, digits, _ . and -"
+        raise RecipeError(Problem("output_exists", message, "--write", hint))
     if file.exists():
-        message = f"{file} exists, and may hold what you have filled in"
+        message = f"{file} already exists and may contain your changes"
         raise RecipeError(Problem("output_exists", message, "--write", f"remove it, or choose another: {hint}"))
     if (shipped_data() / GROUP / file.name).is_file():
-        message = f"{file.stem} is a fabric that ships with trainspec, and yours would take its place"
+        message = f"trainspec already has a fabric {file.stem}, which yours would replace"
         raise RecipeError(Problem("output_exists", message, "--write", hint))
 
 
-def _next(file: Path | None) -> str:
+def _next_command(file: Path | None) -> str:
     if file is None:
         return f"to plan with it: trainspec fabric --write {GROUP / 'mine.yaml'}, and trainspec plan ... fabric=mine"
     if file.resolve().parent in [folder / "fabric" for folder in find_folders(Path.cwd()).conf]:
         return f"wrote {file}: trainspec plan ... fabric={file.stem}"
-    return f"wrote {file}: fabric={file.stem} is found below ./{GROUP} of the folder that you plan in"
+    return f"wrote {file}: to use fabric={file.stem}, put it into ./{GROUP} of the folder in which you plan"
 
 
 def render_fabric(found: FoundFabric) -> RenderableType:
@@ -168,9 +170,9 @@ def render_fabric(found: FoundFabric) -> RenderableType:
         facts.add_row(Text(fact.about), Text(fact.found), Text(fact.source))
     tiers = _table("tier", "devices", "Gbit/s", "latency us", "kind", "source")
     not_found: dict[tuple[str, str], list[str]] = {}
-    for place, tier in enumerate(found.tiers):
+    for index, tier in enumerate(found.tiers):
         spec = tier.spec
-        size = "all" if place == len(found.tiers) - 1 else "a node's" if place == 0 else "?"
+        size = "all" if index == len(found.tiers) - 1 else "a node's" if index == 0 else "?"
         rate = "?" if spec.gbit_per_s is None else f"{spec.gbit_per_s:g}"
         latency = "?" if spec.latency_us is None else f"{spec.latency_us:g}"
         row = (spec.name, str(spec.devices or size), rate, latency, spec.kind or "", tier.source)

@@ -1,4 +1,4 @@
-"""`trainspec emit`: a recipe's plan as the configuration of another engine."""
+"""`trainspec emit`: write a recipe's plan as the configuration of another engine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from trainspec_cli.wings.interop import EMITTED, NOT_CARRIED, TARGETS, Container
 from trainspec_cli.wings.interop.emit import Emission, emit_recipe, write_emission
 
 For = Annotated[str, typer.Option("--for", metavar="ENGINE", help=f"One of {', '.join(TARGETS)}.")]
-Output = Annotated[Path, typer.Option(metavar="DIR", help="Folder of the files that are written.")]
-Overwrite = Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")]
+Output = Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files.")]
+Overwrite = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 
 
 Image = Annotated[str, typer.Option(metavar="NAME", help="Container image with trainspec (kubernetes, skypilot).")]
@@ -36,10 +36,10 @@ def emit(
 ) -> None:
     """Write a recipe's plan as another engine's configuration, with the command and the environment of the run.
 
-    For a cluster manager (kubernetes, jobset, trainjob, skypilot), the manifest by which it starts trainspec.
+    For a cluster manager (kubernetes, jobset, trainjob, skypilot), write the manifest that starts trainspec.
 
-    Needs no GPU, and not the engine. What the engine cannot say is refused by name. DIR/emitted.json says which key
-    became which, what is only nearly the same, and what is not carried.
+    Needs neither a GPU nor the engine. Unsupported values are refused by name. DIR/emitted.json lists how each key is
+    translated, what is only approximate, and what is not carried.
     """
     emission = emit_recipe(arguments, engine, Container(image, volume))
     write_emission(emission, output, force=force)
@@ -50,17 +50,17 @@ def emit(
 
 
 def _summary(emission: Emission, output: Path) -> Iterator[str]:
-    """Yield a short table; the whole of it is emitted.json."""
+    """Yield a short table; emitted.json has all of it."""
     target = emission.target
-    spoken = emission.spoken
+    translation = emission.translation
     style = Style.of(sys.stdout)
     yield f"{output}: {', '.join(emission.files)} for {target.title} {target.version}"
-    nearly = [one for one in spoken.said if one.approximate]
-    rows = [("exact", f"{len(spoken.said) - len(nearly)} keys")]
+    nearly = [one for one in translation.translated if one.approximate]
+    rows = [("exact", f"{len(translation.translated) - len(nearly)} keys")]
     rows += [("approximate", f"{one.ours} -> {one.theirs or 'implied'}: {one.approximate}") for one in nearly]
-    own = [one.ours for one in spoken.not_carried if one.ours in NOT_CARRIED]
+    own = [one.ours for one in translation.not_carried if one.ours in NOT_CARRIED]
     of_script: dict[str, list[str]] = {}
-    for one in spoken.not_carried:
+    for one in translation.not_carried:
         if one.ours not in NOT_CARRIED:
             of_script.setdefault(one.why, []).append(f"{one.ours}={show(one.value)}")
     rows += [("not carried", f"{why}: {' '.join(values)}") for why, values in of_script.items()]

@@ -1,4 +1,4 @@
-"""`trainspec import FILE`: another engine's configuration as a recipe."""
+"""`trainspec import FILE`: read another engine's configuration as a recipe."""
 
 from __future__ import annotations
 
@@ -13,36 +13,35 @@ from trainspec_cli.wings.interop import READERS
 from trainspec_cli.wings.interop.import_recipe import import_file, write_recipe
 
 File = Annotated[
-    Path, typer.Argument(metavar="FILE", help="A JSON, a YAML, a Python module, or a script of another engine.")
+    Path, typer.Argument(metavar="FILE", help="The JSON, YAML, Python module or script of another engine.")
 ]
-Output = Annotated[Path | None, typer.Option(metavar="FILE", help="The recipe to write; without it, it is printed.")]
+Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the recipe to this file (default: print it).")]
 From = Annotated[
-    str, typer.Option("--from", metavar="ENGINE", help=f"One of {', '.join(READERS)}; else by the ending.")
+    str, typer.Option("--from", metavar="ENGINE", help=f"One of {', '.join(READERS)} (default: by file name).")
 ]
 
 
 def import_recipe(file: File, output: Output = None, engine: From = "", as_json: AsJson = False) -> None:
-    """Read the configuration of a run that you have, so that trainspec plan answers for it.
+    """Read the configuration of an existing run as a recipe, so that trainspec can plan it.
 
-    Reads the JSON of DeepSpeed, the YAML of Accelerate, axolotl and MaxText, a module of torchtitan or Megatron-Bridge
-    (parsed, not run), and the arguments of Megatron-LM in a shell script. What the file does not say is asked for:
-    model=NAME, cluster=NAME and so on.
+    Reads JSON of DeepSpeed, YAML of Accelerate, axolotl and MaxText, modules of torchtitan or Megatron-Bridge (parsed,
+    not run), and Megatron-LM's arguments in a shell script. The recipe leaves open what the file does not contain:
+    give model=NAME, cluster=NAME and so on.
     """
     imported = import_file(file, engine)
     if output:
         write_recipe(imported, output)
     if as_json:
-        heard = imported.heard
-        parts = {"values": heard.values, "unread": heard.unread, "missing": list(imported.missing)}
+        content = imported.content
+        parts = {"values": content.values, "unread": content.unread, "missing": list(imported.missing)}
         print(json_text({"engine": imported.target.name, **parts}))
         return
     if not output:
         print(imported.recipe, end="")
         return
-    print(
-        f"{output}: {len(imported.heard.values)} keys of {imported.target.title}, {len(imported.heard.unread)} not read"
-    )
-    for key, why in imported.heard.unread.items():
+    content = imported.content
+    print(f"{output}: {len(content.values)} keys of {imported.target.title}, {len(content.unread)} not read")
+    for key, why in content.unread.items():
         print(f"not read  {key}: {why}")
     missing = " ".join(f"{key}=..." for key in imported.missing)
     print(f"next: trainspec plan recipe={output} {missing}".rstrip())

@@ -1,1 +1,1 @@
-"""One table for each engine: which of its keys says what a key of the recipe says."""
+"""One table for each engine, which maps keys of the recipe to keys of the engine."""

@@ -1,20 +1,26 @@
-"""Accelerate: the YAML of `accelerate launch --config_file`, with FSDP2, next to the user's script."""
+"""Accelerate: the YAML of `accelerate launch --config_file`, with FSDP2, for the user's script."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import yaml
-
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.wings.interop.not_carried import SCRIPT
 from trainspec_cli.wings.interop.table import REPLICATED, SHARDED, Choice, Fixed, Line, RunValues, given, unless
-from trainspec_cli.wings.interop.target import FOLDER, USER_SCRIPT, Keys, Spoken, Target, nest, options, shell_script
+from trainspec_cli.wings.interop.target import (
+    FOLDER,
+    USER_SCRIPT,
+    Target,
+    Translation,
+    options,
+    shell_script,
+    yaml_file,
+)
 
 CONFIG = "accelerate.yaml"
 BY_FSDP = (unless("derived.is_ddp", True),)
 IN_MESH = "parallelism_config.parallelism_config_"
-REDUCED = "gradients are summed in the format of mixed_precision, unless your script gives a MixedPrecisionPolicy"
+REDUCED = "gradients are summed in the format of mixed_precision, unless your script sets a MixedPrecisionPolicy"
 
 LINES = (
     Line("cluster.num_nodes", "num_machines"),
@@ -44,14 +50,14 @@ LINES = (
     ),
     Line("precision.reduce", "", Choice({"fp32": None}), when=(REPLICATED,)),
     Line("precision.reduce", "", Choice({"fp32": None}), when=(*BY_FSDP, given("precision.compute", "fp32"))),
-    Line("derived.grad_accum_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", place="environment"),
+    Line("derived.grad_accum_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", destination="environment"),
     Line("recompute", "fsdp_config.fsdp_activation_checkpointing", Choice({"none": False, "full": True}), when=BY_FSDP),
     Line("compile", "dynamo_config.dynamo_backend", Choice({True: "INDUCTOR"}), when=(given("compile", True),)),
 )
 
 FIXED = (
-    Fixed("compute_environment", "LOCAL_MACHINE", "this is no cloud service's job"),
-    Fixed("distributed_type", "FSDP", "the state is divided", BY_FSDP),
+    Fixed("compute_environment", "LOCAL_MACHINE", "the job runs on no cloud service of Accelerate"),
+    Fixed("distributed_type", "FSDP", "the state is sharded", BY_FSDP),
     Fixed(
         "distributed_type",
         "MULTI_GPU",
@@ -67,13 +73,13 @@ FIXED = (
     Fixed(
         "--rdzv_backend",
         "c10d",
-        "the launcher does not take it from the file",
+        "the launcher does not read it from the file",
         (unless("cluster.num_nodes", 1),),
         "command",
     ),
     Fixed("fsdp_config.fsdp_version", 2, "a mesh of several axes needs FSDP2", BY_FSDP),
     Fixed("fsdp_config.fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "blocks are sharded one by one", BY_FSDP),
-    Fixed("fsdp_config.fsdp_state_dict_type", "SHARDED_STATE_DICT", "each rank writes its part", BY_FSDP),
+    Fixed("fsdp_config.fsdp_state_dict_type", "SHARDED_STATE_DICT", "each rank writes its shard", BY_FSDP),
     Fixed("fsdp_config.fsdp_offload_params", False, "the state stays on the devices", BY_FSDP),
     Fixed(
         "dynamo_config.dynamo_use_regional_compilation",
@@ -83,12 +89,12 @@ FIXED = (
     ),
 )
 
-CANNOT = {
-    "layout.zero_stage": "FSDP2 shards gradients always: 2 keeps the parameters after the forward, 3 frees them",
+LIMITS = {
+    "layout.zero_stage": "FSDP2 always shards gradients: 2 keeps the parameters after the forward, 3 frees them",
     "layout.pp": "it has no pipeline",
     "layout.ep": "it has no expert parallelism",
-    "layout.context_method": "its ring is torch's; Ulysses goes through DeepSpeed (see --for deepspeed)",
-    "precision.matmul": "its fp8 needs a recipe of its own backend",
+    "layout.context_method": "its ring is torch's; for Ulysses use DeepSpeed (see --for deepspeed)",
+    "precision.matmul": "its fp8 needs settings of a backend",
     "offload": "FSDP offloads parameters, gradients and optimizer state together",
     "recompute": "it recomputes whole blocks",
     "precision.reduce": "DDP sums gradients in the format of the parameters",
@@ -96,25 +102,21 @@ CANNOT = {
 
 OF_SCRIPT = {
     **{key: why for key, why in SCRIPT.items() if key != "compile"},
-    "optim": "your script makes the optimizer and the schedule",
+    "optim": "your script creates the optimizer and the schedule",
     "batching.micro_batch_size": "the batch size of your script's data loader",
-    "batching.global_batch_size": "the data loader's batch size x gradient accumulation x data-parallel ranks",
+    "batching.global_batch_size": "data loader batch size x gradient accumulation steps x data-parallel ranks",
 }
 
 
 def refused_together(run: RunValues) -> Iterator[Problem]:
+    """Yield a problem if blocks are recomputed without FSDP."""
     if run["recompute"] != "none" and run["derived.is_ddp"]:
-        message = f"`recompute` is {run['recompute']}, and Accelerate recomputes under FSDP alone"
+        message = f"`recompute` is {run['recompute']}, but Accelerate recomputes only with FSDP"
         yield Problem("not_said", message, "recompute", "type recompute=none, or layout=fsdp")
 
 
-def config_text(keys: Keys) -> str:
-    text: str = yaml.safe_dump(nest(keys), sort_keys=False)
-    return text
-
-
 def launch_words(run: RunValues, config: str = CONFIG) -> list[str]:
-    """Return the words of `accelerate launch` up to the script."""
+    """Return the words of `accelerate launch` before the script."""
     words = ["accelerate launch", f"--config_file {FOLDER}/{config}"]
     if run["cluster.num_nodes"] == 1:
         return words
@@ -124,13 +126,13 @@ def launch_words(run: RunValues, config: str = CONFIG) -> list[str]:
 MASTER = ('--main_process_ip "${MASTER_ADDR:?the first node}"', '--main_process_port "${MASTER_PORT:-29500}"')
 
 
-def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
-    about = f"Starts your script under Accelerate, with the configuration of {run.recipe} beside this file."
-    command = [*launch_words(run), *options(spoken.keys_of("command")), '"$SCRIPT"']
+def render(translation: Translation, run: RunValues) -> dict[str, str]:
+    about = f"Starts your script with Accelerate, using the configuration of {run.recipe} next to this file."
+    command = [*launch_words(run), *options(translation.keys_of("command")), '"$SCRIPT"']
     return {
-        CONFIG: config_text(spoken.keys_of("config")),
-        "launch.sh": shell_script(about, command, spoken.keys_of("environment"), needs=[USER_SCRIPT]),
+        CONFIG: yaml_file(translation.keys_of("config")),
+        "launch.sh": shell_script(about, command, translation.keys_of("environment"), needs=[USER_SCRIPT]),
     }
 
 
-TARGET = Target("accelerate", "Accelerate", "1.15.0", LINES, render, FIXED, CANNOT, OF_SCRIPT, (refused_together,))
+TARGET = Target("accelerate", "Accelerate", "1.15.0", LINES, render, FIXED, LIMITS, OF_SCRIPT, (refused_together,))

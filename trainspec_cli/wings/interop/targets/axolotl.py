@@ -1,4 +1,4 @@
-"""axolotl: the YAML of `axolotl train`, for weights that are there already, and the command that starts it."""
+"""axolotl: the YAML of `axolotl train`, for existing weights, and the command that starts it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from trainspec_cli.wings.interop.table import (
     REPLICATED,
     SHARDED,
     WSD,
-    CannotSayError,
     Choice,
     Fixed,
     LastSteps,
     Line,
     RunValues,
+    UnsupportedValueError,
     WholeNumber,
     Within,
     given,
     show,
     unless,
 )
-from trainspec_cli.wings.interop.target import FOLDER, Keys, Spoken, Target, nest, shell_script, torchrun
+from trainspec_cli.wings.interop.target import FOLDER, Keys, Target, Translation, nest, shell_script, torchrun
 from trainspec_cli.wings.interop.targets.transformers import UPDATE
 
 FILE = "axolotl.yml"
@@ -44,7 +44,7 @@ MODULES: Mapping[str, str] = {
     "up": "up_proj",
     "down": "down_proj",
 }
-"""A matrix of a block -> its name in Hugging Face's decoders."""
+"""Matrices of a block -> their names in Hugging Face's decoders."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Modules:
 
     def read(self, value: JsonValue, known: RunValues) -> JsonValue:
         if not isinstance(value, list):
-            raise CannotSayError(f"a list of {', '.join(MODULES.values())}")
+            raise UnsupportedValueError(f"a list of {', '.join(MODULES.values())}")
         return [_renamed(one, {theirs: ours for ours, theirs in MODULES.items()}) for one in value]
 
 
 def _renamed(name: JsonValue, names: Mapping[str, str]) -> str:
     if str(name) not in names:
-        raise CannotSayError(", ".join(names))
+        raise UnsupportedValueError(", ".join(names))
     return names[str(name)]
 
 
@@ -75,19 +75,19 @@ BY_FSDP = unless("derived.is_ddp", True)
 CHAT = given("data.source", "chat")
 TEXT = given("data.source", "jsonl", "parquet", "text", "arrow")
 ADAPTED = unless("lora.rank", 0)
-AT_ALL = unless("checkpoint.interval_steps", None)
+SAVES = unless("checkpoint.interval_steps", None)
 EVALUATED = unless("train.eval_interval_steps", None)
 FILE_TEMPLATE = unless("data.chat_template", None, "chatml")
 
-WARMUP = "its warm-up begins at 0, one update behind trainspec's"
-TWO_STEPS = "it warms up for two steps at least"
+WARMUP = "its warm-up starts at 0, one update behind trainspec's"
+TWO_STEPS = "it warms up for at least two steps"
 REDUCED = "gradients are summed in the format of the computation"
-WEIGHTS_TOO = "its weights are loaded in this format, and stay in it without FSDP"
-BLOCKS = "torchao scales blocks of its own size"
-AT_RANDOM = "it draws them at random; trainspec chooses them by a hash"
-ONCE = "it evaluates once before the first step all the same"
-AT_THE_END = "it writes the model at the end of the run, and no state to go on from"
-PACKED = "packed documents do not see one another"
+WEIGHTS_TOO = "its weights are loaded in this format, and without FSDP they stay in it"
+BLOCKS = "torchao scales blocks of another size"
+AT_RANDOM = "it draws samples at random; trainspec chooses them by a hash"
+ONCE = "it still evaluates once before the first step"
+AT_THE_END = "it writes the model at the end of the run, but no state to resume from"
+PACKED = "packed documents do not attend to each other"
 
 MODEL = (
     Line("init.from", "base_model", BASE_MODEL),
@@ -142,7 +142,7 @@ REST = (
     Line("derived.grad_accum_steps", "gradient_accumulation_steps"),
     Line("batching.global_batch_size", ""),
     Line("train.max_steps", "max_steps"),
-    Line("train.seed", "seed", approximate="its order of samples is its own"),
+    Line("train.seed", "seed", approximate="it has another order of samples"),
     Line("train.log_interval_steps", "logging_steps"),
     Line("train.eval_interval_steps", "eval_steps", when=(EVALUATED,)),
     Line(
@@ -208,7 +208,7 @@ REST = (
     Line("optim.schedule.decay_fraction", "lr_scheduler_kwargs.num_decay_steps", LastSteps(), when=(WSD,)),
     Line("recompute", "gradient_checkpointing", Choice({"none": False, "full": True})),
     Line("compile", "torch_compile"),
-    Line("checkpoint.interval_steps", "save_steps", when=(AT_ALL,)),
+    Line("checkpoint.interval_steps", "save_steps", when=(SAVES,)),
     Line(
         "checkpoint.interval_steps",
         "save_strategy",
@@ -217,72 +217,73 @@ REST = (
         approximate=AT_THE_END,
     ),
     Line("checkpoint.keep_last", "save_total_limit"),
-    Line("cluster.num_nodes", "--nnodes", place="command"),
-    Line("cluster.devices_per_node", "--nproc-per-node", place="command"),
+    Line("cluster.num_nodes", "--nnodes", destination="command"),
+    Line("cluster.devices_per_node", "--nproc-per-node", destination="command"),
     Line("cluster.device", "", Choice({"cuda": None})),
 )
 FIXED = (
-    Fixed(f"{DATASET}type", "completion", "documents are learnt whole", (TEXT,)),
+    Fixed(f"{DATASET}type", "completion", "every token of a document is trained", (TEXT,)),
     Fixed("sample_packing", True, "samples are filled with several documents"),
     Fixed("pad_to_sequence_len", True, "every sample has data.seq_len tokens"),
-    Fixed("attn_implementation", "flash_attention_2", "packed samples and its ring of context parallelism want it"),
+    Fixed("attn_implementation", "flash_attention_2", "packed samples and its ring attention need it"),
     Fixed("fsdp_version", 2, "a mesh of several axes needs FSDP2", (BY_FSDP,)),
     Fixed("fsdp_config.auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "blocks are sharded one by one", (BY_FSDP,)),
-    Fixed("fsdp_config.state_dict_type", "SHARDED_STATE_DICT", "each rank writes its part", (BY_FSDP,)),
+    Fixed("fsdp_config.state_dict_type", "SHARDED_STATE_DICT", "each rank writes its shard", (BY_FSDP,)),
     Fixed("fsdp_config.offload_params", False, "the state stays on the devices", (BY_FSDP,)),
     Fixed("bf16", False, "axolotl would choose bf16", (unless("precision.compute", "bf16"),)),
-    Fixed("gradient_checkpointing_kwargs.use_reentrant", False, "FSDP2 wants it", (given("recompute", "full"),)),
+    Fixed("gradient_checkpointing_kwargs.use_reentrant", False, "FSDP2 needs it", (given("recompute", "full"),)),
     Fixed("lr_scheduler_kwargs.decay_type", "linear", "trainspec's decay is linear", (WSD,)),
     Fixed("output_dir", "output", "checkpoints go there"),
 )
-CANNOT = {
-    "init.from": "it trains the model that base_model names",
+LIMITS = {
+    "init.from": "it trains the model in base_model",
     "data.source": "its data sets are files of text or conversations",
-    "layout.zero_stage": "FSDP2 shards gradients always: 2 keeps the parameters after the forward, 3 frees them",
+    "layout.zero_stage": "FSDP2 always shards gradients: 2 keeps the parameters after the forward, 3 frees them",
     "layout.pp": "it has no pipeline",
     "layout.ep": "its expert parallelism is a plugin",
-    "layout.sequence_parallel": "its tensor parallelism divides no activations between the matrices",
+    "layout.sequence_parallel": "its tensor parallelism does not shard activations between matrices",
     "layout.context_method": "its ring is that of ring-flash-attn",
-    "lora.targets": "other matrices have names of their own in each model: set lora_target_modules yourself",
+    "lora.targets": "the names of other matrices depend on the model: set lora_target_modules yourself",
     "precision.reduce": "",
-    "precision.matmul": "its fp8 is torchao's, with scales of its own (fp8_config)",
+    "precision.matmul": "its fp8 is torchao's, with other scales (fp8_config)",
     "offload": "FSDP offloads parameters, gradients and optimizer state together",
     "recompute": "its selective_checkpointing keeps the attention and recomputes the rest",
-    "optim.name": "its other optimizers have constants of their own",
+    "optim.name": "its other optimizers have other constants",
     "train.early_stop_evals": "it needs eval_steps that divide save_steps (early_stopping_patience)",
     "checkpoint.keep_best": "it needs the name of a metric (metric_for_best_model)",
     "cluster.device": "it trains on GPUs",
 }
 NOT_CARRIED = {
-    "model": "base_model's own config.json says it",
-    "checkpoint.mode": "it waits for its checkpoints",
+    "model": "base_model's config.json has it",
+    "checkpoint.mode": "it writes checkpoints synchronously",
 }
 
 
 def refused_together(run: RunValues) -> Iterator[Problem]:
+    """Yield a problem if context parallelism would have to shard several packed samples at once."""
     if run["layout.cp"] != 1 and run["batching.micro_batch_size"] != 1:
         size = show(run["batching.micro_batch_size"])
-        message = f"`batching.micro_batch_size` is {size}, and packed samples are divided over cp one by one"
+        message = f"`batching.micro_batch_size` is {size}, but cp shards packed samples one at a time"
         yield Problem("not_said", message, "batching.micro_batch_size", "type batching.micro_batch_size=1")
 
 
 def config_text(keys: Keys) -> str:
-    """Return the YAML; what the table says of the data set is the only item of `datasets`."""
+    """Return the YAML; keys of the data set become the only item of `datasets`."""
     dataset = {key.removeprefix(DATASET): value for key, value in keys.items() if key.startswith(DATASET)}
     others = nest({key: value for key, value in keys.items() if not key.startswith(DATASET)})
     text: str = yaml.safe_dump({**others, "datasets": [dataset]}, sort_keys=False)
     return text
 
 
-def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
-    about = f"Trains {run.recipe} with axolotl, with the configuration beside this file."
+def render(translation: Translation, run: RunValues) -> dict[str, str]:
+    about = f"Trains {run.recipe} with axolotl, using the configuration next to this file."
     command = torchrun(run.whole("cluster.num_nodes"), run.whole("cluster.devices_per_node"))
     command += ["-m axolotl.cli.train", f"{FOLDER}/{FILE}"]
-    return {FILE: config_text(spoken.keys_of("config")), "launch.sh": shell_script(about, command, {})}
+    return {FILE: config_text(translation.keys_of("config")), "launch.sh": shell_script(about, command, {})}
 
 
-def settle(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """Without FSDP every rank has the whole state; a batch is counted where the data-parallel ranks are."""
+def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
+    """Without FSDP the state is not sharded; the batch size follows from the data-parallel degrees."""
     if keys.get("bf16") is False and "precision.compute" not in values:
         values["precision.compute"] = "fp32"
     if "fsdp_config" not in {key.partition(".")[0] for key in keys}:
@@ -306,8 +307,8 @@ TARGET = Target(
     (*MODEL, *DATA, *LAYOUT, *REST),
     render,
     FIXED,
-    CANNOT,
+    LIMITS,
     NOT_CARRIED,
     (refused_together,),
-    settle,
+    complete,
 )

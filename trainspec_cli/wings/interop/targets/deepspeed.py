@@ -1,8 +1,7 @@
-"""DeepSpeed: the JSON that `deepspeed.initialize(config=...)` takes, next to the user's script."""
+"""DeepSpeed: the JSON that `deepspeed.initialize(config=...)` takes, for the user's script."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 from trainspec_cli.core.errors import Problem
@@ -21,17 +20,26 @@ from trainspec_cli.wings.interop.table import (
     given,
     unless,
 )
-from trainspec_cli.wings.interop.target import FOLDER, USER_SCRIPT, Keys, Spoken, Target, nest, options, shell_script
+from trainspec_cli.wings.interop.target import (
+    FOLDER,
+    USER_SCRIPT,
+    Keys,
+    Target,
+    Translation,
+    json_file,
+    options,
+    shell_script,
+)
 
 CONFIG = "ds_config.json"
 FALLS = unless("optim.schedule.kind", "constant")
 WARMS_UP = unless("optim.schedule.warmup_steps", 0)
 DECAYS_ALL = (
-    "DeepSpeed decays every parameter that your script's groups do not spare; trainspec spares norms and biases"
+    "DeepSpeed decays every parameter that your script's groups do not exclude; trainspec skips norms and biases"
 )
-COSINE_STEP = "the last step is one later than trainspec's, whose cosine ends on the last update"
-AUTOTP = "AutoTP divides the layers whose module names it knows"
-MODEL_CODE = "the JSON says how; your model's code calls deepspeed.checkpointing where it recomputes"
+COSINE_STEP = "the schedule ends one step after trainspec's, whose cosine ends with the last update"
+AUTOTP = "AutoTP shards only layers whose module names it knows"
+MODEL_CODE = "the JSON sets the options; your model's code must call deepspeed.checkpointing"
 
 LINES = (
     Line("batching.global_batch_size", "train_batch_size"),
@@ -85,9 +93,9 @@ LINES = (
         when=(unless("offload", "none"),),
     ),
     Line("train.log_interval_steps", "steps_per_print"),
-    Line("cluster.num_nodes", "--num_nodes", place="command"),
-    Line("cluster.devices_per_node", "--num_gpus", place="command"),
-    Line("cluster.device", "DS_ACCELERATOR", Choice({"cuda": "cuda", "cpu": "cpu"}), place="environment"),
+    Line("cluster.num_nodes", "--num_nodes", destination="command"),
+    Line("cluster.devices_per_node", "--num_gpus", destination="command"),
+    Line("cluster.device", "DS_ACCELERATOR", Choice({"cuda": "cuda", "cpu": "cpu"}), destination="environment"),
 )
 
 FIXED = (
@@ -98,42 +106,43 @@ FIXED = (
     Fixed("zero_allow_untested_optimizer", True, "SGD is torch's", (given("optim.name", "sgd"),)),
 )
 
-CANNOT = {
+LIMITS = {
     "layout.dp_replicate": "ZeRO shards over all data-parallel ranks",
-    "layout.sequence_parallel": "AutoTP leaves norms and residuals whole",
-    "layout.pp": "its pipeline is a class that your model's code is written in",
+    "layout.sequence_parallel": "AutoTP does not shard norms and residuals",
+    "layout.pp": "its pipeline is a class that your model's code must use",
     "layout.ep": "its experts are modules of your model's code",
     "layout.context_method": "its sequence parallelism is Ulysses",
-    "precision.matmul": "fp8 is a module of your model's code",
+    "precision.matmul": "its fp8 is a module of your model's code",
     "optim.schedule.kind": "",
-    "optim.name": "its Muon scales the update in another way",
-    "comm.gradients": "its compressed exchanges belong to optimizers of their own",
+    "optim.name": "its Muon scales updates differently",
+    "comm.gradients": "its compressed exchanges need special optimizers",
     "offload": "",
 }
 
 
 def refused_together(run: RunValues) -> Iterator[Problem]:
+    """Yield problems of offload without ZeRO, and of AutoTP with sequence parallelism."""
     if run["offload"] == "optimizer" and run["derived.shards"] == 1:
-        message = "`offload` is optimizer, and DeepSpeed offloads what ZeRO shards: here one rank has all of it"
+        message = "`offload` is optimizer, but DeepSpeed offloads only with ZeRO, and here nothing is sharded"
         yield Problem("not_said", message, "offload", "type offload=none, or layout.dp_shard=auto")
     if run["layout.tp"] != 1 and run["layout.cp"] != 1:
-        message = f"`layout.cp` is {run['layout.cp']}, and DeepSpeed joins no sequence parallelism with AutoTP"
+        message = f"`layout.cp` is {run['layout.cp']}, but DeepSpeed cannot combine sequence parallelism with AutoTP"
         yield Problem("not_said", message, "layout.cp", "type layout.cp=1 or layout.tp=1")
 
 
-def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
+def render(translation: Translation, run: RunValues) -> dict[str, str]:
     hostfile = [] if run["cluster.num_nodes"] == 1 else ['--hostfile "${HOSTFILE:-hostfile}"']
-    command = ["deepspeed", *hostfile, *options(spoken.keys_of("command")), '"$SCRIPT"']
+    command = ["deepspeed", *hostfile, *options(translation.keys_of("command")), '"$SCRIPT"']
     command += ["--deepspeed", f"--deepspeed_config {FOLDER}/{CONFIG}"]
-    about = f"Starts your script under DeepSpeed, with the configuration of {run.recipe} beside this file."
+    about = f"Starts your script with DeepSpeed, using the configuration of {run.recipe} next to this file."
     return {
-        CONFIG: json.dumps(nest(spoken.keys_of("config")), indent=2, allow_nan=False) + "\n",
-        "launch.sh": shell_script(about, command, spoken.keys_of("environment"), needs=[USER_SCRIPT]),
+        CONFIG: json_file(translation.keys_of("config")),
+        "launch.sh": shell_script(about, command, translation.keys_of("environment"), needs=[USER_SCRIPT]),
     }
 
 
-def settle(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """Without ZeRO nothing is sharded; without bf16 and fp16 it computes in fp32."""
+def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
+    """Without ZeRO nothing is sharded; without bf16 and fp16 the format is fp32."""
     values.setdefault("precision.compute", "fp32")
     values.setdefault("optim.schedule.kind", "constant")
     if values.get("layout.zero_stage", 0) == 0:
@@ -143,4 +152,4 @@ def settle(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
     return values
 
 
-TARGET = Target("deepspeed", "DeepSpeed", "0.19.8", LINES, render, FIXED, CANNOT, SCRIPT, (refused_together,), settle)
+TARGET = Target("deepspeed", "DeepSpeed", "0.19.8", LINES, render, FIXED, LIMITS, SCRIPT, (refused_together,), complete)

@@ -1,5 +1,5 @@
-"""Cluster managers, which start trainspec itself in containers, with the plan's values pinned: Kubernetes as an indexed
-Job, a JobSet, or a TrainJob of Kubeflow; and SkyPilot as a task on rented nodes.
+"""Cluster managers, which start trainspec itself in containers with the planned values pinned: a Kubernetes indexed
+Job, a JobSet, a Kubeflow TrainJob, and a SkyPilot task on rented nodes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import yaml
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.wings.interop.table import Choice, Line, RunValues, given, show
-from trainspec_cli.wings.interop.target import Spoken, Target
+from trainspec_cli.wings.interop.target import Target, Translation
 
 WORKSPACE = "/workspace"
-"""The volume that all nodes share, and the folder in which trainspec is started."""
+"""The shared volume of all nodes, which is also the working folder of trainspec."""
 PORT = 29500
 PINNED = (
     *(f"layout.{axis}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")),
@@ -24,18 +24,18 @@ PINNED = (
     *("batching.micro_batch_size", "recompute", "offload", "precision.compute"),
     *("cluster.num_nodes", "cluster.devices_per_node", "cluster.device"),
 )
-"""Keys whose planned value stands on the command line."""
+"""Keys whose planned values are put on the command line."""
 GPUS: Mapping[str, str] = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "intel": "gpu.intel.com/i915"}
-"""Vendor of the accelerator -> the resource that its device plugin offers."""
+"""Vendor of the accelerator -> the resource name of its device plugin."""
 
 
 def dns_label(name: str) -> str:
-    """Return a name that Kubernetes takes: lower-case letters, digits and dashes."""
+    """Return a valid Kubernetes name: lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "run"
 
 
 def launch_command(run: RunValues, node_rank: str, first_node: str) -> str:
-    """Return the shell command of each node; `node_rank` and `first_node` are shell text."""
+    """Return the shell command of each node; `node_rank` and `first_node` are shell expressions."""
     pinned = [f"{key}={show(run[key])}" for key in PINNED if key in run.values]
     given = [argument for argument in run.arguments if argument.partition("=")[0] not in (*PINNED, "run.dir")]
     words = ["trainspec launch", *map(shlex.quote, given), *map(shlex.quote, pinned)]
@@ -46,7 +46,7 @@ def launch_command(run: RunValues, node_rank: str, first_node: str) -> str:
 
 
 def resources(run: RunValues) -> JsonObject:
-    """Return the devices of a node, as a container's limits."""
+    """Return the devices of a node as resource limits of a container."""
     if run["cluster.device"] == "cpu":
         return {}
     vendor = str(run["cluster.accelerator.vendor"])
@@ -54,22 +54,21 @@ def resources(run: RunValues) -> JsonObject:
 
 
 def container_needs(run: RunValues) -> Iterator[Problem]:
-    """Yield what a manifest needs and nobody has said."""
+    """Yield a problem for each option that a manifest needs and that is missing."""
     for option, value, what in (
-        ("--image", run.container.image, "a container image that has trainspec"),
+        ("--image", run.container.image, "a container image with trainspec"),
         ("--volume", run.container.volume, "a volume that all nodes mount, for recipes, data and the run"),
     ):
         if not value:
-            hint = f"add {option} NAME"
-            yield Problem("missing_value", f"{option} is not given: {what}", option, hint)
+            yield Problem("missing_value", f"{option} is missing: {what}", option, f"add {option} NAME")
     vendor = run["cluster.accelerator.vendor"]
     if run["cluster.device"] == "cuda" and vendor not in GPUS:
-        message = f"`cluster.accelerator.vendor` is {show(vendor)}, whose device plugin is not known here"
+        message = f"`cluster.accelerator.vendor` is {show(vendor)}, and its device plugin is unknown"
         yield Problem("not_said", message, "cluster.accelerator.vendor", f"choose one of {', '.join(GPUS)}")
 
 
-LINES = tuple(Line(key, "", place="command") for key in PINNED)
-"""What every manager says by the command."""
+LINES = tuple(Line(key, "", destination="command") for key in PINNED)
+"""Keys that every manager passes in the command."""
 
 # Kubernetes
 
@@ -118,7 +117,7 @@ def _job_spec(run: RunValues, pod: JsonObject, labels: JsonObject | None = None)
 
 
 def job(run: RunValues) -> list[JsonObject]:
-    """Return a headless service, by which the first pod is found, and the job."""
+    """Return the job, and a headless service through which pods find the first one."""
     name = dns_label(run.recipe)
     labels: JsonObject = {"app": name}
     service: JsonObject = {
@@ -150,7 +149,7 @@ def job_set(run: RunValues) -> list[JsonObject]:
 
 
 def train_job(run: RunValues) -> list[JsonObject]:
-    """Return a TrainJob of the runtime `torch-distributed`, whose variables say which node a pod is."""
+    """Return a TrainJob for the runtime `torch-distributed`, whose variables identify the node of a pod."""
     name = dns_label(run.recipe)
     command = launch_command(run, '"$PET_NODE_RANK"', '"$PET_MASTER_ADDR:$PET_MASTER_PORT"')
     trainer: JsonObject = {
@@ -179,12 +178,12 @@ def train_job(run: RunValues) -> list[JsonObject]:
 def _target(
     name: str, title: str, version: str, file: str, manifests: Callable[[RunValues], list[JsonObject]]
 ) -> Target:
-    def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
+    def render(translation: Translation, run: RunValues) -> dict[str, str]:
         return {file: yaml.safe_dump_all(manifests(run), sort_keys=False, width=110)}
 
     lines = tuple(line for line in LINES if line.ours not in (NODES, DEVICES))
-    said = (Line(NODES, NODE_KEYS[name]), Line(DEVICES, DEVICE_KEYS[name]))
-    return Target(name, title, version, (*said, *lines), render, carries_recipe=True, rules=(container_needs,))
+    counts = (Line(NODES, NODE_KEYS[name]), Line(DEVICES, DEVICE_KEYS[name]))
+    return Target(name, title, version, (*counts, *lines), render, carries_recipe=True, rules=(container_needs,))
 
 
 NODE_KEYS = {
@@ -225,11 +224,11 @@ NAMES = {
     "V100-SXM2-16GB": "V100",
     "V100-SXM2-32GB": "V100-32GB",
 }
-"""The accelerator's name in a recipe -> in SkyPilot's catalogue."""
+"""The accelerator's name in recipes -> its name in SkyPilot's catalogue."""
 FIRST_NODE = f'"$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{PORT}"'
 
 
-def _render_task(spoken: Spoken, run: RunValues) -> dict[str, str]:
+def _render_task(translation: Translation, run: RunValues) -> dict[str, str]:
     rented: JsonObject = {"image_id": f"docker:{run.container.image}"}
     if run["cluster.device"] == "cuda":
         name = NAMES[str(run["cluster.accelerator.name"])]

@@ -1,12 +1,10 @@
-"""MaxText: a YAML file over its base.yml, and the command that starts a process on each node."""
+"""MaxText: a YAML file on top of its base.yml, and the command that starts a process on each node."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-import yaml
 
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.core.json_value import JsonValue
@@ -17,27 +15,27 @@ from trainspec_cli.wings.interop.table import (
     TOKEN_FILE,
     WSD,
     AtLeast,
-    CannotSayError,
     Choice,
     Fixed,
     LastSteps,
     Line,
     OrNone,
     RunValues,
+    UnsupportedValueError,
     When,
     Where,
     WholeNumber,
     given,
     unless,
 )
-from trainspec_cli.wings.interop.target import FOLDER, Keys, Spoken, Target, nest, shell_script
+from trainspec_cli.wings.interop.target import FOLDER, Keys, Target, Translation, shell_script, yaml_file
 
 FILE = "maxtext.yml"
 
 
 @dataclass(frozen=True)
 class StepsFraction:
-    """Steps as a fraction of the run, which MaxText multiplies and rounds down."""
+    """Steps in the recipe; in MaxText a fraction of the run, which it multiplies and rounds down."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, int)
@@ -49,13 +47,13 @@ class StepsFraction:
 
     def read(self, value: JsonValue, known: RunValues) -> JsonValue:
         if not isinstance(value, (int, float)):
-            raise CannotSayError("a fraction")
+            raise UnsupportedValueError("a fraction")
         return int(known.whole("train.max_steps") * value)
 
 
 @dataclass(frozen=True)
 class LastFraction:
-    """The decay of WSD as a fraction of the run, in whole steps."""
+    """The decay of WSD, as a fraction of the run in MaxText that gives whole steps."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         return StepsFraction().write(LastSteps().write(value, run), run)
@@ -66,7 +64,7 @@ class LastFraction:
 
 @dataclass(frozen=True)
 class PartOf:
-    """The part of an axis; reading, `settle` multiplies the parts, so that none contradicts another."""
+    """A factor of an axis' size; when reading, `complete` multiplies the factors, so none contradicts another."""
 
     key: str
 
@@ -78,7 +76,7 @@ class PartOf:
 
 
 def axis_lines(axis: str, theirs: str, when: tuple[When, ...] = ()) -> tuple[Line, ...]:
-    """Return the two parts of an axis: within a node, and across nodes."""
+    """Return the lines of the two factors of an axis: within a node, and across nodes."""
     places = (("ici", f"derived.within_node.{axis}"), ("dcn", f"derived.across_nodes.{axis}"))
     return tuple(Line(ours, f"{place}_{theirs}_parallelism", PartOf(ours), when) for place, ours in places)
 
@@ -88,13 +86,13 @@ PLAIN_TP = unless("layout.sequence_parallel", True)
 ZERO_1 = (SHARDED, given("layout.zero_stage", 1))
 BY_FSDP = Where(lambda run: run["layout.zero_stage"] != 1 or run["derived.shards"] == 1)
 SCHEDULES = Choice({"cosine": "cosine", "wsd": "wsd", "constant": "cosine"})
-"""A constant rate is a cosine that ends where it began, which `settle` recognises."""
-SELECTIVE = "`minimal` keeps the outputs of matrix products; trainspec recomputes other operations"
-KEEPS_ALL = "MaxText always recomputes something: `minimal` keeps the outputs of matrix products"
-WARMUP = "its warm-up begins at 0, one update behind trainspec's"
-SHARDING = "XLA inserts the exchanges where its own rules of sharding ask for them"
-NOTHING_HELD_OUT = "it holds nothing out of this file: what is evaluated on is another one (grain_eval_files)"
-SEED = "the weights are drawn in another way"
+"""MaxText has no constant rate: a cosine that ends where it began replaces it, and `complete` recognises it."""
+SELECTIVE = "`minimal` keeps the outputs of matmuls; trainspec recomputes other operations"
+KEEPS_ALL = "MaxText always recomputes something: `minimal` keeps the outputs of matmuls"
+WARMUP = "its warm-up starts at 0, one update behind trainspec's"
+SHARDING = "XLA inserts the exchanges that its sharding rules need"
+NOTHING_HELD_OUT = "it holds out nothing from this file: it evaluates on other files (grain_eval_files)"
+SEED = "the initial weights are drawn differently"
 
 MODEL = (
     Line("model.num_layers", "base_num_decoder_layers"),
@@ -149,7 +147,7 @@ REST = (
     Line("batching.global_batch_size", ""),
     Line("train.max_steps", "steps"),
     Line("train.seed", "init_weights_seed", approximate=SEED),
-    Line("train.seed", "data_shuffle_seed", approximate="its order of samples is its own"),
+    Line("train.seed", "data_shuffle_seed", approximate="it has another order of samples"),
     Line("train.log_interval_steps", "log_period"),
     Line("train.eval_interval_steps", "eval_interval", OrNone(-1)),
     Line("precision.compute", "dtype", Choice({"bf16": "bfloat16", "fp32": "float32"})),
@@ -181,49 +179,43 @@ REST = (
     Line("cluster.devices_per_node", ""),
 )
 FIXED = (
-    Fixed("ici_fsdp_parallelism", 1, "zero_stage 1 divides the optimizer over the data axis", ZERO_1),
-    Fixed("dcn_fsdp_parallelism", 1, "zero_stage 1 divides the optimizer over the data axis", ZERO_1),
-    Fixed("base_config", "base.yml", "MaxText's own defaults, for all other keys"),
+    Fixed("ici_fsdp_parallelism", 1, "zero_stage 1 shards the optimizer over the data axis", ZERO_1),
+    Fixed("dcn_fsdp_parallelism", 1, "zero_stage 1 shards the optimizer over the data axis", ZERO_1),
+    Fixed("base_config", "base.yml", "MaxText's defaults for all other keys"),
     Fixed("run_name", "trainspec", "the folder of the run"),
-    Fixed("base_output_directory", "output", "checkpoints go there"),
-    Fixed("dataset_type", "grain", "its reader of files"),
+    Fixed("base_output_directory", "output", "the folder of checkpoints"),
+    Fixed("dataset_type", "grain", "the reader of files"),
     Fixed("weight_dtype", "float32", "trainspec's weights are kept in fp32"),
     Fixed("mu_dtype", "float32", "the first moment is kept in fp32"),
     Fixed("mlp_activations", ["silu", "linear"], "a gated SiLU"),
     Fixed("normalize_embedding_logits", False, "trainspec does not scale its logits"),
     Fixed("enable_dropout", False, "trainspec has no dropout"),
-    Fixed("learning_rate_final_fraction", 1.0, "the rate stays", (CONSTANT,)),
+    Fixed("learning_rate_final_fraction", 1.0, "the rate is constant", (CONSTANT,)),
     Fixed("wsd_decay_style", "linear", "trainspec's decay is linear", (WSD,)),
-    Fixed("save_checkpoint_on_start", False, "trainspec writes none before the first step"),
+    Fixed("save_checkpoint_on_start", False, "trainspec writes no checkpoint before the first step"),
 )
-CANNOT = {
-    "data.source": "of its readers, the one for Megatron's NAME.bin with NAME.idx is written",
-    "layout.pp": "its pipeline is a loop over stages in one program, without the schedules of trainspec",
-    "layout.context_method": "its Ulysses asks for kernels of TPUs",
+LIMITS = {
+    "data.source": "trainspec emits only its reader of Megatron's NAME.bin with NAME.idx",
+    "layout.pp": "its pipeline is a loop over stages in one program, without trainspec's schedules",
+    "layout.context_method": "its Ulysses needs kernels for TPUs",
     "layout.zero_stage": "XLA frees gathered parameters after use, or keeps a whole copy with zero_stage 1",
-    "layout.dp_replicate": "with zero_stage 1 its optimizer is divided over all data-parallel ranks",
+    "layout.dp_replicate": "with zero_stage 1 it shards the optimizer over all data-parallel ranks",
     "recompute": KEEPS_ALL,
     "optim.name": "",
-    "precision.matmul": "its recipes of quantization are other ones",
+    "precision.matmul": "its quantisation recipes differ",
 }
 NOT_CARRIED = {
-    "compile": "changes speed alone; XLA compiles the whole step",
+    "compile": "changes only the speed; XLA compiles the whole step",
     "data.tokenizer": "the data are token ids",
 }
 
 
 def refused_together(run: RunValues) -> Iterator[Problem]:
+    """Yield a problem if the recipe evaluates, because MaxText needs separate files for that."""
     if run["train.eval_interval_steps"] is not None:
-        message = "`train.eval_interval_steps` is set, and MaxText evaluates on files of their own"
+        message = "`train.eval_interval_steps` is set, but MaxText evaluates on separate files"
         hint = "type train.eval_interval_steps=null, and set eval_interval and grain_eval_files yourself"
         yield Problem("not_said", message, "train.eval_interval_steps", hint)
-
-
-def config_text(keys: Keys) -> str:
-    text: str = yaml.safe_dump(
-        {key: [*value] if isinstance(value, list) else value for key, value in nest(keys).items()}, sort_keys=False
-    )
-    return text
 
 
 ADDRESSES = (
@@ -233,12 +225,12 @@ ADDRESSES = (
 )
 
 
-def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
+def render(translation: Translation, run: RunValues) -> dict[str, str]:
     nodes = run.whole("cluster.num_nodes")
-    about = f"Trains {run.recipe} with MaxText: one process on each node, which has all of its devices."
+    about = f"Trains {run.recipe} with MaxText: one process on each node uses all of its devices."
     command = ["python -m maxtext.trainers.pre_train.train", f"{FOLDER}/{FILE}"]
     needs = [*ADDRESSES, f"export NNODES={nodes}"] if run["cluster.device"] == "cuda" else []
-    return {FILE: config_text(spoken.keys_of("config")), "launch.sh": shell_script(about, command, {}, needs=needs)}
+    return {FILE: yaml_file(translation.keys_of("config")), "launch.sh": shell_script(about, command, {}, needs=needs)}
 
 
 AXES = {
@@ -249,8 +241,8 @@ AXES = {
 }
 
 
-def settle(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """Multiply the parts of each axis; count batches by the devices that the axes name."""
+def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
+    """Multiply the factors of each axis, and compute batch sizes and nodes from the axes."""
     if keys.get("learning_rate_final_fraction") == 1.0:
         values |= {"optim.schedule.kind": "constant"}
     sizes = {axis: _product(names, keys) for axis, names in AXES.items()}
@@ -283,7 +275,7 @@ DEFAULT_SIZES = {
     "ici_fsdp_parallelism": -1,
     "dcn_data_parallelism": -1,
 }
-"""Axes that take the devices that are left, in MaxText's base.yml."""
+"""Axes that use all remaining devices by default, in MaxText's base.yml."""
 
 
 def _size(key: str, keys: Keys) -> int:
@@ -298,8 +290,8 @@ TARGET = Target(
     (*MODEL, *DATA, *LAYOUT, *REST),
     render,
     FIXED,
-    CANNOT,
+    LIMITS,
     NOT_CARRIED,
     (refused_together,),
-    settle,
+    complete,
 )

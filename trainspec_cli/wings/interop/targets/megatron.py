@@ -1,4 +1,4 @@
-"""Megatron-LM: the arguments of pretrain_gpt.py, as a shell script with the environment that they want."""
+"""Megatron-LM: the arguments of pretrain_gpt.py in a shell script, with the environment that they need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from trainspec_cli.wings.interop.table import (
     SHARDED,
     TOKEN_FILE,
     WSD,
-    CannotSayError,
     Choice,
     Fixed,
     LastSteps,
@@ -21,19 +20,20 @@ from trainspec_cli.wings.interop.table import (
     OrNone,
     RunValues,
     Times,
+    UnsupportedValueError,
     Where,
     WholeNumber,
     given,
     unless,
 )
-from trainspec_cli.wings.interop.target import Keys, Spoken, Target, options, shell_script, torchrun
+from trainspec_cli.wings.interop.target import Keys, Target, Translation, options, shell_script, torchrun
 
 FILE = "pretrain.sh"
 
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The layers of each stage: `Et*17|t*15L`, with the embedding before them and the loss behind."""
+    """The layers of each stage: `Et*17|t*15L`, with the embedding before them and the loss after them."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, list)
@@ -42,13 +42,13 @@ class StageLayers:
     def read(self, value: JsonValue, known: RunValues) -> JsonValue:
         stages = str(value).removeprefix("E").removesuffix("L").split("|")
         if not all(stage.startswith("t*") and stage[2:].isdecimal() for stage in stages):
-            raise CannotSayError("E, then t*N for each stage with | between them, then L")
+            raise UnsupportedValueError("E, then t*N for each stage with | between them, then L")
         return [int(stage[2:]) for stage in stages]
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A held-out fraction, as hundredths of training, validation and test."""
+    """The held-out fraction; in Megatron percentages of training, validation and test."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, (int, float))
@@ -57,13 +57,13 @@ class HeldOut:
     def read(self, value: JsonValue, known: RunValues) -> JsonValue:
         parts = [float(part) for part in str(value).split(",") if part.replace(".", "", 1).isdecimal()]
         if len(parts) != 3 or not sum(parts):
-            raise CannotSayError("three numbers: training, validation, test")
+            raise UnsupportedValueError("three numbers: training, validation, test")
         return float(f"{parts[1] / sum(parts):.12g}")
 
 
 @dataclass(frozen=True)
 class OneMore:
-    """A seed, which must be positive."""
+    """A seed from 0; Megatron's seeds start at 1."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, int)
@@ -71,7 +71,7 @@ class OneMore:
 
     def read(self, value: JsonValue, known: RunValues) -> JsonValue:
         if not isinstance(value, int) or value < 1:
-            raise CannotSayError("a positive whole number")
+            raise UnsupportedValueError("a positive whole number")
         return value - 1
 
 
@@ -81,13 +81,13 @@ def _by_fsdp(run: RunValues) -> bool:
 
 BY_FSDP = Where(_by_fsdp)
 BEFORE_BLACKWELL = unless("derived.arch", "blackwell")
-"""There exchanges must be launched before the kernels that hide them."""
+"""Before Blackwell, exchanges must be launched before the kernels that overlap them."""
 ZERO_1 = (SHARDED, given("layout.zero_stage", 1))
 FALLS = unless("optim.schedule.kind", "constant")
-AN_UPDATE = "its decay is an update behind trainspec's at most"
+AN_UPDATE = "its decay is at most one update behind trainspec's"
 PADDED = "the vocabulary is padded to a multiple of 128 x tp"
-SEED = "its seeds are positive, so this is one more; the weights are drawn in another way"
-ATTENTION = "it recomputes the attention core, by its own list of modules"
+SEED = "its seeds are positive, so this is one more; the initial weights are drawn differently"
+ATTENTION = "it recomputes the attention core, according to its own list of modules"
 BY_DOCUMENT = "it holds out the last documents; trainspec chooses them by a hash"
 
 MODEL = (
@@ -209,28 +209,28 @@ REST = (
     Line("checkpoint.interval_steps", "--save-interval", when=(unless("checkpoint.interval_steps", None),)),
     Line("checkpoint.interval_steps", "", when=(given("checkpoint.interval_steps", None),)),
     Line("checkpoint.mode", "--async-save", Choice({"async": True, "sync": False})),
-    Line("cluster.num_nodes", "--nnodes", place="command"),
-    Line("cluster.devices_per_node", "--nproc-per-node", place="command"),
+    Line("cluster.num_nodes", "--nnodes", destination="command"),
+    Line("cluster.devices_per_node", "--nproc-per-node", destination="command"),
     Line("cluster.device", "", Choice({"cuda": None})),
 )
 LINES = (*MODEL, *DATA, *LAYOUT, *REST)
 
 FIXED = (
-    Fixed("--group-query-attention", True, "--num-query-groups says how many"),
+    Fixed("--group-query-attention", True, "--num-query-groups sets the number of groups"),
     Fixed("--normalization", "RMSNorm", "trainspec's decoders have RMSNorm"),
     Fixed("--disable-bias-linear", True, "trainspec's linear layers have no bias"),
     Fixed("--attention-dropout", 0.0, "trainspec has no dropout"),
     Fixed("--hidden-dropout", 0.0, "trainspec has no dropout"),
     Fixed("--tokenizer-type", "NullTokenizer", "the data are token ids"),
-    Fixed("--use-megatron-fsdp", True, "ZeRO 2 and 3 are Megatron-FSDP's", (BY_FSDP,)),
-    Fixed("--use-distributed-optimizer", True, "Megatron-FSDP wants it", (BY_FSDP,)),
-    Fixed("--ckpt-format", "fsdp_dtensor", "Megatron-FSDP's checkpoints", (BY_FSDP,)),
+    Fixed("--use-megatron-fsdp", True, "Megatron-FSDP implements ZeRO 2 and 3", (BY_FSDP,)),
+    Fixed("--use-distributed-optimizer", True, "Megatron-FSDP needs it", (BY_FSDP,)),
+    Fixed("--ckpt-format", "fsdp_dtensor", "the checkpoint format of Megatron-FSDP", (BY_FSDP,)),
     Fixed("--lr-wsd-decay-style", "linear", "trainspec's decay is linear", (WSD,)),
     Fixed("--recompute-method", "uniform", "every block is recomputed", (given("recompute", "full"),)),
-    Fixed("--recompute-num-layers", 1, "each block by itself", (given("recompute", "full"),)),
+    Fixed("--recompute-num-layers", 1, "blocks are recomputed one by one", (given("recompute", "full"),)),
     Fixed("--fp8-format", "e4m3", "trainspec's format", (unless("precision.matmul", "compute"),)),
-    Fixed("--eval-iters", 0, "held-out batches are yours to count", (given("train.eval_interval_steps", None),)),
-    Fixed("--save", "checkpoints", "the folder of the checkpoints"),
+    Fixed("--eval-iters", 0, "no evaluation", (given("train.eval_interval_steps", None),)),
+    Fixed("--save", "checkpoints", "the folder of checkpoints"),
     Fixed(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         1,
@@ -240,37 +240,38 @@ FIXED = (
     ),
 )
 
-CANNOT = {
-    "data.source": "its data set is NAME.bin with NAME.idx",
+LIMITS = {
+    "data.source": "it reads NAME.bin with NAME.idx",
     "layout.pipeline_schedule": "",
-    "layout.dp_replicate": "its FSDP shards over all data-parallel ranks here; zero_stage 1 has replicas",
+    "layout.dp_replicate": "its FSDP shards over all data-parallel ranks; zero_stage 1 supports replicas",
     "optim.name": "",
-    "offload": "its offload of the optimizer needs a precision-aware optimizer of Transformer Engine",
+    "offload": "its optimizer offload needs the precision-aware optimizer of Transformer Engine",
     "cluster.device": "it trains on GPUs",
 }
 NOT_CARRIED = {
-    "checkpoint.keep_last": "it keeps every checkpoint; --save-retain-interval thins them out",
-    "compile": "changes speed alone; its kernels are fused by hand",
+    "checkpoint.keep_last": "it keeps every checkpoint; --save-retain-interval deletes some of them",
+    "compile": "changes only the speed; its kernels are fused by hand",
     "data.tokenizer": "the data are token ids",
 }
 
 
 def refused_together(run: RunValues) -> Iterator[Problem]:
+    """Yield a problem if Megatron-FSDP would write checkpoints asynchronously."""
     if run["checkpoint.mode"] == "async" and _by_fsdp(run):
-        message = "`checkpoint.mode` is async, and Megatron-FSDP writes its checkpoints in the foreground"
+        message = "`checkpoint.mode` is async, but Megatron-FSDP writes checkpoints synchronously"
         yield Problem("not_said", message, "checkpoint.mode", "type checkpoint.mode=sync")
 
 
-WITHOUT_ORDER = "unset CUDA_DEVICE_MAX_CONNECTIONS  # which FSDP refuses to be 1"
+WITHOUT_ORDER = "unset CUDA_DEVICE_MAX_CONNECTIONS  # FSDP refuses the value 1"
 
 
-def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
+def render(translation: Translation, run: RunValues) -> dict[str, str]:
     command = torchrun(run.whole("cluster.num_nodes"), run.whole("cluster.devices_per_node"))
-    command += ['"$MEGATRON/pretrain_gpt.py"', *options(spoken.keys_of("config"))]
+    command += ['"$MEGATRON/pretrain_gpt.py"', *options(translation.keys_of("config"))]
     needs = [': "${MEGATRON:?set MEGATRON to the folder of Megatron-LM}"']
     needs += [WITHOUT_ORDER] if _by_fsdp(run) else []
     about = f"Trains {run.recipe} with Megatron-LM, as trainspec planned it."
-    return {FILE: shell_script(about, command, spoken.keys_of("environment"), needs=needs)}
+    return {FILE: shell_script(about, command, translation.keys_of("environment"), needs=needs)}
 
 
 WITHOUT_FLAGS: dict[str, JsonValue] = {
@@ -281,11 +282,11 @@ WITHOUT_FLAGS: dict[str, JsonValue] = {
     "checkpoint.mode": "sync",
     "layout.sequence_parallel": False,
 }
-"""What Megatron does where a flag is not given."""
+"""Megatron's behaviour without certain flags."""
 
 
-def settle(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """Without a sharding every rank has the whole state; what is not given is Megatron's default."""
+def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
+    """Missing flags mean Megatron's defaults; without a sharding flag the state is not sharded."""
     values = {**WITHOUT_FLAGS, **values}
     if "--swiglu" in keys:
         values |= {"model.activation": "silu", "model.gated_mlp": True}
@@ -295,12 +296,12 @@ def settle(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
 
 
 def sharded(values: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the values with the layout of a run whose state nobody divides, where none is."""
+    """Return the values with an unsharded layout if no key sets the sharding."""
     if "layout.zero_stage" not in values:
         return {**values, "layout.dp_shard": 1, "layout.dp_replicate": "auto"}
     return values
 
 
 TARGET = Target(
-    "megatron", "Megatron-LM", "core 0.19.2", LINES, render, FIXED, CANNOT, NOT_CARRIED, (refused_together,), settle
+    "megatron", "Megatron-LM", "core 0.19.2", LINES, render, FIXED, LIMITS, NOT_CARRIED, (refused_together,), complete
 )

@@ -1,6 +1,6 @@
-"""Megatron-Bridge: a Python module that makes a `ConfigContainer` and trains by it, started by torchrun.
+"""Megatron-Bridge: a Python module that builds a `ConfigContainer` and trains with it, started by torchrun.
 
-It is the same Megatron as that of `megatron`, whose arguments are fields here: the table is that one under other names.
+It runs the same Megatron as `megatron`, whose arguments are fields here: most of the table is that one, renamed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,16 @@ from dataclasses import replace
 
 from trainspec_cli.core.json_value import JsonValue
 from trainspec_cli.wings.interop.table import Choice, Fixed, Line, RunValues, given, unless
-from trainspec_cli.wings.interop.target import FOLDER, Keys, Spoken, Target, nest, shell_script, torchrun
+from trainspec_cli.wings.interop.target import (
+    FOLDER,
+    Keys,
+    Target,
+    Translation,
+    call_lines,
+    nest,
+    shell_script,
+    torchrun,
+)
 from trainspec_cli.wings.interop.targets import megatron
 
 MODULE = "trainspec_bridge"
@@ -80,30 +89,26 @@ NAMES: Mapping[str, str] = {
     "--hidden-dropout": "model.hidden_dropout",
     "--tokenizer-type": "tokenizer.tokenizer_type",
 }
-"""An argument of Megatron-LM -> the field that is the same."""
-SAID_OTHERWISE = (
+"""Arguments of Megatron-LM -> fields with the same meaning."""
+NOT_RENAMED = (
     "--untie-embeddings-and-output-weights",
     "--accumulate-allreduce-grads-in-fp32",
     "--grad-reduce-in-bf16",
     "--group-query-attention",
     "--disable-bias-linear",
 )
-"""Arguments whose field says the opposite, or that have none."""
+"""Arguments whose field has the opposite meaning, or that have no field."""
 BF16 = given("precision.compute", "bf16")
 FP16 = given("precision.compute", "fp16")
 FP32 = unless("precision.compute", "bf16", "fp16")
 
 
-def _renamed(line: Line) -> Line:
-    return replace(line, theirs=NAMES.get(line.theirs, line.theirs))
-
-
 LINES = (
-    # Those whose field says what the argument says, in the same way.
+    # Lines whose field has the same values as the argument.
     *(
-        _renamed(line)
+        replace(line, theirs=NAMES.get(line.theirs, line.theirs))
         for line in megatron.LINES
-        if line.theirs not in SAID_OTHERWISE and not (line.ours == "precision.compute" and not line.theirs)
+        if line.theirs not in NOT_RENAMED and not (line.ours == "precision.compute" and not line.theirs)
     ),
     Line("model.vocab_size", "tokenizer.vocab_size"),
     Line("model.tied_embeddings", "model.share_embeddings_and_output_weights"),
@@ -111,29 +116,29 @@ LINES = (
     Line("precision.reduce", "mixed_precision.grad_reduce_in_fp32", Choice({"fp32": True, "bf16": False})),
     Line("optim.weight_decay", "scheduler.start_weight_decay"),
     Line("optim.weight_decay", "scheduler.end_weight_decay"),
-    Line("train.seed", "dataset.random_seed", approximate="its order of samples is its own"),
+    Line("train.seed", "dataset.random_seed", approximate="it has another order of samples"),
     Line("checkpoint.keep_last", "checkpoint.most_recent_k"),
 )
 FIXED = (
     *(
         replace(fixed, theirs=NAMES.get(fixed.theirs, fixed.theirs))
         for fixed in megatron.FIXED
-        if fixed.theirs not in SAID_OTHERWISE
+        if fixed.theirs not in NOT_RENAMED
     ),
     Fixed("model.activation_func", "silu", "a gated SiLU"),
     Fixed("model.add_bias_linear", False, "trainspec's linear layers have no bias"),
-    Fixed("model.should_pad_vocab", True, "the vocabulary is divided over tp"),
-    Fixed("mixed_precision.params_dtype", "torch.bfloat16", "the weights that are computed with", (BF16,)),
-    Fixed("mixed_precision.pipeline_dtype", "torch.bfloat16", "what stages exchange", (BF16,)),
-    Fixed("mixed_precision.params_dtype", "torch.float16", "the weights that are computed with", (FP16,)),
-    Fixed("mixed_precision.pipeline_dtype", "torch.float16", "what stages exchange", (FP16,)),
-    Fixed("dist.use_megatron_fsdp", True, "ZeRO 2 and 3 are Megatron-FSDP's", (megatron.BY_FSDP,)),
-    Fixed("dataset.reset_position_ids", False, "positions are counted in a sample"),
-    Fixed("dataset.reset_attention_mask", False, "documents of a sample see one another"),
-    Fixed("dataset.eod_mask_loss", False, "every token is learnt"),
+    Fixed("model.should_pad_vocab", True, "the vocabulary is sharded over tp"),
+    Fixed("mixed_precision.params_dtype", "torch.bfloat16", "the format of computation", (BF16,)),
+    Fixed("mixed_precision.pipeline_dtype", "torch.bfloat16", "the format of messages between stages", (BF16,)),
+    Fixed("mixed_precision.params_dtype", "torch.float16", "the format of computation", (FP16,)),
+    Fixed("mixed_precision.pipeline_dtype", "torch.float16", "the format of messages between stages", (FP16,)),
+    Fixed("dist.use_megatron_fsdp", True, "Megatron-FSDP implements ZeRO 2 and 3", (megatron.BY_FSDP,)),
+    Fixed("dataset.reset_position_ids", False, "positions count from the start of a sample"),
+    Fixed("dataset.reset_attention_mask", False, "documents of a sample attend to each other"),
+    Fixed("dataset.eod_mask_loss", False, "every token is trained"),
     Fixed("dataset.dataloader_type", "single", "samples are read in one pass"),
-    Fixed("scheduler.weight_decay_incr_style", "constant", "the decay stays"),
-    Fixed("checkpoint.load", "checkpoints", "a run that is started again goes on"),
+    Fixed("scheduler.weight_decay_incr_style", "constant", "the weight decay is constant"),
+    Fixed("checkpoint.load", "checkpoints", "a restarted run continues"),
 )
 NOT_CARRIED = {key: why for key, why in megatron.NOT_CARRIED.items() if key != "checkpoint.keep_last"}
 CALLS = {
@@ -151,9 +156,9 @@ CALLS = {
     "dist": "DistributedInitConfig",
     "mixed_precision": "MixedPrecisionConfig",
 }
-"""Section of the configuration -> the class that it is."""
+"""Section of the configuration -> its class."""
 REQUIRED = ("ddp",)
-"""Sections that are written where nothing is said in them."""
+"""Sections that the configuration must have even if they are empty."""
 DTYPES = ("params_dtype", "pipeline_dtype")
 """Fields whose value is a type of torch."""
 ELSEWHERE = {
@@ -161,7 +166,7 @@ ELSEWHERE = {
     "MixedPrecisionConfig": "megatron.bridge.training.mixed_precision",
     "TokenizerConfig": "megatron.bridge.training.tokenizers.config",
 }
-"""Class -> the module that has it, where that is not `CONFIG`."""
+"""Class -> its module, if that is not `CONFIG`."""
 CONFIG = "megatron.bridge.training.config"
 MAIN = """
 
@@ -174,14 +179,14 @@ if __name__ == "__main__":
 
 
 def module_text(keys: Keys, run: RunValues) -> str:
-    """Return the Python module; nothing in it is computed."""
+    """Return the Python module, which consists of literal values."""
     sections = {**{name: {} for name in REQUIRED}, **nest(keys)}
     arguments = []
     for name, call in CALLS.items():
         if isinstance(values := sections.get(name), dict):
-            fields = [f"            {key}={_literal(key, value)}," for key, value in values.items()]
-            arguments += [f"        {name}={call}(", *fields, "        ),"]
-    body = "\n".join(arguments)
+            literals = {key: str(value) if key in DTYPES else repr(value) for key, value in values.items()}
+            arguments += call_lines(name, call, literals)
+    body = "\n".join(f"        {line}" for line in arguments)
     called = [call for name, call in CALLS.items() if name in sections]
     others = [f"from {ELSEWHERE[call]} import {call}\n" for call in called if call in ELSEWHERE]
     config = sorted(["ConfigContainer", *(call for call in called if call not in ELSEWHERE)])
@@ -198,22 +203,18 @@ def module_text(keys: Keys, run: RunValues) -> str:
     )
 
 
-def _literal(key: str, value: JsonValue) -> str:
-    return str(value) if key in DTYPES else repr(value)
-
-
-def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
+def render(translation: Translation, run: RunValues) -> dict[str, str]:
     command = torchrun(run.whole("cluster.num_nodes"), run.whole("cluster.devices_per_node"))
     command += [f"{FOLDER}/{MODULE}.py"]
-    about = f"Trains {run.recipe} with Megatron-Bridge, by the configuration beside this file."
-    environment = spoken.keys_of("environment")
+    about = f"Trains {run.recipe} with Megatron-Bridge, using the configuration next to this file."
+    environment = translation.keys_of("environment")
     needs = [megatron.WITHOUT_ORDER] if megatron.BY_FSDP.holds(run) else []
     script = shell_script(about, command, environment, needs=needs)
-    return {f"{MODULE}.py": module_text(spoken.keys_of("config"), run), "launch.sh": script}
+    return {f"{MODULE}.py": module_text(translation.keys_of("config"), run), "launch.sh": script}
 
 
-def settle(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """What is not given is Megatron's default; a gated SiLU is said by two fields."""
+def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
+    """Missing fields mean Megatron's defaults; two fields together mean a gated SiLU."""
     values = {**megatron.WITHOUT_FLAGS, **values}
     if keys.get("model.activation_func") == "silu" and keys.get("model.gated_linear_unit") is True:
         values |= {"model.activation": "silu", "model.gated_mlp": True}
@@ -229,8 +230,8 @@ TARGET = Target(
     LINES,
     render,
     FIXED,
-    megatron.CANNOT,
+    megatron.LIMITS,
     NOT_CARRIED,
     (megatron.refused_together,),
-    settle,
+    complete,
 )

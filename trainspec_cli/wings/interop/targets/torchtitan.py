@@ -13,16 +13,25 @@ from trainspec_cli.wings.interop.table import (
     SHARDED,
     WSD,
     AtLeast,
-    CannotSayError,
     Choice,
     Fixed,
     Line,
     OrNone,
     RunValues,
+    UnsupportedValueError,
     given,
     unless,
 )
-from trainspec_cli.wings.interop.target import FOLDER, Keys, Spoken, Target, nest, shell_script, torchrun
+from trainspec_cli.wings.interop.target import (
+    FOLDER,
+    Keys,
+    Target,
+    Translation,
+    call_lines,
+    nest,
+    shell_script,
+    torchrun,
+)
 
 MODULE = "trainspec_run"
 LLAMA3: JsonObject = {
@@ -55,29 +64,29 @@ FLAVORS: Mapping[str, JsonObject] = {
     "qwen3.14B": _sizes(QWEN3, 40, 5120, 40, 17408, tied_embeddings=False),
     "qwen3.32B": _sizes(QWEN3, 64, 5120, 64, 25600, tied_embeddings=False),
 }
-"""A model and its size, as torchtitan's registry names them -> the keys of `model` that they are."""
-SAID_OF_MODEL = tuple(f"model.{key}" for key in FLAVORS["llama3.8B"])
-ROPE = "torchtitan's Llama 3 stretches the rotary frequencies as Llama 3.1 does, and initialises in its own way"
+"""Model and size in torchtitan's registry -> the keys of `model` that they imply."""
+MODEL_KEYS = tuple(f"model.{key}" for key in FLAVORS["llama3.8B"])
+ROPE = "torchtitan's Llama 3 scales rotary frequencies like Llama 3.1, and initialises weights differently"
 
 
 @dataclass(frozen=True)
 class Flavor:
-    """The sizes of the model, as a name of the registry."""
+    """The sizes of the model, as a name in the registry."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         for name, sizes in FLAVORS.items():
             if all(run[f"model.{key}"] == size for key, size in sizes.items()):
                 return name
-        raise CannotSayError("the sizes of " + ", ".join(FLAVORS), "model=llama3_8b")
+        raise UnsupportedValueError("the sizes of " + ", ".join(FLAVORS), "model=llama3_8b")
 
     def read(self, value: JsonValue, known: RunValues) -> JsonValue:
         if value not in FLAVORS:
-            raise CannotSayError(", ".join(FLAVORS))
+            raise UnsupportedValueError(", ".join(FLAVORS))
         return FLAVORS[str(value)]["num_layers"]
 
 
 NO_PIPELINE = given("layout.pp", 1)
-DECAYS_ALL = "one group of parameters decays; trainspec spares norms and biases"
+DECAYS_ALL = "it decays all parameters in one group; trainspec skips norms and biases"
 SCHEDULES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
@@ -85,13 +94,13 @@ SCHEDULES = {
     "zero_bubble": "InterleavedZeroBubble",
     "zbv": "ZBVZeroBubble",
 }
-AN_UPDATE = "its decay is an update ahead of trainspec's at most"
-OWN_CUT = "trainspec cuts the layers by planned times; torchtitan cuts them as evenly as it can"
+AN_UPDATE = "its decay is at most one update ahead of trainspec's"
+EVEN_SPLIT = "trainspec splits the layers by planned times; torchtitan splits them as evenly as possible"
 ZERO_BUBBLE = "its zero bubble schedule has two stages on each rank; trainspec's has one"
-OPS = "it keeps the results of some operations; trainspec recomputes the attention core alone"
+OPS = "it keeps the results of some operations; trainspec recomputes only the attention core"
 
 LINES = (
-    Line("model.num_layers", "model", Flavor(), approximate=ROPE, also=SAID_OF_MODEL),
+    Line("model.num_layers", "model", Flavor(), approximate=ROPE, also=MODEL_KEYS),
     Line("data.seq_len", "training.seq_len"),
     Line("batching.micro_batch_size", "training.local_batch_size", when=(NO_PIPELINE,)),
     Line("derived.rank_batch_size", "training.local_batch_size", when=(IN_PIPELINE,)),
@@ -137,7 +146,7 @@ LINES = (
         when=(IN_PIPELINE, given("layout.pipeline_schedule", "zero_bubble")),
         approximate=ZERO_BUBBLE,
     ),
-    Line("layout.stage_layers", "", when=(IN_PIPELINE, unless("layout.stage_layers", None)), approximate=OWN_CUT),
+    Line("layout.stage_layers", "", when=(IN_PIPELINE, unless("layout.stage_layers", None)), approximate=EVEN_SPLIT),
     Line(
         "layout.virtual_stages",
         "",
@@ -174,46 +183,46 @@ LINES = (
         when=(given("recompute", "selective"),),
         approximate=OPS,
     ),
-    # It has no word for never: this many steps are never reached.
+    # It has no value for never: the run does not reach this many steps.
     Line("checkpoint.interval_steps", "checkpoint.interval", OrNone(1_000_000_000)),
     Line("checkpoint.mode", "checkpoint.async_mode", Choice({"async": "async", "sync": "disabled"})),
     Line("checkpoint.keep_last", "checkpoint.keep_latest_k", AtLeast(2)),
-    Line("cluster.num_nodes", "--nnodes", place="command"),
-    Line("cluster.devices_per_node", "--nproc-per-node", place="command"),
+    Line("cluster.num_nodes", "--nnodes", destination="command"),
+    Line("cluster.devices_per_node", "--nproc-per-node", destination="command"),
     Line("cluster.device", "", Choice({"cuda": None})),
 )
 
 FIXED = (
-    Fixed("training.disable_cuda_graphs", True, "CUDA graphs know no pipeline", (IN_PIPELINE,)),
+    Fixed("training.disable_cuda_graphs", True, "CUDA graphs do not support a pipeline", (IN_PIPELINE,)),
     Fixed(
         "training.disable_cuda_graphs",
         True,
-        "CUDA graphs know no exchange of tokens between experts",
+        "CUDA graphs do not support the exchange of tokens between experts",
         (NO_PIPELINE, unless("layout.ep", 1)),
     ),
-    Fixed("checkpoint.enable", True, "trainspec writes checkpoints always"),
-    Fixed("checkpoint.last_save_model_only", False, "trainspec's last checkpoint can be resumed from"),
-    Fixed("dataloader.dataset", "c4", "the data set that torchtitan registers"),
-    Fixed("lr_scheduler.min_lr_factor", 1.0, "the rate does not fall", (CONSTANT,)),
+    Fixed("checkpoint.enable", True, "trainspec always writes checkpoints"),
+    Fixed("checkpoint.last_save_model_only", False, "trainspec can resume from its last checkpoint"),
+    Fixed("dataloader.dataset", "c4", "a data set that torchtitan registers"),
+    Fixed("lr_scheduler.min_lr_factor", 1.0, "the rate is constant", (CONSTANT,)),
 )
 
-CANNOT = {
+LIMITS = {
     "optim.name": "its other optimizers need a group for each kind of parameter",
     "optim.grad_clip_norm": "",
-    "layout.zero_stage": "FSDP2 shards gradients always: 2 keeps the parameters after the forward, 3 frees them",
-    "layout.etp": "its experts are not divided by tensor parallelism",
-    "layout.virtual_stages": "a schedule decides how many stages a rank has",
+    "layout.zero_stage": "FSDP2 always shards gradients: 2 keeps the parameters after the forward, 3 frees them",
+    "layout.etp": "it does not shard experts by tensor parallelism",
+    "layout.virtual_stages": "the schedule determines the number of stages on a rank",
     "layout.context_method": "it sends keys and values round the ring",
     "precision.reduce": "gradients are summed in float32",
-    "precision.matmul": "fp8 is a converter of the model: see torchtitan's config_registry",
+    "precision.matmul": "its fp8 is a converter of the model: see torchtitan's config_registry",
     "offload": "it offloads parameters, gradients and optimizer state together",
     "data.source": "",
-    "train.eval_interval_steps": "its validator reads a data set of its own",
+    "train.eval_interval_steps": "its validator reads a separate data set",
     "cluster.device": "it trains on GPUs",
 }
 OF_RECIPE = {
-    "data": "it reads Hugging Face datasets that hf_datasets/text_datasets.py registers: c4, or yours beside it",
-    "data.tokenizer": "the folder of the tokenizer is Trainer.Config's hf_assets_path",
+    "data": "it reads data sets that hf_datasets/text_datasets.py registers: c4, or yours if you add it",
+    "data.tokenizer": "Trainer.Config's hf_assets_path is the folder of the tokenizer",
     "train.max_skipped_steps": "it has no rule for steps that are not finite",
 }
 IMPORTS = """from torchtitan.components.checkpoint import CheckpointManager
@@ -238,31 +247,29 @@ CALLS = {
     "debug": "DebugConfig",
     "dataloader": "HuggingFaceTextDataLoader.Config",
 }
-"""Section of the configuration -> the call that makes it."""
+"""Section of the configuration -> the call that creates it."""
 RECOMPUTES = {None: "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}
 LOSS = "ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec)))"
 
 
 def refused_together(run: RunValues) -> Iterator[Problem]:
+    """Yield a problem if the gradient is not clipped."""
     if run["optim.grad_clip_norm"] is None:
-        message = "`optim.grad_clip_norm` is null, and torchtitan clips always: it allows a norm"
+        message = "`optim.grad_clip_norm` is null, but torchtitan always clips"
         yield Problem("not_said", message, "optim.grad_clip_norm", "type optim.grad_clip_norm=1e9")
 
 
-def module_text(spoken: Spoken, run: RunValues) -> str:
-    """Return the Python module; nothing in it is computed but what torchtitan's own functions make."""
-    sections = nest(spoken.keys_of("config"))
+def module_text(translation: Translation, run: RunValues) -> str:
+    """Return the Python module, which consists of literal values and calls of torchtitan's functions."""
+    sections = nest(translation.keys_of("config"))
     family, _, size = str(sections.pop("model")).partition(".")
     recompute = RECOMPUTES[sections.pop("activation_checkpoint")]  # type: ignore[index]
-    arguments = ["model_spec=model_spec", f"loss={LOSS}", f"activation_checkpoint={recompute}"]
+    arguments = ["model_spec=model_spec,", f"loss={LOSS},", f"activation_checkpoint={recompute},"]
     for name, values in sections.items():
         assert isinstance(values, dict)
-        arguments += [
-            f"{name}={CALLS[name]}(",
-            *(f"    {key}={_literal(value)}," for key, value in values.items()),
-            ")",
-        ]
-    body = "\n".join(f"        {line}" + ("," if line[-1] not in "(," else "") for line in arguments)
+        literals = {key: repr(tuple(one) if isinstance(one, list) else one) for key, one in values.items()}
+        arguments += call_lines(name, CALLS[name], literals)
+    body = "\n".join(f"        {line}" for line in arguments)
     return (
         f'"""The run {run.recipe} as trainspec planned it, for torchtitan {TARGET.version}."""\n\n'
         f"{IMPORTS.format(family=family)}\n\n"
@@ -272,20 +279,16 @@ def module_text(spoken: Spoken, run: RunValues) -> str:
     )
 
 
-def _literal(value: JsonValue) -> str:
-    return repr(tuple(value) if isinstance(value, list) else value)
-
-
-def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
+def render(translation: Translation, run: RunValues) -> dict[str, str]:
     command = [*torchrun(run.whole("cluster.num_nodes"), run.whole("cluster.devices_per_node"))]
     command += ["-m torchtitan.train", f"--module {MODULE} --config {MODULE}"]
-    about = f"Starts torchtitan with the configuration of {run.recipe} beside this file."
+    about = f"Starts torchtitan, using the configuration of {run.recipe} next to this file."
     here = f'export PYTHONPATH={FOLDER}"${{PYTHONPATH:+:$PYTHONPATH}}"'
-    return {f"{MODULE}.py": module_text(spoken, run), "launch.sh": shell_script(about, command, {}, needs=[here])}
+    return {f"{MODULE}.py": module_text(translation, run), "launch.sh": shell_script(about, command, {}, needs=[here])}
 
 
-def settle(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """A rate that falls by a factor of 1 does not fall; a model is one of the recipes' own."""
+def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
+    """A minimal factor of 1 means a constant rate; a flavor means the sizes of its model."""
     if keys.get("lr_scheduler.min_lr_factor") == 1.0:
         values["optim.schedule.kind"] = "constant"
         values.pop("optim.schedule.final_lr_ratio", None)
@@ -294,5 +297,5 @@ def settle(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
 
 
 TARGET = Target(
-    "torchtitan", "torchtitan", "0.3.0", LINES, render, FIXED, CANNOT, OF_RECIPE, (refused_together,), settle
+    "torchtitan", "torchtitan", "0.3.0", LINES, render, FIXED, LIMITS, OF_RECIPE, (refused_together,), complete
 )

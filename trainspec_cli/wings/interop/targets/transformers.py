@@ -1,8 +1,7 @@
-"""transformers: the arguments of its Trainer as JSON, started by Accelerate, next to the user's script."""
+"""transformers: the arguments of its Trainer as JSON, started by Accelerate, for the user's script."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 from trainspec_cli.wings.interop.not_carried import SCRIPT
@@ -18,20 +17,31 @@ from trainspec_cli.wings.interop.table import (
     given,
     unless,
 )
-from trainspec_cli.wings.interop.target import FOLDER, USER_SCRIPT, Spoken, Target, nest, options, shell_script
+from trainspec_cli.wings.interop.target import (
+    FOLDER,
+    USER_SCRIPT,
+    Target,
+    Translation,
+    json_file,
+    options,
+    shell_script,
+    yaml_file,
+)
 from trainspec_cli.wings.interop.targets import accelerate
 
 ARGUMENTS = "training_args.json"
-WARMUP = "its warm-up begins at 0, one update behind trainspec's"
+WARMUP = "its warm-up starts at 0, one update behind trainspec's"
 ANY_ADAM = given("optim.name", "adamw", "adamw8bit")
-BITSANDBYTES = "bitsandbytes scales blocks of its own size"
-AT_ALL = unless("checkpoint.interval_steps", None)
-NO_END = "the Trainer writes none by itself at the end: call save_model in your script"
+BITSANDBYTES = "bitsandbytes scales blocks of another size"
+SAVES = unless("checkpoint.interval_steps", None)
+NO_END = "the Trainer writes no checkpoint at the end: call save_model in your script"
 
 
-SAID_BY_TRAINER = ("recompute", "compile", "derived.grad_accum_steps")
-"""The Trainer passes these on to Accelerate."""
-BY_ACCELERATE = tuple(replace(line, place="launcher") for line in accelerate.LINES if line.ours not in SAID_BY_TRAINER)
+SET_BY_TRAINER = ("recompute", "compile", "derived.grad_accum_steps")
+"""Keys that the Trainer passes on to Accelerate."""
+BY_ACCELERATE = tuple(
+    replace(line, destination="launcher") for line in accelerate.LINES if line.ours not in SET_BY_TRAINER
+)
 UPDATE = (
     Line("optim.lr", "learning_rate"),
     Line("optim.beta1", "adam_beta1", when=(ANY_ADAM,)),
@@ -40,7 +50,7 @@ UPDATE = (
     Line("optim.weight_decay", "weight_decay"),
     Line("optim.grad_clip_norm", "max_grad_norm", OrNone(0.0)),
 )
-"""Arguments that axolotl, which trains with the Trainer, has under the same names."""
+"""Arguments that axolotl, which uses the Trainer, has under the same names."""
 BY_TRAINER = (
     Line("batching.micro_batch_size", "per_device_train_batch_size"),
     Line("derived.grad_accum_steps", "gradient_accumulation_steps"),
@@ -77,7 +87,7 @@ BY_TRAINER = (
     Line("precision.compute", "", when=(given("precision.compute", "fp32"),)),
     Line("recompute", "gradient_checkpointing", Choice({"none": False, "full": True})),
     Line("compile", "torch_compile"),
-    Line("checkpoint.interval_steps", "save_steps", when=(AT_ALL,)),
+    Line("checkpoint.interval_steps", "save_steps", when=(SAVES,)),
     Line(
         "checkpoint.interval_steps",
         "save_strategy",
@@ -93,18 +103,18 @@ BY_TRAINER = (
 
 FIXED = (
     *(
-        replace(fixed, place="launcher") if fixed.place == "config" else fixed
+        replace(fixed, destination="launcher") if fixed.destination == "config" else fixed
         for fixed in accelerate.FIXED
         if not fixed.theirs.startswith("dynamo")
     ),
-    Fixed("output_dir", "output", "checkpoints go there"),
+    Fixed("output_dir", "output", "the folder of checkpoints"),
     Fixed("lr_scheduler_kwargs.decay_type", "linear", "trainspec's decay is linear", (WSD,)),
-    Fixed("save_strategy", "steps", "checkpoints are counted in steps", (AT_ALL,)),
-    Fixed("eval_strategy", "steps", "evaluations are counted in steps", (unless("train.eval_interval_steps", None),)),
+    Fixed("save_strategy", "steps", "the checkpoint interval is in steps", (SAVES,)),
+    Fixed("eval_strategy", "steps", "the interval is in steps", (unless("train.eval_interval_steps", None),)),
 )
 
-CANNOT = {
-    **accelerate.CANNOT,
+LIMITS = {
+    **accelerate.LIMITS,
     "recompute": "it recomputes whole blocks",
     "optim.name": "",
     "train.early_stop_evals": "your script passes an EarlyStoppingCallback",
@@ -112,20 +122,25 @@ CANNOT = {
 }
 OF_SCRIPT = {
     **{key: SCRIPT[key] for key in ("model", "lora", "init", "data")},
-    "checkpoint.mode": "the Trainer waits for its checkpoints",
+    "checkpoint.mode": "the Trainer writes checkpoints synchronously",
 }
 
 
-def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
-    about = f"Starts your script, whose Trainer reads {ARGUMENTS} of {run.recipe}, under Accelerate."
-    command = [*accelerate.launch_words(run), *options(spoken.keys_of("command")), '"$SCRIPT"', f"{FOLDER}/{ARGUMENTS}"]
+def render(translation: Translation, run: RunValues) -> dict[str, str]:
+    about = f"Starts your script with Accelerate; its Trainer reads {ARGUMENTS} of {run.recipe}."
+    command = [
+        *accelerate.launch_words(run),
+        *options(translation.keys_of("command")),
+        '"$SCRIPT"',
+        f"{FOLDER}/{ARGUMENTS}",
+    ]
     return {
-        ARGUMENTS: json.dumps(nest(spoken.keys_of("config")), indent=2, allow_nan=False) + "\n",
-        accelerate.CONFIG: accelerate.config_text(spoken.keys_of("launcher")),
+        ARGUMENTS: json_file(translation.keys_of("config")),
+        accelerate.CONFIG: yaml_file(translation.keys_of("launcher")),
         "launch.sh": shell_script(about, command, {}, needs=[USER_SCRIPT]),
     }
 
 
 TARGET = Target(
-    "transformers", "transformers", "5.23.0", (*BY_TRAINER, *BY_ACCELERATE), render, FIXED, CANNOT, OF_SCRIPT
+    "transformers", "transformers", "5.23.0", (*BY_TRAINER, *BY_ACCELERATE), render, FIXED, LIMITS, OF_SCRIPT
 )

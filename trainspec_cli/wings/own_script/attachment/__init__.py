@@ -1,1 +1,1 @@
-"""What a training script of the user's own asks of the run that it is part of: `from trainspec_cli import attach`."""
+"""The interface for training scripts: `from trainspec_cli import attach`."""

@@ -14,6 +14,8 @@ STOPPED = "stopped.ckpt"
 
 
 class RunHooks(Callback):  # type: ignore[misc]  # lightning may be absent where types are checked
+    """Lightning's callback."""
+
     def __init__(self, run: AttachedRun):
         self._run = run
 
@@ -23,7 +25,7 @@ class RunHooks(Callback):  # type: ignore[misc]  # lightning may be absent where
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """A batch that only accumulates gradients makes no step."""
+        """Record a step, unless the batch only accumulated gradients."""
         if trainer.global_step <= self._run.step:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs

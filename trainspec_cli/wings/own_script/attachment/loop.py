@@ -1,4 +1,4 @@
-"""A training loop in PyTorch that goes on from its newest checkpoint, to the bit."""
+"""A PyTorch training loop that resumes from its newest checkpoint, to the bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.wings.own_script.attachment import torch_state
-from trainspec_cli.wings.own_script.attachment.record import take_counter
+from trainspec_cli.wings.own_script.attachment.record import attach_counter
 from trainspec_cli.wings.own_script.attachment.shares import ShardedBatches
 from trainspec_cli.wings.own_script.attachment.stopping import ScriptRanks
 from trainspec_cli.wings.own_script.attachment.torch_state import Trained
@@ -26,9 +26,10 @@ Batch = TypeVar("Batch")
 
 
 @dataclass
-class DataPlace:
-    """The place in the data: `batch` batches of the epoch were taken. `began` is the state of this rank's random
-    numbers at the epoch's begin, and `random` that after the newest step."""
+class DataPosition:
+    """The position in the data: `batch` batches of the epoch are done. `began` is the state of this rank's random
+    numbers at the start of the epoch, `random` the state after the newest step. Checkpoints store these fields by
+    name."""
 
     epoch: int = 0
     batch: int = 0
@@ -37,6 +38,8 @@ class DataPlace:
 
 
 class StepLoop:
+    """Yields batches, counts steps and writes checkpoints."""
+
     def __init__(
         self,
         run: AttachedRun,
@@ -49,7 +52,7 @@ class StepLoop:
     ):
         for name, value in (("every", every), ("keep", keep)):
             if value < 1:
-                raise RecipeError(Problem("out_of_range", f"{name}={value}; it is to be 1 or more", name))
+                raise RecipeError(Problem("out_of_range", f"{name}={value}; it must be 1 or more", name))
         self._run = run
         self._ranks = ranks
         self._every = every
@@ -57,60 +60,59 @@ class StepLoop:
         self._trained = Trained(model, optimizer, {"scheduler": scheduler} if scheduler else {})
         self._saved_step = -1
         if run.shares and self._trained.is_sharded:
-            message = (
-                "the speeds of ranks that shard the model cannot be told: their forward passes wait for one another"
-            )
+            message = "speeds of ranks cannot be measured if they shard the model: forward passes wait for each other"
             raise RecipeError(Problem("unsupported", message, "largest_share", "leave largest_share out"))
 
     def run(self, loader: Iterable[Batch], epochs: int) -> Iterator[Batch]:
-        place = self._restore(loader)
-        while place.epoch < epochs and not self._run.is_stopping:
-            for batch in self._batches(loader, place):
+        position = self._restore(loader)
+        while position.epoch < epochs and not self._run.is_stopping:
+            for batch in self._batches(loader, position):
                 if self._run.shares:
                     self._run.shares.begin_step()
                 yield batch
-                place.batch += 1
+                position.batch += 1
                 if self._run.shares:
                     self._run.shares.end_step()
                 self._run.log(lr=self._trained.optimizer.param_groups[0]["lr"])
                 if self._run.step_done():
                     break
                 if self._run.step % self._every == 0:
-                    self._save(place)
+                    self._save(position)
             else:
-                place = DataPlace(place.epoch + 1)
-        # The exchange that the last step has begun is still open.
-        self._ranks.settle()
-        self._save(place)
+                position = DataPosition(position.epoch + 1)
+        # The last step has started an exchange that is still open.
+        self._ranks.finish_exchanges()
+        self._save(position)
 
-    def _batches(self, loader: Iterable[Batch], place: DataPlace) -> Iterator[Batch]:
-        """Yield the rest of an epoch. The order of a loader that is not of `sharded` comes from torch's random numbers,
-        so that its epoch is begun as it was, and the batches that were taken are passed over."""
-        if place.began:
-            torch_state.set_random_state(place.began)
+    def _batches(self, loader: Iterable[Batch], position: DataPosition) -> Iterator[Batch]:
+        """Yield the rest of an epoch. The order of a loader that is not from `sharded` depends on torch's random
+        numbers: its epoch is restarted with the same state, and the batches that are done are skipped."""
+        if position.began:
+            torch_state.set_random_state(position.began)
         else:
-            place.began = torch_state.random_state()
-        passed = place.batch
+            position.began = torch_state.random_state()
+        passed = position.batch
         sampler = getattr(loader, "batch_sampler", None)
         if isinstance(sampler, ShardedBatches):
-            sampler.epoch = place.epoch
-            sampler.first = place.batch
+            sampler.epoch = position.epoch
+            sampler.first = position.batch
             passed = 0
             self._share(sampler)
         elif set_epoch := getattr(getattr(loader, "sampler", None), "set_epoch", None):
-            set_epoch(place.epoch)
+            set_epoch(position.epoch)
         batches = iter(loader)
         for _ in range(passed):
             next(batches)
-        if place.random:
-            torch_state.set_random_state(place.random)
-            place.random = {}
+        if position.random:
+            torch_state.set_random_state(position.random)
+            position.random = {}
         end = object()
         while True:
             began_s = time.monotonic()
             if isinstance(sampler, ShardedBatches) and self._share(sampler):
-                # The rest of the epoch, with other shares: what was read ahead is left. It draws no random number.
-                sampler.first = place.batch
+                # Shares have changed: read the rest of the epoch again. The sampler draws no random numbers, but
+                # torch's loader does, so its state is restored.
+                sampler.first = position.batch
                 kept = torch_state.random_state()
                 batches = iter(loader)
                 torch_state.set_random_state(kept)
@@ -118,59 +120,57 @@ class StepLoop:
             self._run.record.waited(time.monotonic() - began_s)
             if batch is end:
                 return
-            yield batch  # type: ignore[misc]  # it is not the end
+            yield batch  # type: ignore[misc]  # it is not the sentinel
 
     def _share(self, sampler: ShardedBatches) -> bool:
-        """Give the sampler the shares of the next step; return whether they are others than before."""
+        """Give the sampler the shares of the next step; return whether they have changed."""
         counts = self._run.shares.divide(self._run.step) if self._run.shares else sampler.counts
         changed = counts != sampler.counts
         sampler.counts = counts
         return changed
 
-    def _restore(self, loader: Iterable[Batch]) -> DataPlace:
-        """Go back to the newest sound checkpoint, which rank 0 chooses for all."""
-        take_counter(self._ranks.number, self._ranks.count)
+    def _restore(self, loader: Iterable[Batch]) -> DataPosition:
+        """Restore the newest sound checkpoint, which rank 0 chooses for all ranks."""
+        attach_counter(self._ranks.number, self._ranks.count)
         folder = self._run.checkpoints
         mine = None
         if folder and self._ranks.number == 0:
             mine = torch_state.newest_sound(folder)
         chosen = self._ranks.gather(None if mine is None else str(mine))[0]
         path = None if chosen is None else Path(str(chosen))
-        place = DataPlace()
+        position = DataPosition()
         step = 0
         if path is not None:
             state = torch_state.read_state(path)
-            place = self._place_in(path, loader, state["places"])
+            position = self._position_in(path, loader, state["places"])
             self._trained.restore(state["trained"])  # type: ignore[arg-type]
             step = self._saved_step = state["step"]  # type: ignore[assignment]
-            if not place.batch and place.random:
-                torch_state.set_random_state(place.random)
-                place.random = {}
+            if not position.batch and position.random:
+                torch_state.set_random_state(position.random)
+                position.random = {}
         self._run.begin(step, self._trained.parameters, path)
-        return place
+        return position
 
-    def _place_in(self, path: Path, loader: Iterable[Batch], places: Any) -> DataPlace:
-        """Return this rank's place. Ranks that were not there before keep the random numbers that they have. Raises
-        RecipeError where the order of the data depends on their number."""
+    def _position_in(self, path: Path, loader: Iterable[Batch], places: Any) -> DataPosition:
+        """Return this rank's position. Ranks that the checkpoint lacks keep their random numbers. Raises RecipeError if
+        the order of the data depends on the number of ranks."""
         ranks = self._ranks.count
         was = len(places)
         if ranks != was and not isinstance(getattr(loader, "batch_sampler", None), ShardedBatches):
-            message = f"{path} holds the state of {was} ranks, and {ranks} are training on a loader of their own"
-            hint = (
-                f"take job.sharded(dataset, batch_size), whose order is the same for any number; or start {was} ranks"
-            )
+            message = f"{path} has the state of {was} ranks, but {ranks} ranks train on a loader that depends on them"
+            hint = f"use job.sharded(dataset, batch_size), whose order is the same for any number; or start {was} ranks"
             raise RecipeError(Problem("other_ranks", message, "checkpoints", hint))
         if self._ranks.number < was:
-            return DataPlace(**places[self._ranks.number])
-        return DataPlace(places[0]["epoch"], places[0]["batch"])
+            return DataPosition(**places[self._ranks.number])
+        return DataPosition(places[0]["epoch"], places[0]["batch"])
 
-    def _save(self, place: DataPlace) -> None:
-        """All ranks gather their places; rank 0 writes."""
+    def _save(self, position: DataPosition) -> None:
+        """Write a checkpoint: all ranks send their positions to rank 0, which writes it."""
         if self._run.checkpoints is None or self._run.step == self._saved_step:
             return
         began_s = time.monotonic()
         step = self._run.step
-        here = DataPlace(place.epoch, place.batch, place.began, torch_state.random_state())
+        here = DataPosition(position.epoch, position.batch, position.began, torch_state.random_state())
         places = self._ranks.gather(vars(here))
         state = {"step": step, "trained": self._trained.state(), "places": places}
         if self._ranks.number == 0:

@@ -1,4 +1,4 @@
-"""Writes the events of an attached script, and counts its steps where the supervisor looks for them."""
+"""Write the events of an attached script, and count its steps for the supervisor."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class StepCounter(Protocol):
     def attached_step(self) -> None: ...
 
 
-def take_counter(rank: int, ranks: int) -> StepCounter | None:
-    """Return the hook, which from now on counts no optimizer's steps: torch makes one where it restores an optimizer.
-    None where Python has not loaded it (`python -I`), or this is no run."""
+def attach_counter(rank: int, ranks: int) -> StepCounter | None:
+    """Return the hook, which from now on ignores optimizers' steps: torch makes one when it restores an optimizer. None
+    if Python has not loaded it (`python -I`), or outside of a run."""
     hook: StepCounter | None = sys.modules.get("_trainspec_steps")  # a module of that shape
     if hook:
         hook.attach(0, rank, ranks)
@@ -35,15 +35,15 @@ def take_counter(rank: int, ranks: int) -> StepCounter | None:
 
 
 class StepRecord:
-    """The record of one rank. Without a run, nothing is written."""
+    """The events of one rank. Outside of a run, nothing is written."""
 
     def __init__(self, run: RunDir | None, rank: int, ranks: int):
         self._writer = EventWriter(run.events(rank), rank) if run else None
-        self._counter = take_counter(rank, ranks) if run else None
+        self._counter = attach_counter(rank, ranks) if run else None
         self._rank = rank
         self._ranks = ranks
         self._since_s = time.monotonic()
-        self._waited_s = self._beside_s = 0.0
+        self._waited_s = self._excluded_s = 0.0
         self._figures: dict[str, SupportsFloat] = {}
 
     def begin(self, step: int, parameters: int, restored_from: str | None) -> None:
@@ -71,18 +71,18 @@ class StepRecord:
         self._figures |= figures
 
     def waited(self, seconds: float) -> None:
-        """Count time that the step has waited for its data."""
+        """Add time that the step has waited for its data."""
         self._waited_s += seconds
 
     def step(self, step: int) -> None:
         if self._counter:
             self._counter.attached_step()
         now_s = time.monotonic()
-        step_s = max(0.0, now_s - self._since_s - self._beside_s)
+        step_s = max(0.0, now_s - self._since_s - self._excluded_s)
         waited_s = min(self._waited_s, step_s)
         self._since_s = now_s
         self._waited_s = 0.0
-        self._beside_s = 0.0
+        self._excluded_s = 0.0
         figures = self._figures
         self._figures = {}
         if self._writer:
@@ -106,18 +106,18 @@ class StepRecord:
             self._writer.write(CheckpointEvent(step=step, path=path, bytes=size_bytes, seconds=seconds))
 
     def evaluated(self, step: int, heldout_loss: SupportsFloat, accuracy: SupportsFloat | None, seconds: float) -> None:
-        """`seconds` belong to no step."""
-        self._beside_s += seconds
+        """Record an evaluation; its `seconds` are not part of a step."""
+        self._excluded_s += seconds
         if self._writer:
             event = EvalEvent(step=step, heldout_loss=_number(heldout_loss), seconds=seconds)
-            if accuracy is None:  # the number of bytes is not known
+            if accuracy is None:  # the number of bytes is unknown
                 self._writer.write(replace(event, heldout_bits_per_byte=None))
             else:
                 self._writer.write(replace(event, heldout_accuracy=_number(accuracy)))
 
 
 def _number(value: SupportsFloat) -> float | None:
-    """Return a figure that may be a tensor with a gradient; None where it is not finite, as events have it."""
+    """Return a figure, which may be a tensor with a gradient; None if it is not finite, as in events."""
     number = float(getattr(value, "detach", lambda: value)())
     return number if math.isfinite(number) else None
 

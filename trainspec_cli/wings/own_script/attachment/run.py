@@ -1,4 +1,4 @@
-"""The run as a script sees it: `run = attach()`."""
+"""The run from a script's point of view: `run = attach()`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Batch = TypeVar("Batch")
 
 
 class AttachedRun:
-    """`step`: the steps that were made, over all starts; `is_stopping`: the run was asked to stop, and the script is
-    to end. Ranks are those of torch.distributed, or JAX's or TensorFlow's, which a script initialises before it first
-    uses this."""
+    """The run of a script. `step`: steps over all starts; `is_stopping`: the run was asked to stop, and the script
+    should end. Ranks are those of torch.distributed, JAX or TensorFlow, which a script initialises before it first uses
+    this."""
 
     def __init__(self, run: RunDir | None, checkpoints: Path | None, progress: Path | None = None):
-        """`progress`: the folder of this start, where its processes count their steps."""
+        """`progress`: the folder of this start, in which its processes count their steps."""
         self.folder = run.root if run else None
         self.checkpoints = checkpoints
         self.step = 0
@@ -42,10 +42,10 @@ class AttachedRun:
         self._signal = StopSignal()
         self._ranks: ScriptRanks | None = None
         self.shares: Shares | None = None
-        """Shares that follow the ranks' speeds; None for equal ones."""
+        """Shares that follow the ranks' speeds; None for equal shares."""
         self._record: StepRecord | None = None
 
-    # A loop in PyTorch
+    # PyTorch loops
 
     def sharded(
         self,
@@ -57,27 +57,28 @@ class AttachedRun:
         largest_share: int | None = None,
         **options: object,
     ) -> DataLoader[Batch]:
-        """Return a loader whose order depends on `seed` and the epoch alone. `batch_size` is that of one step over all
-        ranks, which each take an equal part of it; `options` are those of torch's DataLoader, such as num_workers.
+        """Return a loader whose order depends only on `seed` and the epoch. `batch_size` is that of one step over all
+        ranks, of which each takes an equal share; `options` are those of torch's DataLoader, such as num_workers.
 
-        With `largest_share`, parts follow the ranks' measured speeds, as those of a recipe's run do; no rank takes more
-        samples of a step than that. The loss is then to be given to `weighted`.
+        With `largest_share`, shares follow the ranks' measured speeds, as in a recipe's run; no rank takes more samples
+        of a step than that. The loss must then be passed to `weighted`.
         """
         from torch.utils.data import DataLoader
 
         ranks = self._join()
-        samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset has no length, those with a place have
-        place = {"rank": ranks.number, "ranks": ranks.count}
+        samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset lacks __len__; map-style data sets have it
+        sharding = {"rank": ranks.number, "ranks": ranks.count}
         counts: tuple[int, ...] = ()
         if largest_share is not None:
             self.shares = Shares(self._run, ranks, batch_size, largest_share)
             counts = self.shares.even_counts
-        batches = ShardedBatches(samples, batch_size, **place, seed=seed, shuffle=shuffle, counts=counts)
+        batches = ShardedBatches(samples, batch_size, **sharding, seed=seed, shuffle=shuffle, counts=counts)
         return DataLoader(dataset, batch_sampler=batches, **options)  # type: ignore[arg-type]
 
     def weighted(self, loss: Tensor) -> Tensor:
-        """Return the mean loss of this rank's samples, weighted by its share of the step: the mean of all ranks'
-        gradients, which DistributedDataParallel takes, is then that of the mean over all samples. Once in a step."""
+        """Return the mean loss of this rank's samples, weighted by its share of the step: DistributedDataParallel,
+        which averages gradients over ranks, then gives the gradient of the mean over all samples. Call it once in a
+        step."""
         return self.shares.weighted(loss) if self.shares else loss
 
     def steps(
@@ -91,8 +92,8 @@ class AttachedRun:
         every: int = 100,
         keep: int = 2,
     ) -> Iterator[Batch]:
-        """Yield the batches of all epochs, one step for each, from where the newest checkpoint was. A checkpoint is
-        written after `every` steps, at the end, and when the run is asked to stop, which ends the batches."""
+        """Yield the batches of all epochs, one for each step, starting from the newest checkpoint. A checkpoint is
+        written every `every` steps, at the end, and when the run is asked to stop, which ends the batches."""
         from trainspec_cli.wings.own_script.attachment.loop import StepLoop
 
         return StepLoop(self, self._join(), model, optimizer, scheduler, every, keep).run(loader, epochs)
@@ -100,7 +101,7 @@ class AttachedRun:
     # Any framework
 
     def begin(self, step: int = 0, parameters: int = 0, restored_from: Path | None = None) -> None:
-        """Say that training begins after `step`. Where a script does not, its first `step_done` does."""
+        """Report that training begins after `step`. Optional: the first `step_done` does it otherwise."""
         ranks = self._join()
         self.step = step
         self._signal.listen()
@@ -108,13 +109,13 @@ class AttachedRun:
         self._record.begin(step, parameters, str(restored_from) if restored_from else None)
 
     def step_done(self, loss: SupportsFloat | None = None, *, grad_norm: SupportsFloat | None = None) -> bool:
-        """Count a step; return True where the script is to save and end, since the run was asked to stop."""
+        """Count a step; return True if the script should save and end, because the run was asked to stop."""
         if self._record is None:
             self.begin(self.step)
         self.log(loss=loss, grad_norm=grad_norm)
         self.step += 1
         self.record.step(self.step)
-        self.is_stopping = self._join().agree(self._signal.was_heard) or self.is_stopping
+        self.is_stopping = self._join().agree(self._signal.requested) or self.is_stopping
         return self.is_stopping
 
     def log(
@@ -124,50 +125,50 @@ class AttachedRun:
         grad_norm: SupportsFloat | None = None,
         lr: SupportsFloat | None = None,
     ) -> None:
-        """Give figures of the step that is being made. One on a GPU is waited for at the step's end."""
+        """Record figures of the current step. Tensors on a GPU are read at the end of the step."""
         given = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
         self.record.log({name: value for name, value in given.items() if value is not None})
 
     def evaluated(
         self, heldout_loss: SupportsFloat, *, accuracy: SupportsFloat | None = None, seconds: float = 0.0
     ) -> None:
-        """Give the loss on held-out data after the steps made so far, and how long it took."""
+        """Record the loss on held-out data after the newest step, and the time of the evaluation."""
         self.record.evaluated(self.step, heldout_loss, accuracy, seconds)
 
     # Trainers
 
     def transformers_callback(self) -> TrainerCallback:
-        """Return a callback for transformers' Trainer: steps, losses, held-out losses; a request to stop makes it save
-        and end."""
+        """Return a callback for transformers' Trainer: it records steps, losses and held-out losses, and makes the
+        Trainer save and end when the run is asked to stop."""
         from trainspec_cli.wings.own_script.attachment.transformers_callback import RunCallback
 
         return RunCallback(self)
 
     def lightning_callback(self) -> Callback:
-        """Return the same for Lightning; the checkpoint of a stop is `stopped.ckpt` in `checkpoints`."""
+        """Return the same for Lightning; a stop writes the checkpoint `stopped.ckpt` in `checkpoints`."""
         from trainspec_cli.wings.own_script.attachment.lightning_callback import RunHooks
 
         return RunHooks(self)
 
-    # Within this room
+    # For the modules of this package
 
     @property
     def record(self) -> StepRecord:
         if self._record is None:
             self.begin(self.step)
-        assert self._record is not None, "it has begun"
+        assert self._record is not None, "`begin` creates it"
         return self._record
 
     def _join(self) -> ScriptRanks:
-        """Ranks are counted at the first use, which is after the script has initialised them."""
+        """Return the ranks, counted at the first use, after the script has initialised them."""
         if self._ranks is None:
             self._ranks = ScriptRanks(self._progress)
         return self._ranks
 
 
 def connect(checkpoints: str | Path | None) -> AttachedRun:
-    """Return the run that `trainspec run` has started this process for; outside of one, a run without a folder, which
-    is said once."""
+    """Return the run for which `trainspec run` has started this process; outside of one, a run without a folder, with a
+    note on stderr."""
     launch, _, progress = os.environ.get(PROGRESS, "").partition(":")
     inside = bool(launch) and launch == os.environ.get(LAUNCH_ID) and Path(progress).is_dir()
     run = RunDir(Path(progress).parents[1]) if inside else None

@@ -1,11 +1,9 @@
-"""The samples of each step of an attached script, and the shares that its ranks take of them.
+"""The samples of each step of an attached script, and the shares of its ranks.
 
-Shares: as a recipe's run has them, they follow the ranks' measured speeds.
-
-A rank's speed is that of its forward passes: the time from a batch to `weighted(loss)`, which no exchange of
-data-parallel ranks is part of. The figures of a step travel beside the next one, all ranks decide on them by the same
-function (`balance/decisions/shares.py`), and rank 0 writes the directive down before it takes effect. A later start of
-the run follows the directives at the same steps.
+As in a recipe's run, shares can follow the ranks' measured speeds. A rank's speed is that of its forward passes: the
+time from a batch to `weighted(loss)`, which contains no exchange between data-parallel ranks. The figures of a step are
+exchanged during the next one, all ranks decide with the same function (`balance/decisions/shares.py`), and rank 0
+records the directive before it takes effect. A later start of the run follows the directives at the same steps.
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class Shares:
-    """The shares of one script; all ranks call it together. `run`: None outside of a run, where nothing is recorded."""
+    """The shares of one script; all ranks call it together. `run`: None outside of a run, then nothing is recorded."""
 
     def __init__(self, run: RunDir | None, ranks: ScriptRanks, batch_size: int, largest: int):
-        """`largest`: the most samples that a rank takes of a step. Raises RecipeError where that is too few."""
+        """`largest`: the most samples of a rank in a step. Raises RecipeError if that is too few."""
         if largest * ranks.count < batch_size or batch_size < ranks.count:
             message = f"{ranks.count} ranks of at most {largest} samples cannot share batch_size={batch_size}"
             hint = f"give {math.ceil(batch_size / ranks.count)} or more, and a sample for each rank"
@@ -51,7 +49,7 @@ class Shares:
         self._tracker = SpeedTracker(change, SETTLING_S)
         self._cost = ChangeCost()
         self._decided: ShareChange | None = None
-        # The shares that earlier starts were given, as (step, counts), which rank 0 reads for all.
+        # The shares of earlier starts, as (step, counts); rank 0 reads them for all.
         found: Sequence[object] = []
         if run is not None and ranks.number == 0 and run.directives.is_file():
             events = (event for event in read_log(run.directives) if isinstance(event, DirectiveEvent))
@@ -68,7 +66,7 @@ class Shares:
         return self._even.counts(self._batch_size)
 
     def divide(self, step: int) -> tuple[int, ...]:
-        """Return how many samples each rank takes in the step after update `step`."""
+        """Return the number of samples of each rank in the step after update `step`."""
         if reached := [counts for at, counts in self._ahead if at <= step]:
             self._ahead = [(at, counts) for at, counts in self._ahead if at > step]
             self._scheduler.follow(Division(tuple(map(float, reached[-1])), self._largest))
@@ -78,23 +76,23 @@ class Shares:
         return self._scheduler.division.counts(self._batch_size)
 
     def begin_step(self) -> None:
-        """This rank has its batch."""
+        """Start the time of this rank's step, when it has its batch."""
         self._clock.begin()
 
     def weighted(self, loss: Tensor) -> Tensor:
-        """Return the mean loss of this rank's samples with the weight by which the mean of all ranks' gradients is the
+        """Return the mean loss of this rank's samples, weighted so that the mean of all ranks' gradients is the
         gradient of the mean over all samples."""
         self._clock.end()
         factor = self._own * self._ranks.count / self._batch_size
         return loss if factor == 1.0 else loss * factor
 
     def end_step(self) -> None:
-        """Take in this rank's time of the step, and decide on the figures of the one before. Raises RecipeError where
-        the loss was not weighted: the gradients would be wrong."""
+        """Record this rank's time of the step, and decide from the figures of the previous one. Raises RecipeError if
+        the loss was not weighted, which would make the gradients wrong."""
         computed_s, passed_s = self._clock.read()
         if computed_s is None:
-            message = "a step has ended without job.weighted(loss), or with more than one"
-            hint = "where shares differ, call job.weighted(loss).backward() once in a step"
+            message = "a step has ended without job.weighted(loss), or with more than one call"
+            hint = "with unequal shares, call job.weighted(loss).backward() once in a step"
             raise RecipeError(Problem("not_weighted", message, "largest_share", hint))
         self._tracker.note(self._own, 1, computed_s, max(0.0, passed_s - computed_s))
         self._cost.note(self._own, 1, computed_s)
@@ -136,7 +134,7 @@ class Shares:
 
 
 class _Stopwatch:
-    """The time from a batch to the loss: on a GPU, that of the GPU."""
+    """The time from a batch to the loss; on a GPU, that of the GPU."""
 
     def __init__(self) -> None:
         self._began_s = 0.0
@@ -161,7 +159,7 @@ class _Stopwatch:
             self._events[1].record()
 
     def read(self) -> tuple[float | None, float]:
-        """Return the time to the loss, None where it was not ended once; and that of the whole step."""
+        """Return the seconds to the loss (None unless it ended exactly once), and those of the whole step."""
         passed_s = time.monotonic() - self._began_s
         if self._ends != 1:
             return None, passed_s
@@ -172,9 +170,9 @@ class _Stopwatch:
 
 
 class ShardedBatches:
-    """A sampler of batches for a loader: step N of an epoch takes the N-th `batch_size` samples of a permutation, of
-    which each rank takes its part (`counts`, equal ones where none are given), in order. Samples at an epoch's end that
-    fill no batch are left out."""
+    """A batch sampler: step N of an epoch takes the N-th `batch_size` samples of a permutation, of which each rank
+    takes its share (`counts`; equal if empty), in order. Samples at the end of an epoch that do not fill a batch are
+    dropped."""
 
     def __init__(
         self,
@@ -196,7 +194,7 @@ class ShardedBatches:
             message = f"batch_size={batch_size} is more than the dataset's {samples} samples"
             raise RecipeError(Problem("too_large", message, "batch_size", f"give {samples} at most"))
         self.counts = counts or (batch_size // ranks,) * ranks
-        """The samples of each rank in a step: those of the next iteration."""
+        """The samples of each rank in a step, for the next iteration."""
         self._samples = samples
         self._batch_size = batch_size
         self._rank = rank
@@ -207,7 +205,7 @@ class ShardedBatches:
         """The first batch of the next iteration."""
 
     def __len__(self) -> int:
-        """Return the batches of an epoch."""
+        """Return the number of batches in an epoch."""
         return self._samples // self._batch_size
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -1,5 +1,5 @@
-"""The ranks of an attached script, of torch.distributed or, with JAX or TensorFlow, of others; and requests to stop, on
-which all of them act at the same step."""
+"""The ranks of an attached script (of torch.distributed, JAX, TensorFlow or a launcher), and requests to stop, which
+all of them follow at the same step."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from types import FrameType
 from typing import Any
 
 _FLAG = struct.Struct("<QQ")
-"""The steps that a rank has made, and the first of them after which it wanted the run to end (0: none)."""
+"""The steps of a rank, and the first of them after which it wanted the run to end (0: none)."""
 _POLL_S = 0.001
 
 
-def find_place() -> tuple[int, int]:
-    """Return this process' rank and the number of ranks: as JAX has them, as TensorFlow's TF_CONFIG says, or as a
-    launcher's environment does; (0, 1) of a process that is alone."""
+def find_rank() -> tuple[int, int]:
+    """Return this process' rank and the number of ranks: from JAX, from TensorFlow's TF_CONFIG, or from a launcher's
+    environment; (0, 1) for a single process."""
     jax: Any = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
         return int(jax.process_index()), int(jax.process_count())
-    if "tensorflow" in sys.modules and (place := _in_tf_config(os.environ.get("TF_CONFIG", ""))):
-        return place
-    if "torch" not in sys.modules:  # a script may use torch under a launcher, and train on one process
+    if "tensorflow" in sys.modules and (rank_and_count := _in_tf_config(os.environ.get("TF_CONFIG", ""))):
+        return rank_and_count
+    if "torch" not in sys.modules:  # a script may use torch under a launcher but train in one process
         rank = os.environ.get("RANK", "")
         ranks = os.environ.get("WORLD_SIZE", "")
         if rank.isdigit() and ranks.isdigit():
@@ -38,7 +38,7 @@ def find_place() -> tuple[int, int]:
 
 
 def _in_tf_config(text: str) -> tuple[int, int] | None:
-    """Return the place among those that train: the chief, then the workers."""
+    """Return the rank among the trainers (the chief, then the workers) and their number; None without them."""
     try:
         config = json.loads(text)
         trainers = [
@@ -51,9 +51,9 @@ def _in_tf_config(text: str) -> tuple[int, int] | None:
 
 
 class FlagFiles:
-    """The agreement of ranks on this machine that have no torch: each writes after each step, into a file of its own,
-    how many it has made and whether it wants to end. What was wanted in the step before is read of all, so that all
-    act on it at the same step: none is more than the exchanges of one step ahead, and the rest is waited for."""
+    """Agreement between ranks on this machine without torch: after each step, each rank writes to its own file how many
+    steps it has made and whether it wants to end. All ranks act on the requests of the previous step, so that they act
+    at the same step. A rank that is ahead waits: no rank is more than one step ahead."""
 
     def __init__(self, folder: Path, rank: int, ranks: int):
         self._paths = [folder / f"{number}.flag" for number in range(ranks)]
@@ -63,7 +63,7 @@ class FlagFiles:
         self._made = self._wanted = 0
 
     def agree(self, wanted: bool) -> bool:
-        """Count a step; return whether any rank wanted to end in the step before."""
+        """Count a step; return whether any rank wanted to end in the previous step."""
         before = self._made
         self._made = self._made + 1
         if wanted and not self._wanted:
@@ -75,7 +75,7 @@ class FlagFiles:
             made = 0
             wanted_at = 0
             while made < before:
-                with suppress(FileNotFoundError, struct.error):  # it has not begun, or has written a part of a record
+                with suppress(FileNotFoundError, struct.error):  # the rank has not begun, or is writing its record
                     made, wanted_at = _FLAG.unpack(path.read_bytes())
                 if made < before:
                     time.sleep(_POLL_S)
@@ -85,37 +85,37 @@ class FlagFiles:
 
 
 class StopSignal:
-    """Hears SIGTERM, by which `trainspec stop`, Ctrl-C and schedulers ask a run to end."""
+    """Handles SIGTERM, with which `trainspec stop`, Ctrl-C and schedulers ask a run to end."""
 
     def __init__(self) -> None:
-        self.was_heard = False
+        self.requested = False
 
     def listen(self) -> None:
-        """Only a main thread can."""
+        """Install the handler; only possible in the main thread."""
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._hear)
+            signal.signal(signal.SIGTERM, self._on_signal)
 
-    def _hear(self, _number: int, _frame: FrameType | None) -> None:
-        self.was_heard = True
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self.requested = True
 
 
 class ScriptRanks:
-    """This process among those that train together, by torch.distributed where the script has initialised it.
+    """This process among the training processes, by torch.distributed if the script has initialised it.
 
-    A request to stop is agreed on by an all-reduce of four bytes on the host, which a step begins and the next step
-    ends: no rank waits for it, and all ranks act on it at the same step. Without torch, files in `folder` (None: each
-    rank decides by itself) say it.
+    Ranks agree on a request to stop by an all-reduce of four bytes on the host, which one step begins and the next step
+    ends: no rank waits for it, and all ranks act at the same step. Without torch they use files in `folder` (None: each
+    rank decides by itself).
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._torch: Any = None  # the module, where the script has it
+        self._torch: Any = None  # the module, if the script has loaded it
         self._group: Any = None
         self._flags: FlagFiles | None = None
         self._pending: tuple[Any, Any] | None = None
         self._figures: tuple[Any, Any] | None = None
         torch = sys.modules.get("torch")
         if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
-            self.number, self.count = find_place()
+            self.number, self.count = find_rank()
             if folder and self.count > 1:
                 self._flags = FlagFiles(folder, self.number, self.count)
             return
@@ -126,20 +126,20 @@ class ScriptRanks:
             self._group = torch.distributed.new_group(backend="gloo")
 
     def agree(self, wanted: bool) -> bool:
-        """Return whether any rank wanted this in the step before; of a single process, whether it does now."""
+        """Return whether any rank wanted this in the previous step; for a single process, whether it wants it now."""
         if self._flags is not None:
             return self._flags.agree(wanted)
         if self._torch is None:
             return wanted
-        before = self.settle()
+        before = self.finish_exchanges()
         flag = self._torch.tensor([int(wanted)], dtype=self._torch.int32)
         maximum = self._torch.distributed.ReduceOp.MAX
         work = self._torch.distributed.all_reduce(flag, op=maximum, group=self._group, async_op=True)
         self._pending = (work, flag)
         return before
 
-    def settle(self) -> bool:
-        """End the exchange that is still going on; return what it says."""
+    def finish_exchanges(self) -> bool:
+        """Wait for the open exchanges; return the result of the agreement."""
         if self._figures is not None:
             self._figures[0].wait()
         if self._pending is None:
@@ -150,8 +150,8 @@ class ScriptRanks:
         return bool(flag.item())
 
     def exchange(self, own: list[float]) -> list[list[float]]:
-        """Return the figures that each rank gave in the step before, and begin the exchange of `own`; nothing at first.
-        A single process has its own at once."""
+        """Return the figures of each rank in the previous step (empty at first), and begin the exchange of `own`. A
+        single process gets its own figures immediately."""
         if self._torch is None:
             return [own]
         figures = self._torch.zeros(self.count, len(own), dtype=self._torch.float64)
@@ -161,13 +161,13 @@ class ScriptRanks:
             work, reported = self._figures
             work.wait()
             before = reported.tolist()
-        # Zeros of the others are added, so that infinite figures stay as they are.
+        # Each rank contributes one row and zeros, so that the sum keeps infinite figures.
         self._figures = self._torch.distributed.all_reduce(figures, group=self._group, async_op=True), figures
         return before
 
     def gather(self, value: object) -> list[object]:
-        """Return what each rank gave, in their order: tensors, numbers, text, and lists and dicts of them. They travel
-        as `torch.save` writes them, and no other objects are read (`weights_only`)."""
+        """Return the value of each rank, in order: tensors, numbers, text, and lists and dicts of them. They are sent
+        in the format of `torch.save`; other objects are not read (`weights_only`)."""
         if self._torch is None:
             return [value]
         torch = self._torch

@@ -1,7 +1,8 @@
-"""The state of a training in PyTorch: what a checkpoint of an attached script holds, and its files.
+"""The state of a PyTorch training: the content of an attached script's checkpoint, and its files.
 
-CHECKPOINTS/step_00000100/ holds `state.pt` (tensors and plain values: torch reads it without unpickling code) and
-`manifest.json` with the digest. It is written aside by rank 0, flushed to disk and renamed: it is whole or absent.
+CHECKPOINTS/step_00000100/ contains `state.pt` (tensors and plain values: torch reads it without unpickling code) and
+`manifest.json` with the digest. Rank 0 writes it under a temporary name, flushes it to disk and renames it, so that it
+is complete or absent.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PREFIX = "step_"
 
 @dataclass
 class Trained:
-    """What a script trains. `others` have `state_dict` and `load_state_dict`: a scheduler, a scaler."""
+    """The objects that a script trains. `others` have `state_dict` and `load_state_dict`: a scheduler, a scaler."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -46,11 +47,11 @@ class Trained:
 
     @property
     def is_sharded(self) -> bool:
-        """FSDP2 shards parameters as DTensors."""
+        """Whether parameters are sharded, as FSDP2 does with DTensors."""
         return any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
 
     def state(self) -> dict[str, object]:
-        """Return the state, whole; of a sharded model all ranks take part, and rank 0 has it."""
+        """Return the whole state; all ranks of a sharded model take part, and rank 0 gets it."""
         if self.is_sharded:
             model = sharded.get_model_state_dict(self.model, options=WHOLE)
             optimizer = sharded.get_optimizer_state_dict(self.model, self._bare_optimizer(), options=WHOLE)
@@ -61,7 +62,7 @@ class Trained:
 
     def restore(self, state: dict[str, dict[str, object]]) -> None:
         if self.is_sharded:
-            model: Any = state["model"]  # as `state` has made it
+            model: Any = state["model"]  # from `state`
             updates: Any = state["optimizer"]
             sharded.set_model_state_dict(self.model, model, options=WHOLE)
             sharded.set_optimizer_state_dict(self.model, self._bare_optimizer(), updates, options=WHOLE)
@@ -72,7 +73,7 @@ class Trained:
             one.load_state_dict(state[name])
 
     def _bare_optimizer(self) -> torch.optim.Optimizer:
-        """Accelerate wraps it."""
+        """Return the optimizer without Accelerate's wrapper."""
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
         assert isinstance(inner, torch.optim.Optimizer)
         return inner
@@ -86,7 +87,7 @@ def _bare(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def random_state() -> dict[str, object]:
-    """Return the state of Python's, numpy's and torch's random numbers, this process' accelerator included."""
+    """Return the state of the random numbers of Python, numpy, torch and this process' accelerator."""
     version, numbers, gauss = random.getstate()
     of_numpy: Any = np.random.get_state(legacy=True)
     kind, keys, place, has_gauss, cached = of_numpy
@@ -103,7 +104,7 @@ def random_state() -> dict[str, object]:
 
 
 def set_random_state(state: dict[str, object]) -> None:
-    of_python: Any = state["python"]  # as `random_state` has made it
+    of_python: Any = state["python"]  # from `random_state`
     version, numbers, gauss = of_python
     random.setstate((version, tuple(numbers), gauss))
     of_numpy: Any = state["numpy"]
@@ -126,7 +127,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def newest_sound(folder: Path) -> Path | None:
-    """Return the newest checkpoint whose digest is right. A damaged one is named on stderr."""
+    """Return the newest checkpoint with a valid digest. Damaged ones are named on stderr."""
     for path in reversed(checkpoints_in(folder)):
         fault = f"{path} is damaged"
         try:
@@ -147,12 +148,12 @@ def read_state(path: Path) -> dict[str, dict[str, object]]:
 
 
 def write_state(folder: Path, step: int, state: dict[str, object], ranks: int, keep: int) -> tuple[Path, int]:
-    """Write a checkpoint, and drop the oldest beyond `keep`; return its folder and its bytes."""
+    """Write a checkpoint, and delete the oldest beyond `keep`; return its folder and its size in bytes."""
     path = folder / f"{PREFIX}{step:08d}"
     partial = folder / f".{path.name}.{secrets.token_hex(8)}.partial"
     partial.mkdir(parents=True)
     try:
-        # Files are flushed before the rename, and the folder after it: a machine that loses power keeps all or nothing.
+        # Flush files before the rename and the folder after it: a power failure leaves all or nothing.
         torch.save(state, partial / STATE)
         _flush(partial / STATE)
         digest = _digest(partial / STATE)
@@ -160,7 +161,7 @@ def write_state(folder: Path, step: int, state: dict[str, object], ranks: int, k
         manifest: JsonObject = {"step": step, "ranks": ranks, "sha256": digest, "bytes": size_bytes}
         write_versioned(partial / CHECKPOINT_MANIFEST, manifest)
         _flush(partial)
-        if path.exists():  # of a run that has gone back behind it
+        if path.exists():  # the run was resumed from an older checkpoint
             path.rename(folder / f".{path.name}.{secrets.token_hex(8)}.partial")
         partial.rename(path)
         _flush(folder)

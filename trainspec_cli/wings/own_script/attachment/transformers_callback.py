@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class RunCallback(TrainerCallback):
-    """The Trainer logs a step's loss after the step has ended, so that a step is recorded when the next one begins. The
-    Trainer's own checkpoints are the ones that a later start goes on from."""
+    """Records a step when the next one begins, because the Trainer logs a step's loss after the step has ended. Later
+    starts resume from the Trainer's own checkpoints."""
 
     def __init__(self, run: AttachedRun):
         self._run = run

@@ -1,4 +1,4 @@
-"""`trainspec run`: run a training command of the user's own."""
+"""`trainspec run`: run a user's training command."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from trainspec_cli.run.notify import Notify
 from trainspec_cli.run.signals import interrupt, on_stop_signal
 
 if TYPE_CHECKING:
-    from trainspec_cli.wings.own_script.job import Wanted
+    from trainspec_cli.wings.own_script.job import CommandSettings
 
 Command = Annotated[
     list[str] | None,
-    typer.Argument(metavar="-- COMMAND...", help="The command, as it is typed without trainspec.", show_default=False),
+    typer.Argument(metavar="-- COMMAND...", help="The command, as typed without trainspec.", show_default=False),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show command and environment; start nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the command and its environment; start nothing.")]
 
 
 def run(
@@ -54,17 +54,17 @@ def run(
     notify: NotifyWhom = "",
     as_json: AsJson = False,
 ) -> int:
-    """Run a command that trains, unchanged: `python train.py`, `torchrun ...`, `accelerate launch ...`.
+    """Run a training command unchanged: `python train.py`, `torchrun ...`, `accelerate launch ...`.
 
-    Optimizer steps of torch are counted. What fails after its first step is started again; Ctrl-C asks it to stop.
-    On several nodes, give the same command on each, with --node-rank and a --dir that all share; in a Slurm job,
-    srun --ntasks-per-node=1 does that, and trainspec sbatch writes one.
+    Optimizer steps of torch are counted. A command that fails after its first step is restarted; Ctrl-C asks it to
+    stop. On several nodes, give the same command on each, with --node-rank and a shared --dir; in a Slurm job, srun
+    --ntasks-per-node=1 does that, and trainspec sbatch writes such a job.
     """
     from trainspec_cli.session.launching.nodes import NodeOptions
-    from trainspec_cli.wings.own_script import launching as session  # half a second, which the help does without
+    from trainspec_cli.wings.own_script import launching as session  # half a second, which --help does not need
 
     nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)
-    wanted = wanted_of(CommandOptions(max_restarts, grace_s, hang_s, work_s, join_timeout_s))
+    wanted = settings_of(CommandOptions(max_restarts, grace_s, hang_s, work_s, join_timeout_s))
     with on_stop_signal(interrupt):
         if dry_run:
             shown = session.show_command(command or [], folder, wanted, nodes, as_json=as_json)
@@ -73,9 +73,11 @@ def run(
         return session.run_command(command or [], folder, wanted, nodes, Notify(notify), as_json=as_json)
 
 
-def wanted_of(options: CommandOptions) -> Wanted:
-    from trainspec_cli.wings.own_script.job import Wanted  # loads what the help does without
+def settings_of(options: CommandOptions) -> CommandSettings:
+    from trainspec_cli.wings.own_script.job import CommandSettings  # loads modules that --help does not need
 
     usual = options.hang_s is None
     hang_s, silent_s = (HANG_S, SILENT_S) if usual else (options.hang_s or None, options.hang_s or None)
-    return Wanted(options.max_restarts, options.grace_s, hang_s, silent_s, options.work_s, options.join_timeout_s)
+    return CommandSettings(
+        options.max_restarts, options.grace_s, hang_s, silent_s, options.work_s, options.join_timeout_s
+    )

@@ -1,14 +1,14 @@
-"""Counts the optimizer steps of a program that `trainspec run` has started, without a changed line in it.
+"""Count the optimizer steps of a program that `trainspec run` has started, without changing the program.
 
-Python imports a module of this name when it starts; `trainspec run` puts this folder on PYTHONPATH. The module takes
-the folder off `sys.path`, waits until torch's optimizers are imported, and runs the user's own sitecustomize. It holds
-the standard library alone, since it runs in the user's Python (3.9 or later), where trainspec need not be installed. It
-prints nothing, and what goes wrong in it is passed over: the program must run as it does without it.
+Python imports a module of this name at startup; `trainspec run` puts this folder on PYTHONPATH. The module removes the
+folder from `sys.path`, waits until torch's optimizers are imported, and runs the user's sitecustomize. It uses only the
+standard library, because it runs in the user's Python (3.9 or later), where trainspec need not be installed. It prints
+nothing and ignores its own errors: the program must run as it would without it.
 
 After its first optimizer step a process has a file FOLDER/PID-TIME.steps of 4096 bytes: 64 bytes of `HEADER`, then
-`SLOTS` records of `SLOT`, of which the step with the number N has the place N % SLOTS. A step is written by one
-`pwrite` of 16 bytes: where the disk is full that fails, whereas a mapped page would end the process with SIGBUS.
-SIGUSR2 appends the stacks of all threads to FOLDER/PID-TIME.stacks, where the program has no handler of its own for it.
+`SLOTS` records of `SLOT`; the step with number N is in record N % SLOTS. A step is written by one `pwrite` of 16 bytes:
+on a full disk that fails, whereas a mapped page would end the process with SIGBUS. SIGUSR2 appends the stacks of all
+threads to FOLDER/PID-TIME.stacks, unless the program handles that signal itself.
 """
 
 import os
@@ -19,57 +19,56 @@ LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
 PROGRESS = "TRAINSPEC_PROGRESS"
 MAGIC = b"TSSTEPS1"
 MAGIC_ATTACHED = b"TSSTEPS2"
-"""The file of a program that says itself when it has made a step, and writes the events of its steps."""
+"""The magic of a program that reports its steps itself, and writes their events."""
 HEADER = "<8sIiIIqdQ"
-"""MAGIC, process id, rank (-1: none), world size (0: none), 1 where SIGUSR2 writes stacks, the updates that the
-optimizer's state counts before the first step here (-1: unknown), Unix time, and the main thread's id."""
+"""MAGIC, process id, rank (-1: none), world size (0: none), 1 if SIGUSR2 writes stacks, the updates that the
+optimizer's state counts before the first step of this process (-1: unknown), Unix time, and the main thread's id."""
 HEADER_BYTES = 64
 SLOT = "<Qd"
-"""The number of a step in this process, from 1, and the Unix time at which it was made."""
+"""The number of a step in this process, from 1, and its Unix time."""
 SLOT_BYTES = 16
 SLOTS = 252
 OPTIMIZERS = "torch.optim.optimizer"
 MODULES = "torch.nn.modules.module"
 STATE_MAKER = "_init_optim_state"
-"""The function of torch.distributed.checkpoint that makes a step for the optimizer's state alone."""
+"""The function of torch.distributed.checkpoint that makes a step only to create the optimizer's state."""
 
 
 class StepCount(types.ModuleType):
-    """Hears of a step by the setting of its attribute `stepped`.
+    """Counts a step when its attribute `stepped` is set.
 
-    It is a module because code that torch compiles sets attributes of modules after the graph has run, without reading
-    them: a compiled `optimizer.step()` is counted without a break of the graph, a guard or a warning.
+    It is a module because code compiled by torch sets attributes of modules after the graph has run, without reading
+    them: a compiled `optimizer.step()` is counted without a graph break, a guard or a warning.
     """
 
     def __setattr__(self, name, optimizer):
         try:
-            _heard(optimizer)
+            _count_step(optimizer)
         except Exception:
             _state.update(pid=os.getpid(), file=None)
 
 
 _state = {"pid": 0, "file": None, "magic": MAGIC, "ranks": None, "known": set(), "registered": False, "restored": False}
-"""The process that counts (a forked one counts anew), and its file: None where there is none, or writing has failed.
-ranks: its rank and the world size, where the program has said them. known: the optimizers that have made a step.
-registered: SIGUSR2 is this module's. restored: a model or an optimizer has loaded a state."""
+"""pid: the process that counts (a forked one starts again). file: its open file, or None without one or after a failed
+write. ranks: its rank and world size, if the program has reported them. known: optimizers that have made a step.
+registered: the handler of SIGUSR2 is this module's. restored: a model or an optimizer has loaded a state."""
 _count = StepCount("trainspec_steps")
 
 
 def _stepped(optimizer, arguments, keywords):
-    """Torch calls this after every step of every optimizer."""
+    """Called by torch after every step of every optimizer."""
     _count.stepped = optimizer
 
 
-def _heard(optimizer):
-    """Count a step where an optimizer steps again: with one optimizer for each parameter (its step is made in the
-    backward) they all step once in one step of the training. DeepSpeed's ZeRO has one optimizer step once for each of
-    its groups of parameters, which it gives to it in turn."""
-    if id(optimizer) not in _state["known"] and _makes_state_alone():
+def _count_step(optimizer):
+    """Count a step when an optimizer steps again. With one optimizer for each parameter (which steps in the backward),
+    all of them step once in a training step. DeepSpeed's ZeRO lets one optimizer step once for each of its groups of
+    parameters, which it assigns in turn."""
+    if id(optimizer) not in _state["known"] and _is_for_state_only():
         return
     _state["known"].add(id(optimizer))
     if _state["pid"] != os.getpid():
-        # An optimizer that counts nothing (SGD) begins anew, unless something was loaded: how far that had come is
-        # not known then.
+        # An optimizer without a counter (SGD) starts at 0, unless a state was loaded: its steps are unknown then.
         _open(max(_updates(optimizer) - 1, -1 if _state["restored"] else 0))
     if _state["file"] is None or _state["magic"] == MAGIC_ATTACHED:
         return
@@ -83,9 +82,9 @@ def _heard(optimizer):
     _write_step()
 
 
-def _makes_state_alone():
-    """Return whether this first step of an optimizer is none of the training: torch's checkpoints make one, without
-    gradients, for the state that they then load."""
+def _is_for_state_only():
+    """Return whether this first step of an optimizer is not part of the training: torch's checkpoints make a step
+    without gradients to create the state that they then load."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == STATE_MAKER:
@@ -95,7 +94,7 @@ def _makes_state_alone():
 
 
 def attach(before, rank, world_size):
-    """Count from now on the calls of `attached_step` in place of optimizers' steps; `before` steps were made before."""
+    """From now on, count calls of `attached_step` instead of optimizers' steps, starting after `before` steps."""
     _state.update(magic=MAGIC_ATTACHED, ranks=(rank, world_size))
     if not _folder or not os.path.isdir(_folder):
         return
@@ -116,13 +115,13 @@ def attached_step():
 def _write_step():
     _state["steps"] = step = _state["steps"] + 1
     os.pwrite(_state["file"], _state["pack"](step, _state["time"]()), HEADER_BYTES + step % SLOTS * SLOT_BYTES)
-    if _state["answers"] and _state["replaced"]():  # the program has a handler of its own by now
+    if _state["answers"] and _state["replaced"]():  # the program has installed a handler of its own
         _state["answers"] = 0
         _write_header()
 
 
 def _open(before):
-    """Make this process' file: it trains. A process that only imports torch has none."""
+    """Create this process' file, at its first step: a process that only imports torch has none."""
     import struct
     import threading
     import time
@@ -156,7 +155,7 @@ def _write_header():
 
 
 def _find_ranks():
-    """Return this process' rank and the world size as torch.distributed has them (Lightning sets no RANK), or else the
+    """Return this process' rank and the world size from torch.distributed (Lightning sets no RANK), or else from the
     environment."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     try:
@@ -168,8 +167,7 @@ def _find_ranks():
 
 
 def _updates(optimizer):
-    """Return the updates that the optimizer's state counts, as one restored from a checkpoint does; 0 where it counts
-    none."""
+    """Return the updates that the optimizer's state counts, such as after a resume; 0 if it counts none."""
     try:
         for state in optimizer.state.values():
             step = state.get("step", 0)
@@ -182,8 +180,8 @@ def _updates(optimizer):
 
 
 def _answer_signal(path, flags):
-    """Let SIGUSR2 write the stacks of all threads; return 1 where it does. It is left alone where anything in the
-    process has a handler for it."""
+    """Make SIGUSR2 write the stacks of all threads; return 1 on success. A signal that already has a handler is left
+    alone."""
     try:
         import _signal
         import faulthandler
@@ -191,7 +189,7 @@ def _answer_signal(path, flags):
         number = _signal.SIGUSR2
         handler = _signal.getsignal(number)
         _state["replaced"] = lambda: _signal.getsignal(number) != handler
-        # On several nodes the signal comes ignored: the agents ignore Slurm's warning, and a process inherits that.
+        # On several nodes agents ignore SIGUSR2, which is Slurm's warning; their processes inherit that.
         if handler not in (_signal.SIG_DFL, _signal.SIG_IGN) or (_is_caught(number) and not _state["registered"]):
             return 0
         stacks = open(os.open(path, flags | os.O_APPEND, 0o600), "wb")
@@ -203,7 +201,7 @@ def _answer_signal(path, flags):
 
 
 def _is_caught(number):
-    """Return whether a handler of native code has the signal; Python does not know of those."""
+    """Return whether native code handles the signal, which Python does not show."""
     try:
         with open("/proc/self/status") as status:
             caught = next(line.split()[1] for line in status if line.startswith("SigCgt"))
@@ -213,7 +211,7 @@ def _is_caught(number):
 
 
 def _note_loads(owner):
-    """Note when a state is loaded into an object of the class."""
+    """Make the class record that a state was loaded into one of its objects."""
     import functools
 
     load = getattr(owner, "load_state_dict", None)
@@ -229,7 +227,7 @@ def _note_loads(owner):
 
 
 class OptimizerImport:
-    """A finder of modules that waits for torch's optimizers, and is gone when they are there."""
+    """A module finder that waits for the import of torch's optimizers, and then removes itself."""
 
     def find_spec(self, name, path=None, target=None):
         if name != OPTIMIZERS:
@@ -256,8 +254,8 @@ class OptimizerImport:
             return None
 
 
-def _run_own():
-    """Run the user's own sitecustomize, if there is one, under its own name; its errors are reported as ever."""
+def _run_users_sitecustomize():
+    """Run the user's sitecustomize, if there is one, under its own name; Python reports its errors as usual."""
     import importlib.machinery
     import importlib.util
 
@@ -275,4 +273,4 @@ sys.path[:] = [place for place in sys.path if os.path.abspath(place or ".") != _
 sys.modules["_trainspec_steps"] = sys.modules[__name__]
 if _launch and _launch == os.environ.get(LAUNCH_ID) and os.path.isdir(_folder):
     sys.meta_path.insert(0, OptimizerImport())
-_run_own()
+_run_users_sitecustomize()

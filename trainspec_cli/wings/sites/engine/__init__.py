@@ -1,1 +1,1 @@
-"""The workers of a run that is one of several far-apart sites."""
+"""The workers of one of several distant sites."""

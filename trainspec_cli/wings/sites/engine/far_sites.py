@@ -1,13 +1,13 @@
-"""The coordinator of one of several far-apart sites.
+"""The coordinator of one of several distant sites.
 
-A site trains by itself, in any layout. Every few steps each of its ranks sends an outer gradient of one fragment to the
-other sites, and some steps later applies the sum of all sites'. What a round decides holds until the next one is
-applied: who is a member, and which samples each member takes. The last round, after the last step, leaves all sites
-with the same weights.
+A site trains by itself, in any layout. Every few steps, each of its ranks sends an outer gradient of one fragment to
+the other sites, and some steps later it applies the sum over all sites. The decision of a round holds until the next
+one is applied: it names the members and the samples of each member. The last round, after the last step, leaves all
+sites with the same weights.
 
-Each rank has connections of its own (`SiteLink`) for its shares, so a site has as many streams on each way as ranks
-that hold different ones. Of ranks that hold the same shares (replicas along `dp_replicate`) the first is connected, and
-hands on what it hears.
+Each rank has its own connections (`SiteLink`) for its shares, so a site has as many streams in each direction as ranks
+with different shares. Of ranks with the same shares (replicas along `dp_replicate`), only the first is connected; it
+forwards what it receives.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from trainspec_cli.wings.sites.engine.outer_state import OuterState
 from trainspec_cli.wings.sites.engine.site_link import SiteLink
 from trainspec_cli.wings.sites.events import ExchangeEvent
 from trainspec_cli.wings.sites.meeting import BEGINNING, RoundRecord, SiteExchange, agreement_of, newest_applied
-from trainspec_cli.wings.sites.wire import Sent, SiteHello
+from trainspec_cli.wings.sites.messages import Sent, SiteHello
 
 WAIT_S = 0.01
 TROUBLE_S = 5.0
-"""A wait for the meeting point that is as long as this is said."""
+"""A wait for the meeting point is reported after this time."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What all ranks of the site have."""
+    """The state that all ranks of the site have reached."""
 
     answered: bool
     decided: bool
-    """The round that is waited for has arrived."""
+    """The awaited round has arrived."""
     follows: bool
-    """The site is no member: it has to catch up."""
+    """The site is not a member: it must catch up."""
     stop: bool
     """Some rank was asked to stop."""
 
 
 class FarSites(SingleGroup):
-    """Within a step a site is the only replica group that there is: what is exchanged, is exchanged between steps."""
+    """Within a step, a site is the only replica group: sites exchange only between steps."""
 
     waits_for_groups = True
     merges_at_end = True
@@ -77,24 +77,24 @@ class FarSites(SingleGroup):
         self._speakers = [rank for rank, speaks in enumerate(speaking) if speaks]
         self._is_open = False
         self._link: SiteLink | None = None
-        """None: another rank hands on what it hears."""
+        """None: another rank forwards what it receives."""
         self._waited_s = 0.0
-        """How long training has waited since the last exchange."""
+        """Seconds of training's waits since the last exchange."""
         self._record: RoundRecord | None = None
-        """The decision that holds now; None before the first."""
+        """The decision in force; None before the first."""
         self._applied: list[SiteExchange] = []
-        """The exchanges that were applied since the start, from the newest that a checkpoint has on."""
+        """The exchanges applied since the start, beginning with the newest one in a checkpoint."""
         self._progress = TrainProgress()
         self._taken = 0
-        """Samples of the step that is being made."""
-        # How fast this site computes from one exchange to the next, without its waits for others.
+        """Samples of the current step."""
+        # The speed of this site between two exchanges, without waits for others.
         self._busy_s = 0.0
         self._samples = 0
         self._computes_since_s: float | None = None
 
     @property
     def _next(self) -> SiteExchange | None:
-        """Return the exchange that is to be applied next; None where the run is over."""
+        """The exchange that is applied next; None at the end of the run."""
         return self._record.following if self._record else BEGINNING
 
     # Rounds
@@ -108,23 +108,23 @@ class FarSites(SingleGroup):
         return StepStart(self._progress, stop=not keeps_up)
 
     def bring_together(self, progress: TrainProgress) -> None:
-        """Take part in the rounds that are left, whoever asks for a stop meanwhile: without them the run has no end."""
+        """Take part in the remaining rounds, even if a stop is requested meanwhile: the run cannot end without them."""
         self._progress = progress
         self._open(heeds_stop=False)
         self._keep_up(heeds_stop=False)
 
     def _open(self, *, heeds_stop: bool = True) -> bool:
-        """Connect at the first call; return False where the run was asked to stop."""
+        """Connect at the first call; return False if the run was asked to stop."""
         if self._is_open:
             return True
         outer = self._outer
         step = self._progress.step
         if outer.is_new and step:
             raise WorkerError(
-                f"the checkpoint of step {step} holds no shared weights for this layout: it was written in another "
-                "one, or without resilience=sites",
+                f"the checkpoint of step {step} has no shared weights for this layout: it was written in another "
+                "layout, or without resilience=sites",
                 code="no_shared_weights",
-                hint="resume in the layout that the run has begun with, or begin a new run with "
+                hint="resume in the layout with which the run began, or start a new run with "
                 "init.from=<this run's folder>",
             )
         if outer.is_new:
@@ -140,7 +140,7 @@ class FarSites(SingleGroup):
             if self._copies.size() > 1:
                 plain = to_plain(record) if record else None
                 record = self._hand_on(plain, lambda one: one and from_plain(RoundRecord, one))
-            assert record is not None, "the meeting point refuses a site whose newest round it has forgotten"
+            assert record is not None, "the meeting point refuses a site whose newest round it has deleted"
             self._record = record
             self._applied.append(self._record.exchange)
         if seen.follows:
@@ -167,9 +167,10 @@ class FarSites(SingleGroup):
         return SiteLink(sites.endpoint, secret, hello, lambda: self._outer.applied, silence_s)
 
     def _keep_up(self, *, heeds_stop: bool = True) -> bool:
-        """Send and apply what is due at this step; return False where the run was asked to stop meanwhile."""
+        """Send and apply the exchanges that are due at this step; return False if the run was asked to stop
+        meanwhile."""
         outer = self._outer
-        # Several may be due at a step: without a delay a sum is applied where it is sent, and round 0 at once.
+        # Several may be due: without a delay, a sum is applied in the step in which it is sent; so is round 0.
         while exchange := self._next:
             step = self._progress.step
             if exchange.round and exchange.sent_at == step and not outer.sent_round:
@@ -187,7 +188,7 @@ class FarSites(SingleGroup):
         saved = newest_applied(self._applied, self._run.run_dir.newest_step)
         self._applied = [exchange for exchange in self._applied if exchange.round >= saved]
         tokens, steps = self._outer.sent_work
-        # Samples a second; 0 where nothing is to follow from that.
+        # Samples per second; 0 if the batch size should not depend on it.
         rate = self._samples / self._busy_s if self._spec.scheduler.mode == "auto" and self._busy_s else 0.0
         self._busy_s = 0.0
         self._samples = 0
@@ -196,7 +197,7 @@ class FarSites(SingleGroup):
             self._link.send(message, encoded)
 
     def _merge(self, exchange: SiteExchange) -> bool:
-        """Apply a round as one that has trained; where it has found this site lost, catch up."""
+        """Apply a round as a site that has trained; catch up if the round has found this site lost."""
         outer = self._outer
         own = outer.sent
         record, parts = self._take(exchange.round)
@@ -212,9 +213,9 @@ class FarSites(SingleGroup):
         return self._follow()
 
     def _follow(self, *, heeds_stop: bool = True) -> bool:
-        """Apply rounds without training, until this site is a member again or the run is over."""
+        """Apply rounds without training until this site is a member again or the run is over."""
         outer = self._outer
-        self._warn("this site was left out: it catches up, and what it had not sent yet is given up")
+        self._warn("this site was left out: it catches up, and discards the work that it had not sent yet")
         self._note_followed(outer.applied)
         while exchange := self._next:
             number = exchange.round
@@ -225,13 +226,13 @@ class FarSites(SingleGroup):
                 self._apply(record, parts)
             self._note(record)
             if self.site in record.joined:
-                # Only that counts: rounds of before it was lost name it as a member too.
+                # Only `joined` counts: earlier rounds name this site as a member too, from before it was lost.
                 break
             self._note_followed(number)
         outer.take_shared()
         if self._link:
             self._link.joined()
-        assert self._record is not None, "the round that this site goes on from was applied"
+        assert self._record is not None, "the round from which this site continues was applied"
         self._progress = TrainProgress(self._record.exchange.applied_at, self._progress.samples)
         return True
 
@@ -240,7 +241,7 @@ class FarSites(SingleGroup):
             self._link.follow(number)
 
     def _take(self, number: int) -> tuple[RoundRecord, dict[int, bytes]]:
-        """Return a round that has arrived, and the outer gradients of this rank's shares by site."""
+        """Return a round that has arrived, with the outer gradients of this rank's shares by site."""
         record, parts = self._link.take(number) if self._link else (None, {})
         if self._copies.size() == 1:
             assert record is not None, "every rank has a connection"
@@ -263,7 +264,7 @@ class FarSites(SingleGroup):
         return record, cut
 
     def _hand_on(self, plain: Any, read: Callable[[Any], Any]) -> Any:
-        """Return what the first of the ranks with the same shares gives."""
+        """Return the value of the first rank with the same shares."""
         return broadcast_json(plain, read, dist.get_global_rank(self._copies, 0), self._copies)
 
     def _apply(self, record: RoundRecord, parts: dict[int, bytes]) -> None:
@@ -272,17 +273,17 @@ class FarSites(SingleGroup):
             named = f"site {sites[0]} differ" if len(sites) == 1 else f"sites {', '.join(map(str, sites))} differ"
             raise WorkerError(
                 f"the shared weights of {named} from the others' at step {self._progress.step}: a value changed "
-                "without an exchange, or the sites began with other weights",
+                "without an exchange, or the sites began with different weights",
                 code="diverged",
-                hint="test that site's memory and devices; go on from a checkpoint before the last exchange that "
-                "agreed",
+                hint="test the memory and devices of that site; continue from a checkpoint before the last exchange "
+                "that agreed",
             )
         encoded = [parts[site] for site in record.included]
         own = record.included.index(self.site) if self.site in record.included else None
         self._outer.apply(record.exchange.fragments, encoded, record.weights, own)
 
     def _note(self, record: RoundRecord) -> None:
-        """Note a round as applied, and write what it says of the sites."""
+        """Record a round as applied, and write its events."""
         self._outer.note_applied(record.round)
         self._record = record
         self._applied.append(record.exchange)
@@ -310,7 +311,7 @@ class FarSites(SingleGroup):
                 self.journal.write(RecoveryEvent(step=step, change=change, group=site, stall_s=None, lost_steps=None))
 
     def _wait(self, number: int, is_enough: Callable[[Seen], bool], *, heeds_stop: bool) -> Seen | None:
-        """Wait until all ranks have seen enough of round `number`; None where the run was asked to stop meanwhile."""
+        """Wait until all ranks have seen enough of round `number`; None if the run was asked to stop meanwhile."""
         began_s = time.perf_counter()
         warned = False
         while True:
@@ -327,15 +328,13 @@ class FarSites(SingleGroup):
             trouble = self._link.trouble if self._link else ""
             if trouble and not warned and time.perf_counter() > began_s + TROUBLE_S:
                 warned = True
-                self._warn(
-                    f"the meeting point {self._sites.endpoint} is not reached ({trouble}): this site waits for it"
-                )
+                self._warn(f"cannot reach the meeting point {self._sites.endpoint} ({trouble}): this site waits for it")
             time.sleep(WAIT_S)
 
     def _look(self, number: int) -> Seen:
-        """Return what every rank of this site has. Called by all of them together."""
+        """Return the state that every rank of this site has reached. All ranks must call it together."""
         link = self._link
-        # A rank without a connection leaves it to the others: the least of all ranks counts.
+        # A rank without a connection reports everything as done, so that the minimum over all ranks counts.
         heard = (link.is_member is not None, link.has(number), link.is_member is False) if link else (True,) * 3
         has = [*heard, not self._run.stop.requested]
         least = torch.tensor([float(each) for each in has])
@@ -368,7 +367,7 @@ class FarSites(SingleGroup):
         )
 
     def commit(self) -> bool:
-        """The step is made, within this site."""
+        """Count a step within this site."""
         data = self._spec.data
         self._outer.count(self._taken * (data.seq_len if data.unit == "tokens" else 1))
         self._samples += self._taken

@@ -1,7 +1,7 @@
-"""What a rank of a site keeps of the weights that all sites share, and its outer gradients on the wire.
+"""The shared weights of all sites on one rank of a site, and its encoded outer gradients.
 
-Beside each trained parameter (this rank's share of it, whatever the layout) stand the shared weights and the outer
-momentum in fp32. Shares are encoded one by one, so that copies of the same part on several ranks stay the same bits.
+For each trained parameter (this rank's share of it, in any layout), the rank keeps the shared weights and the outer
+momentum in fp32. Shares are encoded one by one, so that copies of the same part on several ranks keep the same bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NEVER = -2
 
 @dataclass(frozen=True)
 class OuterShare:
-    """One share of a parameter, and what is kept beside it."""
+    """One share of a parameter, with its shared weights and outer momentum."""
 
     share: Share
     fragment: int
@@ -39,7 +39,7 @@ class OuterShare:
 
 
 class OuterState:
-    """The tensors are changed between steps alone, so a checkpoint finds them as of its step."""
+    """The outer state of a rank. Its tensors change only between steps, so that a checkpoint is consistent."""
 
     def __init__(
         self,
@@ -60,15 +60,14 @@ class OuterState:
         device = self.shares[0].shared.device if self.shares else torch.device("cpu")
         sizes = [sum(self._bytes_of(one) for one in self._of((fragment,))) for fragment in range(fragments)]
         self._sent = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-        """The encoded outer gradient that is on its way."""
+        """The encoded outer gradient in flight."""
         self._about = torch.tensor([NEVER, 0, 0, 0, 0])
-        """The newest round that was applied; the round that is on its way (0: none), its bytes, and the tokens and
-        steps that it is made of."""
+        """The newest applied round; the round in flight (0: none), its bytes, and the tokens and steps of its work."""
         self.counts = torch.zeros(2, fragments, dtype=torch.int64)
-        """Tokens and steps of this site since its work on each fragment was merged last."""
+        """Tokens and steps of this site since its work on each fragment was last merged."""
 
     def saved(self, prefix: str) -> dict[str, Tensor]:
-        """Return what a checkpoint holds. `prefix` names the rank and the layout, in which alone it means something."""
+        """Return the tensors for a checkpoint. `prefix` names the rank and the layout to which they belong."""
         named = {"about": self._about, "counts": self.counts, "sent": self._sent}
         for place, one in enumerate(self.shares):
             named |= {f"shared.{place}": one.shared, f"momentum.{place}": one.momentum}
@@ -80,7 +79,7 @@ class OuterState:
 
     @property
     def applied(self) -> int:
-        """Return the newest round that was applied; -1: none yet."""
+        """The newest applied round; -1 if there is none yet."""
         return int(self._about[0])
 
     @property
@@ -89,24 +88,24 @@ class OuterState:
 
     @property
     def sent(self) -> bytes:
-        """Return the encoded outer gradient that is on its way."""
+        """The encoded outer gradient in flight."""
         return bytes(self._sent[: int(self._about[2])].cpu().numpy().tobytes())
 
     @property
     def sent_work(self) -> tuple[int, int]:
-        """Return tokens and steps of what is on its way."""
+        """Tokens and steps of the outer gradient in flight."""
         tokens, steps = self._about[3:].tolist()
         return tokens, steps
 
     @property
     def digest(self) -> str:
-        """Return a digest of this rank's part of what all sites share; any one flipped bit changes it."""
+        """A digest of this rank's part of the shared state; any flipped bit changes it."""
         kept = [tensor for one in self.shares for tensor in (one.shared, one.momentum)]
         return str(int(sum_bits(kept)))
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begin with this rank's weights as those that all sites share."""
+        """Initialise the shared weights with this rank's weights."""
         for one in self.shares:
             one.shared.copy_(one.share.local)
         self._about[0] = -1
@@ -117,18 +116,18 @@ class OuterState:
 
     @torch.no_grad()
     def encode(self, number: int, fragments: Sequence[int]) -> bytes:
-        """Return the outer gradient of the fragments, encoded."""
+        """Return the encoded outer gradient of the fragments."""
         rows = []
         for one in self._of(fragments):
-            # The shared weights are to move against it, towards the site's own.
+            # The outer gradient points away from the site's weights: the update moves the shared weights towards them.
             wanted = (one.shared - one.share.local.detach().float()).flatten()
             rows.append(self._codec.encode(wanted[None])[0])
         sent = torch.cat(rows) if rows else self._sent[:0]
-        if len(sent) > len(self._sent):  # all fragments: after the last step, when no checkpoint is written
+        if len(sent) > len(self._sent):  # all fragments: after the last step, after which no checkpoint is written
             self._sent = sent
         else:
             self._sent[: len(sent)] = sent
-        tokens, steps = self.counts[:, list(fragments)].amax(1).tolist()  # those of the longest ago
+        tokens, steps = self.counts[:, list(fragments)].amax(1).tolist()  # of the fragment merged the longest ago
         self._about[1:] = torch.tensor([number, len(sent), tokens, steps])
         return self.sent
 
@@ -136,17 +135,17 @@ class OuterState:
     def apply(
         self, fragments: Sequence[int], encoded: Sequence[bytes], weights: Sequence[float], own: int | None
     ) -> None:
-        """Update the shared weights by the mean of the sites' outer gradients, summed in fp32 in the order given, and
-        this rank's own weights with them.
+        """Update the shared weights by the weighted mean of the sites' outer gradients, summed in fp32 in the given
+        order, and this rank's own weights with them.
 
-        `own`: the place of this site's among them, None where it is not. Raises ValueError where a gradient is not as
-        long as this rank's.
+        `own`: the index of this site's outer gradient, or None. Raises ValueError if a gradient has another length than
+        this rank's.
         """
         chosen = self._of(fragments)
         sizes = [self._bytes_of(one) for one in chosen]
         rows = [_row(one, self._sent.device) for one in encoded]
         if any(len(row) != sum(sizes) for row in rows):
-            raise ValueError(f"an outer gradient has {[len(row) for row in rows]} bytes, and here it has {sum(sizes)}")
+            raise ValueError(f"outer gradients have {[len(row) for row in rows]} bytes, expected {sum(sizes)}")
         parts = [row.split(sizes) for row in rows]
         for place, one in enumerate(chosen):
             gradient = torch.zeros_like(one.shared)
@@ -158,15 +157,15 @@ class OuterState:
             self._step(one, gradient, sent)
 
     def _step(self, one: OuterShare, gradient: Tensor, sent: Tensor | None) -> None:
-        """Update by Nesterov's rule as torch's SGD has it: m' = factor m + g, and the weights less
-        rate (g + factor m'). `sent`: what of the gradient is this site's own, None where nothing is."""
+        """Update by Nesterov's rule as in torch's SGD: m' = factor m + g, weights -= rate (g + factor m'). `sent`: this
+        site's part of the gradient, or None."""
         momentum = one.momentum * self._factor + gradient
         shared = one.shared - (gradient + momentum * self._factor) * self._lr
         local = one.share.local
         if self._keep is None or sent is None:
-            # A site's weights move as the shared ones do, less what of that was its own. So all that was not sent stays
-            # between the two, and is the beginning of the next outer gradient: the steps since then, and what the
-            # encoding has lost.
+            # A site's weights move by the change of the shared weights, less the site's own contribution. The
+            # difference between the two is then exactly what was not sent: later steps and the loss of the encoding. It
+            # starts the next outer gradient.
             local.copy_(local + (0.0 if sent is None else sent) + (shared - one.shared))
         else:
             # Streaming DiLoCo, arXiv:2501.18512, equation 3.
@@ -178,20 +177,20 @@ class OuterState:
         self._about[:] = torch.tensor([number, 0, 0, 0, 0])
 
     def note_merged(self, fragments: Sequence[int]) -> None:
-        """What is on its way is in the shared weights; steps since it was sent count for the next one."""
+        """Record that the outer gradient in flight was merged; steps since it was sent count for the next one."""
         chosen = list(fragments)
         self.counts[:, chosen] = (self.counts[:, chosen] - self._about[3:, None]).clamp_min(0)
 
     @torch.no_grad()
     def take_shared(self) -> None:
-        """Go on from the shared weights alone; what this site has learned besides is given up."""
+        """Continue from the shared weights; discard what only this site has learned."""
         for one in self.shares:
             one.share.local.copy_(one.shared)
         self.counts.zero_()
 
     @contextmanager
     def as_weights(self) -> Iterator[None]:
-        """Have the shared weights in the model's place inside."""
+        """Put the shared weights into the model for the block."""
         with torch.no_grad():
             own = [one.share.local.detach().clone() for one in self.shares]
             for one in self.shares:
@@ -208,7 +207,7 @@ class OuterState:
         return self._codec.decode(row[None], one.values)[0].view_as(one.shared)
 
     def _bytes_of(self, one: OuterShare) -> int:
-        """Return the bytes of its encoded gradient."""
+        """Return the size of a share's encoded gradient in bytes."""
         return len(self._codec.encode(torch.zeros(1, one.values))[0])
 
 

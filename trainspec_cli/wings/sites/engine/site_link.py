@@ -1,9 +1,9 @@
-"""A rank's way to the other sites: through the meeting point, and directly where that is possible. Connections are
-encrypted, and authenticated.
+"""The connections of a rank to the other sites: through the meeting point, and directly where possible. They are
+encrypted and authenticated.
 
-A thread of its own sends what it is given and keeps what arrives; where a connection breaks it connects anew. What the
-meeting point has not decided yet is sent to it again; what does not come directly is asked of it. Nothing here waits
-for the network on the training's own thread.
+A separate thread sends messages, keeps what arrives, and reconnects broken connections. Outer gradients that are not
+yet decided are sent again to the meeting point; those that do not arrive directly are requested from it. The training's
+thread never waits for the network.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainspec_cli.core.wire.handshake import NONCE_BYTES, PROOF_BYTES, TIMEOUT_
 from trainspec_cli.recipe.keys.resilience import FIRST_SITE
 from trainspec_cli.recipe.records import from_plain
 from trainspec_cli.wings.sites.meeting import RoundRecord
-from trainspec_cli.wings.sites.wire import (
+from trainspec_cli.wings.sites.messages import (
     BEAT_S,
     GREETING,
     LINE_BYTES,
@@ -46,45 +46,45 @@ from trainspec_cli.wings.sites.wire import (
 
 RETRY_S = 0.5
 LOST = (OSError, EOFError, ValueError, TimeoutError, TrainspecError)
-"""What a connection ends with."""
+"""Exceptions that end a connection."""
 
 
 @dataclass(frozen=True)
 class SiteAccess:
-    """What a rank shows to every server."""
+    """The credentials and the first message of a rank for every server."""
 
     secret: bytes
     hello: Callable[[], SiteHello]
     silence_s: float
-    """A server that was silent for this many seconds is lost."""
+    """A server that is silent for this many seconds is lost."""
 
 
 class SiteConnection:
     def __init__(self, server: str, address: str, access: SiteAccess, hear: Callable[[Message, bytes], None]):
-        """`server` is the name that both ends prove; `hear` is called with what the server says."""
+        """`server`: the name that both ends prove. `hear` is called with the server's messages."""
         self.server = server
         self.address = address
         self._access = access
         self._hear = hear
         self.lost: Callable[[], None] = lambda: None
-        """Called whenever the connection could not be made, or has ended."""
+        """Called whenever a connection could not be made, or has ended."""
         self.refusal: Refused | None = None
         self.trouble = ""
-        """Why there was no connection at the last attempt, or why it ended."""
+        """Why the last attempt failed, or why the connection ended."""
         self.sent_bytes = self.received_bytes = 0
-        """Of messages, before encryption; received ones without their lines."""
+        """Bytes of messages, before encryption; received messages count without their lines."""
         self._outbox: asyncio.Queue[bytes] | None = None
         self.unwritten = 0
-        """Messages that were posted and are not on their way yet."""
+        """Messages that were posted but not yet written."""
         self._heard_s = 0.0
 
     @property
     def is_open(self) -> bool:
-        """Both ends have proved who they are."""
+        """Whether both ends have proved their identity."""
         return self._outbox is not None
 
     def post(self, content: bytes) -> None:
-        """Send a packed message, where the connection is open."""
+        """Queue a packed message, if the connection is open."""
         if self._outbox is not None:
             self._outbox.put_nowait(content)
             self.unwritten += 1
@@ -117,7 +117,7 @@ class SiteConnection:
     async def _serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, outbox: asyncio.Queue[bytes]
     ) -> None:
-        """Write and read until either fails, or nothing was heard for too long."""
+        """Write and read until one of them fails, or the server is silent for too long."""
         self._note_heard()
         serving = (self._write(writer, outbox), self._read(reader), self._watch_silence())
         tasks = [asyncio.ensure_future(one) for one in serving]
@@ -132,14 +132,14 @@ class SiteConnection:
 
     async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if await reader.readexactly(len(GREETING)) != GREETING:
-            raise HandshakeError("what listens there is no server of sites of this version")
+            raise HandshakeError("the server is not one of this version's sites")
         purpose = purpose_of(self.server, await start_tls_as_client(writer))
         answer = Answer(self._access.secret, purpose, await reader.readexactly(NONCE_BYTES))
         writer.write(answer.content)
         try:
             answer.check(await reader.readexactly(PROOF_BYTES))
         except EOFError as error:
-            raise HandshakeError("what listens there knows another secret, is another site's, or was full") from error
+            raise HandshakeError("the server has another secret, belongs to another site, or was full") from error
 
     async def _write(self, writer: asyncio.StreamWriter, outbox: asyncio.Queue[bytes]) -> None:
         while True:
@@ -174,18 +174,18 @@ class SiteConnection:
 
 
 HELD_ROUNDS = 4
-"""Rounds after the newest one that was taken, whose outer gradients are held before their decision comes."""
+"""Outer gradients are held for this many rounds after the newest one taken, before their decision arrives."""
 
 
 @dataclass
 class _Arriving:
     record: RoundRecord | None = None
     digests: dict[int, str] = field(default_factory=dict)
-    """Of the outer gradients that are merged, by site."""
+    """Digests of the merged outer gradients, by site."""
     decided: dict[int, bytes] = field(default_factory=dict)
-    """Outer gradients that have come with the decision, or after it by the meeting point."""
+    """Outer gradients that came with the decision, or later from the meeting point."""
     early: dict[int, tuple[str, bytes]] = field(default_factory=dict)
-    """Those that have come before it, or directly, with their digests."""
+    """Outer gradients that came before the decision, or directly, with their digests."""
 
     def lacking(self) -> tuple[int, ...]:
         assert self.record is not None, "the round is decided"
@@ -196,30 +196,30 @@ class _Arriving:
 
 
 class ArrivingRounds:
-    """Rounds as they arrive: decisions by the meeting point, and outer gradients by whichever way they come.
+    """Arriving rounds: decisions from the meeting point, and outer gradients from any connection.
 
-    A decision names each outer gradient by its digest, so that all sites merge the same bytes: a site that has started
-    again may have sent two for one round. An outer gradient that is held under another digest, or not at all, is
-    lacking. Its methods may be called by several threads.
+    A decision names each outer gradient by its digest, so that all sites merge the same bytes: a restarted site may
+    have sent two of them for one round. An outer gradient that is missing, or held under another digest, is lacking.
+    Methods may be called from several threads.
     """
 
     def __init__(self, site: int, taken: int):
-        """`site` is this one; `taken` the newest round that it has applied."""
+        """`site`: this site. `taken`: the newest round that it has applied."""
         self._site = site
         self._taken = taken
         self._rounds: dict[int, _Arriving] = {}
         self._lock = threading.Lock()
 
     def hold(self, number: int, site: int, content: bytes) -> None:
-        """Hold an outer gradient that has come before its round is decided, or beside that."""
+        """Hold an outer gradient that came before the decision of its round, or directly."""
         digest = hashlib.sha256(content).hexdigest()
         with self._lock:
             if self._taken < number <= self._taken + HELD_ROUNDS:
-                # this site's own are held by the training: their digest is enough
+                # The training holds this site's own gradient: its digest is enough.
                 self._at(number).early[site] = digest, b"" if site == self._site else content
 
     def decide(self, record: RoundRecord, digests: Sequence[str], parts: Mapping[int, bytes]) -> None:
-        """Note a decision. `parts`: outer gradients that have come with it; `digests`: of all of the round."""
+        """Record a decision. `parts`: outer gradients that came with it; `digests`: those of all merged ones."""
         with self._lock:
             if record.round <= self._taken:
                 return
@@ -230,21 +230,21 @@ class ArrivingRounds:
             arriving.decided |= parts
 
     def lacking(self) -> dict[int, tuple[int, ...]]:
-        """Return the sites whose outer gradients are lacking, by round that is decided."""
+        """Return the sites whose outer gradients are lacking, for each decided round."""
         with self._lock:
             decided = {number: one.lacking() for number, one in self._rounds.items() if one.record}
             return {number: sites for number, sites in decided.items() if sites}
 
     def has(self, number: int) -> bool:
-        """Return whether a round is decided, and nothing is lacking of it."""
+        """Return whether a round is decided and complete."""
         with self._lock:
             arriving = self._rounds.get(number)
             return arriving is not None and arriving.record is not None and not arriving.lacking()
 
     def take(self, number: int) -> tuple[RoundRecord, dict[int, bytes]]:
-        """Return a round that has arrived, and the outer gradients by site; those before it are forgotten.
+        """Return a round that has arrived, with the outer gradients by site; earlier rounds are dropped.
 
-        That of this site is there where another one was merged than this start of it has sent.
+        This site's own gradient is included only if another one was merged than this start has sent.
         """
         with self._lock:
             found = self._rounds[number]
@@ -264,10 +264,10 @@ THROUGH = "through the meeting point"
 
 
 class DirectSites:
-    """The direct ways between sites: what a rank sends to the inboxes of others, and what comes into its own site's.
+    """The direct connections between sites: to the inboxes of other sites, and to this site's own inbox.
 
-    The meeting point runs at site 0, so nothing goes to site 0 or from it on a direct way: that would be the same link
-    once more. All but `notices` is called in the thread of the connections.
+    The meeting point runs at site 0, so that a direct connection to or from site 0 would use the same link twice. All
+    but `notices` is called in the thread of the connections.
     """
 
     def __init__(
@@ -276,8 +276,8 @@ class DirectSites:
         arrived: Callable[[int, int, bytes], None],
         broken: Callable[[], None],
     ):
-        """`arrived` is called with the round, the site and the outer gradient that has come; `broken` where a way that
-        it would have come on has ended."""
+        """`arrived` is called with the round, the site and an outer gradient that has arrived; `broken` when a
+        connection on which one would have arrived has ended."""
         hello = access.hello()
         self._site = hello.site
         self._listen = hello.listen
@@ -285,9 +285,9 @@ class DirectSites:
         self._arrived = arrived
         self._broken = broken
         self.trusted: set[int] = set()
-        """Sites whose direct way to this one has brought something, and has not broken since."""
+        """Sites whose direct connection to this one has delivered something, and has not broken since."""
         self.notices: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """What the user should know; each once."""
+        """Messages for the user; each is sent once."""
         self._said: set[str] = set()
         self._inbox: SiteConnection | None = None
         self._others: dict[int, SiteConnection] = {}
@@ -298,7 +298,7 @@ class DirectSites:
         return tuple(self._tasks)
 
     def begin(self) -> None:
-        """Connect to this site's own inbox, where it has one."""
+        """Connect to this site's own inbox, if it has one."""
         if self._listen:
             self._inbox = self._connect(inbox_of(self._site), self._listen, self._hear, self._lose_inbox)
 
@@ -308,31 +308,31 @@ class DirectSites:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def meet(self, inboxes: Inboxes) -> None:
-        """Connect to the other sites' inboxes, as far as they have any."""
+        """Connect to the inboxes of other sites that have one."""
         addresses = dict(zip(inboxes.sites, inboxes.addresses, strict=True))
         others = {
             site: at for site, at in addresses.items() if FIRST_SITE not in (site, self._site) and site != self._site
         }
         if others and not self._listen:
-            self._say("listen", f"this site listens nowhere ({LISTEN}): what others send comes {THROUGH}")
+            self._say("listen", f"this site does not listen ({LISTEN}): outer gradients of others arrive {THROUGH}")
         for site, address in others.items():
             if not address:
                 self._say(
                     f"{site}",
-                    f"site {site} listens nowhere ({LISTEN}): what this one sends goes {THROUGH}",
+                    f"site {site} does not listen ({LISTEN}): outer gradients of this site reach it {THROUGH}",
                 )
             elif site not in self._others or self._others[site].address != address:
                 self._meet(site, address)
 
     def send(self, packed: Callable[[tuple[int, ...]], bytes]) -> bytes:
-        """Send a message to all sites that are reached, and return it. `packed` makes it, with their numbers.
+        """Send a message to all sites that are reached directly, and return it. `packed` builds it from their numbers.
 
-        A site that still gets what was sent before is left out, so that no more than one message waits for it.
+        A site that is still receiving an earlier message is left out, so that at most one message is queued for it.
         """
         behind = {site for site, connection in self._others.items() if connection.is_open and connection.unwritten}
         for site in sorted(behind):
-            why = f"the direct way to site {site} is so slow that it still carries what was sent before"
-            self._say(f"{site} behind", f"{why}: what follows goes {THROUGH}")
+            why = f"the direct connection to site {site} is so slow that it is still sending an earlier message"
+            self._say(f"{site} behind", f"{why}: later ones go {THROUGH}")
         reached = tuple(site for site, connection in self._others.items() if connection.is_open and site not in behind)
         content = packed(reached)
         for site in reached:
@@ -344,8 +344,8 @@ class DirectSites:
             self._tasks.pop(before).cancel()
 
         def lose() -> None:
-            why = f"site {site} is not reached directly at {address} ({connection.trouble})"
-            self._say(f"{site}", f"{why}: what this one sends goes {THROUGH}")
+            why = f"cannot reach site {site} directly at {address} ({connection.trouble})"
+            self._say(f"{site}", f"{why}: outer gradients of this site reach it {THROUGH}")
 
         connection = self._others[site] = self._connect(inbox_of(site), address, _refuse, lose)
 
@@ -368,9 +368,9 @@ class DirectSites:
             _refuse(message, payload)
 
     def _lose_inbox(self) -> None:
-        assert self._inbox is not None, "it was connected to"
-        why = f"this site's own inbox is not reached at {self._listen} ({self._inbox.trouble})"
-        self._say("inbox", f"{why}: what others send comes {THROUGH}")
+        assert self._inbox is not None, "`begin` has connected to it"
+        why = f"cannot reach this site's own inbox at {self._listen} ({self._inbox.trouble})"
+        self._say("inbox", f"{why}: outer gradients of others arrive {THROUGH}")
         self.trusted.clear()
         self._broken()
 
@@ -381,12 +381,12 @@ class DirectSites:
 
 
 def _refuse(message: Message, payload: bytes) -> None:
-    raise ValueError(f"an inbox does not say {type(message).__name__}")
+    raise ValueError(f"{type(message).__name__} is not a message of an inbox")
 
 
 class SiteLink:
     def __init__(self, endpoint: str, secret: bytes, hello: SiteHello, applied: Callable[[], int], silence_s: float):
-        """`applied` returns the newest round that was applied, which a new connection begins from."""
+        """`applied` returns the newest applied round, from which a new connection continues."""
         access = SiteAccess(secret, lambda: replace(hello, applied=applied()), silence_s)
         self._site = hello.site
         self._silence_s = silence_s
@@ -396,17 +396,17 @@ class SiteLink:
         self.is_member: bool | None = None
         """None: the meeting point has not answered yet."""
         self.record: RoundRecord | None = None
-        """That of the round which was applied when the connection began."""
+        """The record of the round that was applied when the connection began."""
         self._pending: tuple[int, bytes] | None = None
         self._followed: int | None = None
         self._asked: set[tuple[int, int]] = set()
-        """Round and site of what the meeting point was asked for over this connection."""
+        """Round and site of each request to the meeting point over the current connection."""
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self._stay_connected())
         self._thread = threading.Thread(target=self._run, name="sites", daemon=True)
         self._thread.start()
 
-    # Called by the training
+    # Called from the training's thread
 
     @property
     def refusal(self) -> Refused | None:
@@ -414,7 +414,7 @@ class SiteLink:
 
     @property
     def trouble(self) -> str:
-        """Return why there is no connection to the meeting point; empty while there is one."""
+        """Why there is no connection to the meeting point; empty while connected."""
         return self._meeting.trouble
 
     @property
@@ -426,22 +426,22 @@ class SiteLink:
         return sum(one.received_bytes for one in (self._meeting, *self._direct.connections))
 
     def cut_notices(self) -> list[str]:
-        """Return what the user should know of the direct ways, and was not returned before."""
+        """Return the new messages for the user about direct connections."""
         notices = self._direct.notices
         return [notices.get() for _ in range(notices.qsize())]
 
     def send(self, message: Sent, payload: bytes) -> None:
-        """Send an outer gradient to the sites that are reached, and to the meeting point, to that after each new
-        connection too, until its round is decided."""
+        """Send an outer gradient to the sites that are reached directly, and to the meeting point, to which it is sent
+        again after each reconnect until its round is decided."""
         self._call(lambda: self._send(message, payload))
 
     def follow(self, number: int) -> None:
-        """Say that all rounds up to `number` were applied, by a site that is no member."""
+        """Report that this site, which is not a member, has applied all rounds up to `number`."""
         self._followed = number
         self._call(self._post_followed)
 
     def joined(self) -> None:
-        """This site is a member from now on."""
+        """Record that this site is a member from now on."""
         self.is_member = True
         self._followed = None
 
@@ -449,7 +449,7 @@ class SiteLink:
         return self._rounds.has(number)
 
     def take(self, number: int) -> tuple[RoundRecord, dict[int, bytes]]:
-        """Return a round that has arrived, and the outer gradients by site; those before it are forgotten."""
+        """Return a round that has arrived, with the outer gradients by site; earlier rounds are dropped."""
         found = self._rounds.take(number)
         if self._pending and self._pending[0] <= number:
             self._pending = None
@@ -463,7 +463,7 @@ class SiteLink:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(act)
 
-    # In the thread
+    # Called in the thread of the connections
 
     def _run(self) -> None:
         try:
@@ -487,7 +487,7 @@ class SiteLink:
         self._post_pending()
 
     def _hear(self, message: Message, payload: bytes) -> None:
-        """Raise ValueError where a message does not fit."""
+        """Handle a message of the meeting point. Raises ValueError for other messages."""
         if isinstance(message, Welcome):
             self.record = from_plain(RoundRecord, message.record) if message.record else None
             self.is_member = message.is_member
@@ -499,18 +499,18 @@ class SiteLink:
             record = from_plain(RoundRecord, message.record)
             self._rounds.decide(record, message.sha256, _cut(payload, message))
             self._ask()
-            # What is on a direct way may be lost without a sign: it is waited for this long, and no longer.
+            # Outer gradients on a direct connection may be lost without a sign: wait for them this long at most.
             self._loop.call_later(self._silence_s, lambda: self._ask(record.round))
         elif isinstance(message, Passed):
             self._rounds.hold(message.round, message.site, payload)
         elif isinstance(message, Inboxes):
             self._direct.meet(message)
         else:
-            raise ValueError(f"the meeting point does not say {type(message).__name__}")
+            raise ValueError(f"{type(message).__name__} is not a message of the meeting point")
 
     def _ask(self, patiently_awaited: int | None = None) -> None:
-        """Ask the meeting point for what is lacking of decided rounds; what is on its direct way is waited for, but in
-        the round `patiently_awaited` no longer."""
+        """Request what decided rounds lack from the meeting point. Outer gradients that should arrive directly are
+        awaited, except in the round `patiently_awaited`, for which the time is over."""
         for number, sites in self._rounds.lacking().items():
             waits = self._direct.trusted if number != patiently_awaited else set()
             if wanted := tuple(site for site in sites if site not in waits and (number, site) not in self._asked):
@@ -518,7 +518,7 @@ class SiteLink:
                 self._meeting.post(pack(Lacking(number, wanted)))
 
     def _post_pending(self) -> None:
-        """Send what waits for its round, where the meeting point has answered."""
+        """Send the undecided outer gradient, if the meeting point has answered."""
         if self._pending and self.is_member and not self.trouble:
             self._meeting.post(self._pending[1])
 
@@ -528,9 +528,9 @@ class SiteLink:
 
 
 def _cut(payload: bytes, message: Decided) -> dict[int, bytes]:
-    """Return the outer gradients by site. Raises ValueError where the sizes do not fit."""
+    """Return the outer gradients by site. Raises ValueError if the sizes do not match."""
     if sum(message.sizes) != len(payload) or len(message.sites) != len(message.sizes):
-        raise ValueError("the sizes of outer gradients do not fit")
+        raise ValueError("the sizes of outer gradients do not match the payload")
     cut = {}
     start = 0
     for site, size in zip(message.sites, message.sizes, strict=True):

@@ -1,11 +1,11 @@
-"""The wire between the sites: the messages of a rank, the meeting point and the inboxes, and how they are encrypted.
+"""Messages between the ranks of sites, the meeting point and the inboxes, and their encryption.
 
-A message is a line of JSON, `{"op": ..., "bytes": n, ...}`, and n bytes that follow it.
+A message is a line of JSON, `{"op": ..., "bytes": n, ...}`, followed by n bytes.
 
-Connections are encrypted by TLS of the standard library, with a certificate that each server makes anew. Nobody vouches
-for the certificate: who is at the other end is proved by the handshake over the shared secret
-(`core/wire/handshake.py`), whose purpose holds the certificate's digest. Somebody in between would have to show another
-certificate, and the proofs would be of different purposes.
+Connections use TLS of the standard library, with a certificate that each server creates at its start. No authority
+signs the certificate: the identity of the other end is proved by the handshake over the shared secret
+(`core/wire/handshake.py`), whose purpose contains the certificate's digest. An attacker between the two would have to
+show another certificate, and the proofs of both ends would then differ.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pathlib import Path
 from trainspec_cli.recipe.records import read_record
 
 GREETING = b"trainspec sites 3\n"
-"""What a meeting point or an inbox sends first; then both ends go on in TLS."""
+"""The first bytes from a meeting point or an inbox; then both ends start TLS."""
 MEETING_POINT = "sites"
 """The name of the meeting point in the proofs of both ends."""
 LINE_BYTES = 2**24
 """The longest line of JSON that either end accepts."""
 CHUNK_BYTES = 2**18
 BEAT_S = 1.0
-"""Both ends say that they are alive where they have had nothing else to say for this time."""
+"""Both ends send `Alive` if they have sent nothing else for this time."""
 MAX_PAYLOAD_BYTES = 2**36
 OPERATION = "op"
 PAYLOAD_BYTES = "bytes"
@@ -40,41 +40,42 @@ PAYLOAD_BYTES = "bytes"
 
 @dataclass(frozen=True)
 class SiteHello:
-    """A rank is there; the meeting point answers when all ranks of its site are, an inbox does not."""
+    """The first message of a rank. The meeting point answers once all ranks of the site are connected; an inbox does
+    not answer."""
 
     site: int
     rank: int
     ranks: int
     batch: int
-    """Samples that the site takes a step, at most."""
+    """The largest number of samples of the site in a step."""
     applied: int
     """The newest round that the rank has applied; -1 before the first."""
     recipe: str
-    """A digest of what all sites have to agree on."""
+    """A digest of everything that all sites must agree on."""
     listen: str = ""
-    """HOST:PORT of the site's inbox; empty: it has none."""
+    """HOST:PORT of the site's inbox; empty without one."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """An outer gradient, encoded; its bytes follow."""
+    """An outer gradient; its encoded bytes follow."""
 
     round: int
     tokens: int
     steps: int
     rate: float
     digest: str
-    """Of the rank's part of the shared weights, after the round before."""
+    """Digest of the rank's part of the shared weights, after the previous round."""
     saved_round: int
     sha256: str = ""
-    """Of the encoded outer gradient."""
+    """Digest of the encoded outer gradient."""
     direct: tuple[int, ...] = ()
-    """The sites to whose inboxes the rank sends it as well."""
+    """The sites to whose inboxes the rank also sends it."""
 
 
 @dataclass(frozen=True)
 class Lacking:
-    """The outer gradients of some sites, which a decision has not brought and which have not come directly."""
+    """Requests outer gradients that came neither with a decision nor directly."""
 
     round: int
     sites: tuple[int, ...]
@@ -82,14 +83,14 @@ class Lacking:
 
 @dataclass(frozen=True)
 class Followed:
-    """The rank of a site that is no member has applied all rounds up to this one."""
+    """A rank of a site that is not a member has applied all rounds up to this one."""
 
     round: int
 
 
 @dataclass(frozen=True)
 class Alive:
-    """Sent by both ends, so that silence means something."""
+    """Sent by both ends, so that silence means a lost connection."""
 
 
 # the meeting point, or the inbox of a site -> a rank of the site
@@ -97,7 +98,7 @@ class Alive:
 
 @dataclass(frozen=True)
 class Passed:
-    """The outer gradient of another site for a round that is not decided yet; its bytes follow."""
+    """The outer gradient of another site for a round that is not yet decided; its bytes follow."""
 
     round: int
     site: int
@@ -113,14 +114,14 @@ class Gone:
 @dataclass(frozen=True)
 class Welcome:
     is_member: bool
-    """False: the site follows the rounds, which come now, and trains from the next one on."""
+    """False: the site follows the rounds, which are sent now, and trains from the next one on."""
     record: object
-    """That of the round which the rank has applied."""
+    """The record of the round that the rank has applied."""
 
 
 @dataclass(frozen=True)
 class Inboxes:
-    """Where the sites that have been connected are reached; an empty address: through the meeting point alone."""
+    """Addresses of the sites that have been connected; an empty one is reached only through the meeting point."""
 
     sites: tuple[int, ...]
     addresses: tuple[str, ...]
@@ -128,20 +129,19 @@ class Inboxes:
 
 @dataclass(frozen=True)
 class Decided:
-    """A round: its record, and the outer gradients of some sites, one after another."""
+    """A round: its record and the outer gradients of some sites, concatenated."""
 
     record: object
     sites: tuple[int, ...]
     sizes: tuple[int, ...]
-    """Bytes of each of them."""
+    """Bytes of each outer gradient."""
     sha256: tuple[str, ...] = ()
-    """Of the outer gradients of all sites whose work is merged, in the order of the record; none where all of them
-    come with it."""
+    """Digests of the outer gradients of all merged sites, in the order of the record; empty if all of them follow."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The connection ends, and it would be refused again."""
+    """The connection ends, and another one would be refused too."""
 
     reason: str
     hint: str
@@ -165,7 +165,7 @@ _NAMES = {message: name for name, message in OPERATIONS.items()}
 
 
 def inbox_of(site: int) -> str:
-    """Return the name of a site's inbox in the proofs of both ends: whoever wants another one is refused."""
+    """Return the name of a site's inbox in the proofs of both ends: a client that expects another one is refused."""
     return f"site {site}"
 
 
@@ -174,19 +174,19 @@ def pack(message: Message, payload: bytes = b"") -> bytes:
     return json.dumps(line, allow_nan=False).encode() + b"\n" + payload
 
 
-async def receive(reader: asyncio.StreamReader, heard: Callable[[], object]) -> tuple[Message, bytes]:
-    """Return the next message and its payload; `heard` is called for everything that arrives.
+async def receive(reader: asyncio.StreamReader, on_data: Callable[[], object]) -> tuple[Message, bytes]:
+    """Return the next message and its payload; `on_data` is called whenever data arrives.
 
-    Raises OSError or EOFError where the connection ends, ValueError where what arrives is no message.
+    Raises OSError or EOFError if the connection ends, ValueError if the data is not a message.
     """
     try:
         line = await reader.readuntil(b"\n")
     except asyncio.LimitOverrunError as error:
         raise ValueError("a line without an end") from error
-    heard()
+    on_data()
     fields = json.loads(line)
     if not isinstance(fields, dict) or fields.get(OPERATION) not in OPERATIONS:
-        raise ValueError("a line that is no message")
+        raise ValueError("a line that is not a message")
     size = fields.pop(PAYLOAD_BYTES, None)
     if not isinstance(size, int) or not 0 <= size <= MAX_PAYLOAD_BYTES:
         raise ValueError(f"a message of {size} bytes")
@@ -196,8 +196,8 @@ async def receive(reader: asyncio.StreamReader, heard: Callable[[], object]) -> 
         chunk = await reader.read(min(left, CHUNK_BYTES))
         if not chunk:
             raise EOFError("the connection ended within a message")
-        # Each chunk counts: over a thin link a gradient takes longer than the silence that ends a connection.
-        heard()
+        # Each chunk counts as activity: over a slow link, a gradient takes longer than the limit of silence.
+        on_data()
         chunks.append(chunk)
         left -= len(chunk)
     return read_record(OPERATIONS[str(fields[OPERATION])], fields), b"".join(chunks)
@@ -205,26 +205,26 @@ async def receive(reader: asyncio.StreamReader, heard: Callable[[], object]) -> 
 
 LIFETIME = datetime.timedelta(days=3650)
 PACKAGE = "cryptography"
-"""The package that makes certificates, of the extra `sites`."""
+"""The package that creates certificates, from the extra `sites`."""
 
 
 @dataclass(frozen=True)
 class TlsCertificate:
     context: ssl.SSLContext
     digest: str
-    """SHA-256 of its DER."""
+    """SHA-256 of the DER encoding."""
 
     def purpose(self, server: str) -> str:
         return purpose_of(server, self.digest)
 
 
 def purpose_of(server: str, digest: str) -> str:
-    """Return the purpose of a handshake inside of a TLS connection: who listens, and the certificate that it shows."""
+    """Return the purpose of a handshake inside a TLS connection: the server's name and its certificate."""
     return f"{server} {digest}"
 
 
 def make_certificate() -> TlsCertificate:
-    """Make a key and its certificate, which are on the disk only while they are loaded."""
+    """Create a key and its certificate, which are on disk only while they are loaded."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -239,21 +239,21 @@ def make_certificate() -> TlsCertificate:
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     context = _context(ssl.PROTOCOL_TLS_SERVER)
-    with tempfile.NamedTemporaryFile() as file:  # for this user alone; ssl loads from files only
+    with tempfile.NamedTemporaryFile() as file:  # readable only by this user; ssl loads only from files
         Path(file.name).write_bytes(secret + certificate.public_bytes(serialization.Encoding.PEM))
         context.load_cert_chain(file.name)
     return TlsCertificate(context, hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).hexdigest())
 
 
 async def start_tls_as_client(writer: asyncio.StreamWriter) -> str:
-    """Go on in TLS; return the digest of the certificate that the server has shown."""
+    """Start TLS; return the digest of the server's certificate."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # the handshake over the secret takes its place
+    context.check_hostname = False  # the handshake over the secret replaces it
     context.verify_mode = ssl.CERT_NONE
     await writer.start_tls(context)
     shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     if shown is None:
-        raise ConnectionError("what listens there has shown no certificate")
+        raise ConnectionError("the server has sent no certificate")
     return hashlib.sha256(shown).hexdigest()
 
 
