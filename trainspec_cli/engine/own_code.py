@@ -1,4 +1,4 @@
-"""Trials of code of one's own: whether they can be made, and which of its errors are no fault of it."""
+"""Trials of the user's code: whether they can be made, and which of its errors are not its fault."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from trainspec_cli.balance.batch.division import even_division_of
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.run.step import train_step
-from trainspec_cli.engine.tools.certify_batches import drawn_batch
+from trainspec_cli.engine.tools.certify_worker import drawn_batch
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.wings.certify.cases import Case, build_plan

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch.distributed as dist
 
 from trainspec_cli.balance.decisions.speeds import Speed
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.engine.comm.json_collectives import broadcast_json
-from trainspec_cli.engine.observe.journal import GroupJournal, Journal
+from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.records import read_record, to_plain
 from trainspec_cli.recipe.results.verdict import MeasuredLink
@@ -31,7 +30,7 @@ LOOK_INTERVAL_S = 1.0
 class SupervisorLink:
     """Every rank calls it; rank 0 alone touches files."""
 
-    def __init__(self, run_dir: RunDir, journal: Journal | GroupJournal, now: Callable[[], float] = time.monotonic):
+    def __init__(self, run_dir: RunDir, journal: Journal, now: Callable[[], float] = time.monotonic):
         """Proposals that are there already were made to an earlier start."""
         self._run_dir = run_dir
         self._journal = journal
@@ -43,7 +42,7 @@ class SupervisorLink:
         self._file = FileWatch(run_dir.proposal_json) if self.writes else None
         self._looked_s = now()
         self._newest: ProposalRecord | None = None
-        self._received = 0
+        self.received = 0
         """The number of the last proposal that the ranks have taken up."""
 
     # Up
@@ -82,7 +81,7 @@ class SupervisorLink:
     # Down
 
     def look(self, step: int) -> int:
-        """Return the number of the newest proposal of this start; 0 where there is none, and on other ranks."""
+        """Return the number of the newest proposal of this start; 0 without one, and on other ranks."""
         if self._file is None or self._now() - self._looked_s < LOOK_INTERVAL_S:
             return self._newest.number if self._newest else 0
         self._looked_s = self._now()
@@ -93,20 +92,12 @@ class SupervisorLink:
             self._warn(step, f"a proposal of the supervisor is passed over: {error}")
         return self._newest.number if self._newest else 0
 
-    def is_news(self, number: int) -> bool:
-        """Return whether the ranks have not taken up this proposal yet."""
-        return number > self._received
-
     def receive(self) -> ProposalRecord:
         """Return the newest proposal, which rank 0 knows. Called by every rank together."""
         plain = to_plain(self._newest) if self._newest else None
-        record = broadcast_json(plain, _read)
-        self._received = record.number
+        record = broadcast_json(plain, lambda plain: read_record(ProposalRecord, plain))
+        self.received = record.number
         return record
 
     def _warn(self, step: int, message: str) -> None:
         self._journal.write(WarningEvent(step=step, message=message))
-
-
-def _read(plain: Any) -> ProposalRecord:
-    return read_record(ProposalRecord, plain)

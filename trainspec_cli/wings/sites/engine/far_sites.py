@@ -17,13 +17,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from trainspec_cli.core.errors import WorkerError
-from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
-from trainspec_cli.engine.observe.journal import Journal
-from trainspec_cli.engine.run.coordinator import GroupBatches, RunContext, StepSamples, StepStart, TrainProgress
+from trainspec_cli.engine.run.coordinator import Coordinator, StepSamples, StepStart
+from trainspec_cli.engine.run.sources import DataSource
+from trainspec_cli.engine.run.training_run import TrainingRun, TrainProgress
 from trainspec_cli.run.folder.event_types.events import RecoveryEvent, WarningEvent
 from trainspec_cli.wings.sites.engine.outer_state import OuterState
 from trainspec_cli.wings.sites.engine.site_voice import SiteVoice, WindowPace
@@ -49,22 +48,15 @@ class Seen:
     """Some rank was asked to stop."""
 
 
-class FarSites:
-    restores_at_start = True
-    leads = True
+class FarSites(Coordinator):
     waits_for_groups = True
     merges_at_end = True
-    finished_without = False
-    group = None
 
-    def __init__(self, run: RunContext):
-        self._run = run
-        self._spec = run.plan.spec
+    def __init__(self, run: TrainingRun, source: DataSource):
+        super().__init__(run, source)
         self._sites = run.plan.spec.resilience.sites
         assert self._sites.site is not None, "a site is started with its number"
         self.site = self._sites.site
-        self.journal = Journal(run.run_dir, dist.get_rank(), run.plan.spec)
-        self.batches = GroupBatches(run)
         codec = GRADIENT_CODECS[self._sites.format]
         sites = self._sites
         self._outer = OuterState(
@@ -80,10 +72,6 @@ class FarSites:
         self._taken = 0
         """Samples of the step that is being made."""
         self._pace = WindowPace(follows=self._spec.scheduler.mode == "auto")
-
-    @property
-    def stop_flag(self) -> bool:
-        return self._run.stop.requested
 
     @property
     def _next(self) -> SiteExchange | None:
@@ -208,7 +196,7 @@ class FarSites:
             return
         step = self._progress.step
         voice = self._voice
-        self.journal.write(
+        self._run.journal.write(
             ExchangeEvent(
                 step=step,
                 round=record.round,
@@ -221,7 +209,9 @@ class FarSites:
         )
         for change, sites in (("site_left", record.lost), ("site_joined", record.joined)):
             for site in sites:
-                self.journal.write(RecoveryEvent(step=step, change=change, group=site, stall_s=None, lost_steps=None))
+                self._run.journal.write(
+                    RecoveryEvent(step=step, change=change, group=site, stall_s=None, lost_steps=None)
+                )
 
     def _wait(self, number: int, is_enough: Callable[[Seen], bool], *, heeds_stop: bool) -> Seen | None:
         """Wait until all ranks have seen enough of round `number`; None where the run was asked to stop meanwhile."""
@@ -254,7 +244,7 @@ class FarSites:
         return Seen(answered, decided, follows, stop=not goes_on)
 
     def _warn(self, message: str) -> None:
-        self.journal.write(WarningEvent(step=self._progress.step, message=message))
+        self._run.journal.write(WarningEvent(step=self._progress.step, message=message))
 
     # Steps
 
@@ -264,26 +254,17 @@ class FarSites:
         pieces = self._record.pieces(self.site)
         place = self._progress.step - self._record.window.start
         (start, samples), *following = pieces[place : place + len(steps)]
-        own, micro_batches = self.batches.take((start, samples), *following)
+        own, micro_batches = self.read((start, samples), *following)
         self._taken = samples
         return StepSamples(
             micro_batches,
             own,
-            self.batches.division,
-            global_tokens=self.batches.count_targets(start, samples),
+            self.division,
+            global_tokens=self.count_targets(start, samples),
             step_samples=samples,
             group_samples=samples,
             took=(start, samples),
         )
-
-    def begin_passes(self, state: TrainState, micro_batches: int) -> None:
-        pass
-
-    def abandon_passes(self, state: TrainState) -> None:
-        pass
-
-    def reduce(self, state: TrainState, loss: Tensor) -> None:
-        pass
 
     def commit(self) -> bool:
         """The step is made, within this site."""
@@ -292,14 +273,11 @@ class FarSites:
         self._pace.note(self._taken)
         return True
 
-    def note_step(self, step: int, step_time_s: float) -> None:
-        pass
-
     def merged(self) -> AbstractContextManager[None]:
         return self._outer.as_weights()
 
     def leave(self) -> None:
-        self.batches.close()
+        super().leave()
         self._voice.close()
 
 

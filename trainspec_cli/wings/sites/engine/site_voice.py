@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, gather_json
-from trainspec_cli.engine.run.coordinator import RunContext
+from trainspec_cli.engine.run.training_run import TrainingRun
 from trainspec_cli.recipe.records import from_plain, to_plain
 from trainspec_cli.recipe.structure import convert
 from trainspec_cli.run.folder.generations import read_secret
@@ -58,7 +58,7 @@ class WindowPace:
 class SiteVoice:
     """All methods but the properties are called by all ranks of the site together."""
 
-    def __init__(self, run: RunContext, applied: Callable[[], int]):
+    def __init__(self, run: TrainingRun, applied: Callable[[], int]):
         self._plan = run.plan
         self._applied = applied
         mesh = run.state.mesh
