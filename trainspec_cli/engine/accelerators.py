@@ -77,7 +77,7 @@ def devices_here(device_type: str) -> list[torch.device]:
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which an accelerator's work is queued in a new stream; on a CPU there is none."""
+    """Return a context in which an accelerator's work is queued in a new stream; on a CPU it does nothing."""
     return torch.Stream(device) if on_chip(device) else nullcontext()
 
 
@@ -135,7 +135,7 @@ def release_unused(device: torch.device) -> None:
 
 
 def chip_name(device: torch.device) -> str:
-    """Return the accelerator's name, or its kind's where its module tells none, as Apple's."""
+    """Return the accelerator's name, or its kind's where its module has none, as Apple's."""
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(name_of(device)) if name_of else device.type
 

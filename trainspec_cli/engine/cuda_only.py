@@ -29,14 +29,17 @@ run). By default its watchdog ends the process at the first error of a peer; aft
 the group cannot be destroyed, and its monitor ends a process whose watchdog is held up."""
 
 
-def register_pinned(buffer: Tensor) -> None:
-    """Pin the memory of a tensor on the host where it is."""
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
+def pin(buffer: Tensor, device: torch.device) -> None:
+    """Pin the memory of a tensor on the host where it is, so that copies from this device are asynchronous; elsewhere
+    than on CUDA there is no call for it, and the host waits."""
+    if device.type == "cuda":
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
 
 
-def unregister_pinned(buffer: Tensor) -> None:
-    """Take back `register_pinned`."""
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())))
+def unpin(buffer: Tensor, device: torch.device) -> None:
+    """Take back `pin`, before the buffer is let go of: its addresses may be another's next."""
+    if device.type == "cuda":
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())))
 
 
 def nccl_version() -> str:

@@ -49,17 +49,13 @@ def local_digest(shares: Sequence[Share]) -> Tensor:
 @torch.no_grad()
 def sum_bits(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of the bits of fp32 tensors (or of bytes) as whole numbers, (1,) int64."""
-    sums = [_words(tensor).sum(dtype=torch.int64) for tensor in tensors if tensor.numel()]
+    words = [tensor if tensor.dtype == torch.uint8 else tensor.view(torch.int32) for tensor in tensors]
+    sums = [of_tensor.sum(dtype=torch.int64) for of_tensor in words if of_tensor.numel()]
     return torch.stack(sums).sum(0, keepdim=True) if sums else torch.zeros(1, dtype=torch.int64)
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """Return the bits of `tensor` as whole numbers."""
-    return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.int32)
-
-
 def diverging_groups(digests: Sequence[Tensor]) -> list[int]:
-    """Return the places of the groups that differ from the majority; where there is none (two groups), all of them."""
+    """Return the places of the groups that differ from the majority; without one (two groups), of all of them."""
     values = [int(digest) for digest in digests]
     counted = Counter(values).most_common(2)
     if len(counted) < 2:

@@ -108,65 +108,52 @@ def split_by_tier(
     levels = list[list[list[int]]]()
     columns = [list(row) for row in rows]
     for size in sizes:
-        inside = [_by_element(column, place_of, size) for column in columns]
-        if len({(len(elements), len(ranks)) for elements in inside for ranks in elements}) > 1:
+        inside = []
+        for column in columns:
+            elements: dict[int, list[int]] = {}
+            for rank in column:
+                elements.setdefault(place_of(rank) // size, []).append(rank)
+            inside.append(list(elements.values()))
+        if len({(len(of_row), len(ranks)) for of_row in inside for ranks in of_row}) > 1:
             return None
         if len(inside[0][0]) > 1:
-            levels.append([ranks for elements in inside for ranks in elements])
-            columns = [list(number) for elements in inside for number in zip(*elements, strict=True)]
+            levels.append([ranks for of_row in inside for ranks in of_row])
+            columns = [list(number) for of_row in inside for number in zip(*of_row, strict=True)]
     if len(columns[0]) > 1:
         levels.append(columns)
     return levels if len(levels) > 1 else None
-
-
-def _by_element(ranks: Sequence[int], place_of: Callable[[int], int], size: int) -> list[list[int]]:
-    elements: dict[int, list[int]] = {}
-    for rank in ranks:
-        elements.setdefault(place_of(rank) // size, []).append(rank)
-    return list(elements.values())
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Called by every rank together."""
     sizes = tuple(getattr(layout, axis) for axis in MESH_AXES)
     axes = init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
-    upstream, ends = _pipeline_groups(layout, axes["pp"].get_group())
+    upstream = ends = axes["pp"].get_group()
+    if layout.pp > 1:
+        last = layout.rank_of_stage(layout.num_stages - 1)
+        pipelines = ranks_of_pipelines(layout)
+        upstream, _ = dist.new_subgroups_by_enumeration(pipelines)
+        ends, _ = dist.new_subgroups_by_enumeration([sorted({ranks[0], ranks[last]}) for ranks in pipelines])
+    shard = axes["dp_shard", "cp"]._flatten("shard")
+    experts = None
+    if layout.ep > 1:
+        sizes = (layout.pp, layout.dp_replicate, layout.expert_ranks // layout.ep, layout.ep)
+        experts = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"))
     mesh = Mesh(
         layout=layout,
         axes=axes,
-        shard=axes["dp_shard", "cp"]._flatten("shard"),
-        experts=_expert_mesh(layout, device_type),
+        shard=shard,
+        experts=experts,
         stage=axes["dp_replicate", "dp_shard", "cp", "tp"]._flatten("stage"),
         upstream=upstream,
         ends=ends,
     )
-    return _with_sums(mesh) if is_on_gloo() else mesh
-
-
-def _with_sums(mesh: Mesh) -> Mesh:
+    if not is_on_gloo():
+        return mesh
     others = set(open_connections())
     links = {axis: ranks for axis, ranks in mesh.links().items() if axis in SUMMED_OVER}
     sums = {axis: dist.new_subgroups_by_enumeration([*map(list, ranks)])[0] for axis, ranks in links.items()}
     return replace(mesh, sums=sums, connections_of_sums=frozenset(open_connections()) - others)
-
-
-def _expert_mesh(layout: Layout, device_type: str) -> DeviceMesh | None:
-    if layout.ep == 1:
-        return None
-    ranks = layout.expert_ranks
-    sizes = (layout.pp, layout.dp_replicate, ranks // layout.ep, layout.ep)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"))
-
-
-def _pipeline_groups(layout: Layout, own: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """-> (upstream, ends)"""
-    if layout.pp == 1:
-        return own, own
-    last = layout.rank_of_stage(layout.num_stages - 1)
-    pipelines = ranks_of_pipelines(layout)
-    upstream, _ = dist.new_subgroups_by_enumeration(pipelines)
-    ends, _ = dist.new_subgroups_by_enumeration([sorted({ranks[0], ranks[last]}) for ranks in pipelines])
-    return upstream, ends
 
 
 def ranks_of_pipelines(layout: Layout) -> list[list[int]]:

@@ -102,8 +102,12 @@ class Share:
         if self.cut:
             offsets[self.cut.dim] = self.cut.start
         if isinstance(self.parameter, DTensor):
-            dim, start = _shard_start(self.parameter)
-            offsets[dim] += start
+            (placement,) = self.parameter.placements
+            assert isinstance(placement, Shard), "FSDP2 shards over one axis"
+            size = self.parameter.shape[placement.dim]
+            mesh = self.parameter.device_mesh
+            chunk = -(-size // mesh.size())  # FSDP2 cuts as torch.chunk does
+            offsets[placement.dim] += min(size, mesh.get_local_rank() * chunk)
         return torch.Size(offsets)
 
     @property
@@ -121,7 +125,7 @@ class Share:
 
     def place_of(self, state: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (offsets, full shape) of a tensor of the optimizer's state: one like the local part, or one that has
-        in its last dimension so many values for each row (scales of blocks), along which only a cut divides it."""
+        in its last dimension a number of values for each row (scales of blocks), along which only a cut divides it."""
         if state.shape == self.local.shape:
             return tuple(self.offsets), tuple(self.full_shape)
         rows = state.dim() - 1
@@ -162,15 +166,6 @@ def gather_cut(part: Tensor, cut: Cut) -> Tensor:
     gathered = [torch.empty_like(padded) for _ in range(cut.count)]
     dist.all_gather(gathered, padded, group=cut.group)
     return torch.cat(gathered)[: cut.full_size].movedim(0, cut.dim).contiguous()
-
-
-def _shard_start(parameter: DTensor) -> tuple[int, int]:
-    """-> (dimension, start) of the local shard: FSDP2 cuts as torch.chunk does."""
-    (placement,) = parameter.placements
-    assert isinstance(placement, Shard), "FSDP2 shards over one axis"
-    size = parameter.shape[placement.dim]
-    chunk = -(-size // parameter.device_mesh.size())
-    return placement.dim, min(size, parameter.device_mesh.get_local_rank() * chunk)
 
 
 # The parts of quantised matrices that a rank holds, filled from whole matrices.

@@ -36,7 +36,7 @@ class About:
     seed: int
     recipe_digest: str
     pace: BatchPace | None = None
-    """The state of a batch that follows the gradients' noise; None where there is none."""
+    """The state of a batch that follows the gradients' noise; None for any other batch."""
 
 
 @dataclass(frozen=True)
@@ -117,18 +117,14 @@ def read_manifest(folder: Path) -> CheckpointManifest:
             raise ValueError("it was altered: its sha256 is not its content's")
         manifest = read_record(CheckpointManifest, content)
         check_content(manifest.files, manifest.tensors)
-        _check_listed(manifest)
+        digested = {file.name for file in manifest.files}
+        for name, entry in manifest.tensors.items():
+            for chunk in entry.chunks:
+                if chunk.file not in digested:
+                    raise ValueError(f"a part of {name} lies in a file that it does not list, {chunk.file!r}")
         return manifest
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise refused(folder, f"{folder / MANIFEST} cannot be read: {error}") from error
-
-
-def _check_listed(manifest: CheckpointManifest) -> None:
-    """Raise ValueError if a part of a tensor lies in a file without a digest."""
-    listed = {file.name for file in manifest.files}
-    chunks = ((name, chunk) for name, entry in manifest.tensors.items() for chunk in entry.chunks)
-    if chunk := next(((name, chunk.file) for name, chunk in chunks if chunk.file not in listed), None):
-        raise ValueError(f"a part of {chunk[0]} lies in a file that it does not list, {chunk[1]!r}")
 
 
 def part_from(content: Mapping[str, object]) -> WrittenPart:

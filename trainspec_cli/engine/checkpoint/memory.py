@@ -14,8 +14,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,10 @@ from trainspec_cli.engine.checkpoint.manifest import (
     check_content,
     digest_file,
     join_parts,
+    part_from,
 )
 from trainspec_cli.engine.comm.json_collectives import gather_json
-from trainspec_cli.engine.cuda_only import register_pinned, unregister_pinned
+from trainspec_cli.engine.cuda_only import pin, unpin
 from trainspec_cli.recipe.records import read_record
 from trainspec_cli.recipe.structure import convert
 from trainspec_cli.run.folder.files import write_json
@@ -104,18 +105,6 @@ class Image:
         }
 
 
-def pin(buffer: Tensor, device: torch.device) -> None:
-    """Pin the buffer where the device has a call for it, so that copies are asynchronous; elsewhere the host waits."""
-    if device.type == "cuda":
-        register_pinned(buffer)
-
-
-def unpin(buffer: Tensor, device: torch.device) -> None:
-    """Take back `pin`, before the buffer is let go of: its addresses may be another's next."""
-    if device.type == "cuda":
-        unregister_pinned(buffer)
-
-
 def view_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a one-dimensional tensor of uint8 on the CPU; it keeps the tensor alive.
 
@@ -177,8 +166,10 @@ class MemoryCopies:
         self._image = image
         self._device = device
         self._group = dist.new_group(backend="gloo")
-        own = KeptImage(image.bytes, image.entries(file_name(location.rank)))
-        self._images = gather_json(asdict(own), partial(read_record, KeptImage))
+        name = file_name(location.rank)
+        own = WrittenPart(FileDigest(name, image.bytes, sha256=""), image.entries(name))
+        self._images = gather_json(asdict(own), part_from)
+        """What each rank's copy holds, without a digest."""
         self._own: dict[int, Tensor] = {}
         self._guests: dict[int, Tensor] = {}
 
@@ -194,7 +185,7 @@ class MemoryCopies:
         The buffer is made at first use: until then the slot may hold the copy that the run resumes from.
         """
         location = self._location
-        guest = self._location.guest
+        guest = location.guest
         _mark_file(location.slot(slot), location.rank).unlink(missing_ok=True)
         if guest is not None:
             _mark_file(location.slot(slot), guest).unlink(missing_ok=True)
@@ -202,7 +193,7 @@ class MemoryCopies:
             self._own[slot] = _segment(location.slot(slot) / file_name(location.rank), self._image.bytes, self._device)
             self._image.put_header(self._own[slot])
             if guest is not None:
-                size = self._images[guest].bytes
+                size = self._images[guest].file.bytes
                 self._guests[slot] = _segment(location.slot(slot) / file_name(guest), size, torch.device("cpu"))
         return self._own[slot]
 
@@ -224,17 +215,9 @@ class MemoryCopies:
 
     def _mark_whole(self, slot: int, rank: int, about: About, digest: bytes) -> None:
         image = self._images[rank]
-        part = WrittenPart(FileDigest(file_name(rank), image.bytes, digest.hex()), image.tensors)
+        part = replace(image, file=replace(image.file, sha256=digest.hex()))
         kept = KeptPart(slot, rank, about, self._location.world_size, part)
         write_json(_mark_file(self._location.slot(slot), rank), asdict(kept))
-
-
-@dataclass(frozen=True)
-class KeptImage:
-    """The size and the content of a rank's copy."""
-
-    bytes: int
-    tensors: dict[str, TensorEntry]
 
 
 @dataclass(frozen=True)
@@ -270,7 +253,8 @@ class FoundCopy:
 def find_newest(location: CopyLocation) -> FoundCopy | None:
     """Return the newest step of which every part is whole on some node. Called by all ranks together."""
     steps: dict[tuple[int, int], dict[int, tuple[int, KeptPart]]] = {}
-    for holder, kept in enumerate(gather_json([asdict(part) for part in _whole_parts(location)], _read_kept)):
+    own = [asdict(part) for part in _whole_parts(location)]
+    for holder, kept in enumerate(gather_json(own, lambda contents: list(map(KeptPart.read, contents)))):
         for one in kept:
             steps.setdefault((one.about.step, one.slot), {}).setdefault(one.rank, (holder, one))
     for (_, slot), parts in sorted(steps.items(), reverse=True):
@@ -280,10 +264,6 @@ def find_newest(location: CopyLocation) -> FoundCopy | None:
             holders = {file_name(rank): holder for rank, (holder, _) in parts.items()}
             return FoundCopy(location.slot(slot), slot, manifest, holders)
     return None
-
-
-def _read_kept(contents: Sequence[Mapping[str, object]]) -> list[KeptPart]:
-    return [KeptPart.read(content) for content in contents]
 
 
 def _whole_parts(location: CopyLocation) -> Iterable[KeptPart]:
@@ -305,7 +285,10 @@ def fetch(location: CopyLocation, found: FoundCopy, needed: set[str]) -> None:
     """Send the files of `found` that ranks need to nodes that lack them. Called by all ranks together."""
     has = {path.name for path in found.folder.glob("rank*.safetensors")}
     whole = {name for name in has if _mark_file(found.folder, int(name[4:9])).is_file()}
-    wanted = gather_json([location.node, sorted(needed - whole)], _read_wanted)
+    wanted = gather_json(
+        [location.node, sorted(needed - whole)],
+        lambda content: (convert(int, content[0]), convert(tuple[str, ...], content[1])),
+    )
     requests = sorted({(name, node) for node, names in wanted for name in names})
     for name, node in requests:
         holder = found.holders[name]
@@ -317,12 +300,6 @@ def fetch(location: CopyLocation, found: FoundCopy, needed: set[str]) -> None:
             buffer = _segment(found.folder / name, size, torch.device("cpu"))
             dist.recv(buffer, holder)
     dist.barrier()
-
-
-def _read_wanted(content: tuple[Any, Any]) -> tuple[int, tuple[str, ...]]:
-    """Parse a node's number, and the names of the files that it lacks."""
-    node, names = content
-    return convert(int, node), convert(tuple[str, ...], names)
 
 
 def clear(location: CopyLocation) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from trainspec_cli.recipe.structure import convert
 
 
 BUCKET_BYTES = 2**26
-"""A rank's tensors of so many bytes, in the old layout and the new one, are moved at a time, and one at least."""
+"""A rank's tensors of this size, in the old layout and the new one, are moved at a time, and at least one."""
 
 
 @dataclass(frozen=True)
@@ -103,22 +103,20 @@ def plan_moves(old: Places, new: Places) -> list[Move]:
     moves: list[Move] = []
     for target, places in enumerate(new):
         for place in places:
-            found = list(_filling(place, target, holders[place.name].values()))
+            found = list[Move]()
+            for chunk in holders[place.name].values():
+                ranks = [rank for rank, _ in chunk]
+                held = chunk[0][1]
+                if (held.dtype, held.full_shape) != (place.dtype, place.full_shape):
+                    raise ValueError(f"{place.name} has another shape or format in the new layout")
+                spans = overlap(place, held)
+                if spans is not None:
+                    source = target if target in ranks else ranks[target % len(ranks)]
+                    found.append(Move(place.name, place.dtype, tuple(spans), source, target))
             if sum(move.bytes for move in found) != place.bytes:
                 raise ValueError(f"the ranks do not hold all of {place.name}, of {list(place.full_shape)}")
             moves += found
     return sorted(moves, key=lambda move: (move.name, move.target, move.source, move.spans))
-
-
-def _filling(place: PartPlace, target: int, chunks: Iterable[list[tuple[int, PartPlace]]]) -> Iterable[Move]:
-    for chunk in chunks:
-        ranks, (held, *_) = [rank for rank, _ in chunk], [one for _, one in chunk]
-        if (held.dtype, held.full_shape) != (place.dtype, place.full_shape):
-            raise ValueError(f"{place.name} has another shape or format in the new layout")
-        spans = overlap(place, held)
-        if spans is not None:
-            source = target if target in ranks else ranks[target % len(ranks)]
-            yield Move(place.name, place.dtype, tuple(spans), source, target)
 
 
 def fill_buckets(old: Places, new: Places, limit_bytes: int) -> list[list[str]]:
@@ -152,7 +150,7 @@ def peak_bytes(
     Of each bucket the new parts are allocated, then its messages, and when these have arrived the old parts are let
     go of.
     """
-    before, after = (_bytes_by_name(places) for places in (old, new))
+    before, after = ({place.name: place.bytes for place in places} for places in (old, new))
     messages: dict[str, int] = defaultdict(int)
     for move in moves:
         if not move.stays and rank in (move.source, move.target):
@@ -163,10 +161,6 @@ def peak_bytes(
         peak = max(peak, held + sum(messages[name] for name in bucket))
         held -= sum(before.get(name, 0) for name in bucket)
     return peak
-
-
-def _bytes_by_name(places: Sequence[PartPlace]) -> dict[str, int]:
-    return {place.name: place.bytes for place in places}
 
 
 MESSAGE_CHARS = 500
@@ -213,7 +207,7 @@ class Storages:
         """Bytes of parts whose memory numpy shares, which torch lets go of with the last reference alone."""
 
     def take(self, names: Sequence[str]) -> None:
-        """Allocate the memory of parts anew. Raises MemoryError or RuntimeError where there is none."""
+        """Allocate the memory of parts anew. Raises MemoryError or RuntimeError where that fails."""
         for name in names:
             if name in self._sizes:
                 self.parts[name].tensor.untyped_storage().resize_(self._sizes[name])
@@ -257,7 +251,13 @@ def reshard(
         raise ReshardError(str(error)) from error  # every rank has computed the same
     own = dist.get_rank()
     peak = peak_bytes(held[0][own], held[1][own], moves, buckets, own) + before.fixed_bytes
-    if reason := agree_on_failure(_lacking(peak - sum(place.bytes for place in held[0][own]), room_bytes())):
+    needed_bytes = peak - sum(place.bytes for place in held[0][own])
+    left_bytes = room_bytes()
+    lacking = ""
+    if needed_bytes > left_bytes:
+        left = format_bytes(left_bytes)
+        lacking = f"the move takes {format_bytes(needed_bytes)} beside what is held, and {left} are left"
+    if reason := agree_on_failure(lacking):
         raise ReshardError(reason)
     by_name = _by_name(moves)
     for number, names in enumerate(buckets):
@@ -266,25 +266,14 @@ def reshard(
         if failure:
             _move_back(buckets[:number], _by_name(plan_moves(held[1], held[0])), before, after)
             raise ReshardError(failure)
-    _take_twins(new)
+    first = {id(share) for share in unique_shares(new.shares)}
+    for share in new.shares:
+        if id(share) not in first:  # a second copy of a parameter: its moments are no parts of their own
+            for moment in new.optimizer.state[share.local].values():
+                moment.untyped_storage().resize_(_storage_bytes(moment))
     copy_twins(new.shares, new.optimizer)
     sent = sum(move.bytes for move in moves if not move.stays)
     return Resharded(sent, max(gather_json(peak, lambda size: convert(int, size))))
-
-
-def _lacking(needed_bytes: int, room_bytes: float) -> str:
-    if needed_bytes <= room_bytes:
-        return ""
-    return f"the move takes {format_bytes(needed_bytes)} beside what is held, and {format_bytes(room_bytes)} are left"
-
-
-def _take_twins(held: Held) -> None:
-    """Allocate the moments of second copies of a parameter, which are no parts of their own."""
-    first = {id(share) for share in unique_shares(held.shares)}
-    for share in held.shares:
-        if id(share) not in first:
-            for moment in held.optimizer.state[share.local].values():
-                moment.untyped_storage().resize_(_storage_bytes(moment))
 
 
 def _places(storages: Storages) -> Places:

@@ -139,7 +139,8 @@ class FourBits:
         codes_RK = codes_RK.to(torch.uint8)
         per_step_RK = _inverse(_steps(codes_RK, largest_R1))
         integers_RKV = (x_RKV * per_step_RK[..., None]).floor_().clamp_(-HALF, HALF - 1)
-        packed_RB = _pack((integers_RKV + HALF).to(torch.uint8)).view(rows, -1)
+        low, high = (integers_RKV + HALF).to(torch.uint8).chunk(2, dim=-1)
+        packed_RB = (low | (high << 4)).view(rows, -1)
         return torch.cat([largest_R1.view(torch.uint8), codes_RK, packed_RB], dim=1)
 
     def decode(self, wire_RB: Tensor, values: int) -> Tensor:
@@ -154,7 +155,8 @@ class FourBits:
         blocks = -(-values // self.block)
         largest, codes_RK, packed = wire_RB.split([STEP_BYTES, blocks, blocks * self.block // 2], dim=1)
         steps_RK = _steps(codes_RK, largest.flatten().clone().view(torch.float32)[:, None])
-        middles_RKV = _unpack(packed.reshape(rows, blocks, -1)) - (HALF - 0.5)
+        pairs = packed.reshape(rows, blocks, -1)
+        middles_RKV = torch.cat([pairs & NIBBLE, pairs >> 4], dim=-1) - (HALF - 0.5)
         return (middles_RKV * steps_RK[..., None]).view(rows, -1)
 
 
@@ -185,16 +187,6 @@ def _fractions(device: torch.device) -> Tensor:
     return torch.tensor([0.0, *parts[1:], torch.nan], device=device)
 
 
-def _pack(nibbles: Tensor) -> Tensor:
-    """Put the two halves of each block's integers into one byte each."""
-    low, high = nibbles.chunk(2, dim=-1)
-    return low | (high << 4)
-
-
-def _unpack(packed: Tensor) -> Tensor:
-    return torch.cat([packed & NIBBLE, packed >> 4], dim=-1)
-
-
 def _rotate(x: Tensor) -> Tensor:
     return (x.reshape(-1, ROTATED) @ _hadamard(x.device)).view(x.shape)
 
@@ -221,9 +213,10 @@ NOT_SENT_OFFSET, SENT_OFFSET, RETRANSMITTED_OFFSET, INFO_BYTES = 144, 200, 208, 
 LARGEST_INFO_BYTES = 512
 ESTABLISHED = 1
 """The first byte of `struct tcp_info`, the state (`TCP_ESTABLISHED`, net/tcp_states.h)."""
+LIBC = ctypes.CDLL(None)
 OTHER = "other"
 Connection = tuple[int, int]
-"""A descriptor and its inode, which together tell a connection from a later one."""
+"""A descriptor and its inode, which together distinguish a connection from a later one."""
 
 
 @dataclass
@@ -269,8 +262,13 @@ class WireMeter:
 
     def _count(self, name: str) -> None:
         for connection, before in self._written.items():
-            written = _written_bytes(connection)
-            if written is not None and written >= before:
+            info = read_tcp_info(connection)
+            if info is None:
+                continue
+            (waiting,) = struct.unpack_from("=I", info, NOT_SENT_OFFSET)
+            sent, again = struct.unpack_from("=QQ", info, SENT_OFFSET)
+            written = int(sent - again + waiting)
+            if written >= before:  # less where the kernel has given the descriptor to a new connection
                 self.counted[self._reserved.get(connection, name)] += written - before
                 self._written[connection] = written
 
@@ -281,7 +279,10 @@ def open_connections() -> Iterator[Connection]:
     with suppress(OSError):  # of a process without a descriptor to spare, say
         for entry in list(Path("/proc/self/fd").iterdir()) if sys.platform == "linux" else ():
             with suppress(OSError):  # closed meanwhile, or no socket
-                if _peer_port(int(entry.name)) != server:
+                with borrow(int(entry.name)) as end:
+                    end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)  # raises for a socket that is not TCP's
+                    is_of_peer = str(end.getpeername()[1]) != server
+                if is_of_peer:
                     yield int(entry.name), entry.stat().st_ino
 
 
@@ -292,13 +293,6 @@ def end_connections() -> None:
             end.shutdown(socket.SHUT_RDWR)
 
 
-def _peer_port(descriptor: int) -> str:
-    """Return the port at the other end of a TCP connection. Raises OSError for any other descriptor."""
-    with borrow(descriptor) as end:
-        end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
-        return str(end.getpeername()[1])
-
-
 @contextmanager
 def borrow(descriptor: int) -> Iterator[socket.socket]:
     """Yield the socket of a descriptor, which stays open after it. Raises OSError where it is no socket."""
@@ -307,21 +301,6 @@ def borrow(descriptor: int) -> Iterator[socket.socket]:
         yield borrowed
     finally:
         borrowed.detach()
-
-
-def _written_bytes(connection: Connection) -> int | None:
-    """Return what was written to a TCP connection since it was opened; None where it is closed."""
-    info = read_tcp_info(connection)
-    if info is None:
-        return None
-    (waiting,) = struct.unpack_from("=I", info, NOT_SENT_OFFSET)
-    sent, again = struct.unpack_from("=QQ", info, SENT_OFFSET)
-    return int(sent - again + waiting)
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
 
 
 def is_established(connection: Connection) -> bool:
@@ -336,7 +315,7 @@ def read_tcp_info(connection: Connection) -> bytes | None:
     descriptor, inode = connection
     info = ctypes.create_string_buffer(LARGEST_INFO_BYTES)
     size = ctypes.c_uint(LARGEST_INFO_BYTES)
-    failed = _libc().getsockopt(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(size))
+    failed = LIBC.getsockopt(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(size))
     if failed or size.value < INFO_BYTES:
         return None
     with suppress(OSError):  # closed meanwhile

@@ -41,7 +41,7 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup, **op
     """Sum `whole`, a row for each rank, over the ranks; each gets the sum of its own row in `output`.
 
     On gloo the ranks swap rows and add up their own in fp32, in the order of ranks. gloo's own reduce-scatter is an
-    all-reduce, of twice the bytes, in which the order hangs on where in the message a value lies.
+    all-reduce, of twice the bytes, in which the order depends on where in the message a value lies.
     """
     if not is_on_gloo(group):
         _reduce_scatter(output, whole, group=group, **options)
@@ -83,20 +83,16 @@ def _sum_by_rows(x: Tensor, group: dist.ProcessGroup, beyond: Sequence[dist.Proc
     reduce_scatter(own, whole, group=group)
     if beyond:
         sum_in_tiers(own, beyond)
-    _gather_rows(whole, own, group)
-    if missing:
-        flat.copy_(whole[:-missing])
-
-
-def _gather_rows(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
     if is_on_gloo(group):  # in one step; gloo's own gather passes rows on, rank by rank
         swap_rows(whole.view(group.size(), -1), own.view(1, -1).expand(group.size(), -1), group)
     else:
         all_gather(whole, own, group=group)
+    if missing:
+        flat.copy_(whole[:-missing])
 
 
 def sent_bytes(whole_bytes: float, ranks: int) -> float:
-    """Return what one of so many ranks sends of the whole in a gather, a reduce-scatter or an all-to-all: all but its
+    """Return what one of `ranks` ranks sends of the whole in a gather, a reduce-scatter or an all-to-all: all but its
     own part. A sum over the ranks takes twice that."""
     return whole_bytes * (ranks - 1) / ranks
 

@@ -27,7 +27,6 @@ from typing import NoReturn
 import torch
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.numa.binding import NumaOptions
 
 from trainspec_cli.core.environment_names import RANK, rank_title
 from trainspec_cli.engine.accelerators import on_chip, own_stream, synchronise_stream
@@ -86,8 +85,15 @@ def _run_as_process(
     try:
         os.setsid()
         Path("/proc/self/comm").write_text(rank_title(environment[RANK]))
-        _redirect(outputs)
-        _reset_signals(mask)
+        for descriptor, own in zip(outputs, (sys.stdout, sys.stderr), strict=True):
+            os.dup2(descriptor, own.fileno())
+            own.reconfigure(write_through=True)  # type: ignore[union-attr]
+        # The parent waits for one of the other descriptors, and a peer must see that the parent is gone.
+        os.closerange(3, 1 + max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()))
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.environ.clear()
         os.environ.update(environment)
         code = _exit_code_of(program)
@@ -99,22 +105,6 @@ def _run_as_process(
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     finally:
         os._exit(code)
-
-
-def _redirect(outputs: tuple[int, int]) -> None:
-    """Write to the two descriptors from now on, and close all others: the parent waits for one, and the other end of a
-    connection is to see that the parent is gone."""
-    for descriptor, own in zip(outputs, (sys.stdout, sys.stderr), strict=True):
-        os.dup2(descriptor, own.fileno())
-        own.reconfigure(write_through=True)  # type: ignore[union-attr]
-    os.closerange(3, 1 + max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()))
-
-
-def _reset_signals(mask: set[int | signal.Signals]) -> None:
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _exit_code_of(program: Callable[[], None]) -> int:
@@ -139,7 +129,7 @@ WITHOUT_CUDA_CONTEXT = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def fork_workers(module: str, arguments: Sequence[str]) -> None:
-    """Let torchrun fork its workers where `module` is the engine's own; any other program is started as ever.
+    """Let torchrun fork its workers where `module` is the engine's own; it starts any other program as it always does.
 
     Only on Linux: elsewhere system libraries do not survive a fork.
     """
@@ -149,36 +139,22 @@ def fork_workers(module: str, arguments: Sequence[str]) -> None:
     with contextlib.suppress(Exception):  # the workers meet the same error, and say so where a worker's errors belong
         import_module(f"{ENGINE}.run.worker" if module == ENGINE else f"{TOOLS}.{arguments[0]}")
     gc.freeze()  # the workers' collections leave alone what they all share
-    api.get_subprocess_handler = _forking_handler
+    api.get_subprocess_handler = _ForkingHandler  # type: ignore[assignment]  # torch gives every argument by its name
 
 
 class _ForkingHandler(SubprocessHandler):
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> ForkedProcess:  # type: ignore[override]
         assert self._stdout and self._stderr, "torchrun is asked to write both outputs to files"
         module = args.index("-m") + 1
-        return ForkedProcess(
-            lambda: _run_module(args[module], args[module + 1 :]), env, self._stdout.fileno(), self._stderr.fileno()
-        )
+
+        def program() -> None:
+            sys.argv = list(args[module:])
+            runpy.run_module(args[module], run_name="__main__", alter_sys=True)
+
+        return ForkedProcess(program, env, self._stdout.fileno(), self._stderr.fileno())
 
 
-def _forking_handler(
-    entrypoint: str,
-    args: tuple[str, ...],
-    env: dict[str, str],
-    stdout: str,
-    stderr: str,
-    local_rank_id: int,
-    numa_options: NumaOptions | None = None,
-) -> SubprocessHandler:
-    return _ForkingHandler(entrypoint, args, env, stdout, stderr, local_rank_id, numa_options)
-
-
-def _run_module(module: str, arguments: Sequence[str]) -> None:
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-# Work in a thread of its own, one piece after another, while the main thread computes.
+# Work in another thread, one piece after another, while the main thread computes.
 
 
 UNHEARD_S = 10.0
@@ -244,15 +220,12 @@ class Background:
                         act()
                 except BaseException as error:  # the main thread raises it
                     self._error = error
-                    self._await_main()
+                    if self._give_up is not None:
+                        self._unheard = threading.Timer(UNHEARD_S, self._give_up)
+                        self._unheard.daemon = True
+                        self._unheard.start()
                 del act  # it holds tensors
                 self._given.task_done()
-
-    def _await_main(self) -> None:
-        if self._give_up is not None:
-            self._unheard = threading.Timer(UNHEARD_S, self._give_up)
-            self._unheard.daemon = True
-            self._unheard.start()
 
     def _run(self, act: Callable[[], None], reached: Mark, after: Callable[[], object]) -> None:
         wait_for(reached)

@@ -69,21 +69,23 @@ class Slot:
         if self.on_gpu:
             self.copied.synchronize()
             self.used.wait()
-        tensors = [tensor for part in micro_batches for tensor in part]
-        brought = iter([self._bring(place, tensor) for place, tensor in enumerate(tensors)])
-        self.batch = [tuple(next(brought) for _ in part) for part in micro_batches]
+        place = 0
+        self.batch = []
+        for part in micro_batches:
+            brought = []
+            for tensor in part:
+                buffer = self._buffer(self._host, place, tensor, pin_memory=self.on_gpu)
+                buffer.copy_(tensor)
+                if self.on_gpu:
+                    host = buffer
+                    buffer = self._buffer(self._chip, place, tensor, device=self._device)
+                    buffer.copy_(host, non_blocking=True)
+                    self.traffic.add(Traffic(h2d_copies=1, h2d_bytes=tensor.nbytes))
+                brought.append(buffer)
+                place += 1
+            self.batch.append(tuple(brought))
         if self.on_gpu:
             self.copied.record()
-
-    def _bring(self, place: int, tensor: Tensor) -> Tensor:
-        host = self._buffer(self._host, place, tensor, pin_memory=self.on_gpu)
-        host.copy_(tensor)
-        if not self.on_gpu:
-            return host
-        chip = self._buffer(self._chip, place, tensor, device=self._device)
-        chip.copy_(host, non_blocking=True)
-        self.traffic.add(Traffic(h2d_copies=1, h2d_bytes=tensor.nbytes))
-        return chip
 
     def _buffer(self, buffers: list[Tensor], place: int, like: Tensor, **where: object) -> Tensor:
         """Return the buffer of this index, or a new one if the shape of batches has changed."""

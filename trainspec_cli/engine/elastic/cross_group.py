@@ -36,7 +36,7 @@ from torch import Tensor
 from trainspec_cli.engine.accelerators import physical_device
 from trainspec_cli.engine.comm.codec import is_established, open_connections
 from trainspec_cli.engine.comm.forking import Background
-from trainspec_cli.engine.comm.rendezvous import RendezvousStore
+from trainspec_cli.engine.comm.joining import RendezvousStore
 from trainspec_cli.engine.cuda_only import open_nccl
 from trainspec_cli.engine.shares import Share
 
@@ -89,21 +89,21 @@ class CrossGroupComm:
         backend = exchange_backend(device.type)
         if backend == "gloo" and device.type != "cpu":
             self.staged_because = f"this torch has no backend of its own for {device.type}"
-        elif size > 1 and self._share_devices(device):
+            return
+        if size == 1:
+            return
+        # All together: the peers compare the devices that they are on, as far as a device is known by its place.
+        place = physical_device(device) if device.type != "cpu" else None
+        number = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], signed=True) if place else 0
+        known = [int(other) for other in self.gather(torch.tensor([number])) if int(other)]
+        if len(set(known)) < len(known):
             self.staged_because = "several of them share a device"
-        elif size > 1 and backend != "gloo":
+        elif backend != "gloo":
             try:
                 self._open_own(backend, dist.PrefixStore(f"{name}/device", self._store), timeout, device)
             except BaseException:
                 self.close()
                 raise
-
-    def _share_devices(self, device: torch.device) -> bool:
-        """Return whether two peers are on one device. Called by all together."""
-        place = physical_device(device) if device.type != "cpu" else None
-        own = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], signed=True) if place else 0
-        known = [int(other) for other in self.gather(torch.tensor([own])) if int(other)]
-        return len(set(known)) < len(known)
 
     def _open_own(self, backend: str, store: dist.Store, timeout: timedelta, device: torch.device) -> None:
         if backend == "nccl":
@@ -249,7 +249,7 @@ def sum_as_one(packet: Sequence[Tensor], sum_: Callable[[Tensor], None]) -> None
 
 # Gradients on their way to the other replica groups: packets that go while the backward pass still runs.
 #
-# Which gradients share a packet, and the order of the packets, hang on the layout alone, so that all groups send the
+# Which gradients share a packet, and the order of the packets, depend on the layout alone, so that all groups send the
 # same ones, whatever their micro-batches. A packet goes when its gradients, and those of all packets before it, are
 # final.
 
@@ -326,8 +326,8 @@ class GradientPackets:
         ]
 
     def begin(self, exchanges: int) -> None:
-        """Begin a step in which each gradient is exchanged within the group so many times. 0: its packets are held back
-        until `finish`."""
+        """Begin a step in which each gradient is exchanged within the group `exchanges` times. 0: its packets are held
+        back until `finish`."""
         self._beside.wait()  # for what a step that was abandoned has left
         self._next = 0
         self._left = {id(share): exchanges for packet in self._packets for share in packet.shares if exchanges}
@@ -356,17 +356,14 @@ class GradientPackets:
         def note(_parameter: Tensor) -> None:
             if id(share) in self._left:
                 self._left[id(share)] -= 1
-                self._send_final()
+                while self._next < len(self._packets):
+                    packet = self._packets[self._next]
+                    if any(self._left.get(id(other)) != 0 for other in packet.shares):
+                        break  # its gradients are not final
+                    self._send(packet)
+                    self._next += 1
 
         return note
-
-    def _send_final(self) -> None:
-        while self._next < len(self._packets) and self._is_final(self._packets[self._next]):
-            self._send(self._packets[self._next])
-            self._next += 1
-
-    def _is_final(self, packet: Packet) -> bool:
-        return all(self._left.get(id(share)) == 0 for share in packet.shares)
 
     def _send(self, packet: Packet) -> None:
         if gradients := packet.gradients:

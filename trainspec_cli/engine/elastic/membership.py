@@ -21,8 +21,8 @@ from torch import Tensor
 from trainspec_cli.core.wire.rendezvous import FormedQuorum, GroupBeat, JoinQuorum, JsonClient, QuorumRequest, to_json
 from trainspec_cli.engine.comm.codec import Connection, open_connections
 from trainspec_cli.engine.comm.compressed import CompressedSum
+from trainspec_cli.engine.comm.joining import connect
 from trainspec_cli.engine.comm.json_collectives import broadcast_json
-from trainspec_cli.engine.comm.rendezvous import connect
 from trainspec_cli.engine.elastic.cross_group import CrossGroupComm
 from trainspec_cli.recipe.records import from_plain, read_record, to_plain
 from trainspec_cli.run.recovery.reliability import plan_healing
@@ -106,10 +106,14 @@ class Membership:
         place = quorum.names.index(self._name)
         self._connect(quorum, place)
         healing = plan_healing(quorum.steps, place, self.own.rank)
-        if healing.gives_to:
-            self._give_state(healing.gives_to)
-        if healing.takes_from is not None:
-            self._take_state(healing.takes_from)
+        for rank in healing.gives_to:
+            self._try(lambda comm, to=rank: comm.send(self._state(), to))  # type: ignore[misc]
+        source = healing.takes_from
+        if source is not None:
+            with torch.no_grad():
+                self._try(lambda comm: comm.receive_(self._state(), source))
+            if self.failed:
+                raise HealFailedError(f"the group that this one healed from was lost: {self._error}") from self._error
         groups = tuple(map(_group_of, quorum.names))
         return Participation(groups, place, max(quorum.steps), healing.takes_from is not None, frozenset(quorum.names))
 
@@ -188,16 +192,6 @@ class Membership:
             self.connections = frozenset(open_connections()) - others
         except (RuntimeError, OSError, dist.DistError) as error:
             self._drop(error)
-
-    def _give_state(self, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            self._try(lambda comm, to=rank: comm.send(self._state(), to))  # type: ignore[misc]
-
-    def _take_state(self, rank: int) -> None:
-        with torch.no_grad():
-            self._try(lambda comm: comm.receive_(self._state(), rank))
-        if self.failed:
-            raise HealFailedError(f"the group that this one healed from was lost: {self._error}") from self._error
 
     def _try(self, act: Callable[[CrossGroupComm], None]) -> None:
         comm = self._comm

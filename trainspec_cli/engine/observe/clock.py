@@ -6,7 +6,7 @@ There the parts run in the order of the host's marks; collectives run on streams
 so exposed communication stays inside forward and backward.
 
 An exchange that another thread makes beside the computation is no part: its begin and end are noted, on a CPU, and held
-against the parts (`intervals.py`).
+against the parts (`exchange_time`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -25,32 +25,14 @@ from trainspec_cli.engine.accelerators import on_chip
 from trainspec_cli.engine.digest import Mark, elapsed_s, mark, wait_for
 from trainspec_cli.run.folder.event_types.events import PARTS
 
-# The exposed part of a step's exchanges: the time in which they went on and nothing was computed beside them.
-
-
 Interval = tuple[float, float]
 """(begin, end) in seconds of one clock."""
+Bounds = TypeVar("Bounds", int, float)
 
 
-@dataclass(frozen=True)
-class ExchangeTime:
-    seconds: float
-    """Time in which at least one exchange went on."""
-    exposed_s: float
-    """The part of it in which nothing was computed."""
-
-
-def exchange_time(exchanges: Iterable[Interval], computing: Iterable[Interval]) -> ExchangeTime:
-    """Return how long the exchanges took and how much of that was exposed; intervals may overlap, in any order."""
-    going_on = _union(exchanges)
-    busy = _union(computing)
-    seconds = _length_s(going_on)
-    return ExchangeTime(seconds, seconds - _common_s(going_on, busy))
-
-
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
+def union(intervals: Iterable[tuple[Bounds, Bounds]]) -> list[tuple[Bounds, Bounds]]:
     """Return disjoint intervals that cover the same time, in order."""
-    joined: list[Interval] = []
+    joined: list[tuple[Bounds, Bounds]] = []
     for begin, end in sorted(intervals):
         if joined and begin <= joined[-1][1]:
             joined[-1] = joined[-1][0], max(end, joined[-1][1])
@@ -59,22 +41,14 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
     return joined
 
 
-def _length_s(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
-
-
-def _common_s(first: list[Interval], second: list[Interval]) -> float:
-    """Return how long the time is that lies in both, each of which is a union."""
-    common_s = 0.0
-    place = 0
-    for begin, end in first:
-        while place < len(second) and second[place][1] <= begin:
-            place += 1
-        at = place
-        while at < len(second) and second[at][0] < end:
-            common_s += min(end, second[at][1]) - max(begin, second[at][0])
-            at += 1
-    return common_s
+def exchange_time(exchanges: Sequence[Interval], computing: Sequence[Interval]) -> tuple[float, float]:
+    """-> (seconds in which at least one exchange went on, those of them in which nothing was computed); intervals may
+    overlap, in any order."""
+    going_on_s, both_s, busy_s = (
+        sum(end - begin for begin, end in union(intervals))
+        for intervals in (exchanges, [*exchanges, *computing], computing)
+    )
+    return going_on_s, both_s - busy_s
 
 
 # The main thread's time on a processor, and its time of waiting for one, as the kernel counts them (`schedstat`).
@@ -197,39 +171,38 @@ class StepClock:
         return QueuedTime(max(0.0, whole_s - exposed_s), exposed_s)
 
 
+@dataclass(frozen=True)
 class Segments:
-    def __init__(
-        self,
-        marks: list[tuple[str, Mark]],
-        end: Mark,
-        beside: Sequence[Interval] = (),
-        queued: QueuedTime = QueuedTime(0.0, 0.0),  # noqa: B008 - it is immutable
-    ):
-        self._marks = marks
-        self._end = end
-        self._beside = beside
-        self.queued = queued
+    """What a step left on the clock; its times are read from the device late."""
 
-    def exchange_time(self) -> ExchangeTime | None:
+    marks: list[tuple[str, Mark]]
+    """The part that ran from each mark on."""
+    end: Mark
+    beside: Sequence[Interval]
+    queued: QueuedTime
+
+    def exchange_time(self) -> tuple[float, float] | None:
         """Return how long the step's exchanges took and how much of that was exposed; None where none went on beside
         the computation, so that all of it was."""
-        if not self._beside:
+        if not self.beside:
             return None
-        parts = [(name, float(begin), float(end)) for name, begin, end in self._segments()]  # type: ignore[arg-type]
-        waiting = [(begin, end) for name, begin, end in parts if name == "exposed_comm"]
-        computing = [(begin, end) for name, begin, end in parts if name in COMPUTING]
-        return exchange_time([*self._beside, *waiting], computing)
+        waiting = list[Interval]()
+        computing = list[Interval]()
+        for name, begin, end in self._parts():
+            if name == "exposed_comm" or name in COMPUTING:
+                (computing if name in COMPUTING else waiting).append((float(begin), float(end)))  # type: ignore[arg-type]
+        return exchange_time([*self.beside, *waiting], computing)
 
     def parts_s(self) -> dict[str, float]:
         """Return seconds by part; wait for the device to reach the step's end."""
-        wait_for(self._end)
+        wait_for(self.end)
         parts = dict.fromkeys(PARTS, 0.0)
-        for name, start, end in self._segments():
+        for name, start, end in self._parts():
             parts[name] += elapsed_s(start, end)
         return parts
 
-    def _segments(self) -> Iterator[tuple[str, Mark, Mark]]:
+    def _parts(self) -> Iterator[tuple[str, Mark, Mark]]:
         """Yield (part, begin, end)."""
-        ends = [start for _, start in self._marks[1:]] + [self._end]
-        for (name, start), end in zip(self._marks, ends, strict=True):
+        ends = [start for _, start in self.marks[1:]] + [self.end]
+        for (name, start), end in zip(self.marks, ends, strict=True):
             yield name, start, end

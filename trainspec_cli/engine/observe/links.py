@@ -45,7 +45,9 @@ class LinkTimer:
         """Count what is inside as exposed communication; yields whether it is timed, and has to be done when it is
         left. That may not depend on how many bytes there are, which experts' ranks do not have in common."""
         with self._clock.collective():
-            if sent_bytes is None or not self._is_next_timed():
+            if sent_bytes is not None:
+                self._calls += 1
+            if sent_bytes is None or not self._is_sampled or (self._calls - 1) % self._stride:
                 yield False
                 return
             waited_s = self._meet()
@@ -54,10 +56,6 @@ class LinkTimer:
             started_s = time.perf_counter()
             yield True
             self._timed.append((sent_bytes, time.perf_counter() - started_s, waited_s))
-
-    def _is_next_timed(self) -> bool:
-        self._calls += 1
-        return self._is_sampled and (self._calls - 1) % self._stride == 0
 
     def _meet(self) -> float:
         """Wait for all ranks; return how long that took."""
@@ -98,7 +96,8 @@ class LinkTimers:
         self._held_back_bytes = Counter[str]()
         """Bytes that this rank sends in a sampled step along each axis, and beside other work in any other."""
         self.is_due: Callable[[int], bool] = lambda _step: False
-        """True where the step after so many updates is to be sampled; other replica groups hear of it before."""
+        """Given the number of updates made: True where the next step is to be sampled; other replica groups hear of it
+        before."""
 
     def of(self, axis: str, group: dist.ProcessGroup, *, is_hidden: bool = False) -> TimeCollective:
         """Return what times the exchanges of `group`, one of this rank's along `axis`; the same one every time."""

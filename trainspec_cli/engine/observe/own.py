@@ -1,4 +1,4 @@
-"""Callbacks and trackers of one's own: classes that are told of a run's events, and cannot change its numbers.
+"""The user's callbacks and trackers: classes that receive a run's events, and cannot change its numbers.
 
 They get the events as the run folder has them, and not the model; what they draw from random generators is put back. So
 a run trains the same bits with them and without.
@@ -46,7 +46,7 @@ class RunFacts:
 
 
 class OwnWatcher:
-    """Tells an object of one's own of events, for which it has methods."""
+    """Passes events to a user's object, for which it has methods."""
 
     def __init__(self, extension: Extension, made: Any, methods: Mapping[str, Callable[[Event], object]]):
         """`methods` are those called for an event, by its type; "" stands for all types."""

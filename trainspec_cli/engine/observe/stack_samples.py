@@ -14,10 +14,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +28,7 @@ from trainspec_cli.recipe.results.verdict import CodeLine
 
 PERIOD_S = 0.005
 MOST_SAMPLES = 4000
-"""Nothing is sampled after so many."""
+"""Nothing is sampled after this number."""
 MOST_FRAMES = 60
 NAMED_LINES = 3
 MOST_CHARACTERS = 120
@@ -96,18 +95,20 @@ def code_lines(samples: Iterable[StackSample], total: int) -> tuple[CodeLine, ..
         own = [frame for frame in sample.stack if not _is_library(frame.file)]
         if own:
             counts[own[-1]] += sample.times
-    return tuple(_code_line(frame, count / total) for frame, count in counts.most_common(NAMED_LINES))
+    lines = []
+    for frame, times in counts.most_common(NAMED_LINES):
+        text = linecache.getline(frame.file, frame.line).strip()[:MOST_CHARACTERS]
+        share = min(1.0, times / total)
+        lines.append(
+            CodeLine(file=_shown(frame.file), line=frame.line, function=frame.function, text=text, share=share)
+        )
+    return tuple(lines)
 
 
 def _is_library(file: str) -> bool:
     if file.startswith("<"):
         return True
     return file.startswith(LIBRARIES) and (file.startswith(LIBRARIES[1]) or not file.startswith(INSTALLED))
-
-
-def _code_line(frame: Frame, share: float) -> CodeLine:
-    text = linecache.getline(frame.file, frame.line).strip()[:MOST_CHARACTERS]
-    return CodeLine(file=_shown(frame.file), line=frame.line, function=frame.function, text=text, share=min(1.0, share))
 
 
 def _shown(file: str) -> str:
@@ -146,32 +147,24 @@ class PySpy:
             if self._process.returncode:
                 said = error.decode(errors="replace").strip().splitlines()
                 raise OSError(said[-1][:MOST_CHARACTERS] if said else f"it ended with {self._process.returncode}")
-            return list(_read_stacks(self._output.read_text(errors="replace"), thread))
+            return read_stacks(self._output.read_text(errors="replace"), thread)
         except subprocess.TimeoutExpired as error:
             raise OSError("it did not end") from error
         finally:
-            self.close()
-
-    def close(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.communicate()
-        self._folder.cleanup()
+            if self._process.poll() is None:
+                self._process.kill()
+                self._process.communicate()
+            self._folder.cleanup()
 
 
-def _read_stacks(text: str, thread: int) -> Iterator[StackSample]:
-    """Yield the stacks of a thread in py-spy's raw format: `thread (ID): NAME;FUNCTION (FILE:LINE);... COUNT`."""
+def read_stacks(text: str, thread: int) -> list[StackSample]:
+    """Return the stacks of a thread in py-spy's raw format: `thread (ID): NAME;FUNCTION (FILE:LINE);... COUNT`."""
+    samples = []
     for line in text.splitlines():
         stack, _, count = line.rpartition(" ")
         name, *frames = stack.split(";")
         if count.isdigit() and name.startswith(f"thread ({thread})"):
             found = [match for frame in frames if (match := _SPY_FRAME.fullmatch(frame))]
-            yield StackSample(
-                0, tuple(Frame(one["file"], int(one["line"]), one["function"]) for one in found), int(count)
-            )
-
-
-def thread_named(prefix: str) -> threading.Thread:
-    """Return the first thread whose name begins so; the main thread where there is none."""
-    named = (thread for thread in threading.enumerate() if thread.name.startswith(prefix))
-    return next(named, threading.main_thread())
+            own = tuple(Frame(one["file"], int(one["line"]), one["function"]) for one in found)
+            samples.append(StackSample(0, own, int(count)))
+    return samples

@@ -2,7 +2,7 @@
 
 Both happen inside the fused kernel, through the two tensors that it takes for mixed precision: `grad_scale` divides
 every gradient, `found_inf` makes the update (and its step count) a no-op. So the host never waits to decide. Optimizers
-written here (`guarded.py`) take the same two.
+written here (`whole.py`) take the same two.
 """
 
 from __future__ import annotations
@@ -42,13 +42,27 @@ def build_optimizer(
     """Return the optimizer of the recipe; matrices decay, norms and biases do not. `moment_like` makes the state of a
     parameter from a tensor of its shape and dtype; `time` is called around exchanges that an update makes; `compute` is
     the format of the run's matrix products, and of muon's."""
+    betas = (optim.beta1, optim.beta2)
     if optim.name in _RULES:
-        return _build_guarded(shares, optim, moment_like, time, compute)
+        by_rule = [share for share in shares if _RULES[optim.name](share)]
+        rest = [share for share in shares if not _RULES[optim.name](share)]
+        own = [group | {"rule": optim.name, "momentum": optim.momentum} for group in parameter_groups(by_rule, optim)]
+        groups = [*own, *parameter_groups(rest, optim)]
+        guarded: GuardedOptimizer
+        if optim.name == "muon":
+            guarded = Muon(groups, by_rule, optim.lr, betas, optim.eps, time, compute)
+        else:
+            guarded = AdamW8bit(groups, optim.lr, betas, optim.eps)
+        guarded.start_state(moment_like)
+        return guarded
     groups = parameter_groups(shares, optim)
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, fused=True)
-    optimizer = adamw(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-    _start_moments(optimizer, moment_like)
+    optimizer: torch.optim.AdamW = adamw(groups, lr=optim.lr, betas=betas, eps=optim.eps)
+    # The moments that the first update would make: a checkpoint can be loaded before any update.
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = start_adamw(parameter, moment_like)
     return optimizer
 
 
@@ -64,35 +78,7 @@ def parameter_groups(shares: Sequence[Share], optim: OptimSpec) -> list[Group]:
 
 
 _RULES: dict[str, Callable[[Share], bool]] = {"adamw8bit": is_quantised, "muon": is_hidden_matrix}
-"""Optimizers that update some parameters by a rule of their own, and which; all others train by AdamW."""
-
-
-def _build_guarded(
-    shares: Sequence[Share],
-    optim: OptimSpec,
-    moment_like: Callable[[Tensor], Tensor],
-    time: TimeCollective,
-    compute: torch.dtype | None,
-) -> GuardedOptimizer:
-    by_rule = [share for share in shares if _RULES[optim.name](share)]
-    rest = [share for share in shares if not _RULES[optim.name](share)]
-    own = [group | {"rule": optim.name, "momentum": optim.momentum} for group in parameter_groups(by_rule, optim)]
-    groups = [*own, *parameter_groups(rest, optim)]
-    betas = (optim.beta1, optim.beta2)
-    optimizer: GuardedOptimizer
-    if optim.name == "muon":
-        optimizer = Muon(groups, by_rule, optim.lr, betas, optim.eps, time, compute)
-    else:
-        optimizer = AdamW8bit(groups, optim.lr, betas, optim.eps)
-    optimizer.start_state(moment_like)
-    return optimizer
-
-
-def _start_moments(optimizer: torch.optim.AdamW, moment_like: Callable[[Tensor], Tensor]) -> None:
-    """Make the moments that the first update would make, so that a checkpoint can be loaded before any update."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = start_adamw(parameter, moment_like)
+"""Optimizers that update some parameters by another rule, and which; all others train by AdamW."""
 
 
 def without_memory(parameter: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""An optimizer of one's own (`optim.name=FILE.py:make`), with what the engine asks of any: updates that are skipped or
+"""The user's optimizer (`optim.name=FILE.py:make`), with what the engine asks of any: updates that are skipped or
 clipped as a whole, and state that is saved and loaded in every layout.
 
 The engine hands it this rank's part of each parameter, so it has to be elementwise: an element's update may depend on
@@ -23,7 +23,6 @@ from trainspec_cli.engine.optim.optimizer import parameter_groups
 from trainspec_cli.engine.own_code import is_no_fault
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.keys.training import OptimSpec
 from trainspec_cli.recipe.own_code import OPTIMIZER, Extension, arguments, load, own_errors
 
 Entry = Tensor | int | float | bool
@@ -64,7 +63,7 @@ class Trial:
     """The behaviour of an optimizer on small tensors."""
 
     forms: Mapping[int, Mapping[str, StateForm]]
-    """The entries of its state, for a parameter of so many dimensions."""
+    """The entries of its state, by a parameter's number of dimensions."""
     state_bytes: float
     """The bytes of state that it keeps of each parameter; of matrices, where these differ."""
 
@@ -88,24 +87,13 @@ def build_own_optimizer(
 
     device = shares[0].local.device if shares else torch.device("cpu")
     trial = try_out(make, extension, {2} | {share.parameter.dim() for share in shares}, device)
-    _check_state_bytes(extension, optim, trial.state_bytes)
+    if optim.state_bytes != trial.state_bytes:
+        path = "optim.state_bytes"
+        found = f"{extension.text} keeps {trial.state_bytes:g} bytes of each parameter"
+        message = f"`{path}` is {optim.state_bytes:g}, and {found}"
+        raise RecipeError(Problem("contradiction", message, path, f"type {path}={trial.state_bytes:g}"))
     groups = parameter_groups(shares, optim)
     made = make([dict(group) for group in groups])
-    _check_groups(extension, made, groups)
-    return OwnOptimizer(made, extension, trial, zeros)
-
-
-def _check_state_bytes(extension: Extension, optim: OptimSpec, found_bytes: float) -> None:
-    if optim.state_bytes != found_bytes:
-        path = "optim.state_bytes"
-        message = (
-            f"`{path}` is {optim.state_bytes:g}, and {extension.text} keeps {found_bytes:g} bytes of each parameter"
-        )
-        raise RecipeError(Problem("contradiction", message, path, f"type {path}={found_bytes:g}"))
-
-
-def _check_groups(extension: Extension, made: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise where the optimizer does not update exactly the parameters that it was given."""
     given = {id(parameter) for group in groups for parameter in group["params"]}
     taken = [id(parameter) for group in made.param_groups for parameter in group["params"]]
     if set(taken) != given:
@@ -113,10 +101,11 @@ def _check_groups(extension: Extension, made: torch.optim.Optimizer, groups: Seq
             f"`{extension.path}`: {extension.text} updates {len(taken)} of the {len(given)} parameters it was given"
         )
         raise RecipeError(Problem("wrong_type", message, extension.path, "pass its groups on to torch.optim.Optimizer"))
+    return OwnOptimizer(made, extension, trial, zeros)
 
 
 class OwnOptimizer(torch.optim.Optimizer):
-    """Updates by one's own optimizer; `state` holds what is saved, as tensors."""
+    """Updates by the user's optimizer; `state` holds what is saved, as tensors."""
 
     def __init__(
         self,
@@ -173,8 +162,10 @@ class OwnOptimizer(torch.optim.Optimizer):
         settings = _settings(self._inner)
         with own_errors(self._extension, "in an update", passes=is_no_fault):
             self._inner.step()
-        if changed := _first_difference(settings, _settings(self._inner)):
-            raise self._refuse(f"changed `{changed}` of its parameter groups, which no checkpoint holds", changed)
+        for before, after in zip(settings, _settings(self._inner), strict=True):
+            for name, value in after.items():
+                if before.get(name) != value:
+                    raise self._refuse(f"changed `{name}` of its parameter groups, which no checkpoint holds", name)
         for parameter in parameters:
             self._take_over(parameter)
 
@@ -228,11 +219,6 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
     ]
 
 
-def _first_difference(before: Sequence[Mapping[str, object]], after: Sequence[Mapping[str, object]]) -> str:
-    names = (name for one, other in zip(before, after, strict=True) for name in other if one.get(name) != other[name])
-    return next(names, "")
-
-
 # The trial
 
 
@@ -242,8 +228,8 @@ def try_out(
     dims: Iterable[int],
     device: torch.device,
 ) -> Trial:
-    """Make some updates of small tensors of so many dimensions, whole and cut into two parts. Raises RecipeError where
-    the parts come to other values than the whole, or the state is of a kind that cannot be saved."""
+    """Make some updates of small tensors of each number of dimensions, whole and cut into two parts. Raises RecipeError
+    where the parts get other values than the whole, or the state is of a kind that cannot be saved."""
     forms = {}
     for dim in sorted(dims):
         whole, forms[dim] = _train(make, extension, dim, 1, device)
@@ -266,7 +252,7 @@ def _train(
     parts: int,
     device: torch.device,
 ) -> tuple[Tensor, dict[str, StateForm]]:
-    """Make `TRIAL_UPDATES` updates of a tensor in so many parts. -> (its values, the entries of the state)."""
+    """Make `TRIAL_UPDATES` updates of a tensor in `parts` parts. -> (its values, the entries of the state)."""
     generator = torch.Generator().manual_seed(dim)
 
     def draw() -> list[Tensor]:

@@ -1,6 +1,6 @@
 """Whole matrices out of the parts that ranks hold, each on one rank, and their parts back to the ranks.
 
-Of so many matrices as ranks hold parts, each rank gets one: what is done to them is divided among the ranks, and a rank
+Of as many matrices as ranks hold parts, each rank gets one: what is done to them is divided among the ranks, and a rank
 receives as much as it sends.
 """
 
@@ -34,7 +34,7 @@ def gather_own(parts: Sequence[Tensor], splits: Sequence[Sequence[Split]], time:
     rank = group.rank()
     sent = [[parts[number] for number in range(to, len(parts), ranks)] for to in range(ranks)]
     mine = range(rank, len(parts), ranks)
-    shapes = [_shapes(parts[number], own[number]) for number in mine]
+    shapes = [[_resized(parts[number], own[number].dim, size) for size in own[number].sizes] for number in mine]
     received = _swap(
         sent, [[of_ranks[sender] for of_ranks in shapes] for sender in range(ranks)], parts[0], group, time
     )
@@ -56,7 +56,7 @@ def scatter_own(
     ranks = group.size()
     rank = group.rank()
     mine = range(rank, len(like), ranks)
-    inner = [like[number].new_empty(_joined(like[number], own[number])) for number in mine]
+    inner = [like[number].new_empty(_resized(like[number], own[number].dim, own[number].size)) for number in mine]
     held = scatter_own(wholes, inner, [splits[number][1:] for number in mine], time)
     cut = [whole.split(own[number].sizes, own[number].dim) for number, whole in zip(mine, held, strict=True)]
     numbers = [list(range(sender, len(like), ranks)) for sender in range(ranks)]
@@ -70,15 +70,6 @@ def scatter_own(
         for number, part in zip(of_sender, came, strict=True)
     }
     return [by_number[number] for number in range(len(like))]
-
-
-def _shapes(part: Tensor, split: Split) -> list[torch.Size]:
-    """Return the shape of each rank's part."""
-    return [_resized(part, split.dim, size) for size in split.sizes]
-
-
-def _joined(part: Tensor, split: Split) -> torch.Size:
-    return _resized(part, split.dim, split.size)
 
 
 def _resized(part: Tensor, dim: int, size: int) -> torch.Size:
@@ -160,30 +151,27 @@ class GuardedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if group["rule"]:
                 self.update_group(group, guard)
-            else:
-                self._update_by_adamw(group, guard)
-
-    def _update_by_adamw(self, group: Group, guard: Guard) -> None:
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        states = [self.state[parameter] for parameter in parameters]
-        adamw(
-            parameters,
-            [parameter.grad for parameter in parameters],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            grad_scale=guard.scale,
-            found_inf=guard.skipped.float(),
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+                continue
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            states = [self.state[parameter] for parameter in parameters]
+            adamw(
+                parameters,
+                [parameter.grad for parameter in parameters],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                grad_scale=guard.scale,
+                found_inf=guard.skipped.float(),
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
 
 
 def start_adamw(parameter: Tensor, like: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.memory import CopyLocation, clear
 from trainspec_cli.engine.checkpoint.saver import Restored, Saved, Saver, load_newest
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, raise_together
-from trainspec_cli.engine.observe.journal import GroupJournal, Journal
+from trainspec_cli.engine.run.training_run import TrainingRun
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.records import ABSENT, read_record, to_plain
 from trainspec_cli.recipe.results.plan import Plan
@@ -34,7 +34,6 @@ from trainspec_cli.run.folder.event_types.events import (
 )
 from trainspec_cli.run.folder.events import read_sound
 from trainspec_cli.run.folder.memory import make_memory_folder
-from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.recovery.reliability import (
     AUTO_SHORTEST_S,
     auto_interval_s,
@@ -45,32 +44,26 @@ from trainspec_cli.run.recovery.reliability import (
 )
 
 MEASURING_STEPS = 3
-"""`auto` learns from so many steps how long one takes."""
+"""`auto` learns from this number of steps how long one takes."""
 REMEMBERED_STEPS = 50
 
 
 class Checkpoints:
     """One rank's checkpoints; every rank makes the same calls at the same steps, and decides by what all agreed on."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        run_dir: RunDir,
-        state: TrainState,
-        recipe_digest: str,
-        journal: Journal | GroupJournal,
-        pace: Callable[[], BatchPace | None] = lambda: None,
-    ):
-        """`pace` says where a batch stands that follows the gradients' noise."""
-        self._plan = plan
-        self._run_dir = run_dir
-        self._state = state
-        self._recipe_digest = recipe_digest
-        self._journal = journal
+    def __init__(self, run: TrainingRun, pace: Callable[[], BatchPace | None] = lambda: None):
+        """`pace` returns the state of a batch that follows the gradients' noise."""
+        self._run = run
+        self._spec = run.plan.spec.checkpoint
         self._pace = pace
-        self._memory = find_place(run_dir) if plan.spec.checkpoint.memory_interval_steps else None
-        self._saver = self._make_saver()
-        self._cadence = Cadence(plan, read_sound(run_dir.supervisor_events))
+        self._memory: CopyLocation | None = None
+        if self._spec.memory_interval_steps:
+            world_size = dist.get_world_size()
+            ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # torchrun sets it
+            folder = make_memory_folder(run.run_dir)
+            self._memory = CopyLocation(folder, dist.get_rank(), world_size, ranks_per_node)
+        self._made: tuple[TrainState, Saver] | None = None
+        self._cadence = Cadence(run.plan, read_sound(run.run_dir.supervisor_events))
         self._saved_step = -1
         self._kept_before: int | None = None
         """The step that was kept before the one that is now: it is again if that cannot be written."""
@@ -80,11 +73,27 @@ class Checkpoints:
         """The step whose checkpoint may still be being written, as far as all ranks know."""
         self._newest: Saved | None = None
 
+    @property
+    def _saver(self) -> Saver:
+        """The saver of the state in force. After a change of the layout, before which none is being written, the ranks
+        agree anew on who writes what."""
+        state = self._run.state
+        if self._made is None or self._made[0] is not state:
+            before = self._made
+            saver = Saver(self._run.run_dir, state.held, state.device, self._spec.keep_last, self._memory)
+            self._made = state, saver
+            if before is not None:
+                saver.slot = before[1].slot
+                saver.kept_step = before[1].kept_step
+                before[1].close()
+        return self._made[1]
+
     def resume(self) -> Restored | None:
-        """Restore the newest whole checkpoint; None where there is none."""
-        restored = load_newest(self._run_dir, self._state.held, self._state.device, self._memory)
+        """Restore the newest whole checkpoint; None where no checkpoint exists."""
+        state = self._run.state
+        restored = load_newest(self._run.run_dir, state.held, state.device, self._memory)
         if restored:
-            if len(self._state.compression.feedbacks) > restored.feedback:
+            if len(state.compression.feedbacks) > restored.feedback:
                 lost = (
                     "what compressed gradients had lost is not in the checkpoint for this layout: it starts from zero"
                 )
@@ -93,13 +102,13 @@ class Checkpoints:
             if restored.slot is None:
                 self._saved_step = restored.manifest.step
             else:
-                self._saver.keep_slot(restored.slot)
-        if self._plan.spec.checkpoint.interval_steps not in (None, AUTO):
+                self._saver.slot = 1 - restored.slot
+        if self._spec.interval_steps not in (None, AUTO):
             self._prepare()
         return restored
 
     def _prepare(self) -> None:
-        if self._plan.spec.checkpoint.mode == "async":
+        if self._spec.mode == "async":
             self._saver.prepare()
 
     def agree(self) -> None:
@@ -114,27 +123,12 @@ class Checkpoints:
         else:
             self._saver.save_alone(self._about(step, samples), kept)
 
-    def _make_saver(self) -> Saver:
-        state = self._state
-        keep_last = self._plan.spec.checkpoint.keep_last
-        return Saver(self._run_dir, state.held, state.device, keep_last, self._memory)
-
     def finish_writing(self) -> None:
         """Wait until no checkpoint is being written. Called by every rank together."""
         finished = self._saver.wait()
         if self._begun is not None and finished is not None:
             self._begun = None
             self._end(finished)
-
-    def adopt(self, plan: Plan, state: TrainState) -> None:
-        """Go on in another layout; no checkpoint is being written."""
-        self._plan = plan
-        self._state = state
-        before = self._saver
-        self._saver = self._make_saver()
-        self._saver.keep_slot(before.newest_slot)
-        self._saver.kept_step = before.kept_step
-        before.close()
 
     @property
     def writing(self) -> bool:
@@ -144,7 +138,7 @@ class Checkpoints:
     def note_step(self, step: int, step_time_s: float, *, writing: bool) -> None:
         """Learn from a step's figures, the same on every rank: `writing` is whether any rank was when it ended."""
         first = self._cadence.note_step(step_time_s, writing=writing)
-        if first is not None and first <= self._plan.total_steps:
+        if first is not None and first <= self._run.plan.total_steps:
             self._prepare()
         if self._begun is not None and step > self._begun and not writing:
             # Every rank said in that step that it was not writing, so each of them has finished, and all end it at the
@@ -166,15 +160,18 @@ class Checkpoints:
         if self._begun is not None or not writes:
             return
         if self._due_since is None:
-            interval = self._plan.spec.checkpoint.memory_interval_steps
+            interval = self._spec.memory_interval_steps
             if interval and step % interval == 0:
                 # A copy in memory alone. One that falls due while another is written is left out, not put off: the next
                 # one is due soon, and the copy before it still serves.
                 self._begun = step
                 self._saver.begin(self._about(step, samples), to_disk=False)
             return
-        if self._due_since < step:
-            self._warn_put_off(self._due_since, step)
+        if self._due_since < step and not self._put_off:
+            self._put_off = True
+            message = f"the checkpoint due at step {self._due_since} was put off to step {step}: the one before it was "
+            message += "still being written; a longer checkpoint.interval_steps avoids that"
+            self._warn(step, message)
         self._write(step, samples)
 
     def keep(self, step: int) -> None:
@@ -195,7 +192,7 @@ class Checkpoints:
     def _write(self, step: int, samples: int) -> None:
         self._due_since = None
         self._saved_step = step
-        if self._plan.spec.checkpoint.mode == "async":
+        if self._spec.mode == "async":
             self._begun = step
             self._saver.begin(self._about(step, samples))
         else:
@@ -217,14 +214,14 @@ class Checkpoints:
             clear(self._memory)
 
     def _about(self, step: int, samples: int) -> About:
-        return About(step, samples, self._plan.spec.train.seed, self._recipe_digest, self._pace())
+        return About(step, samples, self._run.plan.spec.train.seed, self._run.recipe_digest, self._pace())
 
     def _end(self, saved: Saved) -> None:
         if saved.in_memory:
             return
         self._report(saved)
         if chosen := self._cadence.learn(saved):
-            self._journal.write(chosen)
+            self._run.journal.write(chosen)
 
     def _report(self, saved: Saved, waited_s: float = 0.0) -> None:
         """Record a checkpoint; one that failed is a warning, and training goes on. `waited_s`: outside any step."""
@@ -235,10 +232,10 @@ class Checkpoints:
                 self._saver.kept_step = self._kept_before
             self._warn(step, f"{saved.error}; the checkpoints before it are whole")
             return
-        self._journal.write(
+        self._run.journal.write(
             CheckpointEvent(
                 step=step,
-                path=str(self._run_dir.checkpoint(step)),
+                path=str(self._run.run_dir.checkpoint(step)),
                 bytes=saved.bytes,
                 seconds=saved.blocked_s,
                 written_s=saved.written_s,
@@ -246,22 +243,13 @@ class Checkpoints:
             )
         )
 
-    def _warn_put_off(self, due: int, step: int) -> None:
-        """Warn the first time alone."""
-        if not self._put_off:
-            self._warn(
-                step,
-                f"the checkpoint due at step {due} was put off to step {step}: the one before it was still being "
-                "written; a longer checkpoint.interval_steps avoids that",
-            )
-        self._put_off = True
-
     def _warn(self, step: int, message: str) -> None:
-        self._journal.write(WarningEvent(step=step, message=message))
+        self._run.journal.write(WarningEvent(step=step, message=message))
 
 
 class Cadence:
-    """Decides when a checkpoint is due: every so many steps, or as its measured cost and the failure rate ask for.
+    """Decides when a checkpoint is due: every `interval_steps` steps, or as its measured cost and the failure rate
+    demand.
 
     The same on every rank: it goes by steps and by what rank 0 has measured.
     """
@@ -355,11 +343,3 @@ class Cadence:
             failures=self._failures if counts else ABSENT,
             observed_s=observed_s if counts else ABSENT,
         )
-
-
-def find_place(run_dir: RunDir) -> CopyLocation:
-    """Return where this rank stands among the nodes: torchrun says how many ranks one has."""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return CopyLocation(make_memory_folder(run_dir), rank, world_size, ranks_per_node)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.optim.optimizer import clear_gradients, guarded_update, squared_norm
 from trainspec_cli.engine.parallel.noise import SampleParts
 from trainspec_cli.engine.parallel.pipeline import forget_visits, scale_balance_loss, update_balance
-from trainspec_cli.engine.run.coordinator import StepSamples
+from trainspec_cli.engine.run.coordinator import Coordinator, StepSamples
 from trainspec_cli.engine.run.pipeline_run import PipelineRun
 from trainspec_cli.engine.run.shortage import PassesOutOfMemory, is_out_of_memory
 from trainspec_cli.engine.run.step_report import StepReport
@@ -44,7 +43,7 @@ class StepOutcome:
     writing: Tensor
     """The number of ranks that were writing a checkpoint."""
     steps_to_sample: Tensor
-    """The next sample of the links is taken after so many steps; 0 where nothing was said of it."""
+    """The number of steps after which the links are sampled next; 0 where no rank has set it."""
     noise: Tensor
     """What `NoiseProbe` has added up over all ranks, and of |g|^2 of the whole step's gradient what is experts', spread
     by ep: (5,); zeros where it is not measured."""
@@ -68,25 +67,13 @@ class StepOutcome:
         return StepOutcome(loss, norm, skipped, stop, writing, to_sample, noise, figures, self.own)
 
 
-class GroupExchange(Protocol):
-    """The part of a coordinator that a step needs: `coordinator.py` says what it does."""
-
-    def begin_passes(self, state: TrainState, micro_batches: int) -> None: ...
-
-    def abandon_passes(self, state: TrainState) -> None: ...
-
-    def reduce(self, state: TrainState, loss: Tensor) -> None: ...
-
-    def commit(self) -> bool: ...
-
-
 def train_step(
     state: TrainState,
     micro_batches: Sequence[MicroBatch],
     *,
     global_tokens: int,
     clip_norm: float | None,
-    groups: GroupExchange | None = None,
+    groups: Coordinator | None = None,
     report: StepReport = NOTHING_TO_REPORT,
     parts: SampleParts | None = None,
 ) -> StepOutcome | None:
@@ -215,9 +202,9 @@ class DoneStep:
     segments: Segments
     samples: StepSamples
     traffic: Traffic
-    """Copies of its batch to the device, and allocations: there are none once all is warm."""
+    """Copies of its batch to the device, and allocations: 0 once all is warm."""
     noise_scale: float | None
-    """The noise scale of the gradients up to this step, where the next batch hangs on it."""
+    """The noise scale of the gradients up to this step, where the next batch depends on it."""
     agreement: tuple[float, float]
     """The duration of the exchange that ended it, and the Unix time when this rank left that."""
     garbage_s: float
@@ -239,8 +226,8 @@ class DoneStep:
             samples=samples,
             step_time_s=sum(parts_s.values()),
             time_s=parts_s,
-            exchange_s=exchanged.seconds if exchanged else ABSENT,
-            exposed_s=exchanged.exposed_s if exchanged else ABSENT,
+            exchange_s=exchanged[0] if exchanged else ABSENT,
+            exposed_s=exchanged[1] if exchanged else ABSENT,
             queued_s=self.segments.queued.own_s,
             skipped=bool(outcome.skipped.item()),
             noise_scale=ABSENT if noise_scale is None else noise_scale,

@@ -29,7 +29,7 @@ class SupervisorLink:
         self.links: tuple[MeasuredLink, ...] = ()
         """The links whose speeds are known, in the layout in force; they are reported with the ranks' speeds."""
         self._newest: Proposal | None = None
-        self._received = 0
+        self.received = 0
         """The number of the last proposal that the ranks have taken up."""
 
     # Up
@@ -65,18 +65,14 @@ class SupervisorLink:
     # Down
 
     def look(self) -> int:
-        """Return the number of the newest proposal; 0 where there is none, and on other ranks than 0."""
+        """Return the number of the newest proposal; 0 without one, and on other ranks than 0."""
         for proposal in self._supervisor.take(Proposal):
             self._newest = proposal
         return self._newest.number if self._newest else 0
-
-    def is_news(self, number: int) -> bool:
-        """Return whether the ranks have not taken up this proposal yet."""
-        return number > self._received
 
     def receive(self) -> Proposal:
         """Return the newest proposal, which rank 0 knows. Called by every rank together."""
         plain = to_plain(self._newest) if self._newest else None
         proposal = broadcast_json(plain, lambda received: from_plain(Proposal, received))
-        self._received = proposal.number
+        self.received = proposal.number
         return proposal

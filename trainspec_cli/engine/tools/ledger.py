@@ -119,7 +119,11 @@ class Ledger(TorchDispatchMode):
         if func.namespace == "c10d":
             self._exchanged(func, args)
         else:
-            self._computed(func, args, kwargs or {}, result)
+            packet = func._overloadpacket
+            if packet in _CPU_ATTENTION:
+                self.flops += _CPU_ATTENTION[packet](args)
+            elif packet in flop_registry:
+                self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
             for tensor in _tensors(result):
                 self._hold(tensor.untyped_storage(), self._cause_of(tensor, func, args))
         return result
@@ -165,13 +169,6 @@ class Ledger(TorchDispatchMode):
         size = self._sizes.pop(key, 0)
         self.live_bytes -= size
         self.by_cause[self._causes.pop(key)] -= size
-
-    def _computed(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        packet = func._overloadpacket
-        if packet in _CPU_ATTENTION:
-            self.flops += _CPU_ATTENTION[packet](args)
-        elif packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
 
     def _exchanged(self, func: Any, args: Any) -> None:
         """Bytes of the larger side: what a rank has in hand before or after. Kept as `axis kind`."""

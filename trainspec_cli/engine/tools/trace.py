@@ -65,7 +65,18 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
             if isinstance(plan.spec.model, TextModel):
                 ledger.vocabulary = plan.spec.model.vocab_size // plan.layout.tp
             state_bytes = float(ledger.live_bytes)
-            counted = {count: count_step(plan, state, ledger, count) for count in traced_micro_batches(plan)}
+            counted: dict[int, TraceResult] = {}
+            for count in traced_micro_batches(plan):
+                ledger.begin()
+                train_step(
+                    state,
+                    [fake_batch(plan, state) for _ in range(count)],  # not kept: the next count begins without them
+                    global_tokens=plan.tokens_per_step,
+                    clip_norm=plan.spec.optim.grad_clip_norm,
+                )
+                causes = {cause: float(size) for cause, size in ledger.peak_by_cause.items() if size}
+                comm_bytes = {exchange: float(size) for exchange, size in ledger.comm_bytes.items()}
+                counted[count] = TraceResult(0, 0.0, float(ledger.peak_bytes), causes, ledger.flops, comm_bytes)
             reserved = float(ledger.allocator.peak_reserved_bytes)
             found = replace(extrapolate(plan, counted), rank=rank, state_bytes=state_bytes)
             return replace(found, peak_reserved_bytes=reserved)
@@ -136,19 +147,6 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
-def count_step(plan: Plan, state: TrainState, ledger: Ledger, micro_batches: int) -> TraceResult:
-    ledger.begin()
-    train_step(
-        state,
-        [fake_batch(plan, state) for _ in range(micro_batches)],
-        global_tokens=plan.tokens_per_step,
-        clip_norm=plan.spec.optim.grad_clip_norm,
-    )
-    causes = {cause: float(size) for cause, size in ledger.peak_by_cause.items() if size}
-    comm_bytes = {exchange: float(size) for exchange, size in ledger.comm_bytes.items()}
-    return TraceResult(0, 0.0, float(ledger.peak_bytes), causes, ledger.flops, comm_bytes)
-
-
 def traced_micro_batches(plan: Plan) -> tuple[int, ...]:
     """All of a step's; of many, two numbers of them that fill a pipeline."""
     most = 3 * plan.layout.pp if plan.layout.pp > 1 else 2
@@ -167,22 +165,18 @@ def extrapolate(plan: Plan, counted: dict[int, TraceResult]) -> TraceResult:
     times = (plan.grad_accum_steps - longer) / (longer - shorter)
     grows = plan.layout.pp > 1 and plan.layout.pipeline_schedule == "gpipe"
     peak_times = times if grows else 0.0
+
+    def each(before: dict[str, float], after: dict[str, float], times: float) -> dict[str, float]:
+        """Go on from the values of `after` by their distance to those of `before`, this number of times."""
+        return {key: value + times * (value - before.get(key, 0.0)) for key, value in after.items()}
+
     return replace(
         second,
-        peak_memory_bytes=_go_on(first.peak_memory_bytes, second.peak_memory_bytes, peak_times),
-        peak_by_cause=_go_on_each(first.peak_by_cause, second.peak_by_cause, peak_times),
-        flops=_go_on(first.flops, second.flops, times),
-        comm_bytes=_go_on_each(first.comm_bytes, second.comm_bytes, times),
+        peak_memory_bytes=second.peak_memory_bytes + peak_times * (second.peak_memory_bytes - first.peak_memory_bytes),
+        peak_by_cause=each(first.peak_by_cause, second.peak_by_cause, peak_times),
+        flops=second.flops + times * (second.flops - first.flops),
+        comm_bytes=each(first.comm_bytes, second.comm_bytes, times),
     )
-
-
-def _go_on(first: float, second: float, times: float) -> float:
-    """Go on from `second` by its distance to `first`, so many times."""
-    return second + times * (second - first)
-
-
-def _go_on_each(first: dict[str, float], second: dict[str, float], times: float) -> dict[str, float]:
-    return {key: _go_on(first.get(key, 0.0), value, times) for key, value in second.items()}
 
 
 @contextmanager
