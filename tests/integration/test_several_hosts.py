@@ -80,7 +80,7 @@ def test_a_host_that_dies_ends_the_run_within_its_deadline_and_is_named(start_ho
         process.kill()
     assert hosts[0].returncode == 5, said
     assert "node 1 (" in said
-    assert "has not been heard of for 5 s" in said
+    assert "has sent nothing for 5 s" in said
     assert json.loads(run.result_json.read_text())["status"] == "failed"
 
 

@@ -233,7 +233,7 @@ def test_an_agent_that_sends_nonsense_is_lost_and_no_other(hub: Hub, call, line:
     mad.send(GroupExited(0, 1, 0))
     send_line(mad, line + b"\n" + encode(GroupExited(0, 1, 1)).strip())
     news = poll_until(hub, lambda: hub.nodes[0].loss, sound)
-    assert "does not understand" in hub.nodes[0].loss
+    assert "does not accept" in hub.nodes[0].loss
     assert [message for node, message in news if node.node == 0] == [Came(), GroupExited(0, 1, 0), Lost()]
     assert hub.nodes[1].loss == ""
 
@@ -306,7 +306,7 @@ def test_who_never_comes_is_lost() -> None:
     NEWS.clear()
     hub = Hub(1, SECRET, listen(HERE), timeout_s=1.0, join_timeout_s=0.0)
     news = poll_until(hub, lambda: hub.nodes[0].is_gone)
-    assert hub.nodes[0].loss == "did not come within 0 s"
+    assert hub.nodes[0].loss == "did not join within 0 s"
     assert news == [(hub.nodes[0], Lost())]
     hub.close()
 

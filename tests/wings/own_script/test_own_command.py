@@ -96,7 +96,7 @@ def test_a_disk_that_refuses_names_the_option(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(own_command, "write_own_launch", refuse)
     with pytest.raises(MachineError, match="No space left on device") as raised:
         run_command(COMMAND, "mine", WANTED, as_json=False)
-    assert raised.value.problems[0].hint.endswith("choose another place with --dir <folder>")
+    assert raised.value.problems[0].hint.endswith("choose another folder with --dir <folder>")
 
 
 def test_only_the_output_of_this_launch_is_shown(started: list[Job], tmp_path: Path) -> None:

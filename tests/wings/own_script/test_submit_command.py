@@ -122,7 +122,7 @@ def test_a_run_that_is_there_is_not_written_over(capsys: pytest.CaptureFixture[s
     capsys.readouterr()
     for again in (["sbatch", CPU, "--dir", "mine", "--", *COMMAND, "x"], ["run", "--dir", "mine", "--", *COMMAND]):
         assert run(again) == 2
-        assert "go on with it: sbatch mine/job.sbatch" in capsys.readouterr().err
+        assert "continue it: sbatch mine/job.sbatch" in capsys.readouterr().err
     assert run(["resume", "mine"]) == 2
     assert "sbatch mine/job.sbatch" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Who may speak to a server of the job: connections in their handshake are few and short-lived; refusals are logged."""
+"""Limit and log a server's connections: connections in their handshake are few and short-lived; refusals are logged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Door:
 
     @asynccontextmanager
     async def proving(self) -> AsyncIterator[None]:
-        """Cover the handshake of this task's connection, which must be over in time."""
+        """Time-limit the handshake of this task's connection."""
         task = asyncio.current_task()
         assert task is not None, "a connection is served by a task"
         if len(self._unproven) >= self._max_unproven:
