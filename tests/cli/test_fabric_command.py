@@ -184,4 +184,4 @@ def test_a_command_that_is_not_there_is_no_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PATH", str(tmp_path))
     assert discover.run_nvidia_smi() is None
     topology = discover.topology_here()
-    assert topology == Told("", "scontrol show topology", "there is no scontrol on this node")
+    assert topology == Told("", "scontrol show topology", "scontrol is not installed on this node")

@@ -231,7 +231,7 @@ def test_a_run_goes_on_without_a_slow_node(tmp_path: Path, make_plan) -> None:
         ((0, 2), (1,), 2),
     ]
     assert [plan and plan.num_nodes for plan in opened] == [3, 2]
-    assert "the run starts again without it" in run.reports[0]
+    assert "the run restarts without it" in run.reports[0]
     assert marks(run) == ["launch", "ended", "launch", "ended"], "that was no failure"
 
 

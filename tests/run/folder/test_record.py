@@ -273,5 +273,7 @@ def test_an_error_is_read_back(run: RunDir, error: WorkerErrorRecord | NodeError
 
 def test_a_damaged_error_is_reported(run: RunDir) -> None:
     write_json(run.node_error(1), {"node": 1, "host": "h", "message": "m", "lost": "yes"})
-    with pytest.raises(UnreadableFileError, match="is no error of a run: `lost` is 'yes'; true or false is needed"):
+    with pytest.raises(
+        UnreadableFileError, match="is not a valid error of a run: `lost` is 'yes'; true or false is needed"
+    ):
         read_error(run.node_error(1), NodeErrorRecord)

@@ -263,7 +263,7 @@ class Hub:
         news: list[News] = []
         for message in received:
             if not isinstance(message, messages.AgentMessage) or isinstance(message, messages.Hello):
-                return [*news, *_lose(node, f"sent a message that the hub does not accept: {type(message).__name__}")]
+                return [*news, *_lose(node, f"sent an invalid message: {type(message).__name__}")]
             if isinstance(message, messages.NodeExamined):
                 node.report = replace(message.report, heard_at=time.time())
             node.has_left = node.has_left or isinstance(message, messages.Goodbye)

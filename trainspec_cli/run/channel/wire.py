@@ -118,7 +118,7 @@ class Wire:
             try:
                 received.append(decode(line))
             except (ValueError, RecipeError):
-                self.fault = f"sent a line that is not a message: {line[:SHOWN_BYTES].decode(errors='replace')!r}"
+                self.fault = f"sent an invalid message: {line[:SHOWN_BYTES].decode(errors='replace')!r}"
                 self.close()
                 break
         return [message for message in received if not isinstance(message, Beat)]

@@ -93,7 +93,7 @@ def read_versioned_record(path: Path, record_type: type[Record], name: str) -> R
     try:
         return read_record(record_type, read_versioned(path))
     except FieldError as fault:
-        raise unreadable(path, f"is no {name}: {fault}") from fault
+        raise unreadable(path, f"is not a valid {name}: {fault}") from fault
 
 
 # Figures of many steps as columns of plain numbers: eight bytes each, where an event takes a kilobyte.
