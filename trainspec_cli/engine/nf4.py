@@ -137,7 +137,7 @@ def dequantise(held: Nf4, place: Place, pairs: Tensor, levels: Tensor, dtype: to
     step = max(1, NF4_CHUNK // columns)
     for start in range(0, rows, step):
         part = slice(start, start + step)
-        # A function, so that the rows before are freed first.
+        # A function, so that the previous rows are freed first.
         weight_FD[part] = _multiply_out(held.codes[part], largest_FN[part], pairs)
     return weight_FD
 
@@ -153,7 +153,8 @@ def _multiply_out(codes: Tensor, largest_FN: Tensor, pairs: Tensor) -> Tensor:
 
 
 def magnitudes_of(held: Nf4, place: Place, levels: Tensor) -> Tensor:
-    """Return each block's largest magnitude (F, N), fp32. Blocks of them go on from row to row of the whole matrix."""
+    """Return each block's largest magnitude (F, N), fp32. Blocks of magnitudes continue from row to row of the whole
+    matrix."""
     (rows, columns), device = held.magnitudes.shape, held.magnitudes.device
     row_F1 = torch.arange(place.row, place.row + rows, device=device)[:, None]
     column_N = torch.arange(place.column, place.column + columns, device=device)

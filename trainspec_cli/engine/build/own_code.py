@@ -1,7 +1,7 @@
-"""User-defined blocks and losses in a run: tried on small inputs before the first step, not believed.
+"""User-defined blocks and losses in a run: tested on small inputs before the first step.
 
 The engine shards, recomputes and resumes blocks, and spreads samples over ranks; so a block has to be a function of its
-input alone, sample by sample, and causal. A loss has to be one of each token alone.
+input alone, sample by sample, and causal. A loss has to depend on each token alone.
 
 Shapes: B samples, S tokens per sample, D hidden size, T tokens, V vocabulary.
 """
@@ -25,16 +25,16 @@ from trainspec_cli.recipe.results.plan import Plan
 
 TRIAL_TOKENS = 32
 AGREEMENT = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
-"""The difference, relative to the largest value, to which outputs that have to be equal agree."""
+"""The largest relative difference (to the largest value) between outputs that have to be equal."""
 AGREEMENT_ELSE = 1e-4
 LOSS_TRIAL_TOKENS = 6
 LOSS_AGREEMENT = 1e-5
-"""The relative difference to which tokens' losses agree with those of some of the tokens alone."""
+"""The largest relative difference between tokens' losses and those of some of the tokens alone."""
 
 
 def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.device) -> None:
-    """Try the block of a layer, where blocks are the user's own, in the run's format on its device. Raises RecipeError
-    for what cannot be trained with."""
+    """Test the block of a layer, if blocks are user-defined, in the run's format on its device. Raises RecipeError for
+    a block that cannot be trained."""
     if not isinstance(plan.spec.model, OwnModel) or not has_values():
         return
     maker = BlockMaker(plan.spec.model)
@@ -65,7 +65,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
             found = torch.autograd.grad((leaving * weights).sum(), list(wanted.values()), allow_unused=True)
         return dict(zip(wanted, found, strict=True))
 
-    # Its form: also that of no samples, which a rank whose share is used up takes part with.
+    # Its form: also for no samples, as on a rank whose share is used up.
     x_BSD = draw()
     y_BSD = forward(x_BSD)
     for given in (x_BSD, x_BSD[:0]):
@@ -86,7 +86,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
         hint = "a block may keep nothing from step to step"
         raise refused(maker.extension, "changes a buffer in its forward", hint)
 
-    # Its reach: a token's output depends on its own sample alone, and there on no later token.
+    # Its reach: a token's output depends only on its own sample, and there on no later token.
     half = length // 2
     other_BSD = draw()
     later_BSD = torch.cat((x_BSD[:, :half], other_BSD[:, half:]), dim=1)
@@ -97,7 +97,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
         hint = "layouts spread samples over ranks: take no statistics over the first dim"
         raise refused(maker.extension, "mixes the samples of a batch", hint)
 
-    # Its backward: every parameter has a gradient, the same where the forward is computed again.
+    # Its backward: every parameter has a gradient, and the same one if the forward is computed again.
     plain = gradients()
     unused = next((name for name, gradient in plain.items() if gradient is None), None)
     if unused is not None:
@@ -114,7 +114,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
 def load_loss(
     extension: Extension, options: Mapping[str, object], vocab_size: int, device: torch.device
 ) -> LossOfTokens:
-    """Import a loss, and try it on a few tokens. Raises RecipeError for code that is wrong, or whose tokens depend on
+    """Import a loss, and test it on a few tokens. Raises RecipeError for code that is wrong, or whose tokens depend on
     one another."""
     call = partial(load(extension), **arguments(options))
 

@@ -30,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass
 class Throttle:
-    """Passes that take longer than they need: an injected fault, of which there usually is none."""
+    """Passes that take longer than they need, by an injected fault; usually None."""
 
     parts: Mapping[int, float]
     """The part of the model's layers in each stage of this rank."""
@@ -57,7 +57,7 @@ class Allowance:
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages that this rank holds, and its lines to the others."""
+    """The stages that this rank holds, and its connections to the others."""
 
     layout: Layout
     parts: dict[int, Any]
@@ -73,7 +73,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class LateSum:
-    """Gradients that are summed over a group once the backwards are done."""
+    """Gradients that are summed over a group after the backwards."""
 
     shares: Sequence[Share]
     peers: Peers
@@ -81,7 +81,8 @@ class LateSum:
 
 @dataclass
 class TrainState:
-    """All that a rank trains with: its stages of the model, their shares, the optimizer and the mesh they lie in."""
+    """All that a rank trains with: its stages of the model, their shares, the optimizer and the mesh that they are
+    placed in."""
 
     device: torch.device
     mesh: Mesh
@@ -94,24 +95,25 @@ class TrainState:
     positions_S: Tensor | None
     """The positions of each sequence that this rank holds; None: all."""
     routers: Sequence[Any]
-    """Routers of the experts that are to be kept evenly visited."""
+    """Routers of experts that are to be balanced."""
     spread_experts: Collection[str] = ()
     """Names of the parameters that ep spreads."""
     compression: Compression = field(default_factory=Compression)
     wire: WireMeter = field(default_factory=WireMeter)
     sums: GradientSums | None = None
-    """The sums of gradients over data-parallel ranks beside the backward; None on a GPU, and where one rank has all."""
+    """The sums of gradients over data-parallel ranks during the backward; None on a GPU, and where one rank has all."""
     losses: list[ModuleLosses] = field(default_factory=list)
     """The losses of compressed exchanges of gradients, by module."""
     beyond: dict[str, Tensor] = field(default_factory=dict)
-    """What a coordinator keeps beside the model and has saved, by a name that no other rank or layout has."""
+    """What a coordinator saves in addition to the model, by a name that no other rank or layout has."""
 
     @property
     def parts(self) -> list[Any]:
         return list(self.stages.parts.values())
 
     def await_sums(self) -> Callable[[], object]:
-        """Return what waits, in any thread, for the sums of gradients over data-parallel ranks that have begun."""
+        """Return a function that waits, in any thread, for the sums of gradients over data-parallel ranks that have
+        begun."""
         return self.sums.await_added() if self.sums is not None else lambda: None
 
     @property

@@ -63,7 +63,7 @@ def _open_store(world_size: int) -> dist.Store:
 def leave_processes() -> NoReturn:
     """Leave the process group and exit with 0; exit handlers run, but the interpreter is not finalised.
 
-    Gloo's threads need its lock to drop the tensors of finished work. A thread that asks for it during finalisation
+    Gloo's threads need its lock to drop the tensors of finished work. A thread that requests it during finalisation
     aborts the process (pytorch/pytorch#179291), and the run would look failed at its very end. Destroying the groups
     stops only the threads of groups without references.
     """
@@ -76,9 +76,9 @@ def leave_processes() -> NoReturn:
 
 # `python -m trainspec_cli.engine.comm.torchrun OPTIONS -m MODULE ARGUMENTS`: torchrun with a private rendezvous.
 #
-# torchrun's own rendezvous unpickles data from a store that anyone who reaches the port can write, and hands that
-# store to the workers. Here a single node opens no port: its workers use a file that only their user can read.
-# Several nodes use the job's rendezvous server, which requires the job's secret.
+# torchrun's own rendezvous unpickles data from a store that anyone who reaches the port can write, and gives that store
+# to the workers. Here a single node opens no port: its workers use a file that only their user can read. Several nodes
+# use the job's rendezvous server, which requires the job's secret.
 
 
 BACKEND = "trainspec"
@@ -87,7 +87,7 @@ NOWHERE = RendezvousStoreInfo("127.0.0.1", 0)
 
 
 class PrivateRendezvous(RendezvousHandler):
-    """A rendezvous with known members: each node's number, and how many there are, are given."""
+    """A rendezvous with known members: each node's number, and the number of nodes, are given."""
 
     def __init__(self, parameters: RendezvousParameters):
         self._node = parameters.get_as_int("node", 0) or 0
@@ -240,7 +240,7 @@ class RendezvousStore(dist.Store):
             return self._connections[thread].ask(messages.to_json(request), timeout_s)
         except BaseException as error:
             if client := self._connections.pop(thread, None):
-                client.close()  # a late answer must not be taken for that of the next request
+                client.close()  # a late answer must not be taken for the answer to the next request
             if not isinstance(error, OSError):
                 raise
             raise dist.DistNetworkError(f"the job's rendezvous server, {os.environ[RENDEZVOUS]}: {error}") from error

@@ -1,12 +1,13 @@
 """Measure the parts of a step's time.
 
 At any moment one part is running; entering a part pauses the one around it, so the parts always sum to the whole.
-On a GPU the marks are events on the compute stream, read only after the step: nothing waits for them.
-There the parts run in the order of the host's marks; collectives run on streams of their own and are not marked,
-so exposed communication stays inside forward and backward.
 
-An exchange that another thread makes beside the computation is no part: its begin and end are noted, on a CPU, and held
-against the parts (`exchange_time`).
+On a GPU the marks are events on the compute stream, read only after the step: nothing waits for them. There the parts
+run in the order of the host's marks; collectives run on other streams and are not marked, so exposed communication
+stays inside forward and backward.
+
+An exchange that another thread makes during the computation is not a part: on a CPU its begin and end are recorded, and
+compared with the parts (`exchange_time`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def union(intervals: Iterable[tuple[Bounds, Bounds]]) -> list[tuple[Bounds, Boun
 
 
 def exchange_time(exchanges: Sequence[Interval], computing: Sequence[Interval]) -> tuple[float, float]:
-    """-> (seconds in which at least one exchange went on, those of them in which nothing was computed); intervals may
+    """-> (seconds in which at least one exchange was in progress, those of them without compute); intervals may
     overlap, in any order."""
     going_on_s, both_s, busy_s = (
         sum(end - begin for begin, end in union(intervals))
@@ -59,7 +60,8 @@ LINE_BYTES = 80
 
 
 class ProcessorClock:
-    """Opened by the process that it is about: a forked one opens its own. Elsewhere than on Linux all is 0."""
+    """Opened by the process that it measures: a forked one opens its own. On other systems than Linux all values are
+    0."""
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -68,7 +70,7 @@ class ProcessorClock:
             self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def read(self) -> tuple[float, float]:
-        """Return (seconds that the main thread has run, seconds that it could run and had no processor)."""
+        """Return (seconds that the main thread has run, seconds that it was runnable and had no processor)."""
         if self._descriptor < 0:
             return 0.0, 0.0
         ran_ns, queued_ns, _ = os.pread(self._descriptor, LINE_BYTES, 0).split()
@@ -84,7 +86,7 @@ COMPUTING = ("forward", "backward", "optimizer")
 
 
 class QueuedTime(NamedTuple):
-    """Time of a step in which the main thread could run and had no processor."""
+    """Time of a step in which the main thread was runnable and had no processor."""
 
     own_s: float
     exposed_s: float
@@ -122,7 +124,7 @@ class StepClock:
 
     @contextmanager
     def collective(self, _sent_bytes: float | None = None) -> Iterator[bool]:
-        """Count the time inside as exposed communication, if the host can see it; how fast it is is not looked at."""
+        """Count the block as exposed communication, if the host can see it; its bandwidth is not measured."""
         if self.on_gpu:
             yield False
             return
@@ -133,8 +135,8 @@ class StepClock:
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Count the time inside as exposed communication, and remember it as the `agreement`; what a GPU is only asked
-        for takes no time here."""
+        """Count the block as exposed communication, and record it as the `agreement`; the launch of GPU work takes no
+        time here."""
         began_s = time.perf_counter()
         with self.collective():
             yield
@@ -142,7 +144,7 @@ class StepClock:
             self.agreement = time.perf_counter() - began_s, time.time()
 
     def note_beside(self, begin_s: float, end_s: float) -> None:
-        """Note an exchange that went on beside the parts, on the host's clock. Any thread may call it."""
+        """Record an exchange that overlapped with the parts, on the host's clock. Any thread may call it."""
         self._beside.append((begin_s, end_s))
 
     def restart(self) -> None:
@@ -173,7 +175,7 @@ class StepClock:
 
 @dataclass(frozen=True)
 class Segments:
-    """What a step left on the clock; its times are read from the device late."""
+    """The marks of a step; their times are read from the device late."""
 
     marks: list[tuple[str, Mark]]
     """The part that ran from each mark on."""
@@ -182,8 +184,8 @@ class Segments:
     queued: QueuedTime
 
     def exchange_time(self) -> tuple[float, float] | None:
-        """Return how long the step's exchanges took and how much of that was exposed; None where none went on beside
-        the computation, so that all of it was."""
+        """Return the duration of the step's exchanges and the exposed part of it; None where none overlapped with
+        compute, so that all of it was exposed."""
         if not self.beside:
             return None
         waiting = list[Interval]()

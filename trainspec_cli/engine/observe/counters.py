@@ -1,9 +1,8 @@
 """Counters of the operating system and the interpreter for this process, read at a step's end every few steps.
 
-The main thread makes the step: the kernel counts its processor time (`schedstat`), for how long its control group was
-held back by a quota (`cpu.stat`), pages read back from disk, and what became of the segments of its connections
-(`TCP_INFO`). The interpreter reports garbage collection. A counter that this system does not have is 0; where it
-cannot be told from 0, it is left out.
+The main thread makes the step: the kernel counts its processor time (`schedstat`), for how long a quota throttled its
+control group (`cpu.stat`), pages read back from disk, and losses of its connections (`TCP_INFO`). The interpreter
+reports garbage collection. A counter that this system does not have is 0; where 0 could be a real value, it is omitted.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from trainspec_cli.run.folder.event_types.events import ConnectionCounts, Counte
 from trainspec_cli.run.recovery.watch import WINDOW, slope_per_step, steps_until_full
 
 WINDOW_S = 0.5
-"""The counters are read so often at the most: reading and writing take a thousandth of that."""
+"""The shortest interval between readings: reading and writing take a thousandth of it."""
 REMEMBERED_STEPS = 8
 CGROUPS = Path("/sys/fs/cgroup")
 PAGE_BYTES = resource.getpagesize()
 
 
 class GarbageClock:
-    """Adds up the processor time that the interpreter collects garbage in: what other processes take is none of it."""
+    """Sums the processor time of the interpreter's garbage collection, without that of other processes."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -72,7 +71,7 @@ class GarbageClock:
 
 @dataclass(frozen=True)
 class Counts:
-    """Counters that only grow, as they stand."""
+    """The current values of counters that only grow."""
 
     cpu_s: float = 0.0
     throttled_s: float = 0.0
@@ -85,7 +84,7 @@ class Counts:
     allocator_retries: int = 0
 
     def since(self, before: Counts) -> Counts:
-        """Return by how much each has grown; 0 where it was set back, as a virtual machine's may be when it moves."""
+        """Return the growth of each; 0 where a counter was set back, as a virtual machine's may be when it moves."""
         return Counts(**{name: max(0, now - getattr(before, name)) for name, now in vars(self).items()})
 
 
@@ -101,12 +100,12 @@ class Window:
     attended: int = 0
     """The sum of the squares of the lengths within which tokens attend to one another."""
     agreed_s: float = math.inf
-    """The least that the exchange took which ends each step."""
+    """The least duration of the exchange that ends each step."""
     own_s: float = 0.0
     queued_s: float = 0.0
 
     def add_work(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Add what the batches ask of this rank."""
+        """Add the work of this rank's batches."""
         for tokens, *others in micro_batches:
             self.samples += tokens.shape[0]
             self.tokens += tokens.numel()
@@ -137,7 +136,7 @@ class StepCounters:
         micro_batches: Sequence[MicroBatch],
         agreement: tuple[float, float],
     ) -> CountersEvent | None:
-        """Take in a step; return the counts of the window that ends with it, if one does.
+        """Record a step; return the counts of the window that ends with it, if one does.
 
         `agreement`: the seconds of the exchange that ends each step, and the Unix time when this rank left it.
         """
@@ -196,8 +195,8 @@ class StepCounters:
 
 
 def window_steps(step_s: float) -> int:
-    """Return after how many steps the counters are read: a power of two, so that ranks whose steps differ a little
-    end most of their windows with the same step."""
+    """Return the number of steps between readings: a power of two, so that ranks whose steps differ slightly end most
+    of their windows with the same step."""
     steps = 1
     while 2 * steps * step_s <= WINDOW_S and steps < 1024:
         steps *= 2
@@ -205,7 +204,7 @@ def window_steps(step_s: float) -> int:
 
 
 def throttled_s() -> float:
-    """Return how long quotas have held back the control group of this process, and those above it."""
+    """Return for how long quotas have throttled the control group of this process, and those above it."""
     total_s = 0.0
     for folder in _control_groups("cpu"):
         for line in _read(folder / "cpu.stat").splitlines():
@@ -221,7 +220,7 @@ LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.us
 
 
 def available_bytes() -> int | None:
-    """Return the memory that this process may still take: the least of the node's and of its control groups'."""
+    """Return the memory that this process may still allocate: the least of the node's and of its control groups'."""
     free = _read("/proc/meminfo").partition("MemAvailable:")[2].split()
     left = [int(free[0]) * 1024] if free else []
     for folder in _control_groups("memory"):
@@ -251,31 +250,31 @@ def _control_groups(controller: str) -> list[Path]:
 
 def _read(path: Path | str) -> str:
     """Return the text of a small file of the kernel; empty where this system has none."""
-    with suppress(OSError), open(path, encoding="ascii", errors="replace") as file:  # noqa: PTH123 - a str is quicker
+    with suppress(OSError), open(path, encoding="ascii", errors="replace") as file:  # noqa: PTH123 - faster with a str
         return file.read()
     return ""
 
 
-# How this process's connections do: bytes, segments sent again and round-trip times, counted by the kernel.
+# Counters of this process's connections: bytes, retransmitted segments and round-trip times, from the kernel.
 #
-# Both ends of a connection know it by the same two addresses, so that a reader of all ranks' counts finds out between
-# which ranks it goes.
+# Both ends of a connection know it by the same two addresses, so that a reader of all ranks' counts can find the ranks
+# of each connection.
 
 
 TIMEOUTS_OFFSET = 240
 """`tcpi_total_rto` in `struct tcp_info`, since Linux 6.7."""
 NEEDLESS_OFFSET = 216
-"""`tcpi_dsack_dups`, since Linux 4.19: segments that had arrived when they were sent again; a process that had no
-processor to acknowledge them lets them seem lost."""
+"""`tcpi_dsack_dups`, since Linux 4.19: segments that had arrived when they were retransmitted; a process without a
+processor acknowledges them too late."""
 FIELDS = struct.Struct("=68xI28xI52xI8xQ24xQQ")
-"""Of `struct tcp_info`: round-trip time in us, segments sent again, data segments, busy time in us, bytes sent, bytes
-sent again."""
+"""From `struct tcp_info`: round-trip time in us, retransmitted segments, data segments, busy time in us, bytes sent,
+bytes retransmitted."""
 COUNTED = 2**32
 """The kernel counts segments up to this, and then from 0."""
 LISTED_EVERY = 16
-"""Connections are looked for again after this number of windows; most are opened at a run's start."""
+"""Connections are searched again after this number of windows; most are opened at a run's start."""
 REPORTED = 6
-"""The connections that sent most are reported."""
+"""The number of connections that are reported: those that sent most."""
 
 
 @dataclass(frozen=True)
@@ -297,7 +296,7 @@ class ConnectionCounter:
         self._before: dict[Connection, ConnectionState] = {}
 
     def cut(self) -> tuple[ConnectionCounts, ...]:
-        """Return what was counted since the last call, of the connections that sent most."""
+        """Return the counts since the last call, of the connections that sent most."""
         if self._cuts % LISTED_EVERY == 0:
             self._find()
         self._cuts += 1
@@ -331,7 +330,7 @@ class ConnectionCounter:
 
 
 def ends_of(descriptor: int) -> tuple[str, str]:
-    """Return the addresses of both ends; empty texts where it is closed."""
+    """Return the addresses of both ends; empty texts if it is closed."""
     with suppress(OSError), borrow(descriptor) as end:
         return _shown(end.getsockname()), _shown(end.getpeername())
     return "", ""
@@ -343,7 +342,7 @@ def _shown(address: tuple[object, ...]) -> str:
 
 
 def state_of(connection: Connection) -> ConnectionState | None:
-    """Return a connection's counters; None where it is closed."""
+    """Return a connection's counters; None if it is closed."""
     info = read_tcp_info(connection)
     if info is None:
         return None
@@ -353,20 +352,21 @@ def state_of(connection: Connection) -> ConnectionState | None:
     return ConnectionState(rtt_us / 1e6, resent - needless, segments, sent - again, busy_us / 1e6, timeouts)
 
 
-# The device of this rank: its name, its speed, the memory used.
+# The device of this rank: its name, its speed, its memory in use.
 
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 PRODUCTS: tuple[Product, ...] = (lambda a, b: a @ b, lambda a, b: a @ b.T, lambda a, b: a.T @ b)
-"""A layer's products, forward and backward. CPUs differ in them, tenfold in a format that they do not have."""
+"""Sizes of a layer's products, forward and backward. CPUs differ in them, tenfold in a format without native
+support."""
 MATMUL_SIZES = (1024, 2048)
 CHIP_MATMUL_SIZES = (4096, 8192)
 MATMUL_ROUNDS, MATMUL_ROUND_S = 10, 0.02
-"""A size is tried in this number of rounds, each of at least one product; the best counts."""
+"""Number of rounds for each size, each of at least one product; the best counts."""
 MATMUL_LIMIT_S = 1.0
-"""No round begins after so long, and no size is tried whose product takes longer: a CPU that has no bf16 makes some
-1 GFLOP a second in it."""
+"""No round begins after this many seconds, and no size is measured whose product takes longer: a CPU without bf16 makes
+about 1 GFLOP per second in it."""
 
 
 @dataclass(frozen=True)
@@ -404,7 +404,7 @@ def matmul_flops(
     limit_s: float = math.inf,
     product: Product = PRODUCTS[0],
 ) -> float:
-    """Return the FLOP/s of a square product in the quickest round."""
+    """Return the FLOP/s of a square product in the fastest round."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / quickest_s(lambda: product(a, b), device, rounds, round_s, limit_s)
 
@@ -412,11 +412,9 @@ def matmul_flops(
 def quickest_s(
     call: Callable[[], Any], device: torch.device, rounds: int, round_s: float = 0.0, limit_s: float = math.inf
 ) -> float:
-    """Return the seconds of a call in the quickest round, after one call that does not count.
-
-    A round makes calls for `round_s`, and one at least: what another program takes away is not the call's own. None but
-    the first begins after `limit_s`.
-    """
+    """Return the seconds of a call in the fastest round, after one call that does not count. A round makes calls for
+    `round_s` seconds, at least one, so that load of other programs has little effect. Only the first may begin after
+    `limit_s`."""
     call()
     quickest = math.inf
     began_s = time.perf_counter()
@@ -437,7 +435,7 @@ def quickest_s(
 
 
 def free_bytes(device: torch.device) -> float:
-    """Return the memory that this process may still take: of a GPU all that is free, of a host its part of it."""
+    """Return the memory that this process may still allocate: on a GPU all that is free, on a host its part of it."""
     if on_chip(device):
         return float(device_memory(device).available)
     return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -477,8 +475,10 @@ class MemoryWatch:
         self._process = psutil.Process()
 
     def check(self, step: int, micro_batch_size: int = 0) -> str | None:
-        """Return a warning if one kind of memory grows so fast that it will run out before the last step. A step whose
-        largest micro-batch has another size than any before it allocates anew, as the first ones do."""
+        """Return a warning if one kind of memory grows so fast that it will run out before the last step.
+
+        A step whose largest micro-batch has a new size allocates again, as the first steps do.
+        """
         if micro_batch_size not in self._sizes:
             if self._sizes and self._first_step <= self._last_step:
                 self._first_step = max(self._first_step, step + SETTLING_STEPS)

@@ -1,7 +1,7 @@
-"""A deeper look at this rank for a few steps, when the supervisor asks for it because of a new verdict.
+"""A profile of this rank for a few steps (a deeper look), when the supervisor requests it because of a new verdict.
 
-A thread waits for that, so steps take no longer before. While it looks, torch's profiler runs over whole steps, and the
-thread samples the stack; what they show is an event, and a trace in the run folder.
+A thread waits for the request, which costs the steps nothing. During the profile torch's profiler runs over whole
+steps, and the thread samples the stack; the result is an event, and a trace in the run folder.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from trainspec_cli.run.folder.paths import RunDir
 
 
 MOST_OPERATIONS = 200_000
-"""Operations beyond this number are not looked at."""
+"""Operations beyond this number are ignored."""
 NAMED_OPERATIONS = 5
 TRACE_BYTES = 2**20
 TRACE_VERSION = 1
@@ -55,7 +55,7 @@ Span = tuple[int, int]
 
 
 class Operation(NamedTuple):
-    """An operation as torch's profiler saw it; times in ns, Unix time."""
+    """An operation as torch's profiler recorded it; times in ns, Unix time."""
 
     name: str
     begin_ns: int
@@ -65,7 +65,7 @@ class Operation(NamedTuple):
 
 
 def heaviest(operations: Sequence[Operation], steps: int) -> tuple[OperationTime, ...]:
-    """Return the operations with most time of their own; those of the device where it has some, else the host's."""
+    """Return the operations with the most self time; those of the device if it has any, else the host's."""
     on_device = any(one.on_device for one in operations)
     own_ns = defaultdict[str, int](int)
     calls = defaultdict[str, int](int)
@@ -85,7 +85,8 @@ def heaviest(operations: Sequence[Operation], steps: int) -> tuple[OperationTime
 
 
 def own_times(operations: Iterable[Operation]) -> list[tuple[Operation, int]]:
-    """Return each operation with the ns in which none that it calls runs; they come by the time of their begin."""
+    """Return each operation with the ns in which none of the operations that it calls runs; they are ordered by their
+    begin."""
     open_of = defaultdict[int, list[int]](list)
     found: list[tuple[Operation, int]] = []
     for one in operations:
@@ -107,7 +108,7 @@ def is_within(at_ns: int, spans: Sequence[Span]) -> bool:
 
 
 def trace_text(operations: Sequence[Operation], rank: int, about: JsonObject, most_bytes: int = TRACE_BYTES) -> str:
-    """Return the trace as Perfetto and chrome://tracing open it: the longest operations, as many as have room."""
+    """Return the trace in the format of Perfetto and chrome://tracing: the longest operations, as many as fit."""
     begin_ns = operations[0].begin_ns if operations else 0
     left = most_bytes - len(json_text(about, indent=None)) - 64
     drawn = []
@@ -134,18 +135,18 @@ def trace_text(operations: Sequence[Operation], rank: int, about: JsonObject, mo
 
 POLL_S = 1.0
 LOOK_STEPS, LOOK_S = 3, 2.0
-"""The number of steps that are looked at, and the seconds after which no further one is."""
+"""The most steps of a profile, and the seconds after which no further step is profiled."""
 STALLED_S = 1.0
 """A rank that hangs makes no step: its stack is sampled for this time."""
 HOST_CAUSES = ("host_bound", "slow_loader", "garbage_collection", "recompilation", "hang")
-"""Causes that lie in the program: py-spy looks too."""
+"""Causes inside the program, for which py-spy samples too."""
 KEPT_COLLECTIVES = 64
 COLLECTIVE_FIELDS = ("profiling_name", "process_group", "collective_seq_id", "state", "time_created_ns", "input_sizes")
 
 
 class StepsInView:
-    """Torch's profiler over the steps that are looked at. The thread that trains makes it and adds the steps; the one
-    that looks waits for the last."""
+    """Torch's profiler over the profiled steps. The thread that trains creates it and adds the steps; the sampling
+    thread waits for the last."""
 
     def __init__(self, device: torch.device):
         began_s = time.perf_counter()
@@ -159,7 +160,7 @@ class StepsInView:
         self.is_over = threading.Event()
 
     def add(self, step: int) -> None:
-        """Count a step that was made; the last one ends the view."""
+        """Count a step; the last one ends the profile."""
         self.first_step = self.first_step or step
         self.last_step = step
         made = step - self.first_step + 1
@@ -174,7 +175,7 @@ class StepsInView:
         self.is_over.set()
 
     def operations(self) -> list[Operation]:
-        """Return the operations that were seen, by the time of their begin. Any thread may ask once it has ended."""
+        """Return the recorded operations, ordered by their begin. Any thread may call it after the end."""
         results = self._profile.kineto_results
         events = islice(results.events(), MOST_OPERATIONS) if results is not None else ()
         found = [
@@ -191,8 +192,8 @@ class StepsInView:
 
 
 class DeeperLook(threading.Thread):
-    """Looks at this rank where the supervisor asks for it. The thread that trains calls `after_step`, before the step's
-    time is cut."""
+    """Profiles this rank at the supervisor's request. The thread that trains calls `after_step` before the step's time
+    is cut."""
 
     def __init__(
         self, run_dir: RunDir, journal: Journal, supervisor: SupervisorConnection, rank: int, device: torch.device
@@ -208,7 +209,7 @@ class DeeperLook(threading.Thread):
         self._step = 0
         self._is_wanted, self._has_begun = threading.Event(), threading.Event()
         self._begun: StepsInView | None = None
-        """The steps in view, or those that were last."""
+        """The steps of the current profile, or of the last one."""
 
     # The thread that trains
 
@@ -223,7 +224,7 @@ class DeeperLook(threading.Thread):
             self._has_begun.set()
 
     def looked_at(self, step: int) -> bool:
-        """Return whether this step was made in view: it took longer than it needs."""
+        """Return whether this step was profiled: it took longer than usual."""
         return self._begun is not None and 0 < self._begun.first_step <= step <= self._begun.last_step
 
     def close(self) -> None:
@@ -231,23 +232,23 @@ class DeeperLook(threading.Thread):
         if self._begun is not None and not self._begun.is_over.is_set():
             self._begun.end()
 
-    # The thread that looks
+    # The sampling thread
 
     def run(self) -> None:
         while not self._closed.wait(POLL_S):
             try:
                 for order in self._supervisor.take(LookOrder):
                     self._look(order)
-            except (WorkerError, OSError) as error:  # no training ends for want of a look
+            except (WorkerError, OSError) as error:  # a failed profile does not end the training
                 self._warn(str(error))
 
     def _warn(self, why: str) -> None:
-        """Write down that there is no look; a newer start that owns the run, or a full disk, prevents that too."""
+        """Record that there is no profile; a newer start that owns the run, or a full disk, prevents that too."""
         with suppress(WorkerError, OSError):
             self._journal.write(WarningEvent(step=self._step, message=f"no deeper look is taken: {why}"))
 
     def _look(self, order: LookOrder) -> None:
-        """Look, and write down what was found; nothing where the run ends before."""
+        """Profile, and record the result; nothing if the run ends before."""
         view = None
         if order.cause != "hang":  # a rank that hangs makes no step
             self._has_begun.clear()

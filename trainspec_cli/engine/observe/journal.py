@@ -1,4 +1,4 @@
-"""A worker's journal: its events, and those of rank 0 in the trackers that the recipe asks for too."""
+"""A worker's journal: its events, and for rank 0 also the trackers of the recipe."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ NO_REPORTS = {
     "wandb": {"WANDB_ERROR_REPORTING": "false"},
     "mlflow": {"MLFLOW_DISABLE_TELEMETRY": "true"},
 }
-"""Trackers report on their own use to their makers unless these variables say no."""
+"""Trackers report their own use to their makers unless these variables disable it."""
 
 
 def _send_no_reports(tracker: str) -> None:
-    """Say no, before the tracker is imported, where the user has said nothing."""
+    """Disable it before the tracker is imported, unless the user has set the variable."""
     for name, value in NO_REPORTS[tracker].items():
         os.environ.setdefault(name, value)
 
@@ -116,7 +116,7 @@ class WandbLog:
 
 
 class MlflowLog:
-    """The run as MLflow keeps it: in the run folder unless MLFLOW_TRACKING_URI names a server."""
+    """The run in MLflow: in the run folder unless MLFLOW_TRACKING_URI names a server."""
 
     def __init__(self, run_dir: RunDir, spec: RunSpec):
         _send_no_reports("mlflow")
@@ -145,11 +145,11 @@ TRACKERS: dict[str, Callable[[RunDir, RunSpec], Tracker]] = {
     "wandb": WandbLog,
     "mlflow": MlflowLog,
 }
-"""Trackers by the key of `tracking` that asks for each."""
+"""Trackers by their key in `tracking`."""
 
 
 class Journal:
-    """The events of one rank, in a file of its own. That of rank 0 is the run's log, whose events trackers get too.
+    """The events of one rank, in its own file. That of rank 0 is the run's log, whose events go to the trackers too.
 
     A process of a replica group writes to a file of its group, and rank 0 of the group that leads writes the run's log
     as well.
@@ -180,7 +180,7 @@ class Journal:
         self._trackers += watchers_of(spec, self._run_dir, self._rank) if spec else []
 
     def lead(self, leads: bool, step: int) -> None:
-        """Write the run's log from `step` on where this group leads; a new leader begins with a `start` of its own."""
+        """Write the run's log from `step` on if this group leads; a new leader begins with its own `start` event."""
         if leads and self._rank == 0 and self._log is None:
             self._open_log()
             if self._start:
@@ -209,7 +209,7 @@ class Journal:
                 self._log.write(WarningEvent(step=getattr(event, "step", 0), message=str(error)))
 
     def events_of(self, rank: int) -> Path:
-        """Return the file that a rank, of the same group where there are several, writes its events to."""
+        """Return the file of a rank's events, of the same group where there are several."""
         return self._run_dir.events(rank) if self._group is None else self._run_dir.group_events(self._group, rank)
 
     def _close_log(self) -> None:

@@ -1,7 +1,7 @@
-"""Samples of a thread's stack: where it stands again and again, and which line of code most of them share.
+"""Samples of a thread's stack, and the lines of code that most of them share.
 
-The process samples itself, so a thread that holds the interpreter lock in native code is seen when it gives it back.
-Where py-spy is installed (the extra `sampling`), it samples from outside.
+The process samples itself, so a thread that holds the interpreter lock in native code is seen when it releases the
+lock. If py-spy is installed (the extra `sampling`), it samples from outside.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainspec_cli.recipe.results.verdict import CodeLine
 
 PERIOD_S = 0.005
 MOST_SAMPLES = 4000
-"""Nothing is sampled after this number."""
+"""The most samples."""
 MOST_FRAMES = 60
 NAMED_LINES = 3
 MOST_CHARACTERS = 120
@@ -38,7 +38,7 @@ DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 SPY_RATE = 100
 SPY_S = 1
 SPY_ENDS_S = 10.0
-"""py-spy is given up so long after it should have ended."""
+"""py-spy is abandoned this many seconds after its expected end."""
 _SPY_FRAME = re.compile(r"(?P<function>.*) \((?P<file>.*):(?P<line>\d+)\)")
 
 
@@ -61,7 +61,7 @@ class StackSample(NamedTuple):
 
 
 def sample_thread(thread: int, is_over: Callable[[], bool]) -> list[StackSample]:
-    """Return samples of a thread, by its identifier, until `is_over`; none of a thread that has ended."""
+    """Return samples of a thread, by its identifier, until `is_over`; none for a thread that has ended."""
     samples: list[StackSample] = []
     while not is_over():
         if len(samples) < MOST_SAMPLES and (frame := sys._current_frames().get(thread)) is not None:
@@ -75,7 +75,7 @@ def sample_thread(thread: int, is_over: Callable[[], bool]) -> list[StackSample]
 
 
 def is_in_exchange(files: Sequence[str]) -> bool:
-    """Return whether a stack stands in an exchange with other ranks, by the files of its frames, outermost first.
+    """Return whether a stack is in an exchange with other ranks, by the files of its frames, outermost first.
 
     Only what the innermost line outside of libraries calls counts: torch's launcher, from which a worker is forked, is
     further out in every stack.
@@ -86,10 +86,8 @@ def is_in_exchange(files: Sequence[str]) -> bool:
 
 
 def code_lines(samples: Iterable[StackSample], total: int) -> tuple[CodeLine, ...]:
-    """Return the lines at which most of the samples stand, most first, as parts of `total` samples.
-
-    A line is the innermost one outside of Python's library and torch.
-    """
+    """Return the lines of most samples, most frequent first, as fractions of `total` samples. A line is the innermost
+    one outside of Python's library and torch."""
     counts = Counter[Frame]()
     for sample in samples:
         own = [frame for frame in sample.stack if not _is_library(frame.file)]
@@ -121,7 +119,7 @@ def _shown(file: str) -> str:
 
 
 class PySpy:
-    """Starts py-spy beside this process for a second; it does not pause it, and writes below `folder`."""
+    """Starts py-spy for a second, without pausing this process; py-spy writes below `folder`."""
 
     def __init__(self, program: str, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -135,13 +133,13 @@ class PySpy:
 
     @classmethod
     def find(cls) -> str | None:
-        """Return where py-spy is installed; None where it is not."""
+        """Return the path of py-spy; None if it is not installed."""
         beside = str(Path(sys.executable).parent)
         return shutil.which("py-spy", path=os.pathsep.join((beside, os.environ.get("PATH", ""))))
 
     def samples(self, thread: int) -> list[StackSample]:
-        """Return what it has seen of a thread, by its native id. Raises OSError where it could not look: a process may
-        be kept from looking into its parent (`kernel.yama.ptrace_scope`)."""
+        """Return the samples of a thread, by its native id. Raises OSError where py-spy was not allowed to read the
+        process (`kernel.yama.ptrace_scope`)."""
         try:
             _, error = self._process.communicate(timeout=SPY_S + SPY_ENDS_S)
             if self._process.returncode:

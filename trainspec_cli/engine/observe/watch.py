@@ -56,10 +56,8 @@ OTHERS_S = 5.0
 
 
 class StepWatch(threading.Thread):
-    """The watch.
-
-    The main thread calls `beat` at every step's end; the time between calls must stay below the deadline.
-    """
+    """The watch. The main thread calls `beat` at every step's end; the time between calls must stay below the
+    deadline."""
 
     def __init__(
         self,
@@ -69,7 +67,7 @@ class StepWatch(threading.Thread):
         first_s: float | None,
         end: Callable[[int], Any] = os._exit,
     ):
-        """Make a watch; with `floor_s` None a step may take forever, and with `first_s` None the first ones may."""
+        """With `floor_s` None a step may take forever, and with `first_s` None the first ones may."""
         super().__init__(name="watch", daemon=True)
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
@@ -83,7 +81,7 @@ class StepWatch(threading.Thread):
         self._step = 0
         self._last_beat = time.monotonic()
         self._fresh = True
-        """The time since `_last_beat` is no step, so that nothing is learned from it."""
+        """The time since `_last_beat` is not a step's and is not learned from."""
         self._deadline_s = self._first_s
         self._stall_s = math.inf
         self._note_s = NOTE_S
@@ -104,8 +102,8 @@ class StepWatch(threading.Thread):
 
     @contextmanager
     def between_steps(self, *, for_ever: bool = False) -> Iterator[None]:
-        """Allow the long limit inside, for example for an evaluation, whose length is not learned from steps; or any
-        time, for what others decide on."""
+        """Allow the long limit during the block, for example for an evaluation, whose length is not learned from steps;
+        or any time, where others decide on it."""
         self._allow(for_ever=for_ever)
         yield
         self._allow()
@@ -133,8 +131,8 @@ class StepWatch(threading.Thread):
             if waited_s > self._stall_s:
                 self._stall_s = math.inf
                 event = self._late_step(StallEvent, waited_s, usual_s=max(self._recent_s, default=0.0))
-                # What prevents this (a full disk, a newer start) prevents the report of the hang too, which ends the
-                # run all the same.
+                # A full disk or a newer start prevents this report, and then the report of the hang too, which ends the
+                # run nevertheless.
                 with suppress(OSError, WorkerError):
                     self._journal.write(event)
             if waited_s > self._note_s:
@@ -144,8 +142,8 @@ class StepWatch(threading.Thread):
                 return
 
     def _note(self, waited_s: float) -> None:
-        """Write down what the first step waits for: on rank 0, whose events are shown, and on each rank that waits for
-        no other."""
+        """Record what the first step waits for: on rank 0, whose events are shown, and on each rank that waits for no
+        other."""
         self._note_s = math.inf
         place = whereabouts(self._main)
         if place.waiting and self._rank:
@@ -158,7 +156,8 @@ class StepWatch(threading.Thread):
             self._journal.write(WarningEvent(step=self._step, message=message))
 
     def _report(self, waited_s: float) -> None:
-        """Report the hang; the first rank that did so ends the run, and so does one that cannot write its report."""
+        """Report the hang; the first rank that has done so ends the run, and so does one that cannot write its
+        report."""
         ends = True
         try:
             began = time.time()
@@ -192,7 +191,7 @@ class StepWatch(threading.Thread):
                 self._end(WorkerError.exit_code)
 
     def _late_step(self, kind: Callable[..., Late], waited_s: float, **own: float) -> Late:
-        """Return an event that says where this rank is."""
+        """Return an event with the position of this rank."""
         place = vars(whereabouts(self._main))
         return kind(step=self._step + 1, waited_s=waited_s, host=socket.gethostname(), **place, **own)
 
@@ -236,13 +235,13 @@ def whereabouts(thread: int) -> StackPosition:
 
 
 DATA = "its data"
-"""What a rank waits for whose batch has not been read."""
+"""What a rank waits for while its batch is not read yet."""
 _LOADER = str(Path(background.__file__).parents[1] / "data" / "loader.py")
 """The file whose `take` waits for the thread that reads batches."""
 
 
 def innermost_line(stack: str) -> str:
-    """Return `FILE:LINE in FUNCTION` of a stack as it is printed."""
+    """Return `FILE:LINE in FUNCTION` of a printed stack."""
     lines = [line for line in stack.splitlines() if line.startswith("  File ")]
     found = _FRAME.match(lines[-1]) if lines else None
     return f"{found[1]}:{found[2]} in {found[3]}" if found else "no line of Python"
@@ -252,8 +251,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
 
 
 def recorded_collectives() -> Iterator[Any]:
-    """Yield the entries of torch's flight recorder, which keeps those of gloo and of NCCL separately; none if it is
-    off."""
+    """Yield the entries of torch's flight recorder, which has separate ones for gloo and NCCL; none if it is off."""
     if not os.environ.get("TORCH_FR_BUFFER_SIZE"):
         return
     c10d = torch._C._distributed_c10d  # type: ignore[attr-defined]

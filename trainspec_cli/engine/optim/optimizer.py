@@ -23,7 +23,7 @@ from trainspec_cli.recipe.keys.training import OptimSpec
 
 
 def fused(groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
-    """One kernel for all parameters, clipping and the guard in it (`guarded_update`)."""
+    """One kernel for all parameters, including clipping and the guard (`guarded_update`)."""
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
@@ -39,9 +39,11 @@ def build_optimizer(
     time: TimeCollective = untimed,
     compute: torch.dtype | None = None,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of the recipe; matrices decay, norms and biases do not. `moment_like` makes the state of a
-    parameter from a tensor of its shape and dtype; `time` is called around exchanges that an update makes; `compute` is
-    the format of the run's matrix products, and of muon's."""
+    """Return the optimizer of the recipe; matrices decay, norms and biases do not.
+
+    `moment_like` makes the state of a parameter from a tensor of its shape and dtype; `time` is called around exchanges
+    that an update makes; `compute` is the format of the run's matrix products, and of muon's.
+    """
     betas = (optim.beta1, optim.beta2)
     if optim.name in _RULES:
         by_rule = [share for share in shares if _RULES[optim.name](share)]
@@ -78,7 +80,7 @@ def parameter_groups(shares: Sequence[Share], optim: OptimSpec) -> list[Group]:
 
 
 _RULES: dict[str, Callable[[Share], bool]] = {"adamw8bit": is_quantised, "muon": is_hidden_matrix}
-"""Optimizers that update some parameters by another rule, and which; all others train by AdamW."""
+"""Optimizers that update some parameters by another rule, and those parameters; all others train by AdamW."""
 
 
 def without_memory(parameter: Tensor) -> Tensor:
@@ -95,10 +97,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def squared_norm(shares: Sequence[Share]) -> Tensor:
-    """This rank's share of the gradients' squared Euclidean norm (fp64): the ranks' shares sum to it.
-
-    Each part counts once, however many ranks hold it.
-    """
+    """This rank's share of the gradients' squared Euclidean norm (fp64): the ranks' shares sum to it. Each part counts
+    once, however many ranks hold it."""
     by_copies: dict[int, list[Tensor]] = {}
     for share in shares:
         if share.gradient is not None:
@@ -113,9 +113,9 @@ def squared_norm(shares: Sequence[Share]) -> Tensor:
 def guarded_update(
     optimizer: torch.optim.Optimizer, shares: Sequence[Share], norm: Tensor, loss: Tensor, clip_norm: float | None
 ) -> Tensor:
-    """Update the parameters; -> 1.0 where the update was skipped, else 0.0.
+    """Update the parameters; -> 1.0 if the update was skipped, else 0.0.
 
-    `norm` and `loss` (fp32) are the same on every rank (already reduced), so every rank decides alike.
+    `norm` and `loss` (fp32) are the same on every rank (already reduced), so every rank decides in the same way.
     """
     skipped = (~(torch.isfinite(norm) & torch.isfinite(loss))).float().to(shares[0].local.device)
     optimizer.found_inf = skipped  # type: ignore[attr-defined]

@@ -1,12 +1,12 @@
-"""The user's optimizer (`optim.name=FILE.py:make`), with what the engine asks of any: updates that are skipped or
+"""A user-defined optimizer (`optim.name=FILE.py:make`), extended by what the engine needs: updates that are skipped or
 clipped as a whole, and state that is saved and loaded in every layout.
 
-The engine hands it this rank's part of each parameter, so it has to be elementwise: an element's update may depend on
-the element, its gradient and its state alone. That, and the state that it keeps, are tried on small tensors before the
-run begins (`try_out`), not believed.
+The engine gives it this rank's part of each parameter, so it has to be elementwise: an element's update may depend only
+on the element, its gradient and its state. That, and the state that it keeps, are tested on small tensors before the
+run begins (`try_out`).
 
-Most optimizers make their state in the first update. A checkpoint may have to be loaded before, so the state lies ready
-here in the same entries, with a flag that says whether the optimizer has begun to keep it.
+Most optimizers make their state in the first update. A checkpoint may have to be loaded before that, so the same
+entries are allocated here, with a flag that says whether the optimizer has begun to keep them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ OWN_TO_THE_ENGINE = ("params", "lr")
 TRIAL_UPDATES = 3
 TRIAL_SIDE = 6
 AGREEMENT = 1e-5
-"""The relative difference to which an update of a whole tensor and of its parts have to agree: vectorised kernels round
-the ends of tensors differently."""
+"""The largest relative difference between updates of a whole tensor and of its parts: vectorised kernels round the ends
+of tensors differently."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StateForm:
     """It has the parameter's shape; else a number, or a tensor that holds one."""
     dtype: torch.dtype
     kind: type = Tensor
-    """What the optimizer keeps it as: a tensor, or a number of Python's, which is saved as fp64."""
+    """The optimizer's type for it: a tensor, or a Python number, which is saved as fp64."""
     device: str = "cpu"
     """The kind of device that a tensor lies on."""
 
@@ -71,8 +71,8 @@ class Trial:
 def build_own_optimizer(
     shares: Sequence[Share], spec: RunSpec, zeros: Callable[[Tensor], Tensor] = torch.zeros_like
 ) -> OwnOptimizer:
-    """Build the optimizer that the recipe names, after a trial. `zeros` makes the state's memory. Raises RecipeError
-    for code that is wrong, or that cannot be trained with in parts."""
+    """Build the recipe's optimizer, after a trial. `zeros` makes the state's memory. Raises RecipeError for code that
+    is wrong, or that cannot train parts of parameters."""
     extension = OPTIMIZER.named(spec.optim.name, spec.optim.options)[0]
     optim = spec.optim
     call = load(extension)
@@ -105,7 +105,7 @@ def build_own_optimizer(
 
 
 class OwnOptimizer(torch.optim.Optimizer):
-    """Updates by the user's optimizer; `state` holds what is saved, as tensors."""
+    """Updates by the user-defined optimizer; `state` holds what is saved, as tensors."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class OwnOptimizer(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _saved(self, parameter: nn.Parameter, zeros: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return what is saved of a parameter's state before the first update."""
+        """Return the saved entries of a parameter's state before the first update."""
         saved = {STARTED: torch.zeros(())}
         own = self._inner.state.get(parameter, {})
         for name, form in self._forms(parameter).items():
@@ -147,7 +147,8 @@ class OwnOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update, unless `found_inf` is 1; gradients are divided by `grad_scale`. The host waits to read the first."""
+        """Update, unless `found_inf` is 1; gradients are divided by `grad_scale`. The host waits for the value of
+        `found_inf`."""
         found_inf = self.found_inf
         grad_scale = self.grad_scale
         self.found_inf = None
@@ -170,7 +171,7 @@ class OwnOptimizer(torch.optim.Optimizer):
             self._take_over(parameter)
 
     def _hand_over(self, parameter: nn.Parameter) -> None:
-        """Give the optimizer the state that is saved, which may have been loaded; none before its first update."""
+        """Give the optimizer the saved state, which may have been loaded; nothing before its first update."""
         saved = self.state[parameter]
         own = self._inner.state[parameter]
         if not saved[STARTED].item():
@@ -181,7 +182,7 @@ class OwnOptimizer(torch.optim.Optimizer):
             own[name] = saved[name] if form.kind is Tensor else form.kind(saved[name].item())
 
     def _take_over(self, parameter: nn.Parameter) -> None:
-        """Save what the optimizer keeps by now. Raises WorkerError where that has another form than in its trial."""
+        """Save the optimizer's current state. Raises WorkerError where it has another form than in the trial."""
         saved = {STARTED: torch.ones(())}
         forms = self._forms(parameter)
         for name, value in _kept(self._inner.state[parameter]).items():
@@ -203,12 +204,12 @@ def _shape(value: Entry) -> torch.Size:
 
 
 def _kept(state: Mapping[str, Any]) -> dict[str, Entry]:
-    """Return the entries of a parameter's state that hold something."""
+    """Return the entries of a parameter's state that have a value."""
     return {str(name): value for name, value in state.items() if value is not None}
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
-    """Return the numbers in the groups of parameters, but for those that the engine sets."""
+    """Return the numbers in the groups of parameters, except those that the engine sets."""
     return [
         {
             name: value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
@@ -229,7 +230,7 @@ def try_out(
     device: torch.device,
 ) -> Trial:
     """Make some updates of small tensors of each number of dimensions, whole and cut into two parts. Raises RecipeError
-    where the parts get other values than the whole, or the state is of a kind that cannot be saved."""
+    where the parts get other values than the whole, or the state cannot be saved."""
     forms = {}
     for dim in sorted(dims):
         whole, forms[dim] = _train(make, extension, dim, 1, device)

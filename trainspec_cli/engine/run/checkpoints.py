@@ -1,4 +1,4 @@
-"""The run's checkpoints: when one is due, begun then, put off while another is being written, awaited at the end."""
+"""The run's checkpoints: begun when due, postponed while another is being written, awaited at the end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from trainspec_cli.run.recovery.reliability import (
 )
 
 MEASURING_STEPS = 3
-"""`auto` learns from this number of steps how long one takes."""
+"""`auto` measures the time of a step over this number of steps."""
 REMEMBERED_STEPS = 50
 
 
@@ -66,7 +66,7 @@ class Checkpoints:
         self._cadence = Cadence(run.plan, read_sound(run.run_dir.supervisor_events))
         self._saved_step = -1
         self._kept_before: int | None = None
-        """The step that was kept before the one that is now: it is again if that cannot be written."""
+        """The step that was kept before the current one: it is kept again if the current one cannot be written."""
         self._due_since: int | None = None
         self._put_off = False
         self._begun: int | None = None
@@ -75,8 +75,8 @@ class Checkpoints:
 
     @property
     def _saver(self) -> Saver:
-        """The saver of the state in force. After a change of the layout, before which none is being written, the ranks
-        agree anew on who writes what."""
+        """The saver of the state in force. A change of the layout waits until no checkpoint is being written; after it
+        the ranks agree again on who writes what."""
         state = self._run.state
         if self._made is None or self._made[0] is not state:
             before = self._made
@@ -116,8 +116,8 @@ class Checkpoints:
         self._saver.agree()
 
     def save_where_it_stands(self, step: int, samples: int, kept: Mapping[str, Tensor]) -> None:
-        """Write this rank's part of the state after `step`, unless a checkpoint of it has begun, and wait for what is
-        being written. Each rank is to do so by itself. `kept`: as of `Saver.save_alone`."""
+        """Write this rank's part of the state after `step`, unless a checkpoint of it has begun, and wait until it is
+        written. Each rank does so without the others. `kept`: as for `Saver.save_alone`."""
         if self._saved_step == step:
             self._saver.wait()
         else:
@@ -132,27 +132,26 @@ class Checkpoints:
 
     @property
     def writing(self) -> bool:
-        """True while this rank is writing one; each step passes that on to the other ranks."""
+        """True while this rank is writing a checkpoint; each step shares that with the other ranks."""
         return self._saver.busy
 
     def note_step(self, step: int, step_time_s: float, *, writing: bool) -> None:
-        """Learn from a step's figures, the same on every rank: `writing` is whether any rank was when it ended."""
+        """Record a step's figures, the same on every rank: `writing` is whether any rank was writing when the step
+        ended."""
         first = self._cadence.note_step(step_time_s, writing=writing)
         if first is not None and first <= self._run.plan.total_steps:
             self._prepare()
         if self._begun is not None and step > self._begun and not writing:
-            # Every rank said in that step that it was not writing, so each of them has finished, and all end it at the
-            # same step without an exchange of their own.
+            # In that step every rank reported that it was not writing, so each has finished, and all end the checkpoint
+            # at the same step without another exchange.
             self._begun = None
             finished = self._saver.take_finished()
             assert finished is not None, "no rank was writing"
             self._end(finished)
 
     def after_step(self, step: int, samples: int, *, writes: bool = True) -> None:
-        """Begin a checkpoint where one is due and none is being written.
-
-        `samples` have been taken so far, by all ranks; not `writes`: another replica group does it for this one.
-        """
+        """Begin a checkpoint if one is due and none is being written. `samples`: samples of all ranks so far. Without
+        `writes` another replica group writes it."""
         if self._cadence.is_due(step) and self._due_since is None:
             self._due_since = step
         if not writes:
@@ -162,8 +161,8 @@ class Checkpoints:
         if self._due_since is None:
             interval = self._spec.memory_interval_steps
             if interval and step % interval == 0:
-                # A copy in memory alone. One that falls due while another is written is left out, not put off: the next
-                # one is due soon, and the copy before it still serves.
+                # A copy in memory alone. If it is due while another is being written it is skipped, not postponed: the
+                # next one is due soon, and the previous copy is still valid.
                 self._begun = step
                 self._saver.begin(self._about(step, samples), to_disk=False)
             return
@@ -175,7 +174,7 @@ class Checkpoints:
         self._write(step, samples)
 
     def keep(self, step: int) -> None:
-        """Keep the checkpoint of `step` beside the last ones, in place of another that was kept."""
+        """Keep the checkpoint of `step` in addition to the last ones, in place of the one that was kept before."""
         self._saver.kept_step = step
 
     def save_kept(self, step: int, samples: int) -> None:
@@ -183,7 +182,7 @@ class Checkpoints:
         if self._saved_step == step:
             self.keep(step)
         else:
-            self.finish_writing()  # its end would remove what was kept before
+            self.finish_writing()  # its end would remove the checkpoint that was kept before
             self._kept_before = self._saver.kept_step
             self.keep(step)
             self._cadence.start_at(step)
@@ -199,7 +198,7 @@ class Checkpoints:
             self._end(self._saver.save(self._about(step, samples)))
 
     def save_last(self, step: int, samples: int) -> None:
-        """Write the last step's state, whole on disk when this returns. Raises MachineError where that cannot be."""
+        """Write the last step's state; it is whole on disk when this returns. Raises MachineError if that fails."""
         started = time.perf_counter()
         finished = self._saver.wait()
         waited_s = time.perf_counter() - started
@@ -224,7 +223,7 @@ class Checkpoints:
             self._run.journal.write(chosen)
 
     def _report(self, saved: Saved, waited_s: float = 0.0) -> None:
-        """Record a checkpoint; one that failed is a warning, and training goes on. `waited_s`: outside any step."""
+        """Record a checkpoint; a failed one is a warning, and training continues. `waited_s`: outside any step."""
         self._newest = saved
         step = saved.about.step
         if saved.error:
@@ -249,17 +248,14 @@ class Checkpoints:
 
 class Cadence:
     """Decides when a checkpoint is due: every `interval_steps` steps, or as its measured cost and the failure rate
-    demand.
-
-    The same on every rank: it goes by steps and by what rank 0 has measured.
-    """
+    demand. The same on every rank: it depends on steps and on rank 0's measurements."""
 
     def __init__(self, plan: Plan, marks: Iterable[Event] = ()):
-        """`marks`: the supervisor's, by which the failures of earlier starts are counted."""
+        """`marks`: the supervisor's, which show the failures of earlier starts."""
         self._plan = plan
         self._failures = 0
         self._earlier_s = 0.0
-        """The time that earlier starts ran."""
+        """Running time of the earlier starts."""
         self._launched_at: float | None = None
         for mark in marks:
             if isinstance(mark, LaunchMark):
@@ -279,10 +275,8 @@ class Cadence:
         self._last_due = step
 
     def note_step(self, step_time_s: float, *, writing: bool) -> int | None:
-        """Note how long a step took. Of `auto` return, once, the step of the first checkpoint, by rank 0's figures.
-
-        Called by every rank together.
-        """
+        """Record the time of a step. For `auto` return, once, the step of the first checkpoint, by rank 0's figures.
+        Called by every rank together."""
         if not self._is_auto:
             return None
         (self._beside_s if writing else self._usual_s).append(step_time_s)
@@ -294,7 +288,7 @@ class Cadence:
         return self._last_due + self._interval_steps
 
     def is_due(self, step: int) -> bool:
-        """Return whether one is due after `step`. Called once a step."""
+        """Return whether a checkpoint is due after `step`. Called once per step."""
         if self._interval_steps is None:
             return False
         due = step - self._last_due >= self._interval_steps if self._is_auto else step % self._interval_steps == 0
@@ -303,10 +297,9 @@ class Cadence:
         return due
 
     def learn(self, saved: Saved) -> CadenceEvent | None:
-        """Choose the interval for `auto` by how long the newest checkpoint blocked and was written, unless it failed.
-
-        Called by every rank together; rank 0's figures count. -> the interval and its grounds, where it is a new one.
-        """
+        """Choose the interval for `auto` by how long the newest checkpoint blocked training and was written, unless it
+        failed. Called by every rank together; rank 0's figures count. -> the interval and its grounds, if it is a new
+        one."""
         if not self._is_auto:
             return None
         own = None if saved.error or dist.get_rank() else to_plain(self._best(saved))
@@ -318,7 +311,7 @@ class Cadence:
         return chosen
 
     def _best(self, saved: Saved) -> CadenceEvent:
-        """Return Daly's interval for the time that training waited and that steps beside the writing took longer."""
+        """Return Daly's interval for the time that training waited and that steps took longer during the writing."""
         usual_s = median(self._usual_s or self._beside_s)
         drag_s = max(0.0, sum(self._beside_s) - usual_s * len(self._beside_s))
         plan = self._plan
@@ -327,7 +320,7 @@ class Cadence:
         mtbf_s = rollback_mtbf_s(plan.spec.resilience, reliability, any_s, plan.replica_groups)
         running_s = 0.0 if self._launched_at is None else max(0.0, time.time() - self._launched_at)
         observed_s = self._earlier_s + running_s
-        # The marks do not say whether a failure of replica groups was one of all groups, which alone costs a rollback.
+        # The marks do not show whether all replica groups failed, and only that costs a rollback.
         counts = bool(self._failures) and mtbf_s == any_s
         if counts:
             mtbf_s = updated_mtbf_s(mtbf_s, self._failures, observed_s)

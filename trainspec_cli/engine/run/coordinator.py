@@ -1,7 +1,7 @@
-"""The trainer asks its coordinator who takes part in each step, and what is exchanged beyond its own ranks.
+"""The coordinator tells the trainer which replica groups take part in each step, and exchanges gradients between them.
 
-An ordinary run is one replica group (`Coordinator`); `replica_groups.py` has the coordinator of several. A wing gives
-another one for runs of its own kind (`COORDINATORS`).
+An ordinary run is one replica group (`Coordinator`); `replica_groups.py` has the coordinator of several. A wing
+provides another one for its own kind of runs (`COORDINATORS`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainspec_cli.recipe.rules.check import parts_for
 @dataclass(frozen=True)
 class StepStart:
     progress: TrainProgress
-    """Where the step begins: further than before where the state was healed or restored."""
+    """The progress at which the step begins: further than before if the state was healed or restored."""
     stop: bool = False
     """No step is made: the run ends here."""
 
@@ -35,11 +35,11 @@ class StepStart:
 @dataclass(frozen=True)
 class StepSamples:
     micro_batches: list[MicroBatch]
-    """This rank's, on the device."""
+    """This rank's samples, on the device."""
     own: OwnSamples
     """Their positions in the run."""
     division: Division
-    """How the group's samples were divided."""
+    """The division of the group's samples over its ranks."""
     global_tokens: int
     """Targets that count, over all replica groups: the step's loss is the mean over them."""
     step_samples: int
@@ -47,7 +47,7 @@ class StepSamples:
     group_samples: int
     """Samples of this group."""
     lr_factor: float = 1.0
-    """The learning rate is multiplied by it."""
+    """Factor of the learning rate."""
     group: int | Absent = ABSENT
     """The number of this replica group, where there are several."""
     groups: tuple[int, ...] | Absent = ABSENT
@@ -57,9 +57,9 @@ class StepSamples:
 
 
 class Coordinator:
-    """The coordinator of a run of one replica group: nobody to wait for, nothing to exchange, nothing that others do.
+    """The coordinator of a run of one replica group, which waits for no other group and exchanges nothing.
 
-    Those of other runs replace what is different there. All methods are called by every rank of the replica group
+    Coordinators of other runs override what differs there. All methods are called by every rank of the replica group
     together, in this order for each step.
     """
 
@@ -72,19 +72,19 @@ class Coordinator:
     leads = True
     """This replica group writes the run's log and its checkpoints."""
     finished_without = False
-    """The other replica groups had finished the run before this one came back: it leaves their result as it is."""
+    """The other replica groups had finished the run before this one came back: it does not change their result."""
 
     def __init__(self, run: TrainingRun, source: DataSource):
         self._run = run
         self._source = source
         self._spec = run.plan.spec
         self.division = even_division_of(run.plan)
-        """How the group's samples are divided; the trainer sets it before each step."""
+        """The division of the group's samples over its ranks; the trainer sets it before each step."""
         self.rate = 0.0
-        """Samples that this replica group computes a second; 0 where that is not known, or nothing follows from it."""
+        """Samples that this replica group computes per second; 0 where that is unknown, or not used."""
         self._reader = BatchReader(source.read, source.staging)
         self._read_in = run.plan.layout
-        """The layout that is read ahead for."""
+        """The layout of the batches that are read ahead."""
 
     @property
     def stop_flag(self) -> bool:
@@ -92,17 +92,15 @@ class Coordinator:
         return self._run.stop.requested
 
     def begin(self, progress: TrainProgress, restore: Callable[[], TrainProgress]) -> StepStart:
-        """Wait until the step can be made, and heal this group where it is behind.
+        """Wait until the step can be made, and heal this group if it is behind.
 
         `restore` loads the newest checkpoint, for the case that no replica group holds the state any more.
         """
         return StepStart(progress)
 
     def take(self, steps: Sequence[tuple[int, int]]) -> StepSamples:
-        """Read this rank's part of the first of `steps`: (first position, samples over all replica groups).
-
-        The others are those that most likely follow.
-        """
+        """Read this rank's part of the first of `steps`: (first position, samples over all replica groups). The others
+        are the steps that most likely follow."""
         (start, samples), *_ = steps
         own, micro_batches = self.read(*steps)
         targets = self.count_targets(start, samples)
@@ -114,7 +112,7 @@ class Coordinator:
         A step is given by the position of the group's first sample and their number.
         """
         if self._read_in != self._run.plan.layout:
-            # A rank may have the same samples in the new layout, and another part of each sequence.
+            # A rank may have the same samples in the new layout, but another part of each sequence.
             self._reader.forget()
             self._read_in = self._run.plan.layout
         state = self._run.state
@@ -124,14 +122,14 @@ class Coordinator:
             return own, self._reader.take(own, coming)
 
     def count_targets(self, start: int, samples: int) -> int:
-        """Count what the loss of the samples from position `start` on is the mean over."""
+        """Return the number of targets in the samples from position `start` on: the loss is the mean over them."""
         return self._source.counted(np.arange(start, start + samples))
 
     def begin_passes(self, state: TrainState, micro_batches: int) -> None:
-        """Begin a step's passes: from now on gradients that are final may be exchanged."""
+        """Begin a step's passes: from now on final gradients may be exchanged."""
 
     def abandon_passes(self, state: TrainState) -> None:
-        """An error has cut the passes short: the step fails where gradients were exchanged."""
+        """An error has interrupted the passes: the step fails if gradients were exchanged."""
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
         """Sum gradients, `loss` and the experts' visits over the replica groups, in place."""
@@ -141,17 +139,17 @@ class Coordinator:
         return True
 
     def note_step(self, step: int, step_time_s: float) -> None:
-        """Record what the step that made update `step` shows of the replica groups."""
+        """Record the figures of the step that made update `step`."""
 
     def bring_together(self, progress: TrainProgress) -> None:
         """All steps are made: exchange what is left. A second call does nothing."""
 
     def merged(self) -> AbstractContextManager[None]:
-        """Have the weights in the model, inside, by which the run is judged."""
+        """Context in which the model has the weights by which the run is judged."""
         return nullcontext()
 
     def leave(self) -> None:
-        """End all exchange: no step follows."""
+        """End all exchanges: no step follows."""
         self._reader.close()
 
 
@@ -160,8 +158,8 @@ COORDINATORS: Point[Callable[[TrainingRun, DataSource], Coordinator]] = Point("c
 
 
 def open_coordinator(run: TrainingRun, source: DataSource) -> Coordinator:
-    """A wing's coordinator, and that of several replica groups, are imported where a run has them, and not elsewhere:
-    they make every start longer."""
+    """A wing's coordinator, and that of several replica groups, are imported only by the runs that use them, since they
+    make every start longer."""
     for make in parts_for(COORDINATORS, run.plan.spec):
         return make(run, source)
     if run.group is None:

@@ -1,4 +1,5 @@
-"""Evaluation: held-out loss and metrics, and text that the model writes. Blocks run eagerly: their shapes vary."""
+"""Evaluation: held-out loss and metrics, and text that the model writes. Blocks run eagerly, since their shapes
+vary."""
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ from trainspec_cli.run.folder.paths import RunDir
 NO_TOKEN = -1
 
 SHORTEST_CONTEXT = 16
-"""Shorter ones are padded to this."""
+"""Shorter contexts are padded to this length."""
 
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
 def heldout_loss(state: TrainState, rows: Rows, *, num_bytes: int, batch_size: int) -> HeldoutLoss:
-    """Return the loss on held-out text of `num_bytes`, the same on every rank."""
+    """Return the loss on held-out text of `num_bytes` bytes, the same on every rank."""
     total = torch.zeros((), device=state.device)
     ranks = state.mesh.layout.data_parallel_size
     for part in heldout_batches(rows, batch_size, state.mesh.data_rank, ranks):
@@ -75,10 +76,8 @@ def heldout_metrics(state: TrainState, loader: SampleLoader, *, batch_size: int)
 def write_text(
     state: TrainState, prompt_ids: Sequence[int], *, count: int, temperature: float, max_context: int, seed: int
 ) -> list[int]:
-    """Write `count` tokens after the prompt. Every rank writes the same text: all take part in each forward.
-
-    Raises WorkerError, on all of them, where the logits are not finite.
-    """
+    """Write `count` tokens after the prompt. Every rank writes the same text: all take part in each forward. Raises
+    WorkerError on all of them if the logits are not finite."""
     generator = torch.Generator(state.device).manual_seed(seed)
     ids = list(prompt_ids)
     for _ in range(count):
@@ -98,9 +97,9 @@ def _next_logits(state: TrainState, context: Sequence[int], seq_len: int) -> Ten
     """Return logits (V,) after `context`; None on ranks that hold neither the last stage nor its last token."""
     last = len(context) - 1
     layout = state.mesh.layout
-    # Attention is causal, so what follows the context changes nothing in it. A text of 120 lengths would be 120 shapes
-    # of every matrix product, and the CPU's library keeps a kernel for each: 173 MiB for a 6M-parameter llama, more
-    # than training it took. So lengths are powers of two; cp needs the whole, tp parts of one length.
+    # Attention is causal, so padding after the context changes nothing. A text of 120 lengths would be 120 shapes of
+    # every matrix product, and the CPU's library keeps a kernel for each: 173 MiB for a 6M-parameter llama, more than
+    # its training took. So lengths are powers of two; cp needs the whole, tp parts of one length.
     length = min(seq_len, max(SHORTEST_CONTEXT, 1 << last.bit_length()))
     length = seq_len if layout.cp > 1 else length + -length % layout.tp
     tokens = torch.zeros((1, length), dtype=torch.int64, device=state.device)
@@ -126,11 +125,11 @@ def _choose(logits_V: Tensor, temperature: float, generator: torch.Generator) ->
     return int(torch.multinomial((logits_V.float() / temperature).softmax(-1), 1, generator=generator))
 
 
-# What follows from the held-out losses of a run: a checkpoint that is kept, a warning, and an early end.
+# Consequences of a run's held-out losses: a checkpoint that is kept, a warning, and an early end.
 
 
 class HeldoutWatch:
-    """Follows the held-out losses; every rank makes the same calls at the same steps, and decides alike."""
+    """Tracks the held-out losses; every rank makes the same calls at the same steps, and decides in the same way."""
 
     def __init__(self, spec: RunSpec, run_dir: RunDir, journal: Journal, checkpoints: Checkpoints):
         self._keeps_best = spec.checkpoint.keep_best
@@ -140,16 +139,16 @@ class HeldoutWatch:
         self._checkpoints = checkpoints
         self._losses = HeldoutLosses()
         self.ends_run = False
-        """The held-out loss has not fallen for as many evaluations as the recipe allows."""
+        """The held-out loss has not fallen for the number of evaluations that the recipe allows."""
 
     @property
     def last_step(self) -> int | None:
-        """The step of the last evaluation; None where there was none."""
+        """The step of the last evaluation; None before the first."""
         return self._losses.last_step
 
     def recall(self, step: int, *, is_last: bool) -> None:
-        """Go on from the evaluations up to a checkpoint of `step`. Where they had ended the run, it ends again: it may
-        have died before it was written down as done. `is_last`: the run is over at this step anyway."""
+        """Continue from the evaluations up to a checkpoint of `step`. If they had ended the run, it ends again: it may
+        have died before its end was recorded. `is_last`: the run ends at this step anyway."""
         read = read_heldout_losses(self._run_dir) if dist.get_rank() == 0 else {}  # rank 0 reads for all
         recalled = HeldoutLosses()
         for evaluated, loss in read.items():
@@ -162,8 +161,8 @@ class HeldoutWatch:
             self._warn_of_end(step, "; train.early_stop_evals=null trains on")
 
     def note(self, step: int, samples: int, loss: float | None, *, is_last: bool) -> None:
-        """Take in the evaluation after `step`, after which `samples` samples have been trained."""
-        if step == self._losses.last_step:  # it is made again for the result of a run that had died
+        """Record the evaluation after `step`, after which `samples` samples have been trained."""
+        if step == self._losses.last_step:  # it is repeated for the result of a run that had died
             return
         before = self._losses
         self._losses = self._losses.after(step, loss)
@@ -186,18 +185,18 @@ class HeldoutWatch:
         self._journal.write(WarningEvent(step=step, message=message))
 
 
-# The held-out loss of a run's evaluations: which was the best, whether it rises, and when to end for it.
+# The held-out losses of a run's evaluations: which was the best, whether they rise, and when to end the run.
 
 
 RISES = 2
-"""The loss rises where this number of evaluations in a row were each above the one before,"""
+"""The loss rises if this number of evaluations in a row were each above the one before,"""
 MARGIN = 1.01
 """and the last of them is above the best one by this factor."""
 
 
 @dataclass(frozen=True)
 class HeldoutLosses:
-    """The memory of the evaluations so far; the same on every rank."""
+    """The evaluations so far; the same on every rank."""
 
     best_step: int | None = None
     best_loss: float | None = None
@@ -210,8 +209,8 @@ class HeldoutLosses:
     """Evaluations up to the last one that were each above the one before."""
 
     def after(self, step: int, loss: float | None) -> HeldoutLosses:
-        """Return the losses with one more, that of the evaluation after `step`. One that is not finite is worse than
-        any other."""
+        """Return the losses with one more, of the evaluation after `step`. A loss that is not finite is worse than any
+        other."""
         rises = self.rises + 1 if self.last_loss is not None and _order(loss) > self.last_loss else 0
         last = replace(self, last_loss=loss, last_step=step, rises=rises, since_best=self.since_best + 1)
         if _order(loss) < _order(self.best_loss):
@@ -227,7 +226,7 @@ class HeldoutLosses:
         return self.best_loss is not None and self.rises >= RISES and _order(self.last_loss) > MARGIN * self.best_loss
 
     def describe_best(self) -> str:
-        """`lowest, 1.234, at step 40`; of a run without a finite loss `never finite`."""
+        """Return `lowest, 1.234, at step 40`; without a finite loss `never finite`."""
         if self.best_loss is None:
             return "never finite"
         return f"lowest, {self.best_loss:.4g}, at step {self.best_step}"

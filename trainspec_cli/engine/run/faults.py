@@ -21,12 +21,12 @@ from trainspec_cli.run.folder.paths import RunDir
 BY_SUPERVISOR = ("lighthouse",)
 
 
-class InjectedFault(RuntimeError):  # noqa: N818 - a fault, not an error of ours
+class InjectedFault(RuntimeError):  # noqa: N818 - a fault, not an error of trainspec
     """Raised by `fault=exception(...)`."""
 
 
 class Faults:
-    """The faults that the recipe plants in this rank."""
+    """The faults that the recipe injects into this rank."""
 
     def __init__(self, plan: Plan, run_dir: RunDir):
         own = (int(os.environ.get(GROUP, "0")), dist.get_rank())
@@ -38,7 +38,7 @@ class Faults:
         ]
 
     def inject(self, step: int, state: TrainState) -> None:
-        """Inject the faults that are due when `step` updates have been made."""
+        """Inject the faults that are due after `step` updates."""
         throttles = [fault for _, fault in self._mine if fault.kind == "throttle"]
         if throttles:
             due = (fault.seconds for fault in throttles if fault.lasts_at(step))
@@ -57,7 +57,7 @@ class Faults:
                 inject(fault.kind, state)
 
     def during_move(self, step: int) -> Callable[[int, int], None]:
-        """Return what a change of layout after `step` updates is to call before (bucket, number of buckets)."""
+        """Return the function that a change of layout after `step` updates calls before (bucket, number of buckets)."""
 
         def inject_between_buckets(bucket: int, buckets: int) -> None:
             for number, fault in self._mine:
@@ -69,7 +69,7 @@ class Faults:
         return inject_between_buckets
 
     def _is_first(self, number: int, fault: Fault) -> bool:
-        """The mark is left before the fault, after which this process may no longer be able to leave it."""
+        """The mark is written before the fault, after which this process may be unable to write it."""
         self._folder.mkdir(exist_ok=True)
         try:
             (self._folder / f"{number}_{fault.kind}").touch(exist_ok=False)
@@ -83,7 +83,7 @@ INJECTED = ("kill", "stop", "hang", "exception", "oom", "bitflip", "disk_full")
 
 
 def inject(kind: str, state: TrainState | None = None) -> None:
-    """Let a fault of `INJECTED` happen to this process."""
+    """Inject one of the faults in `INJECTED` into this process."""
     match kind:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -105,16 +105,16 @@ def inject(kind: str, state: TrainState | None = None) -> None:
 
 
 def _limit_files(largest_bytes: int) -> None:
-    """Writing beyond this fails as on a full disk (EFBIG), for this process alone."""
+    """Writing beyond this size fails as on a full disk (EFBIG), for this process alone."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_bytes, hard))
 
 
-# A request to stop: SIGTERM, SIGINT or SIGUSR2 sets a flag that the next step carries to every rank.
+# A request to stop: SIGTERM, SIGINT or SIGUSR2 sets a flag that the next step shares with every rank.
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-"""SIGUSR2 is the warning of a batch system; NCCL keeps SIGUSR1 for itself."""
+"""SIGUSR2 is the warning of a batch system; NCCL uses SIGUSR1 itself."""
 
 
 class StopRequest:

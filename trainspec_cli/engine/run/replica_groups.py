@@ -1,8 +1,8 @@
 """The coordinator of one replica group among several.
 
-Before each step the groups agree on who takes part; a group that is behind heals from one that is not. Each takes its
-portion of the samples, gradients are summed over the groups, and the step counts when no exchange has failed; else the
-groups that are left make it again.
+Before each step the groups agree on who takes part; a group that is behind heals from one that is not. Each group reads
+its portion of the samples, gradients are summed over the groups, and the step counts when no exchange has failed;
+otherwise the remaining groups make it again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WAIT_S = 0.1
 HEALS_WITHOUT_LOST = "what this replica group's compressed gradients had lost is in no other group: it starts from zero"
 STAGED = "replica groups exchange through the hosts' memory, over gloo, which no prediction counts: "
 USUAL_STEPS = 20
-"""A stall is the time of a step beyond the median of this number of steps before it."""
+"""A stall is the time of a step above the median of this number of steps before it."""
 
 
 class ReplicaGroups(Coordinator):
@@ -52,19 +52,19 @@ class ReplicaGroups(Coordinator):
         self._own = GroupRank(run.group, dist.get_rank(), dist.get_world_size())
         self._directives = DirectiveLog(run.run_dir, run.journal)
         self.restores_at_start = os.environ[START] == "1"
-        """A group that comes back heals, and looks for a checkpoint only where nobody holds the state any more."""
+        """A group that comes back heals, and restores a checkpoint only if no group holds the state any more."""
         self._has_restored = self.restores_at_start
         self.leads = False
         self._progress = TrainProgress()
         self._samples = torch.tensor([0])
         """`TrainProgress.samples` as a tensor, which a healing group copies with the state."""
         self._rates: tuple[float, ...] = ()
-        """Samples that each of the groups computes a second; 0 where that is not known."""
+        """Samples that each of the groups computes per second; 0 where that is unknown."""
         self._weights: tuple[float, ...] = ()
         device = run.state.device
 
         def healed() -> Sequence[Tensor]:
-            """Return all tensors that a group which comes back takes from another, always in the same order."""
+            """Return all tensors that a healing group copies from another, always in the same order."""
             return [self._samples, *run.state.held.tensors()]
 
         self._membership = Membership(self._own, healed, self._spec.resilience.exchange_timeout_s, device)
@@ -72,7 +72,7 @@ class ReplicaGroups(Coordinator):
         self._beside = Background(device, run.state.clock.note_beside)
         self._packets: tuple[TrainState, GradientPackets] | None = None
         self._holds_back = False
-        """Some group measures the links in this step: all exchange gradients when their passes are done."""
+        """Some group measures the links in this step: all exchange gradients after their passes."""
         self._taking_part = NOBODY
         self._committed: Participation | None = None
         """The groups of the last step that counted."""
@@ -80,7 +80,7 @@ class ReplicaGroups(Coordinator):
         self._recent_s: deque[float] = deque(maxlen=USUAL_STEPS)
         self._failed_tries = 0
         self._expected_groups = run.plan.replica_groups
-        """As the supervisor has said it last: fewer where some do not come."""
+        """As the supervisor reported last: fewer if some groups do not come."""
         self._tenure_steps = 0
         """The group with the longest tenure leads."""
 
@@ -89,7 +89,7 @@ class ReplicaGroups(Coordinator):
         """Requests to stop are agreed on before the step, over all groups."""
         return False
 
-    # Who takes part
+    # Agree on the groups that take part
 
     def begin(self, progress: TrainProgress, restore: Callable[[], TrainProgress]) -> StepStart:
         while True:
@@ -127,8 +127,8 @@ class ReplicaGroups(Coordinator):
         self._samples.fill_(progress.samples)
 
     def _call_roll(self) -> tuple[bool, bool]:
-        """Agree over all groups on the step to come: -> (the groups that are present can make it, some rank was asked
-        to stop). A run that has not made a step yet waits for all the groups that its supervisor expects."""
+        """Agree over all groups on the next step: -> (the connected groups can make it, some rank was asked to stop). A
+        run that has not made a step yet waits for all the groups that its supervisor expects."""
         present = len(self._taking_part.groups)
         resilience = self._spec.resilience
         stepped = self._committed is not None or self._taking_part.healed
@@ -172,7 +172,7 @@ class ReplicaGroups(Coordinator):
                 "agreed",
             )
 
-    # What the step takes and exchanges
+    # The samples and exchanges of a step
 
     def take(self, steps: Sequence[tuple[int, int]]) -> StepSamples:
         batching = self._spec.batching
@@ -183,7 +183,7 @@ class ReplicaGroups(Coordinator):
         portion = take_portion(batching, total, weights, groups, position, present.rank)
         taken = portion.step_samples
         self._note_weights(weights, taken)
-        following = (portion.start + taken, portion.samples)  # for as long as the groups stay the same
+        following = (portion.start + taken, portion.samples)  # while the groups stay the same
         own, micro_batches = self.read((portion.start, portion.samples), following)
         return StepSamples(
             micro_batches,
@@ -199,13 +199,13 @@ class ReplicaGroups(Coordinator):
         )
 
     def _note_weights(self, weights: tuple[float, ...], samples: int) -> None:
-        """The leading group writes down that the groups' shares of a step's samples have changed."""
+        """Record, in the leading group, that the groups' shares of a step's samples have changed."""
         before = self._weights
         self._weights = weights
         if len(before) != len(weights) or not self.leads or self._own.rank:
             return
         step = self._progress.step
-        was = weighted_counts(samples, before)  # weights are in samples a second
+        was = weighted_counts(samples, before)  # weights are samples per second
         counts = weighted_counts(samples, weights)
         if was == counts:
             return
@@ -224,7 +224,7 @@ class ReplicaGroups(Coordinator):
 
     def begin_passes(self, state: TrainState, micro_batches: int) -> None:
         exchanges = micro_batches if state.mesh.layout.exchanges_every_backward else 1
-        state.wire.find_connections()  # those to the groups are new whenever the groups change
+        state.wire.find_connections()  # the connections to the groups are new whenever the groups change
         state.wire.reserve(self._membership.connections, "gradients")
         self._packets_of(state).begin(0 if self._holds_back else exchanges)
 
@@ -234,8 +234,8 @@ class ReplicaGroups(Coordinator):
             self._membership.fail("the passes were cut short when some gradients had been sent")
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
-        """Sum gradients and the loss over the groups. A step that shows the links begins with the small sum: then comes
-        the transfer alone."""
+        """Sum gradients and the loss over the groups. A step that measures the links begins with the small sum, so that
+        the transfer can be timed alone."""
         if not self._holds_back:
             self._finish_packets(state)
             self._sum_scalars(state, loss)
@@ -290,7 +290,7 @@ class ReplicaGroups(Coordinator):
         return committed
 
     def note_step(self, step: int, step_time_s: float) -> None:
-        """Write which groups left or came since the last step, and what that cost."""
+        """Record which groups have left or joined since the last step, and the cost."""
         now = time.perf_counter()
         before = self._committed
         self._committed = self._taking_part

@@ -1,4 +1,4 @@
-"""How a run ends: done with finite figures, stopped on request, or diverged.
+"""The end of a run: done with finite figures, stopped on request, or diverged.
 
 Steps whose loss or gradients are not finite update nothing; some of them do no harm. A run is done when its last loss,
 its held-out loss and its weights are finite, and fewer than half of its steps were skipped in a row at its end.
@@ -41,7 +41,7 @@ Steps = Sequence[StepEvent]
 
 @dataclass
 class RunTally:
-    """Figures that the result needs, gathered while the run goes on."""
+    """Figures for the result, collected during the run."""
 
     peak: Peak
     steps: list[StepEvent] = field(default_factory=list)
@@ -59,14 +59,14 @@ class Divergence:
         self._skipped_in_a_row = 0
 
     def note_step(self, step: int, *, skipped: bool) -> None:
-        """Raise where as many updates in a row were skipped as are allowed."""
+        """Raise if as many updates in a row were skipped as are allowed."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row == self._max_skipped_steps:
             what = "the loss or the gradients were not finite"
             self._raise([f"{what} for {self._max_skipped_steps} steps in a row, up to step {step}"], step)
 
     def check_end(self, step: int, tally: RunTally, held: Held) -> None:
-        """Raise where the run has made all its steps, up to `step`, and its model came to nothing."""
+        """Raise if the run has made all its steps, up to `step`, and its model is useless."""
         events = tally.steps
         if all(event.skipped for event in events):  # this start has updated nothing: steps before it count too
             logged = read_sound(self._run_dir.events(0))
@@ -81,13 +81,13 @@ class Divergence:
             )
         if tally.heldout and not _is_finite(tally.heldout.heldout_loss):
             faults.append("the held-out loss after the last step is not finite")
-        if not faults:  # looking at the weights takes time
+        if not faults:  # checking the weights takes time
             parts = (part for part in held.parts() if part.name.startswith("model.") and not is_finite(part.tensor))
             faults += [f"{part.name.removeprefix('model.')} is not finite after the last step" for part in parts]
         self._raise(faults[:1], step)
 
     def _raise(self, faults: Sequence[str], step: int) -> None:
-        """Raise the first fault, if any, naming the newest checkpoint whose state has still made a finite step."""
+        """Raise the first fault, if any, naming the newest checkpoint that was followed by a finite step."""
         if not faults:
             raise_together(None)
             return
@@ -105,7 +105,7 @@ class Divergence:
 
 
 def _is_finite(value: float | None) -> bool:
-    """An event has null for what is not finite."""
+    """An event has null for values that are not finite."""
     return value is not None and math.isfinite(value)
 
 
@@ -114,7 +114,7 @@ def write_result(
 ) -> str:
     """Write result.json and return the weights' SHA-256. Called by every rank together.
 
-    A run that nobody had asked to stop is left to its supervisor: it may start again.
+    A run that stopped without a request is left to its supervisor, which may restart it.
     """
     plan = run.plan
     state = run.state

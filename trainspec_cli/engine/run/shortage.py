@@ -1,9 +1,9 @@
-"""Save the state of a step's beginning where the memory of a rank runs out within the step.
+"""Save the state of a step's beginning when a rank runs out of memory within the step.
 
-The step's update needs an exchange that this rank does not reach, so no rank has made it: all of them hold the state of
-the step's beginning, in pieces. The others may wait in any collective, for ever. So the rank that failed tells the
-others through the supervisor, a thread of each hears it, and each rank writes its own piece without exchanging
-anything. With the last piece it is a checkpoint like any other, from which the run goes on.
+The step's update needs an exchange that this rank does not reach, so no rank has made it: together they still hold the
+state of the step's beginning. The others may wait in any collective, forever. So the failed rank informs the others
+through the supervisor, a thread of each receives the note, and each rank writes its own piece without exchanging
+anything. With the last piece this is a checkpoint like any other, from which the run continues.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from trainspec_cli.run.recovery.memory import next_setting, rank_setting, with_r
 
 LOOK_INTERVAL_S = 0.25
 OTHERS_S, OTHERS_TIMES = 30.0, 10.0
-"""The others' pieces are waited for this many seconds, and this many times as long as the own one took."""
+"""Limit of the wait for the others' pieces: this many seconds plus this many times the time of this rank's piece."""
 
 
 class Emergency:
-    """One rank's part in it. The main thread calls `begin_step` before each step."""
+    """One rank's part in the emergency checkpoint. The main thread calls `begin_step` before each step."""
 
     def __init__(self, run: TrainingRun, checkpoints: Checkpoints, watch: StepWatch):
         self._run_dir = run.run_dir
@@ -70,7 +70,7 @@ class Emergency:
             threading.Thread(target=self._look_for_notes, name="emergency", daemon=True).start()
 
     def begin_step(self, progress: TrainProgress) -> None:
-        """The state is that of `progress` until this step's update."""
+        """From here until this step's update the state is that of `progress`."""
         self.kept = {f"model.{name}": buffer.clone() for name, buffer in self.buffers}
         self._mark = mark(on_gpu=self._state.clock.on_gpu)
         self._progress = progress
@@ -80,14 +80,14 @@ class Emergency:
         self._progress = None
 
     def save(self) -> bool:
-        """Save this rank's piece, tell the others, and wait until the checkpoint is whole; False where it is not."""
+        """Save this rank's piece, inform the others, and wait until the checkpoint is whole; False if it is not."""
         progress = self._progress
         assert progress is not None, "a step has begun"
         started = time.monotonic()
         try:
             self._supervisor.send(ShortageNote(dist.get_rank(), progress.step))
             self._save_own(progress)
-        except OSError:  # of a full disk, say: the caller reports that nothing was saved
+        except OSError:  # for example of a full disk: the caller reports that nothing was saved
             return False
         own_s = time.monotonic() - started
         deadline = time.monotonic() + OTHERS_S + OTHERS_TIMES * own_s
@@ -99,7 +99,7 @@ class Emergency:
         self._closed.set()
 
     def _look_for_notes(self) -> None:
-        """This rank may still be in the step before the one in which memory ran out."""
+        """A note may be for the step after the one that this rank is still in."""
         notes: list[ShortageNote] = []
         while not self._closed.wait(LOOK_INTERVAL_S):
             notes += self._supervisor.take(ShortageNote)
@@ -109,7 +109,8 @@ class Emergency:
                 return
 
     def _save_own(self, progress: TrainProgress) -> None:
-        """Save the own piece once. On a GPU by a stream of its own, since that of the step may wait for other ranks."""
+        """Save this rank's piece once. On a GPU that uses a separate stream, since the step's may wait for other
+        ranks."""
         with self._lock:
             if self._saved_step == progress.step:
                 return
@@ -120,7 +121,7 @@ class Emergency:
             self._saved_step = progress.step
 
 
-# Recognise that memory ran out, and say so to the supervisor with figures.
+# Recognise that memory ran out, and report it to the supervisor with figures.
 
 
 OUT_OF_MEMORY = "out_of_memory"
@@ -134,7 +135,7 @@ _MESSAGES = re.compile(
 """Texts of the errors that torch and its libraries raise as plain RuntimeErrors."""
 
 
-class OutOfMemory(WorkerError):  # noqa: N818 - the word of the field
+class OutOfMemory(WorkerError):  # noqa: N818 - the field's term
     """A rank ran out of memory, and its processes cannot go on."""
 
     def __init__(self, shortage: Shortage, message: str, hint: str):
@@ -158,7 +159,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def measure_shortage(plan: Plan, setting: MemorySetting, device: torch.device) -> Shortage:
-    """Return the shortage in the layout of `plan`, with what this process holds now, and may hold."""
+    """Return the shortage in the layout of `plan`, with the memory that this process holds now, and its limit."""
     layout = plan.layout.describe()
     if on_chip(device):
         memory = device_memory(device)
@@ -169,13 +170,13 @@ def measure_shortage(plan: Plan, setting: MemorySetting, device: torch.device) -
 
 
 def describe_cause(cause: BaseException) -> str:
-    """Return the first line of an error's message, or the error's name where it has none, like a bare MemoryError."""
+    """Return the first line of an error's message, or the error's name if it has none, like a bare MemoryError."""
     lines = str(cause).strip().splitlines()
     return lines[0] if lines else type(cause).__name__
 
 
 def out_of_memory(plan: Plan, shortage: Shortage, cause: BaseException) -> OutOfMemory:
-    """Return the error that ends this process; the supervisor starts the run again where something is left to take."""
+    """Return the error that ends this process; the supervisor restarts the run if a setting is left to try."""
     failed = shortage.failed
     message = f"memory ran out with {failed.describe()}: {describe_cause(cause)}"
     tried = [one for one in plan.memory_ladder if rank_setting(one) < rank_setting(failed)]
@@ -188,12 +189,12 @@ def out_of_memory(plan: Plan, shortage: Shortage, cause: BaseException) -> OutOf
     return OutOfMemory(shortage, message, hint)
 
 
-# Steps that go on where memory runs out: made again with smaller micro-batches, or saved for another start.
+# Steps after a memory shortage: made again with smaller micro-batches, or saved for another start.
 #
 # A rank that exchanges nothing with others makes the step again in place. Elsewhere the other ranks are inside
-# collectives that this one has left: they save the state of the step's beginning (`Emergency`), all processes end,
-# and the supervisor starts them with the next setting of the plan's ladder (`run/recovery/memory.py`). Each
-# replica group is healed by the others instead.
+# collectives that this one has left: they save the state of the step's beginning (`Emergency`), all processes end, and
+# the supervisor starts them with the next setting of the plan's ladder (`run/recovery/memory.py`). With replica groups
+# the others heal the group instead.
 
 
 Made = TypeVar("Made")
@@ -201,8 +202,9 @@ NOT_SAVED = "memory ran out, and the state could not be saved: the run goes on f
 
 
 def recall_reliefs(plan: Plan, run_dir: RunDir) -> Plan:
-    """Return `plan` with what the run has changed in its layout so far for want of memory. Rank 0 reads for all, since
-    another replica group may be writing. Raises MachineError, on every rank, where that cannot be followed."""
+    """Return `plan` with the changes that the run has made in its layout so far for lack of memory. Rank 0 reads for
+    all, since another replica group may be writing. Raises MachineError, on every rank, where a change cannot be
+    followed."""
     found: list[Relief] = []
     if not plan.memory_ladder:
         return plan
@@ -217,7 +219,7 @@ class MemoryRelief:
     """Makes the steps of one layout. Called by every rank of the replica group together."""
 
     def __init__(self, run: TrainingRun, checkpoints: Checkpoints, watch: StepWatch, limit: Callable[[int], None]):
-        """`limit` lets no rank process more than this number of samples together from now on."""
+        """`limit` sets the most samples that any rank processes together from now on."""
         self._run = run
         self._limit = limit
         self._log = DirectiveLog(run.run_dir, run.journal)
@@ -228,9 +230,9 @@ class MemoryRelief:
             self._emergency = Emergency(run, checkpoints, watch)
 
     def make_step(self, progress: TrainProgress, attempt: Callable[[], Made]) -> Made:
-        """Return what `attempt` does, which makes the step after `progress` and may be called several times.
+        """Return the result of `attempt`, which makes the step after `progress` and may be called several times.
 
-        Raises OutOfMemory where memory ran out and these processes cannot go on.
+        Raises OutOfMemory if memory ran out and these processes cannot continue.
         """
         while True:
             if self._emergency:
@@ -238,7 +240,7 @@ class MemoryRelief:
             try:
                 made = attempt()
             except PassesOutOfMemory as error:
-                failure = error  # what its frames hold is freed below, when it is handled no more
+                failure = error  # the memory that its frames hold is freed below, after the handler
             else:
                 if self._emergency:
                     self._emergency.end_step()
@@ -246,7 +248,7 @@ class MemoryRelief:
             self._relieve(progress, failure)
 
     def explain(self, error: Exception) -> OutOfMemory | None:
-        """Return the error that says so, with figures, where memory ran out elsewhere than in a step's passes."""
+        """Return the error with figures if memory ran out elsewhere than in a step's passes."""
         if not is_out_of_memory(error):
             return None
         shortage = measure_shortage(self._run.plan, self._setting, self._run.state.device)
@@ -265,8 +267,8 @@ class MemoryRelief:
         traceback.clear_frames(cause.__traceback__)
         traceback.clear_frames(failure.__traceback__)
         clear_gradients(self._run.state.shares)
-        # These processes can make the step again where no other waits for this rank, and where less memory is taken by
-        # the same model: anything else takes another start.
+        # These processes can make the step again if no other process waits for this rank, and if the same model needs
+        # less memory with the next setting: any other change needs another start.
         alone = dist.get_world_size() == 1 and hasattr(FSDPModule, "reset_iter_state")  # torch 2.13 has it
         taken = next_setting(self._run.plan.memory_ladder, failed)
         if alone and taken and (taken.recompute, taken.offload) == (failed.recompute, failed.offload):
@@ -292,7 +294,7 @@ class MemoryRelief:
         raise out_of_memory(self._run.plan, shortage, cause)
 
     def _begin_anew(self) -> None:
-        """Take back what the passes have changed."""
+        """Undo what the passes have changed."""
         for part in self._run.state.parts:
             abandon_passes(part)
         clear_gradients(self._run.state.shares)

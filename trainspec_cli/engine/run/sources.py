@@ -1,4 +1,4 @@
-"""The samples that a run trains on and is evaluated on: the trainer's only view of its data."""
+"""The samples that a run is trained and evaluated on: the trainer's only access to its data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainspec_cli.run.folder.event_types.events import EvalEvent, FirstTextEven
 from trainspec_cli.run.folder.record import RunResult
 
 MOST_PARTS, MOST_CHARS = 8, 600
-"""Parts of the first text that are kept, and characters of each."""
+"""Number of parts of the first text that are kept, and characters of each."""
 
 
 @dataclass(frozen=True)
@@ -38,28 +38,29 @@ class WrittenSample:
 
 
 class DataSource(Protocol):
-    """Called by every rank together, but for `summarise`."""
+    """Every rank calls each method together, except `summarise`."""
 
     staging: Staging
-    """Holds its batches until they are taken."""
+    """Holds its batches until they are read."""
 
     def read(self, own: OwnSamples) -> list[MicroBatch]:
         """Read the samples of `own` as micro-batches, on the host."""
 
     def counted(self, positions: np.ndarray) -> int:
-        """Count the targets that the loss of the samples at `positions` is the mean over."""
+        """Return the number of targets in the samples at `positions`: the loss is the mean over them."""
 
     def evaluate(self, step: int) -> EvalEvent | None:
         """Measure the model after update `step` on held-out samples; None where none are held out."""
 
     def summarise(self, result: RunResult, evaluated: EvalEvent | None) -> RunResult:
-        """Return `result` with what result.json holds of the last `evaluate`."""
+        """Return `result` with the figures of the last `evaluate`."""
 
     def write_sample(self) -> WrittenSample | None:
-        """Continue the recipe's prompt; None where none is wanted."""
+        """Continue the recipe's prompt; None if the recipe has none."""
 
     def first_text(self, position: int) -> FirstTextEvent | None:
-        """Show what is trained on of the sample at `position`; None where samples are no text. One rank calls it."""
+        """Return the text of the sample at `position` with the mask of its trained tokens; None where samples are no
+        text. One rank calls it."""
 
 
 def open_source(run: TrainingRun, folder: str | None) -> DataSource:
@@ -72,7 +73,7 @@ def open_source(run: TrainingRun, folder: str | None) -> DataSource:
 
 
 class TokenSource:
-    """Text as token shards, evaluated in bits per byte beside what xz comes to."""
+    """Text as token shards, evaluated in bits per byte and compared with xz."""
 
     def __init__(self, run: TrainingRun, collection: Collection):
         self.run = run
@@ -145,7 +146,7 @@ class TokenSource:
         cuts = [0, *(np.flatnonzero(np.diff(learnt)) + 1)[: MOST_PARTS - 1].tolist(), len(ids)]
         parts = [ids[start:end].tolist() for start, end in pairwise(cuts)]
         folder = self.collection.tokenizer_folder
-        if folder is None or self.spec.data.tokenizer.code:  # user-defined code runs where text is asked for
+        if folder is None or self.spec.data.tokenizer.code:  # user-defined code runs only when text is written
             texts = [" ".join(map(str, part)) for part in parts]
         else:
             texts = decode_parts(folder, parts)

@@ -43,14 +43,14 @@ class StepOutcome:
     writing: Tensor
     """The number of ranks that were writing a checkpoint."""
     steps_to_sample: Tensor
-    """The number of steps after which the links are sampled next; 0 where no rank has set it."""
+    """The number of steps after which the links are sampled next; 0 if no rank has set it."""
     noise: Tensor
-    """What `NoiseProbe` has added up over all ranks, and of |g|^2 of the whole step's gradient what is experts', spread
-    by ep: (5,); zeros where it is not measured."""
+    """The sums of `NoiseProbe` over all ranks, and the experts' part, spread by ep, of |g|^2 of the whole step's
+    gradient: (5,); zeros where the noise is not measured."""
     figures: Tensor
     """(ranks, F): the parts of each rank's report; F is 0 where they report none."""
     own: StepReport
-    """This rank's report, whose parts say how to read the figures."""
+    """This rank's report, whose parts show how to read the figures."""
 
     def reports(self) -> list[StepReport]:
         """Return the parts that all ranks reported, by rank, and wait for the device; [] where they reported none."""
@@ -77,9 +77,9 @@ def train_step(
     report: StepReport = NOTHING_TO_REPORT,
     parts: SampleParts | None = None,
 ) -> StepOutcome | None:
-    """Make one update; return None where the replica groups did not agree on the step, and nothing was updated.
+    """Make one update; return None if the replica groups did not agree on the step, and nothing was updated.
 
-    `groups` None: there is one alone. `report` is this rank's, which the step brings to all ranks. `parts`: where the
+    `groups` None: there is one group. `report` is this rank's, which the step sends to all ranks. `parts`: where the
     noise of the gradients is to be measured.
     """
     if groups is not None:
@@ -108,11 +108,11 @@ def _update(state: TrainState, loss: Tensor, clip_norm: float | None, report: St
     with state.clock.part("optimizer"):
         squared = squared_norm(state.shares).to(loss.device)
         of_experts = squared_norm([one for one in state.shares if one.name in state.spread_experts]).to(loss.device)
-    # Numbers are filled in on the device: a copy from the host would wait for all that is queued before it.
+    # Numbers are filled in on the device: a copy from the host would wait for all queued work.
     sums = [loss.double(), squared, *(squared.new_full((), number) for number in report.sums)]
     noise = torch.cat([state.stages.noise.sums, of_experts[None]])
     row = report.row
-    reported = squared.new_zeros((dist.get_world_size(), len(row)))  # a sum with the others' zeros brings each row
+    reported = squared.new_zeros((dist.get_world_size(), len(row)))  # a sum with the others' zeros gathers each row
     for place, figure in enumerate(row):
         reported[dist.get_rank(), place].fill_(figure)
     agreed = torch.cat([torch.stack(sums), noise, reported.flatten()])
@@ -142,10 +142,10 @@ def _update(state: TrainState, loss: Tensor, clip_norm: float | None, report: St
 def compute_gradients(
     state: TrainState, micro_batches: Sequence[MicroBatch], global_tokens: int, parts: SampleParts | None = None
 ) -> Tensor:
-    """Compute the gradients of the global batch's mean loss, and return this rank's share of it.
+    """Compute the gradients of the global batch's mean loss, and return this rank's share of it. The ranks' shares sum
+    to the loss.
 
-    The ranks' shares sum to the loss. `parts`: where the noise of the gradients is to be measured.
-    Raises PassesOutOfMemory.
+    `parts`: where the noise of the gradients is to be measured. Raises PassesOutOfMemory.
     """
     layout = state.mesh.layout
     noise = state.stages.noise
@@ -176,7 +176,7 @@ def compute_gradients(
 
 
 def sum_late(late: LateSum) -> None:
-    """Sum all gradients of `late` in one exchange, in place; shares of one name on this rank count as one."""
+    """Sum all gradients of `late` in one exchange, in place; shares with the same name on this rank count as one."""
     by_name: dict[str, list[Tensor]] = {}
     for share in late.shares:
         if share.gradient is not None:
@@ -189,7 +189,7 @@ def sum_late(late: LateSum) -> None:
             gradient.copy_(part.view_as(gradient))
 
 
-# A step that was made, and the event that is written of it once its figures have come from the device.
+# A step that was made, and the event that is written once its figures have come from the device.
 
 
 @dataclass(frozen=True)
@@ -202,13 +202,13 @@ class DoneStep:
     segments: Segments
     samples: StepSamples
     traffic: Traffic
-    """Copies of its batch to the device, and allocations: 0 once all is warm."""
+    """Copies of its batch to the device, and allocations: 0 after the first steps."""
     noise_scale: float | None
     """The noise scale of the gradients up to this step, where the next batch depends on it."""
     agreement: tuple[float, float]
-    """The duration of the exchange that ended it, and the Unix time when this rank left that."""
+    """The duration of the exchange that ended it, and the Unix time when this rank left that exchange."""
     garbage_s: float
-    """It collected garbage for so long; 0 on a GPU, which computes meanwhile."""
+    """Seconds of garbage collection; 0 on a GPU, which computes meanwhile."""
 
     def event(self, data: DataSpec, noise_scale: float | None) -> StepEvent:
         """Return the event of the step, whose figures are read from the device. `noise_scale`: that of the gradients up

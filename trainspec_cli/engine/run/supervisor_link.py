@@ -1,7 +1,7 @@
 """Report the run's speeds to the supervisor, and receive other layouts from it.
 
-The number of the newest proposal travels with the figures of the step's own exchange (`scheduling.py`), so that all
-ranks take it up before the same step.
+The number of the newest proposal travels with the figures of the step's own exchange (`step_report.py`), so that all
+ranks adopt it before the same step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainspec_cli.run.channel.worker import SupervisorConnection
 
 
 class SupervisorLink:
-    """Every rank calls it; rank 0 alone speaks to the supervisor."""
+    """Every rank calls it; only rank 0 exchanges messages with the supervisor."""
 
     def __init__(self, supervisor: SupervisorConnection):
         self._supervisor = supervisor
@@ -30,9 +30,9 @@ class SupervisorLink:
         """The links whose speeds are known, in the layout in force; they are reported with the ranks' speeds."""
         self._newest: Proposal | None = None
         self.received = 0
-        """The number of the last proposal that the ranks have taken up."""
+        """The number of the last proposal that the ranks have received."""
 
-    # Up
+    # To the supervisor
 
     def tell(
         self,
@@ -43,7 +43,7 @@ class SupervisorLink:
         samples: Sequence[int],
         speeds: Sequence[Speed | None],
     ) -> None:
-        """Report the speeds of all ranks, and the samples that each has, where that is news and all are known."""
+        """Report the speeds of all ranks, and the samples of each, if they have changed and all are known."""
         known = [speed for speed in speeds if speed is not None]
         news = layout, micro_batches, tuple(samples), tuple(known), self.links
         if not self.writes or len(known) < len(speeds) or news == self._told:
@@ -62,7 +62,7 @@ class SupervisorLink:
             )
         )
 
-    # Down
+    # From the supervisor
 
     def look(self) -> int:
         """Return the number of the newest proposal; 0 without one, and on other ranks than 0."""

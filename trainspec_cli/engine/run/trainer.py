@@ -1,4 +1,4 @@
-"""The run: steps from where the last checkpoint ends to the last step, and what is written on the way."""
+"""The run: the steps from the last checkpoint to the last step, and what is written meanwhile."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ from trainspec_cli.run.folder.event_types.events import EndEvent, SampleEvent, S
 class Trainer:
     """Trains by a plan; every rank runs the same code in lockstep.
 
-    What depends on there being one replica group or several is asked of the coordinator.
+    The coordinator handles what differs between one replica group and several.
     """
 
     def __init__(self, run: TrainingRun, source: DataSource, coordinator: Coordinator):
-        """Restore the newest checkpoint, where the state is to come from one."""
+        """Restore the newest checkpoint, if the state is to come from one."""
         self.run = run
         self.source = source
         self.coordinator = coordinator
@@ -88,7 +88,7 @@ class Trainer:
         self.stopping = False
 
     def _begin_layout(self) -> None:
-        """Make what is of the layout in force alone: speeds, links, buckets and memory of another one say nothing about
+        """Make the objects of the current layout: speeds, links, buckets and memory of another layout do not apply to
         it."""
         run = self.run
         self.scheduler = StepScheduler(run, self.directives, self.link)
@@ -97,10 +97,10 @@ class Trainer:
         self.relief = MemoryRelief(run, self.checkpoints, self.watch, self.scheduler.limit)
         self.memory = MemoryWatch(run.state.device, self.progress.step, run.plan.total_steps)
         self.allocated = device_allocations(run.state.device)
-        """How often the device was asked for memory before this step."""
+        """Allocations from the device before this step."""
 
     def _restore(self) -> TrainProgress:
-        """Load the newest whole checkpoint; without one the run goes on as it is."""
+        """Load the newest whole checkpoint; without one the run continues as it is."""
         if restored := self.checkpoints.resume():
             self.restored_from = str(restored.folder)
             self.pace.state = restored.manifest.about.pace or self.pace.state
@@ -110,7 +110,7 @@ class Trainer:
         return self.progress
 
     def train(self) -> None:
-        """Train to the last step or to a request to stop; a checkpoint is written either way."""
+        """Train to the last step or to a request to stop; a checkpoint is written in both cases."""
         plan = self.run.plan
         self.journal.write(
             StartEvent(
@@ -162,8 +162,8 @@ class Trainer:
             if done is None:
                 self._bring_together()
                 continue
-            # On a GPU a step is recorded when the next one has been started, so that reading its figures waits for
-            # nothing. Every rank reads the same figures at the same step, so all of them stop together.
+            # On a GPU a step is recorded after the next one has been started, so that reading its figures does not
+            # wait. Every rank reads the same figures at the same step, so all of them stop together.
             self._record_unread()
             self.unread = done
             if not self.clock.on_gpu or self.coordinator.waits_for_groups:
@@ -180,7 +180,7 @@ class Trainer:
                 self.coordinator.bring_together(self.progress)
 
     def _step(self) -> DoneStep | None:
-        """Make one step; None where the run stops before it, the replica groups did not agree on it, or other runs that
+        """Make one step; None if the run stops before it, the replica groups did not agree on it, or other runs that
         train with this one have made all steps meanwhile."""
         with self._waiting_for_groups():
             start = self.coordinator.begin(self.progress, self._restore)
@@ -227,7 +227,7 @@ class Trainer:
         return lr, samples, outcome
 
     def _follow_layout(self, step: int) -> None:
-        """Change the layout where that is due; the time belongs to no step."""
+        """Change the layout if that is due; the time belongs to no step."""
         decided = self.scheduler.decided_layers
         self.scheduler.decided_layers = None
         proposed = self.scheduler.is_proposed
@@ -259,12 +259,12 @@ class Trainer:
         return parts_of(samples.division, self.run.state.mesh, samples.group_samples, samples.step_samples)
 
     def _waiting_for_groups(self) -> AbstractContextManager[None]:
-        """The time that other replica groups take is no hang of this one; other runs may take any time."""
+        """Waiting for other replica groups is not a hang of this one; waiting for other runs may take any time."""
         for_ever = self.coordinator.merges_at_end
         return self.watch.between_steps(for_ever=for_ever) if self.coordinator.waits_for_groups else nullcontext()
 
     def _count(self, outcome: StepOutcome, lr: float, samples: StepSamples) -> DoneStep:
-        """The update is made; the checkpoint that may be due belongs to its step."""
+        """Count the update; the checkpoint that may be due belongs to its step."""
         self.progress = TrainProgress(self.progress.step + 1, self.progress.samples + samples.step_samples)
         step = self.progress.step
         noise_scale = None
@@ -288,7 +288,8 @@ class Trainer:
 
     @property
     def measures_noise(self) -> bool:
-        """Under cp the noise takes an exchange of all gradients, which nobody pays for where nothing follows it."""
+        """Under cp measuring the noise needs an exchange of all gradients, which is skipped where nothing depends on
+        it."""
         plan = self.run.plan
         hindrance = noise_hindrance(self.spec.model, plan.layout, plan.replica_groups, plan.grad_accum_steps)
         return not hindrance and (self.pace.follows_noise or plan.layout.cp == 1)
@@ -350,7 +351,7 @@ class Trainer:
         self.coordinator.rate = self.scheduler.rate
         self.coordinator.note_step(done.step, step_time_s)
 
-    # What is due between steps, and at the end
+    # Work between steps, and at the end
 
     @property
     def _is_last_step(self) -> bool:
@@ -375,7 +376,7 @@ class Trainer:
         self.clock.restart()
 
     def _evaluate(self) -> None:
-        """Measure how the model does on what was held out."""
+        """Measure the model on the held-out data."""
         started = time.perf_counter()
         with self.coordinator.merged():
             evaluated = self.source.evaluate(self.progress.step)
@@ -393,7 +394,7 @@ class Trainer:
             self.journal.write(SampleEvent(step=self.progress.step, prompt=sample.prompt, text=sample.text))
 
     def _end(self) -> None:
-        """Raise WorkerError where all steps are made and the model came to nothing, and leave no checkpoint of it."""
+        """Raise WorkerError if all steps are made and the model is useless, and leave no checkpoint of it."""
         if not self._is_last_step:
             self._checkpoint_last()
             self._finish("stopped")

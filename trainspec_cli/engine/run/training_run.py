@@ -1,4 +1,4 @@
-"""The one state of a run in this process, which the trainer owns and all its helpers read."""
+"""The state of a run in this process, which the trainer owns and all its helpers read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainspec_cli.run.folder.paths import RunDir
 
 @dataclass
 class TrainingRun:
-    """What a run was given, and the plan and the state that it trains with now.
+    """The run's inputs, and its current plan and state.
 
-    The trainer alone sets `plan` and `state`, where the layout changes. Its helpers keep this object, not copies of the
-    two, and read them at each use: so a change of the layout has to be announced to none of them.
+    Only the trainer sets `plan` and `state`, when the layout changes. Its helpers keep this object, not copies of the
+    two, and read them at each use, so that no helper has to be notified of a change.
     """
 
     plan: Plan
@@ -35,7 +35,7 @@ class TrainingRun:
 
     @property
     def group_field(self) -> int | Absent:
-        """Return `group` as events have it."""
+        """Return `group` in the form that events have."""
         return ABSENT if self.group is None else self.group
 
 
@@ -46,4 +46,4 @@ class TrainProgress:
     step: int = 0
     """Updates made."""
     samples: int = 0
-    """Samples that all ranks have taken: the position of the next one."""
+    """Samples that all ranks have read: the position of the next one."""

@@ -34,7 +34,7 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
     device = join_processes(plan.device)
     group = int(os.environ[GROUP]) if plan.replica_groups > 1 else None
     rank = (group or 0) * plan.group_size + dist.get_rank()
-    supervisor = SupervisorConnection.of_worker(rank)  # now, so that it is there before the first step
+    supervisor = SupervisorConnection.of_worker(rank)  # connect now, so that messages arrive before the first step
     plan = recall_reliefs(plan, run_dir)
     check_code(plan.spec, run_dir)
     state = build_train_state(plan, device)
