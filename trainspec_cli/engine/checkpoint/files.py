@@ -1,8 +1,8 @@
 """A checkpoint's folder: written as `.step_00000020.TOKEN.partial`, published by one rename when all parts exist.
 
-So a folder of the real name is whole, whenever the run was killed. The ranks agree through the folder itself: each
-writes `rank00003.json` beside its file when that is on disk, or `rank00003.failed.json`. The token is unique to a run,
-so leftovers of a killed save are never taken for a part; the next published save removes them.
+So a folder with the final name is whole, whenever the run was killed. The ranks agree through the folder itself: each
+writes `rank00003.json` next to its file when that is on disk, or `rank00003.failed.json`. The token is unique to a run,
+so leftovers of a killed save are never mistaken for a part; the next published save removes them.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def commit(
         write_manifest(partial, manifest)
         for path in reports:
             path.unlink()
-        # The files' names must be on disk before the folder's new name is: a crash may keep the latter alone.
+        # The files' names must be on disk before the folder's new name is: a crash may keep only the latter.
         _sync_folder(partial)
         final = run_dir.checkpoint(about.step)
         partial.rename(final)
@@ -161,7 +161,7 @@ Span = tuple[int, int]
 
 
 class Box(Protocol):
-    """A part of a full tensor, by its place alone."""
+    """A part of a full tensor, without its content."""
 
     @property
     def offsets(self) -> tuple[int, ...]: ...
@@ -182,7 +182,7 @@ def overlap(ours: Box, theirs: Box) -> list[Span] | None:
 
 
 def slices(spans: Sequence[Span], offsets: Sequence[int]) -> tuple[slice, ...]:
-    """Return where `spans` of the full tensor lie in a part that starts at `offsets`."""
+    """Return the place of `spans` of the full tensor in a part that starts at `offsets`."""
     return tuple(slice(begin - start, end - start) for (begin, end), start in zip(spans, offsets, strict=True))
 
 
@@ -216,10 +216,10 @@ class Held:
     modules: Sequence[nn.Module]
     optimizer: torch.optim.Optimizer
     feedback: Mapping[str, Tensor] = field(default_factory=dict)
-    """Losses of compressed exchanges of gradients on this rank, and what its coordinator keeps, by a name that no other
-    rank or layout has. It is saved and loaded, and stays behind where the state is copied to another replica group."""
+    """Errors of compressed exchanges of gradients on this rank, and state of its coordinator, by a name that no other
+    rank or layout has. It is saved and loaded, but not copied to another replica group."""
     lost: Sequence[TensorPart] = ()
-    """The same as shares of the parameters, as which they move to another layout; made for that alone."""
+    """The same as shares of the parameters, in which form they move to another layout; created only for that."""
 
     def parts(self) -> list[TensorPart]:
         """Return the live tensors as parts `model.*` and `optimizer.*`, without empty ones."""

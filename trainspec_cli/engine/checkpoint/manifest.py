@@ -135,7 +135,7 @@ def part_from(content: Mapping[str, object]) -> WrittenPart:
 
 
 def check_content(files: Sequence[FileDigest], tensors: Mapping[str, TensorEntry]) -> None:
-    """Raise ValueError for a file that is not of the checkpoint's own folder, and for a negative size."""
+    """Raise ValueError for a file outside of the checkpoint's own folder, and for a negative size."""
     chunks = [chunk for entry in tensors.values() for chunk in entry.chunks]
     for name in dict.fromkeys([*(file.name for file in files), *(chunk.file for chunk in chunks)]):
         if not is_plain_name(name):
@@ -162,7 +162,7 @@ def digest_file(path: Path) -> FileDigest:
 
 
 def verify_files(folder: Path, files: Sequence[FileDigest]) -> None:
-    """Raise MachineError that names the first file which is missing, truncated or altered."""
+    """Raise MachineError that names the first file that is missing, truncated or altered."""
     for expected in files:
         path = folder / expected.name
         if path.is_symlink():
@@ -177,6 +177,6 @@ def verify_files(folder: Path, files: Sequence[FileDigest]) -> None:
 
 
 def refused(folder: Path, what: str, hint: str = "") -> MachineError:
-    """`hint`: for a checkpoint that is whole; one that is damaged is to be removed."""
+    """`hint`: for a whole checkpoint; a damaged one is to be removed."""
     damaged = f"remove the folder {folder} to resume from the checkpoint before it"
     return MachineError(f"checkpoint refused: {what}", code="bad_checkpoint", hint=hint or damaged)

@@ -106,10 +106,8 @@ class Image:
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a one-dimensional tensor of uint8 on the CPU; it keeps the tensor alive.
-
-    Not by way of numpy: torch lets go of no storage any more that numpy has seen, and a change of layout has to.
-    """
+    """Return the memory of a one-dimensional tensor of uint8 on the CPU; it keeps the tensor alive. numpy is not used:
+    torch cannot free a storage that numpy has seen, and a change of layout has to."""
     array: Any = (ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())
     array.tensor = tensor
     return memoryview(array).cast("B")
@@ -174,16 +172,14 @@ class MemoryCopies:
         self._guests: dict[int, Tensor] = {}
 
     def close(self) -> None:
-        """Let go of this rank's buffers; what they hold stays in the node's memory."""
+        """Release this rank's buffers; their content stays in the node's memory."""
         for buffer in self._own.values():
             unpin(buffer, self._device)
         self._own.clear()
 
     def open(self, slot: int) -> Tensor:
-        """Return the slot's buffer, to be filled, and invalidate its former copy.
-
-        The buffer is made at first use: until then the slot may hold the copy that the run resumes from.
-        """
+        """Return the slot's buffer, to be filled, and invalidate its former copy. The buffer is created at first use:
+        until then the slot may hold the copy that the run resumes from."""
         location = self._location
         guest = location.guest
         _mark_file(location.slot(slot), location.rank).unlink(missing_ok=True)
@@ -222,7 +218,7 @@ class MemoryCopies:
 
 @dataclass(frozen=True)
 class KeptPart:
-    """The record of a rank's whole copy, kept beside it."""
+    """The record of a rank's whole copy, kept next to it."""
 
     slot: int
     rank: int
@@ -313,7 +309,8 @@ def _mark_file(slot: Path, rank: int) -> Path:
 
 
 def _segment(path: Path, size: int, device: torch.device) -> Tensor:
-    """Return shared memory that outlives this process; it is reserved, since writing to a full tmpfs kills."""
+    """Return shared memory that outlives this process; it is reserved, since writing to a full tmpfs kills the
+    process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:

@@ -1,8 +1,8 @@
 """Move the state of one layout into another, between the same processes, in memory.
 
-Tensors are moved in buckets, and what the old layout held of a bucket is let go of before the next one, so that little
-lies twice. Until the last bucket has arrived the way back is open: a rank that cannot go on says so before any message
-of its bucket is sent, and all of them move what was moved back.
+Tensors are moved in buckets, and the old layout's memory of a bucket is freed before the next one, so that little of
+the state exists twice. Until the last bucket has arrived the move can be undone: a rank that cannot continue reports it
+before any message of its bucket is sent, and all of them move back what was moved.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from trainspec_cli.recipe.structure import convert
 
 # The slices that ranks send to one another, so that the state of one layout becomes that of another.
 #
-# Parts are distinguished as in a checkpoint: by the name of the whole tensor and where they lie in it. Tenplex
+# Parts are identified as in a checkpoint: by the name of the whole tensor and their place in it. Tenplex
 # (arXiv:2312.05181) derives its exchanges from such coordinates too.
 
 
 BUCKET_BYTES = 2**26
-"""A rank's tensors of this size, in the old layout and the new one, are moved at a time, and at least one."""
+"""The most bytes of a rank's tensors, in the old layout and the new one, that are moved at a time; at least one
+tensor."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,11 @@ Places = Sequence[Sequence[PartPlace]]
 
 
 def plan_moves(old: Places, new: Places) -> list[Move]:
-    """Return what fills every part of `new` from `old`, each element once, ordered by name.
+    """Return the moves that fill every part of `new` from `old`, each element once, ordered by name.
 
-    A rank takes from itself what it holds; where several others hold a slice, the takers are spread over them. Every
-    rank that computes this from the same places gets the same result. Raises ValueError where the old layout lacks
-    something, or holds it in another format.
+    A rank copies from itself what it holds; where several others hold a slice, the receivers are spread over them.
+    Every rank that computes this from the same places gets the same result. Raises ValueError where the old layout
+    lacks an element, or holds it in another format.
     """
     holders: dict[str, dict[tuple[int, ...], list[tuple[int, PartPlace]]]] = defaultdict(lambda: defaultdict(list))
     for rank, places in enumerate(old):
@@ -120,8 +121,8 @@ def plan_moves(old: Places, new: Places) -> list[Move]:
 
 
 def fill_buckets(old: Places, new: Places, limit_bytes: int) -> list[list[str]]:
-    """Divide the names of all tensors, in order, so that of each bucket no rank holds more than the limit in both
-    layouts together; a tensor of which one does has a bucket of its own."""
+    """Divide the names of all tensors, in order, so that no rank holds more than the limit of a bucket in both layouts
+    together; a tensor that exceeds the limit on some rank gets its own bucket."""
     sizes: dict[str, Counter[int]] = defaultdict(Counter)
     for rank, places in (*enumerate(old), *enumerate(new)):
         for place in places:
@@ -147,8 +148,7 @@ def peak_bytes(
 ) -> int:
     """Return the most that a rank holds of the state while it is moved, messages included.
 
-    Of each bucket the new parts are allocated, then its messages, and when these have arrived the old parts are let
-    go of.
+    For each bucket the new parts are allocated, then its messages, and when these have arrived the old parts are freed.
     """
     before, after = ({place.name: place.bytes for place in places} for places in (old, new))
     messages: dict[str, int] = defaultdict(int)
@@ -181,10 +181,8 @@ class Resharded:
 
 
 def agree_on_failure(own: str) -> str:
-    """Return, on every rank, why the first that failed did; empty where none has. Called by every rank together.
-
-    Where none has, that takes one small exchange.
-    """
+    """Return, on every rank, the failure of the first rank that has one; empty if none has. Called by every rank
+    together. Without a failure it takes one small exchange."""
     failed = torch.tensor([int(bool(own))])
     dist.all_reduce(failed, dist.ReduceOp.MAX)
     if not failed.item():
@@ -194,7 +192,7 @@ def agree_on_failure(own: str) -> str:
 
 
 class Storages:
-    """The parts of one layout that this rank holds, whose memory is given back and taken again by name."""
+    """The parts of one layout that this rank holds, whose memory is freed and allocated again by name."""
 
     def __init__(self, parts: Sequence[TensorPart]):
         self.parts = {part.name: part for part in parts}
@@ -204,23 +202,23 @@ class Storages:
             if part.tensor.untyped_storage().resizable()
         }
         self.fixed_bytes = sum(part.bytes for name, part in self.parts.items() if name not in self._sizes)
-        """Bytes of parts whose memory numpy shares, which torch lets go of with the last reference alone."""
+        """Bytes of parts whose memory numpy shares, which torch frees only with the last reference."""
 
     def take(self, names: Sequence[str]) -> None:
-        """Allocate the memory of parts anew. Raises MemoryError or RuntimeError where that fails."""
+        """Allocate the memory of parts again. Raises MemoryError or RuntimeError where that fails."""
         for name in names:
             if name in self._sizes:
                 self.parts[name].tensor.untyped_storage().resize_(self._sizes[name])
 
     def give_back(self, names: Sequence[str]) -> None:
-        """Let go of the memory of parts, and of their content."""
+        """Free the memory of parts, and their content."""
         for name in names:
             if name in self._sizes:
                 self.parts[name].tensor.untyped_storage().resize_(0)
 
 
 def _storage_bytes(tensor: Tensor) -> int:
-    """FSDP2 pads the storage of a parameter; that of a moment may have been let go of already."""
+    """FSDP2 pads the storage of a parameter; that of a moment may have been freed already."""
     needed = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
     return max(needed, tensor.untyped_storage().nbytes())
 
@@ -233,12 +231,11 @@ def reshard(
     room_bytes: Callable[[], float] = lambda: math.inf,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Resharded:
-    """Fill `new`, whose memory this allocates anew, from `old`, whose memory it lets go of.
+    """Fill `new`, whose memory this allocates, from `old`, whose memory it frees. Called by every rank together.
 
-    Called by every rank together. `prepare` is called with (bucket, number of buckets) where this rank can still say
-    that it cannot go on, by raising. `room_bytes` says what this rank may take beside what it holds; where that is too
-    little, nothing moves. `bucket_bytes`: the limit of `fill_buckets`. Raises ReshardError, on all ranks, where one of
-    them could not.
+    `prepare` is called with (bucket, number of buckets) while this rank can still report by raising that it cannot
+    continue. `room_bytes` is the additional memory that this rank may use; if that is too little, nothing moves.
+    `bucket_bytes`: the limit of `fill_buckets`. Raises ReshardError, on all ranks, where one of them could not move.
     """
     before = Storages(old.parts())
     after = Storages(new.parts())
@@ -268,7 +265,7 @@ def reshard(
             raise ReshardError(failure)
     first = {id(share) for share in unique_shares(new.shares)}
     for share in new.shares:
-        if id(share) not in first:  # a second copy of a parameter: its moments are no parts of their own
+        if id(share) not in first:  # a second copy of a parameter: it has no moments of its own
             for moment in new.optimizer.state[share.local].values():
                 moment.untyped_storage().resize_(_storage_bytes(moment))
     copy_twins(new.shares, new.optimizer)
@@ -291,10 +288,9 @@ def _by_name(moves: Sequence[Move]) -> dict[str, list[Move]]:
 def _move_back(
     buckets: Sequence[Sequence[str]], by_name: dict[str, list[Move]], before: Storages, after: Storages
 ) -> None:
-    """Fill `before` again by the moves from `after`, which are not those forward: of a part that several ranks held,
-    one gave its content away.
-
-    Raises RuntimeError where even that cannot be: the run then starts again from its newest checkpoint."""
+    """Fill `before` again by the moves from `after`, which differ from those forward: of a part that several ranks
+    held, one sent its content. Raises RuntimeError where even that fails: the run then restarts from its newest
+    checkpoint."""
     for names in reversed(buckets):
         back = [move for name in names for move in by_name[name]]
         if error := _move(back, names, after, before, lambda: None):
@@ -326,10 +322,8 @@ class _Message:
 def _move(
     moves: Sequence[Move], names: Sequence[str], source: Storages, target: Storages, prepare: Callable[[], None]
 ) -> str | None:
-    """Move the tensors of a bucket; return why not, on every rank alike, where one of them has no memory for it.
-
-    Then nothing has changed.
-    """
+    """Move the tensors of a bucket; return the failure, the same on every rank, where one of them has no memory for it.
+    Then nothing has changed."""
     failure = ""
     outgoing = list[_Message]()
     incoming = list[_Message]()
@@ -353,7 +347,7 @@ def _move(
 
 
 def _pack(moves: Sequence[Move], source: Storages, target: Storages) -> tuple[list[_Message], list[_Message]]:
-    """-> (the messages of this rank, filled; those that it will get)."""
+    """-> (the messages of this rank, filled; those that it will receive)."""
     outgoing: dict[tuple[int, str], list[Move]] = defaultdict(list)
     incoming: dict[tuple[int, str], list[Move]] = defaultdict(list)
     own = dist.get_rank()
@@ -374,7 +368,7 @@ def _pack(moves: Sequence[Move], source: Storages, target: Storages) -> tuple[li
 
 
 def _exchange(outgoing: Sequence[_Message], incoming: Sequence[_Message]) -> None:
-    """Exchange the messages of each kind of device by themselves: torch batches one kind alone."""
+    """Exchange the messages of each kind of device separately: torch batches one kind alone."""
     operations = defaultdict[str, list[dist.P2POp]](list)
     for message in outgoing:
         sent = dist.P2POp(dist.isend, message.buffer, message.moves[0].target)
@@ -388,5 +382,5 @@ def _exchange(outgoing: Sequence[_Message], incoming: Sequence[_Message]) -> Non
 
 
 def _slice(part: TensorPart, move: Move) -> Tensor:
-    """A view of a part's slice; of a scalar the whole."""
+    """A view of a part's slice; for a scalar the whole."""
     return part.tensor[slices(move.spans, part.offsets)] if move.spans else part.tensor

@@ -80,7 +80,7 @@ class Saved:
     about: About
     bytes: int
     blocked_s: float
-    """How long training waited."""
+    """The time that training waited."""
     written_s: float
     """The time from the start until it was whole on disk."""
     error: TrainspecError | None = None
@@ -103,7 +103,7 @@ class Saver:
         self.slot = 0
         """The slot of the next copy in memory; the other one holds the newest, or what the run resumed from."""
         self.kept_step: int | None = None
-        """The checkpoint of this step is kept beside the last ones."""
+        """The checkpoint of this step is kept in addition to the last ones."""
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_enter_thread, initargs=(device,))
@@ -126,10 +126,8 @@ class Saver:
         _ = self._image
 
     def save_alone(self, about: About, kept: Mapping[str, Tensor]) -> Saved:
-        """Write this rank's part of a checkpoint, while the others each do the same: nothing is exchanged.
-
-        `kept`: values by name that are written in place of the live ones.
-        """
+        """Write this rank's part of a checkpoint, while the others each do the same: nothing is exchanged. `kept`:
+        values by name that are written in place of the live ones."""
         assert "_image" in self.__dict__, "the ranks have agreed"
         self.wait()
         parts = [replace(part, tensor=kept.get(part.name, part.tensor)) for part in self._own_parts()]
@@ -187,7 +185,7 @@ class Saver:
         return self.take_finished()
 
     def close(self) -> None:
-        """Wait for what is being written, and let go of the copies' buffers."""
+        """Wait until nothing is being written, and release the copies' buffers."""
         self._thread.shutdown()
         if "_buffer" in self.__dict__:
             unpin(self._buffer, self._device)
@@ -230,7 +228,7 @@ class Saver:
 
     @cached_property
     def _image(self) -> Image:
-        """This rank's file, agreed once by all ranks together with the token; another layout has a saver of its own."""
+        """This rank's file, agreed once by all ranks together with the token; another layout has another saver."""
         parts = self._all_parts()
         self._token = broadcast_json(secrets.token_hex(TOKEN_BYTES), _read_token)
         own = [[part.name, part.offsets, part.bytes] for part in parts]
@@ -355,7 +353,7 @@ def load_weights(folder: Path, held: Held) -> None:
             full = torch.empty(matrix.full_shape)
             fill_parts(folder, manifest, [TensorPart.whole(f"{PREFIX}{matrix.name}", full)])
             matrix.fill(full)
-            del full  # a large one lies in memory once
+            del full  # a large one is in memory once
             quantised |= {f"{PREFIX}{share.name}" for share in matrix.parts}
     parts = [part for part in held.parts() if part.name.startswith(PREFIX) and part.name not in quantised]
     new = {part.name for part in parts if part.name.endswith(ADAPTERS) and part.name not in manifest.tensors}

@@ -1,8 +1,8 @@
 """The runs that `trainspec certify` judges: plans trained on samples that are drawn from their seed.
 
-Each leaves gradients.stage*.npz (every parameter's full gradient of the first step; of a run of the trainer, of the one
-after the last), weights.stage*.npz (every whole parameter after the last) and result.json (losses, digests, which
-samples were taken).
+Each writes gradients.stage*.npz (every parameter's full gradient of the first step; for a run of the trainer, of the
+step after the last), weights.stage*.npz (every whole parameter after the last step) and result.json (losses, digests,
+positions of the samples).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from trainspec_cli.run.recovery.memory import next_setting, with_reliefs
 
 
 def run(request: CertifyRequest) -> CertifyResult:
-    """Run all of the request's plans, which take as many processes, one after another."""
+    """Run all of the request's plans, which use the same number of processes, one after another."""
     device = join_processes(next(iter(request.runs.values())).plan.device)
     for name, wanted in request.runs.items():
         result = run_one(wanted, Path(request.folder), name, device)
@@ -105,12 +105,12 @@ def run_one(wanted: CertifyRun, folder: Path, name: str, device: torch.device) -
 
 
 MESHES = Meshes()
-"""The groups of all runs: each group keeps threads, and some hundred meshes have thousands."""
+"""The groups of all runs: each group has threads, and a hundred meshes have thousands."""
 
 
 def leave_gradients(plan: Plan, state: TrainState, folder: Path, own: OwnSamples, exchanges: int = 1) -> None:
     """Write the gradients of a batch, of which `own` is this rank's part: the mean of `exchanges` exchanges of them."""
-    means: dict[int, Tensor] = {}  # by share: a tied embedding stands twice under one name
+    means: dict[int, Tensor] = {}  # by share: a tied embedding exists twice with one name
     for _ in range(exchanges):
         compute_gradients(state, drawn_batch(plan.spec, state, own), plan.tokens_per_step)
         for share in state.shares:
@@ -124,8 +124,8 @@ def leave_gradients(plan: Plan, state: TrainState, folder: Path, own: OwnSamples
 
 
 def train(wanted: CertifyRun, state: TrainState, folder: Path, source: Path | None) -> TrainedSteps:
-    """Train up to the last step, from the first or from the checkpoint in `source`; the recipe says how many samples
-    each step takes."""
+    """Train up to the last step, from the first or from the checkpoint in `source`; the recipe sets the number of
+    samples of each step."""
     spec = wanted.plan.spec
     pace = StepPace(spec)
     progress = TrainProgress()
@@ -171,7 +171,7 @@ def own_samples(wanted: CertifyRun, state: TrainState, start: int, samples: int)
 
 
 def write_parameters(state: TrainState, folder: Path, name: str, tensor_of: Callable[[Share], Tensor | None]) -> None:
-    """Write what `tensor_of` gives for each parameter: each pipeline rank its stages'. A None is left out."""
+    """Write the result of `tensor_of` for each parameter: each pipeline rank those of its stages. None is skipped."""
     whole: dict[str, np.ndarray] = {}
     for share in unique_shares(state.shares):
         if (tensor := tensor_of(share)) is not None:
@@ -182,15 +182,15 @@ def write_parameters(state: TrainState, folder: Path, name: str, tensor_of: Call
 
 
 # Runs of `trainspec certify` that the trainer makes as in a launch: with changes of layout, some of which fail or are
-# cut short, and with memory that runs out.
+# interrupted, and with memory that runs out.
 #
-# The processes serve many runs, so none of them may end. A kill is an exception on all ranks at once, after which
-# nothing of the run is left but its folder, and memory runs out on all ranks in one micro-batch. Then the run starts
-# again, as its supervisor would start it.
+# The processes serve many runs, so none of them may end. A kill is an exception on all ranks at once, after which only
+# the run's folder is left, and memory runs out on all ranks in one micro-batch. Then the run restarts, as its
+# supervisor would restart it.
 
 
 BUCKET_BYTES = 50_000
-"""Small models move in several buckets too, so that a change can be broken off between them."""
+"""Small models move in several buckets too, so that a change can be interrupted between them."""
 
 
 class Killed(BaseException):
@@ -198,7 +198,7 @@ class Killed(BaseException):
 
 
 class DrawnSource:
-    """The trainer's view of samples that are drawn from the seed; none are held out."""
+    """The trainer's source of samples that are drawn from the seed; none are held out."""
 
     def __init__(self, run: TrainingRun):
         self.run = run
@@ -238,15 +238,15 @@ class Trail:
     """The figures of a run, over all its starts."""
 
     steps: dict[int, MadeStep] = field(default_factory=dict)
-    """Steps by the updates made before; a step that is made again stands in the place of the first."""
+    """Steps by the updates made before; a step that is made again replaces the first."""
     losses: dict[int, float | None] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)
     written_bytes: int = 0
-    """Bytes by which the run's folder has grown, logs apart, between a step's end and the passes of the next."""
+    """Growth of the run's folder in bytes, without logs, between a step's end and the passes of the next."""
 
 
 class WatchedGroup(Coordinator):
-    """One replica group that leaves a trail."""
+    """One replica group that records what it does."""
 
     def __init__(self, run: TrainingRun, source: DrawnSource, trail: Trail):
         super().__init__(run, source)
@@ -272,7 +272,8 @@ class WatchedGroup(Coordinator):
 
 
 def _bytes_on_disk(run_dir: RunDir) -> int:
-    """Return the size of the run's folder but for its logs; 0 on all ranks but the first, which ends a checkpoint."""
+    """Return the size of the run's folder without its logs; 0 on all ranks except the first, which ends a
+    checkpoint."""
     if dist.get_rank() != 0:
         return 0
     return sum(path.stat().st_size for path in run_dir.root.rglob("*") if path.is_file() and path.suffix != ".jsonl")
@@ -310,7 +311,7 @@ class SharedAllowance(Allowance):
 def run_live(
     wanted: CertifyRun, run_dir: RunDir, device: torch.device, meshes: Meshes
 ) -> tuple[Trainer, TrainedSteps, LiveSteps]:
-    """Train to the last step, in as many starts as it takes; -> (the trainer of the last one, the steps, the trail)."""
+    """Train to the last step, in as many starts as needed; -> (the trainer of the last one, the steps, the record)."""
     plan = wanted.plan
     killed_at = wanted.killed_at
     trail = Trail()
@@ -322,12 +323,12 @@ def run_live(
             break
         except Killed:
             killed_at = None
-        except OutOfMemory as error:  # the next start is made as the supervisor decides on it
+        except OutOfMemory as error:  # the next start follows the supervisor's rules
             taken = next_setting(plan.memory_ladder, error.shortage.failed)
             if taken is None:
                 raise
             plan = with_reliefs(plan, [Relief(error.shortage.failed, taken)])
-        finally:  # of a start that ended early, too
+        finally:  # also of a start that ended early
             trail.losses |= {event.step: event.loss for event in trainer.tally.steps}
             if trainer.unread:
                 trail.losses[trainer.unread.step] = trainer.unread.outcome.loss.item()
@@ -356,11 +357,11 @@ def _start(
     return trainer
 
 
-# The samples that the runs of `trainspec certify` train on, drawn from their seed, and what the ranks took of them.
+# The samples of the runs of `trainspec certify`, drawn from their seed, and the part that each rank has read.
 
 
 Taken = tuple[int, tuple[int, ...]]
-"""The data rank of a process in a step, and the positions of the samples that it took."""
+"""The data rank of a process in a step, and the positions of the samples that it has read."""
 
 
 def drawn_batch(spec: RunSpec, state: TrainState, own: OwnSamples) -> list[MicroBatch]:
@@ -415,8 +416,8 @@ def taken_positions(own: OwnSamples) -> tuple[int, ...]:
 
 
 def taken_by_all(taken: Sequence[Taken]) -> tuple[tuple[int, ...], ...]:
-    """Return what all ranks together took in each step, of which this one took `taken`; ranks that work on the same
-    samples are to take the same."""
+    """Return the positions that all ranks together have read in each step, of which this one has read `taken`; ranks
+    that work on the same samples must have read the same."""
     of_ranks = gather_json(
         taken, lambda of_rank: [(int(rank), tuple(map(int, positions))) for rank, positions in of_rank]
     )

@@ -1,7 +1,7 @@
 """A run's weights as a Hugging Face folder's safetensors files, by one process without a GPU.
 
-Parameters are read a file's worth at a time, so that a checkpoint larger than memory passes
-through. The files are named by an index where there is more than one.
+Parameters are read one file at a time, so that a checkpoint may be larger than memory. If there are several files, an
+index names them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def export(plan: Plan, request: ExportRequest) -> int:
 
 
 def export_other(plan: Plan, request: ExportRequest) -> int:
-    """Write the weights as a project other than Hugging Face has them; return the number of files."""
+    """Write the weights in the format of a project other than Hugging Face; return the number of files."""
     model = plan.spec.model
     folder = Path(request.output)
     assert isinstance(model, DecoderModel), "other families are refused by name"
@@ -132,8 +132,8 @@ def write_file(path: Path, held: Sequence[Parameter], full: Mapping[str, Tensor]
 
 # A run's weights in the formats of other projects: a distributed checkpoint of torch (DCP), and a file of torch.save.
 #
-# A distributed checkpoint is written box by box, a stack of layers one layer after another, so that a checkpoint larger
-# than memory passes through. A file of torch.save is put together in memory.
+# A distributed checkpoint is written box by box, a stack of layers one layer after another, so that a checkpoint may be
+# larger than memory. A file of torch.save is assembled in memory.
 
 
 ReadTensor = Callable[[str], Tensor]
@@ -150,7 +150,7 @@ class WrittenBox:
     rows: tuple[RowRange, ...]
 
     def read(self, read: ReadTensor, dtype: torch.dtype) -> Tensor:
-        """Put the box together from Hugging Face's tensors."""
+        """Assemble the box from Hugging Face's tensors."""
         whole = torch.empty(self.shape, dtype=dtype)
         box = whole if self.rows[0].layer is None else whole[0]
         tensors = {name: read(name) for name in dict.fromkeys(rows.tensor for rows in self.rows)}
@@ -206,14 +206,14 @@ class _Planner(dcp.DefaultSavePlanner):
 
 
 def write_state(tensors: Sequence[OtherTensor], read: ReadTensor, dtype: torch.dtype, file: Path) -> int:
-    """Write one file of torch.save as litgpt has it; return 1."""
+    """Write one file of torch.save in litgpt's format; return 1."""
     state = {box.tensor.name: box.read(read, dtype) for tensor in tensors for box in boxes_of(tensor)}
     torch.save({"model": state}, file)
     return 1
 
 
 def reader(model: DecoderModel, read: Callable[[Sequence[Parameter]], Mapping[str, Tensor]]) -> ReadTensor:
-    """Return what reads one Hugging Face tensor, given what reads whole parameters of the engine."""
+    """Return a function that reads one Hugging Face tensor, given one that reads whole parameters of the engine."""
     places = {piece.tensor: (parameter, piece) for parameter in parameters(model) for piece in parameter.pieces}
 
     def read_tensor(name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every backend of every operation tried at the shapes of a plan, with all of a run's processes at work at once.
+"""Every backend of every operation, tried at the shapes of a plan, with all of a run's processes at work at once.
 
 The shapes are found by making a step with fake tensors.
 """
@@ -42,8 +42,8 @@ def run(request: KernelRequest) -> KernelResult:
     plan = request.plan
     rank = int(os.environ["RANK"])
     here = int(os.environ["WORLD_SIZE"])
-    device = enter(plan.device)  # Triton launches on the current one, whatever its arguments lie on
-    # The processes of this node stand in for ranks all over the run, the first and the last among them: each stage of
+    device = enter(plan.device)  # Triton launches on the current device, whatever device its arguments are on
+    # The processes of this node stand for ranks from all over the run, including the first and the last: each stage of
     # a pipeline is tried, and the loss, which the last one computes.
     calls = calls_of(plan, rank * (plan.world_size - 1) // max(1, here - 1))
     trials = try_all(plan, calls, device)
@@ -65,7 +65,7 @@ def try_all(plan: Plan, calls: Calls, device: torch.device) -> KernelTrials:
                 trials[op][name] = KernelTrial(untried=reason)
                 continue
             kernel = load_kernel(op, name)
-            # As the compiler makes it where blocks are compiled: its fusions change what is fastest.
+            # As compiled, if blocks are compiled: fusions change which backend is fastest.
             compiles = plan.spec.compile and op in IN_BLOCKS
             kernels[name] = torch.compile(kernel, dynamic=False) if compiles else kernel
         trials[op] |= try_kernels(kernels, workload)
@@ -101,7 +101,7 @@ class Calls:
 
     by_op: dict[str, Counter[Call]] = field(default_factory=dict)
     parameters: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    """Shapes of what the optimizer updates."""
+    """Shapes of the tensors that the optimizer updates."""
 
 
 def calls_of(plan: Plan, rank: int) -> Calls:
@@ -127,7 +127,7 @@ def calls_of(plan: Plan, rank: int) -> Calls:
 
 
 def _noting(function: Callable[..., Any], seen: Counter[Call]) -> Callable[..., Any]:
-    """Return a function that notes its arguments: tensors by their shape, numbers, and None for anything else."""
+    """Return a function that records its arguments: tensors by their shape, numbers, and None for anything else."""
 
     def noted(*arguments: Any) -> Any:
         call: list[tuple[int, ...] | float | None] = []
@@ -142,9 +142,10 @@ def _noting(function: Callable[..., Any], seen: Counter[Call]) -> Callable[..., 
     return noted
 
 
-# Tries an operation's backends at a run's shapes: right against fp64, and how fast beside torch's default.
+# Tries an operation's backends at a run's shapes: their error against fp64, and their time compared with torch's
+# default.
 #
-# Backends take turns, round by round, so that load which comes and goes falls on all of them.
+# Backends take turns, round by round, so that load of other programs affects all of them.
 
 
 clock = time.perf_counter
@@ -153,9 +154,9 @@ Work = Callable[[], Any]
 MIN_ROUNDS, MAX_ROUNDS, BUDGET_S = 7, 25, 1.0
 """Rounds of all backends: until each has had the budget."""
 TURN_S = 2e-3
-"""Shorter calls are repeated within a turn for so long."""
+"""Shorter calls are repeated within a turn for this many seconds."""
 SUM_ERROR = 8 * torch.finfo(torch.float32).eps
-"""The error of sums, which all formats take in fp32."""
+"""The error of sums, which all formats accumulate in fp32."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class Workload:
 
 
 def try_kernels(kernels: Mapping[str, Kernel], workload: Workload) -> dict[str, KernelTrial]:
-    """`kernels` holds torch's default too. One that raises has failed; one that is wrong is not timed."""
+    """`kernels` holds torch's default too. A kernel that raises has failed; one with a wrong result is not timed."""
     default_error = workload.error_of(kernels[TORCH])
     allowed = max(torch.finfo(workload.dtype).eps + SUM_ERROR, 2 * default_error)
     trials: dict[str, KernelTrial] = {}
@@ -185,7 +186,7 @@ def try_kernels(kernels: Mapping[str, Kernel], workload: Workload) -> dict[str, 
                     work()
                     work()
             trials[name] = KernelTrial(error=error, allowed_error=allowed)
-        except Exception as raised:  # whatever a library raises is reported, and the backend is out
+        except Exception as raised:  # whatever a library raises is reported, and the backend is excluded
             works.pop(name, None)
             first_line = next(iter(str(raised).strip().splitlines()), "")
             trials[name] = KernelTrial(failure=f"{type(raised).__name__}: {first_line}")
@@ -196,7 +197,7 @@ def try_kernels(kernels: Mapping[str, Kernel], workload: Workload) -> dict[str, 
 def operation(
     op: str, calls: Mapping[Call, int], dtype: torch.dtype, device: torch.device, chunk: Any = None
 ) -> Workload:
-    """`calls` with their numbers in a step; `chunk` is what the linear cross-entropy takes for one chunk's loss."""
+    """`calls` with their numbers in a step; `chunk` is the linear cross-entropy's module for one chunk's loss."""
     inputs = [make_inputs(op, call, dtype, device, chunk).with_gradients() for call in calls]
 
     def error_of(kernel: Kernel) -> float:
@@ -208,7 +209,7 @@ def operation(
     return Workload(dtype, device, error_of, works_of)
 
 
-# Right
+# Correctness
 
 
 def call_error(
@@ -249,7 +250,7 @@ def _both_passes(kernel: Kernel, inputs: Inputs) -> Work:
     return work
 
 
-# Fast
+# Speed
 
 
 def time_in_turns(
@@ -284,7 +285,7 @@ def _seconds(work: Work, repeats: int, device: torch.device) -> float:
 # AdamW: the update of parameters of a run's shapes
 
 MEASURED_ELEMENTS, CHECKED_ELEMENTS = 2**26, 2**20
-"""Parameters that are updated at most: more take as long each."""
+"""The most parameters that are updated: the time grows in proportion."""
 CHECKED_STEPS = 3
 GRAD_SCALE = 2.0
 WEIGHT_STD = 0.02
@@ -293,7 +294,7 @@ Shape = tuple[int, ...]
 
 
 def optimizer_update(parameters: Mapping[Shape, int], optim: OptimSpec, device: torch.device) -> Workload:
-    """Shapes of parameters with their numbers; kept in fp32, whatever the run computes in."""
+    """Shapes of parameters with their numbers; kept in fp32, whatever the format of the run."""
     few = _as_many(parameters, CHECKED_ELEMENTS)
     many = _as_many(parameters, MEASURED_ELEMENTS)
     shares = make_shares(many, torch.float32, device)

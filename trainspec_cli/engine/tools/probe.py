@@ -1,8 +1,8 @@
 """The probe: this machine measured with all processes at once.
 
-Figures are means over the processes, so that what they take from one another counts. Besides the curves of single
-operations, small decoders are trained as a worker trains them: these steps contain the waits for peers, the caches that
-others have filled, and what other programs take of this machine.
+Figures are means over the processes, so that contention between them counts. In addition to the curves of single
+operations, small decoders are trained as a worker trains them: these steps contain the waits for peers, caches filled
+by others, and the load of other programs on this machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainspec_cli.engine.observe.clock import ProcessorClock
 from trainspec_cli.engine.observe.counters import measure_peak, quickest_s
 from trainspec_cli.engine.optim.optimizer import guarded_update, squared_norm
 from trainspec_cli.engine.run.step import train_step
-from trainspec_cli.engine.run.trainer import Trainer  # noqa: F401 - a worker's memory holds what it imports
+from trainspec_cli.engine.run.trainer import Trainer  # noqa: F401 - a worker's memory contains its imports
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
@@ -53,9 +53,10 @@ from trainspec_cli.run.folder.event_types.events import PARTS
 
 EMPTY_STEPS = 12
 WARMUP_STEPS = 6
-"""The first ones allocate; by then the heap hardly grows any more."""
+"""The first steps allocate; after this number the heap hardly grows."""
 REFERENCE_STEPS, CURVES_BETWEEN = 3, 4
-"""Load that comes and goes during the probe falls on the references as it does on a run."""
+"""Steps of a reference between groups of curves: load that varies during the probe affects references as it affects a
+run."""
 LONG_STEP_S = 1.0
 """A reference whose step takes longer (in a format that the processor does not have) makes only a few."""
 
@@ -66,7 +67,7 @@ def run(request: ProbeRequest) -> MachineProbe:
 
 
 def measure(compute: str) -> MachineProbe:
-    """Called by every process together; the same on each."""
+    """Called by every process together; the same result on each."""
     torch.manual_seed(0)
     processor = ProcessorClock()
     cpu_before_s, delay_before_s = processor.read()
@@ -128,7 +129,7 @@ def operations(dtype: torch.dtype) -> Mapping[str, Callable[[], Any]]:
 
 
 def average(value: Any) -> Any:
-    """The mean over the processes, of every number in nested dataclasses, dictionaries and tuples."""
+    """Return the mean over the processes, of every number in nested dataclasses, dictionaries and tuples."""
     if isinstance(value, dict):
         return {name: average(item) for name, item in value.items()}
     if isinstance(value, tuple):
@@ -146,7 +147,7 @@ def average(value: Any) -> Any:
 
 
 class SmallRun:
-    """A decoder that is trained on nothing, a few steps at a time, so that a whole probe's load falls on it."""
+    """A decoder that is trained on random data, a few steps at a time, so that load over the whole probe affects it."""
 
     def __init__(self, plan: Plan):
         before_bytes = own_bytes()
@@ -164,8 +165,8 @@ class SmallRun:
         self.grown_bytes = own_bytes() - before_bytes
 
     def run(self, steps: int) -> None:
-        """The first step after a pause, which finds no cache filled and its peers elsewhere, is left out; but where
-        steps are long, it is the only one."""
+        """The first step after a pause, with cold caches and late peers, is left out, unless steps are so long that it
+        is the only one."""
         dist.barrier()
         if not self.is_long:
             self._step()
@@ -178,7 +179,7 @@ class SmallRun:
         train_step(self.state, [(self.tokens, self.tokens)], global_tokens=self.plan.tokens_per_step, clip_norm=1.0)
 
     def parts_s(self) -> dict[str, float]:
-        """The mean step's parts; the slowest tenth, where something else broke in, is left out."""
+        """The mean step's parts, without the slowest tenth, in which other programs interfered."""
         steps = sorted(self.steps, key=lambda parts: sum(parts.values()))
         kept = steps[: max(1, len(steps) * 9 // 10)]
         return {part: sum(step[part] for step in kept) / len(kept) for part in PARTS}
@@ -188,7 +189,7 @@ class SmallRun:
 
 
 def own_bytes() -> float:
-    """Leave out the libraries' pages, which come and go with the machine's other needs (macOS does not count them)."""
+    """Leave out the libraries' pages, which vary with the machine's other needs (macOS does not count them)."""
     memory = psutil.Process().memory_info()
     return float(memory.rss - getattr(memory, "shared", 0))
 
@@ -210,17 +211,17 @@ def plan_of(model: DecoderModel, seq_len: int, samples: int, compute: str) -> Pl
     return replace(plan, params=sum(parameter.numel() for parameter in module.parameters()))
 
 
-# Operations' and collectives' seconds over size, every process at work at once.
+# Seconds of operations and collectives over size, with every process at work at once.
 #
-# A size is timed in short rounds and the quickest counts: what another program takes away is not the operation's own.
-# The reference steps (`probe`) show what this machine leaves of it.
+# A size is timed in short rounds and the fastest counts, so that load of other programs has little effect. The
+# reference steps (`probe`) show the effect of that load.
 
 
 CPU = torch.device("cpu")
 ROUNDS = 3
 ROUND_S = 0.004
 ROTATED_BYTES = 16 * 2**20
-"""Operands rotate through this much memory, so that the innermost cache does not flatter small ones."""
+"""Operands rotate through this much memory, so that small ones do not stay in the innermost cache."""
 ELEMENTS = (64, 2**14, 2**17, 2**20)
 MATRIX_SIDES = (16, 64, 256, 512, 1024)
 SEQUENCES = (64, 256, 1024)
@@ -228,14 +229,14 @@ MESSAGE_BYTES = (2**6, 2**16, 2**20, 2**22)
 CALLS = 5
 """Calls of a collective on each size."""
 LONG_S = 0.25
-"""A call that takes longer ends its curve: larger sizes follow in proportion. A product in a format that the processor
-does not have (bf16, some hundred times slower than fp32) would take minutes."""
+"""A call that takes longer ends its curve: larger sizes follow in proportion. A product in a format without native
+support (bf16, some hundred times slower than fp32) would take minutes."""
 
 Run = Callable[[], Any]
 
 
 def call_s(runs: Sequence[Run]) -> float:
-    """Return the seconds of a call in the quickest round, over calls that take turns."""
+    """Return the seconds of a call in the fastest round, over calls that take turns."""
     runs[0]()
     dist.barrier()
     turns = cycle([*runs[1:], runs[0]])
@@ -254,7 +255,7 @@ def measure_curve(sizes: Sequence[int], make_run: Callable[[int], Run], bytes_ea
 
 
 def longest_s(own_s: float) -> float:
-    """Return what the slowest process took, by which all of them decide alike."""
+    """Return the time of the slowest process, by which all of them decide in the same way."""
     longest = torch.tensor(own_s)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return longest.item()
@@ -368,7 +369,7 @@ def measure_attention(dtype: torch.dtype, head_size: int) -> Passes:
             *(q, k, v),
         )
 
-    return measure_passes(runs, SEQUENCES, bytes_each=2**17)  # every length with as many tokens: few copies
+    return measure_passes(runs, SEQUENCES, bytes_each=2**17)  # every length with the same number of tokens: few copies
 
 
 # Collectives
@@ -390,7 +391,7 @@ def reduce_scatter(message: Tensor) -> None:
 
 
 def measure_collective(collective: Callable[[Tensor], None]) -> Curve:
-    """Each call follows work of its own, as in a backward: processes that are not in step wait for one another."""
+    """Each call follows separate work, as in a backward: processes that are not in step wait for one another."""
     work = torch.randn(384, 384)
     world_size = dist.get_world_size()
     medians = []

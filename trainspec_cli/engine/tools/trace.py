@@ -1,7 +1,7 @@
 """A rank's real step of a plan, counted under fake tensors.
 
-They have shapes and no memory; collectives go through a process group that sends nothing. So what one rank of thousands
-holds and computes can be counted on a laptop.
+They have shapes and no memory; collectives use a process group that sends nothing. So the memory and compute of one
+rank among thousands can be counted on a laptop.
 """
 
 from __future__ import annotations
@@ -46,10 +46,8 @@ def run(request: TraceRequest) -> TraceResult:
 
 
 def trace_rank(plan: Plan, rank: int) -> TraceResult:
-    """Micro-batches are alike: where there are many, what one more takes follows from a shorter and a longer step.
-
-    Blocks are traced eager and with the default kernels: others compute the same, and keep no more.
-    """
+    """Micro-batches are alike: with many, the cost of one more follows from a shorter and a longer step. Blocks are
+    traced eager and with the default kernels: others compute the same, and keep no more."""
     plan = replace(plan, spec=replace(plan.spec, compile=False), kernels=KernelSpec())
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan.layout, "cpu")
@@ -94,7 +92,7 @@ def axes_of_groups(state: TrainState) -> dict[str, str]:
 
 
 def name_state(ledger: Ledger, state: TrainState) -> None:
-    """Name what lasts from step to step; a gradient as soon as it stands at its parameter, a shard of it or whole."""
+    """Name what stays from step to step; a gradient when it is at its parameter, a shard of it or whole."""
     ledger.name((share.local for share in state.shares), "parameters")
     ledger.name((buffer for part in state.parts for buffer in part.buffers()), "parameters")
     moments = (value for moments in state.optimizer.state.values() for value in moments.values())
@@ -167,7 +165,7 @@ def extrapolate(plan: Plan, counted: dict[int, TraceResult]) -> TraceResult:
     peak_times = times if grows else 0.0
 
     def each(before: dict[str, float], after: dict[str, float], times: float) -> dict[str, float]:
-        """Go on from the values of `after` by their distance to those of `before`, this number of times."""
+        """Extrapolate from the values of `after` by their distance to those of `before`, this number of times."""
         return {key: value + times * (value - before.get(key, 0.0)) for key, value in after.items()}
 
     return replace(
@@ -190,10 +188,8 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 def even_out(part: Any) -> None:
-    """Give every rank the same number of tokens: fake ones do not say which expert they visit.
-
-    What torch knows of the grouped product's shapes holds for bf16 alone; one product of all rows takes as much.
-    """
+    """Give every rank the same number of tokens: fake tokens do not determine their expert. torch knows the grouped
+    product's shapes only for bf16; one product of all rows has the same cost."""
     for module in part.modules():
         if isinstance(module, Experts):
             module.grouped_matmul = _GroupedProduct.multiply  # type: ignore[method-assign, assignment]
@@ -202,7 +198,7 @@ def even_out(part: Any) -> None:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The sizes and the work of a grouped product: every row meets one matrix."""
+    """The sizes and the FLOPs of a grouped product: every row meets one matrix."""
 
     @classmethod
     def multiply(cls, x_MD: Tensor, weight_EDF: Tensor, _counts_E: Tensor) -> Tensor:

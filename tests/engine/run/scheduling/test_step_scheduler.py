@@ -441,7 +441,7 @@ def test_directives_that_cannot_be_followed_are_refused(
     (problem,) = error.value.problems
     assert says in problem.message
     assert str(path) in problem.message
-    assert "take" in problem.hint
+    assert "delete the line" in problem.hint
     assert error.value.exit_code == 4
 
 
