@@ -132,13 +132,13 @@ class SlowNodes:
             return []
         made = self._take_steps(self._events.read())
         try:
-            return self._look(made)
+            return self._process_reports(made)
         except Exception as error:  # for example a damaged file
             self._report(f"no further node is left out: {type(error).__name__}: {error}")
             self._is_on = False
             return []
 
-    def _look(self, made: int) -> list[NodeSlow]:
+    def _process_reports(self, made: int) -> list[NodeSlow]:
         """Process the reports after `made` steps."""
         report = self._mail.speeds
         is_known = self._learnt is not None and self._learnt.report is report
@@ -411,7 +411,7 @@ class Supervisor:
         if self._backend and (hub := self._backend.hub):
             self._mail.speeds = hub.take_speeds() or self._mail.speeds
             for message, rank in self._mail.unsent:
-                hub.tell(message, rank)
+                hub.send_to_workers(message, rank)
         self._mail.unsent.clear()
         for event in self._slow_nodes.poll() if self._slow_nodes else ():
             self._take(event)
@@ -475,7 +475,7 @@ class Supervisor:
             case run_state.RecordLosses():
                 self._record_losses()
             case run_state.Expect(groups):
-                self._mail.tell(ExpectGroups(groups))
+                self._mail.send(ExpectGroups(groups))
             case run_state.Refuse(code, message, hint):
                 if code == "agents_failed":
                     hint = f"look at {self._job.torchrun_log}"

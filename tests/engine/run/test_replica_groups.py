@@ -330,7 +330,7 @@ def test_a_group_that_heals_says_that_what_its_gradients_had_lost_is_gone(
     compression = trial.compression = Compression(inside=gradients, across=gradients)
     exchange = compression.of("groups.0.4", 4, inside=True)
     if exchange is not None and exchange.feedback is not None:
-        exchange.feedback.settled.fill_(0.5)
+        exchange.feedback.committed.fill_(0.5)
     group = Group(trial, 0)
     membership = group.coordinator._membership
     agree = membership.agree
@@ -339,7 +339,7 @@ def test_a_group_that_heals_says_that_what_its_gradients_had_lost_is_gone(
     group.coordinator.leave()
     own = read_events(trial.run.group_events(0, 0))
     assert [(event["step"], event["message"]) for event in own] == [(7, HEALS_WITHOUT_LOST)] * warnings
-    assert not any(feedback.settled.any() for feedback in compression.feedbacks.values())
+    assert not any(feedback.committed.any() for feedback in compression.feedbacks.values())
 
 
 def test_an_exchange_through_the_host_is_in_the_log_once(
@@ -460,7 +460,7 @@ def test_one_group_alone_goes_on_where_the_supervisor_expects_no_other(lab: Call
     group = trial.start(0)
     group.thread.join(0.1)
     assert group.thread.is_alive() and group.progress.step == 0
-    group.supervisor.tell(ExpectGroups(1))
+    group.supervisor.deliver(ExpectGroups(1))
     trial.check_all_done()
 
 

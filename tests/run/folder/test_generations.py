@@ -68,7 +68,7 @@ def test_often_written_things_look_now_and_then(tmp_path: Path, monkeypatch: pyt
     fence.check_now_and_then()
     generations.begin(run)
     fence.check_now_and_then()
-    now[0] += generations.LOOK_INTERVAL_S
+    now[0] += generations.CHECK_INTERVAL_S
     with pytest.raises(WorkerError):
         fence.check_now_and_then()
 

@@ -73,7 +73,7 @@ def has_other_losses(state: TrainState) -> bool:
     """Return whether exchanges outside of the layout have lost something: those of replica groups."""
     moved = {id(kept) for losses in state.losses for kept in (losses.over_shards, losses.over_replicas)}
     others = (kept for kept in state.compression.feedbacks.values() if id(kept) not in moved)
-    return any(bool(kept.settled.any()) for kept in others)
+    return any(bool(kept.committed.any()) for kept in others)
 
 
 def _trained(state: TrainState) -> list[Share]:

@@ -80,14 +80,14 @@ class Feedback:
     """
 
     def __init__(self, values: int, device: torch.device):
-        self.settled = torch.zeros(values, dtype=torch.bfloat16, device=device)
+        self.committed = torch.zeros(values, dtype=torch.bfloat16, device=device)
         """As of the last update: the part that a checkpoint holds."""
-        self._running = torch.zeros_like(self.settled)
+        self._running = torch.zeros_like(self.committed)
         self._is_running = False
 
     @property
     def newest(self) -> Tensor:
-        return self._running if self._is_running else self.settled
+        return self._running if self._is_running else self.committed
 
     def keep(self, lost: Tensor) -> None:
         self._running.copy_(lost)
@@ -98,11 +98,11 @@ class Feedback:
         place = self._running[start : start + len(lost)]
         place += lost[: len(place)].to(place.dtype)
 
-    def settle(self, skipped: Tensor) -> None:
+    def end_step(self, skipped: Tensor) -> None:
         """The step is over; `skipped` (a number on any device) is not 0 if it has updated nothing."""
         if self._is_running:
-            stays = skipped.to(self.settled.device).bool()
-            self.settled.copy_(torch.where(stays, self.settled, self._running))
+            stays = skipped.to(self.committed.device).bool()
+            self.committed.copy_(torch.where(stays, self.committed, self._running))
         self._is_running = False
 
     def discard(self) -> None:
@@ -110,7 +110,7 @@ class Feedback:
         self._is_running = False
 
     def clear(self) -> None:
-        self.settled.zero_()
+        self.committed.zero_()
         self._is_running = False
 
 
@@ -187,7 +187,7 @@ class Compression:
     def saved(self) -> dict[str, Tensor]:
         """Return the entries for a checkpoint, by name."""
         names = self.feedbacks if self.saved_as else ()
-        return {f"feedback.{self.saved_as}.{name}": self.feedbacks[name].settled for name in names}
+        return {f"feedback.{self.saved_as}.{name}": self.feedbacks[name].committed for name in names}
 
     def of_group(self, name: str, values: int, group: dist.ProcessGroup) -> CompressedSum | None:
         """Return the exchange `name` of `values` gradients over `group`; None where they are sent uncompressed, or not
@@ -202,9 +202,9 @@ class Compression:
             self.feedbacks[name] = Feedback(values, self.device)
         return CompressedSum(codec, self.feedbacks.get(name))
 
-    def settle(self, skipped: Tensor) -> None:
+    def end_step(self, skipped: Tensor) -> None:
         for feedback in self.feedbacks.values():
-            feedback.settle(skipped)
+            feedback.end_step(skipped)
 
     def discard(self) -> None:
         for feedback in self.feedbacks.values():

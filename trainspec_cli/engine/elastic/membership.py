@@ -148,7 +148,7 @@ class Membership:
         """This rank has met an error since `agree`."""
         return self._error is not None
 
-    def settle(self, counts: Tensor) -> None:
+    def agree_on_counts(self, counts: Tensor) -> None:
         """Give every rank of this group the largest of its ranks' counts, and find whether any met an error."""
         greatest = torch.cat([counts, torch.tensor([float(self.failed)])])
         if self.own.group_size > 1:

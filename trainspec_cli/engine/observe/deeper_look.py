@@ -223,7 +223,7 @@ class DeeperLook(threading.Thread):
             self._begun = StepsInView(self._device) if is_free else None
             self._has_begun.set()
 
-    def looked_at(self, step: int) -> bool:
+    def was_profiled(self, step: int) -> bool:
         """Return whether this step was profiled: it took longer than usual."""
         return self._begun is not None and 0 < self._begun.first_step <= step <= self._begun.last_step
 
@@ -237,8 +237,8 @@ class DeeperLook(threading.Thread):
     def run(self) -> None:
         while not self._closed.wait(POLL_S):
             try:
-                for order in self._supervisor.take(LookOrder):
-                    self._look(order)
+                for order in self._supervisor.receive(LookOrder):
+                    self._profile(order)
             except (WorkerError, OSError) as error:  # a failed profile does not end the training
                 self._warn(str(error))
 
@@ -247,7 +247,7 @@ class DeeperLook(threading.Thread):
         with suppress(WorkerError, OSError):
             self._journal.write(WarningEvent(step=self._step, message=f"no deeper look is taken: {why}"))
 
-    def _look(self, order: LookOrder) -> None:
+    def _profile(self, order: LookOrder) -> None:
         """Profile, and record the result; nothing if the run ends before."""
         view = None
         if order.cause != "hang":  # a rank that hangs makes no step

@@ -350,11 +350,11 @@ class ModuleLosses:
         the ranks of both groups together."""
         feedback = self.over_shards or self.over_replicas
         assert feedback is not None, "a module without feedback has lost nothing"
-        own_N = torch.zeros(sum(self._sizes), device=feedback.settled.device)
+        own_N = torch.zeros(sum(self._sizes), device=feedback.committed.device)
         if self.over_shards is not None:
-            reduce_scatter(own_N, self.over_shards.settled.float().view(self.shards.size(), -1), self.shards)
+            reduce_scatter(own_N, self.over_shards.committed.float().view(self.shards.size(), -1), self.shards)
         if self.over_replicas is not None:
-            own_N += self.over_replicas.settled
+            own_N += self.over_replicas.committed
         if self.replicas.size() > 1:
             all_reduce_(own_N, self.replicas)
         yield from zip(_parameters(self.module), own_N.split(self._sizes), strict=True)
@@ -369,11 +369,11 @@ class ModuleLosses:
         own_N = torch.cat(parts)
         if self.over_shards is not None:
             self.over_shards.clear()
-            self.over_shards.settled.view(self.shards.size(), -1)[self.shards.rank()] = own_N.bfloat16()
+            self.over_shards.committed.view(self.shards.size(), -1)[self.shards.rank()] = own_N.bfloat16()
         if self.over_replicas is not None:
             self.over_replicas.clear()
             if self.over_shards is None:
-                self.over_replicas.settled.copy_(own_N)
+                self.over_replicas.committed.copy_(own_N)
 
     @property
     def _sizes(self) -> list[int]:

@@ -132,7 +132,7 @@ class ReplicaGroups(Coordinator):
         present = len(self._taking_part.groups)
         resilience = self._spec.resilience
         stepped = self._committed is not None or self._taking_part.healed
-        for message in self._run.supervisor.take(ExpectGroups):
+        for message in self._run.supervisor.receive(ExpectGroups):
             self._expected_groups = message.groups
         complete = stepped or present >= self._expected_groups
         tenures = [0.0] * present
@@ -146,7 +146,7 @@ class ReplicaGroups(Coordinator):
         interval = self._spec.resilience.sdc_check
         if interval is not None and self._progress.step % interval == 0:
             self._compare_digests()
-        self._membership.settle(roll)
+        self._membership.agree_on_counts(roll)
         has_stepped, is_complete, stop, holds_back = (bool(count) for count in roll[: len(flags)])
         tenures, rates = roll[len(flags) :].view(2, present).tolist()
         self.leads = tenures.index(max(tenures)) == self._taking_part.rank

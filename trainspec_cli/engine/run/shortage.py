@@ -45,7 +45,7 @@ from trainspec_cli.run.folder.event_types.events import MemoryEvent, WarningEven
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.recovery.memory import next_setting, rank_setting, with_reliefs
 
-LOOK_INTERVAL_S = 0.25
+POLL_S = 0.25
 OTHERS_S, OTHERS_TIMES = 30.0, 10.0
 """Limit of the wait for the others' pieces: this many seconds plus this many times the time of this rank's piece."""
 
@@ -67,7 +67,7 @@ class Emergency:
         """Values that change within a step (running statistics), as they were when it began."""
         self.buffers = [pair for part in run.state.parts for pair in kept_buffers(part)]
         if dist.get_world_size() > 1:
-            threading.Thread(target=self._look_for_notes, name="emergency", daemon=True).start()
+            threading.Thread(target=self._await_notes, name="emergency", daemon=True).start()
 
     def begin_step(self, progress: TrainProgress) -> None:
         """From here until this step's update the state is that of `progress`."""
@@ -92,17 +92,17 @@ class Emergency:
         own_s = time.monotonic() - started
         deadline = time.monotonic() + OTHERS_S + OTHERS_TIMES * own_s
         while not (whole := self._run_dir.manifest(progress.step).is_file()) and time.monotonic() < deadline:
-            time.sleep(LOOK_INTERVAL_S)
+            time.sleep(POLL_S)
         return whole
 
     def close(self) -> None:
         self._closed.set()
 
-    def _look_for_notes(self) -> None:
+    def _await_notes(self) -> None:
         """A note may be for the step after the one that this rank is still in."""
         notes: list[ShortageNote] = []
-        while not self._closed.wait(LOOK_INTERVAL_S):
-            notes += self._supervisor.take(ShortageNote)
+        while not self._closed.wait(POLL_S):
+            notes += self._supervisor.receive(ShortageNote)
             progress = self._progress
             if progress is not None and any(note.step == progress.step for note in notes):
                 self._save_own(progress)

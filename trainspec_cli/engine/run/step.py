@@ -122,7 +122,7 @@ def _update(state: TrainState, loss: Tensor, clip_norm: float | None, report: St
     norm = agreed[1].sqrt().float()
     with state.clock.part("optimizer"):
         skipped = guarded_update(state.optimizer, state.shares, norm, mean_loss, clip_norm)
-    state.compression.settle(skipped)
+    state.compression.end_step(skipped)
     if state.routers:
         update_balance(state.routers, Peers(state.mesh.stage.get_group(), state.clock.collective))
     noise, figures_of_all = agreed[len(sums) :].split([len(noise), reported.numel()])

@@ -25,7 +25,7 @@ class SupervisorLink:
     def __init__(self, supervisor: SupervisorConnection):
         self._supervisor = supervisor
         self.writes = dist.get_rank() == 0
-        self._told: tuple[object, ...] = ()
+        self._reported: tuple[object, ...] = ()
         self.links: tuple[MeasuredLink, ...] = ()
         """The links whose speeds are known, in the layout in force; they are reported with the ranks' speeds."""
         self._newest: Proposal | None = None
@@ -34,7 +34,7 @@ class SupervisorLink:
 
     # To the supervisor
 
-    def tell(
+    def report(
         self,
         step: int,
         step_s: float,
@@ -46,9 +46,9 @@ class SupervisorLink:
         """Report the speeds of all ranks, and the samples of each, if they have changed and all are known."""
         known = [speed for speed in speeds if speed is not None]
         news = layout, micro_batches, tuple(samples), tuple(known), self.links
-        if not self.writes or len(known) < len(speeds) or news == self._told:
+        if not self.writes or len(known) < len(speeds) or news == self._reported:
             return
-        self._told = news
+        self._reported = news
         self._supervisor.send(
             SpeedsReport(
                 step=step,
@@ -64,9 +64,9 @@ class SupervisorLink:
 
     # From the supervisor
 
-    def look(self) -> int:
+    def newest_number(self) -> int:
         """Return the number of the newest proposal; 0 without one, and on other ranks than 0."""
-        for proposal in self._supervisor.take(Proposal):
+        for proposal in self._supervisor.receive(Proposal):
             self._newest = proposal
         return self._newest.number if self._newest else 0
 

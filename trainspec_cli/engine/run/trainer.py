@@ -341,7 +341,7 @@ class Trainer:
             parts_s,
             taken.group_samples,
             [one.speed for one in reports if one.speed is not None],
-            shows_speed=not self.deeper_look.looked_at(done.step),
+            shows_speed=not self.deeper_look.was_profiled(done.step),
             garbage_s=done.garbage_s,
         )
         of_links = [one.links for one in reports if one.links is not None]

@@ -118,7 +118,7 @@ def leave_gradients(plan: Plan, state: TrainState, folder: Path, own: OwnSamples
                 part = gradient.detach() / exchanges
                 means[id(share)] = means[id(share)] + part if id(share) in means else part
         clear_gradients(state.shares)
-        state.compression.settle(torch.zeros(()))
+        state.compression.end_step(torch.zeros(()))
     write_parameters(state, folder, "gradients", lambda share: means.get(id(share)))
     state.compression.clear()
 

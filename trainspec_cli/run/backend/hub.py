@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.run.channel import messages
-from trainspec_cli.run.channel.wire import Knock, Wire
+from trainspec_cli.run.channel.wire import PendingPeer, Wire
 
 MAX_ACCEPTED = 256
 """The most connections that one poll accepts, so that a flood of them does not keep the hub from its agents."""
 
 
-def max_knocks(num_nodes: int) -> int:
+def max_pending(num_nodes: int) -> int:
     """Return how many connections may be in their handshake at once; one more closes the oldest. Each is polled at
     least twice, so that an agent can answer between two polls. A worker whose connection is closed connects again."""
     return num_nodes + 2 * MAX_ACCEPTED
@@ -96,8 +96,8 @@ class Hub:
         self._join_deadline = time.monotonic() + join_timeout_s
         self._missing = f"did not join within {join_timeout_s:g} s" + (f" ({join_key})" if join_key else "")
         self.nodes = [RemoteNode(node) for node in range(num_nodes)]
-        self._knocks: deque[Knock] = deque()
-        self._max_knocks = max_knocks(num_nodes)
+        self._pending: deque[PendingPeer] = deque()
+        self._max_pending = max_pending(num_nodes)
         self._newcomers: deque[Wire] = deque()
         self._server = listener
         self._server.setblocking(False)
@@ -124,14 +124,14 @@ class Hub:
         for wire in self._workers.values():
             wire.flush()
         for key, _ in self._ready.select(0):
-            self._hear(key.data, self._workers[key.data].receive())
+            self._handle(key.data, self._workers[key.data].receive())
         return news
 
     def send(self, message: messages.HubMessage) -> None:
         for node in self.nodes:
             node.send(message)
 
-    def tell(self, message: messages.WorkerMessage, rank: int | None = None) -> None:
+    def send_to_workers(self, message: messages.WorkerMessage, rank: int | None = None) -> None:
         """Send to the worker of this rank if it is connected, or to all workers; those that connect later receive it
         too."""
         if rank is None:
@@ -149,22 +149,22 @@ class Hub:
     def close(self) -> None:
         self._server.close()
         self._ready.close()
-        for knock in self._knocks:
-            knock.close()
+        for peer in self._pending:
+            peer.close()
         nodes = (node.wire for node in self.nodes if node.wire)
         for wire in [*self._newcomers, *nodes, *self._workers.values()]:
             wire.close()
 
     def _welcome(self) -> list[News]:
-        for knock in list(self._knocks):
+        for peer in list(self._pending):
             try:
-                wire = knock.advance()
+                wire = peer.advance()
             except OSError:
-                knock.close()
-                self._knocks.remove(knock)
+                peer.close()
+                self._pending.remove(peer)
                 continue
             if wire:
-                self._knocks.remove(knock)
+                self._pending.remove(peer)
                 self._newcomers.append(wire)
         news: list[News] = []
         for wire in list(self._newcomers):
@@ -186,14 +186,14 @@ class Hub:
             except BlockingIOError:
                 return
             except OSError:  # no descriptors are left, or the peer has already closed
-                if not self._knocks:
+                if not self._pending:
                     return
-                self._knocks.popleft().close()
+                self._pending.popleft().close()
                 continue
-            if len(self._knocks) >= self._max_knocks:
-                self._knocks.popleft().close()
+            if len(self._pending) >= self._max_pending:
+                self._pending.popleft().close()
             try:
-                self._knocks.append(Knock(connection, self._secret))
+                self._pending.append(PendingPeer(connection, self._secret))
             except OSError:  # the peer has already closed
                 connection.close()
 
@@ -203,7 +203,7 @@ class Hub:
         hello, *others = received
         if isinstance(hello, messages.WorkerHello):
             self._take_in(hello.rank, wire)
-            self._hear(hello.rank, others)
+            self._handle(hello.rank, others)
             return []
         if not isinstance(hello, messages.Hello) or not self._is_free(hello.node):
             if isinstance(hello, messages.Hello) and hello.node in range(len(self.nodes)) and not self._welcomes_back:
@@ -223,12 +223,12 @@ class Hub:
         for message in self._for_later.values():
             wire.send(message)
 
-    def _hear(self, rank: int, received: list[messages.Message]) -> None:
+    def _handle(self, rank: int, received: list[messages.Message]) -> None:
         for message in received:
             if isinstance(message, messages.SpeedsReport):
                 self._speeds = message
             elif isinstance(message, messages.ShortageNote):  # the other ranks wait for this one without knowing why
-                self.tell(message)
+                self.send_to_workers(message)
             else:
                 self._workers[rank].close()
         if self._workers[rank].closed:

@@ -22,7 +22,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_result
 from trainspec_cli.run.job.job import Job, group_job
 from trainspec_cli.run.recovery import run_state
-from trainspec_cli.run.recovery.memory import settle
+from trainspec_cli.run.recovery.memory import apply_reliefs
 from trainspec_cli.run.rendezvous.address import Rendezvous
 
 
@@ -169,7 +169,7 @@ def _in_force(run: RunDir, plan: Plan, step: int) -> tuple[str, MemorySetting]:
     """Return the layout's axes that a run has after `step` updates, and the memory setting that it uses in this
     layout."""
     layout = plan.layout
-    setting = settle(plan.memory_setting, read_sound_reliefs(run, layout.describe()))
+    setting = apply_reliefs(plan.memory_setting, read_sound_reliefs(run, layout.describe()))
     for event in read_sound(run.directives):
         if not isinstance(event, DirectiveEvent) or not event.applied or event.step > step:
             continue
@@ -177,7 +177,7 @@ def _in_force(run: RunDir, plan: Plan, step: int) -> tuple[str, MemorySetting]:
             layout = event.layout
             if not isinstance(event.micro_batch_size, Absent):
                 setting = replace(setting, micro_batch_size=event.micro_batch_size)
-            setting = settle(setting, read_sound_reliefs(run, layout.describe()))
+            setting = apply_reliefs(setting, read_sound_reliefs(run, layout.describe()))
     return layout.describe(), setting
 
 

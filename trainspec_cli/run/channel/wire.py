@@ -43,7 +43,7 @@ def call_hub(address: tuple[str, int] | str, secret: bytes) -> Wire:
             time.sleep(RETRY_S)
 
 
-class Knock:
+class PendingPeer:
     """A connection to the hub before its handshake is complete."""
 
     def __init__(self, connection: socket.socket, secret: bytes):
@@ -80,7 +80,7 @@ class Wire:
         self._connection = connection
         self._unread = b""
         self._unsent = b""
-        self._heard_at = self._beat_at = time.monotonic()
+        self._received_at = self._beat_at = time.monotonic()
         self.closed = False
         self.was_heard = False
         """The peer has sent something."""
@@ -92,7 +92,7 @@ class Wire:
 
     @property
     def silent_s(self) -> float:
-        return time.monotonic() - self._heard_at
+        return time.monotonic() - self._received_at
 
     def send(self, message: Message) -> None:
         self._unsent += encode(message)
@@ -133,7 +133,7 @@ class Wire:
                 piece = b""
             self.closed = not piece
             if piece:
-                self._heard_at = time.monotonic()
+                self._received_at = time.monotonic()
                 self.was_heard = True
                 self._unread += piece
 

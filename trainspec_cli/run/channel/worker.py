@@ -52,7 +52,7 @@ class SupervisorConnection:
             else:
                 self._wire.send(message)
 
-    def take(self, kind: type[MessageT]) -> list[MessageT]:
+    def receive(self, kind: type[MessageT]) -> list[MessageT]:
         """Return the messages of this type since the last call, oldest first."""
         with self._lock:
             found: list[MessageT] = [message for message in self._received if isinstance(message, kind)]
@@ -105,7 +105,7 @@ class WorkerMail:
         self.unsent: list[tuple[WorkerMessage, int | None]] = []
         """Messages with the rank of their worker, or None for all."""
 
-    def tell(self, message: WorkerMessage, rank: int | None = None) -> None:
+    def send(self, message: WorkerMessage, rank: int | None = None) -> None:
         self.unsent.append((message, rank))
 
     def clear(self) -> None:

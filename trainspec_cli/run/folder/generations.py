@@ -28,7 +28,7 @@ from trainspec_cli.run.folder.paths import RECIPE, RunDir
 
 FENCED = "fenced"
 """The code of the error that ends processes of an older start."""
-LOOK_INTERVAL_S = 1.0
+CHECK_INTERVAL_S = 1.0
 SECRET_BYTES = 32
 
 
@@ -119,7 +119,7 @@ class Fence:
     def __init__(self, run: RunDir, generation: int | None):
         self._run = run
         self._generation = generation
-        self._looked_at = -LOOK_INTERVAL_S
+        self._checked_at = -CHECK_INTERVAL_S
 
     @staticmethod
     def of_worker(run: RunDir) -> Fence:
@@ -132,7 +132,7 @@ class Fence:
 
     def check(self) -> None:
         """Check before anything permanent is written. Raises WorkerError where the run belongs to a newer start."""
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         if self.is_closed():
             owner = newest(self._run)
             message = (
@@ -141,8 +141,8 @@ class Fence:
             raise WorkerError(message, code=FENCED)
 
     def check_now_and_then(self) -> None:
-        """Call `check` at most once in `LOOK_INTERVAL_S`: for frequent writes."""
-        if time.monotonic() - self._looked_at >= LOOK_INTERVAL_S:
+        """Call `check` at most once in `CHECK_INTERVAL_S`: for frequent writes."""
+        if time.monotonic() - self._checked_at >= CHECK_INTERVAL_S:
             self.check()
 
 

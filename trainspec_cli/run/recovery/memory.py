@@ -70,7 +70,7 @@ def next_setting(
     return next((setting for setting in ladder if rank_setting(setting) > last), None)
 
 
-def settle(setting: MemorySetting, reliefs: Sequence[Relief]) -> MemorySetting:
+def apply_reliefs(setting: MemorySetting, reliefs: Sequence[Relief]) -> MemorySetting:
     """Return the setting that `reliefs` lead to from `setting`: a setting that needs at least as much as a failed one
     is replaced by its successor."""
     while True:
@@ -89,7 +89,7 @@ def settle(setting: MemorySetting, reliefs: Sequence[Relief]) -> MemorySetting:
 def with_reliefs(plan: Plan, reliefs: Sequence[Relief]) -> Plan:
     """Return `plan` as changed by the shortages so far; from the first one on no rank is given more samples at a time
     than the others."""
-    setting = settle(plan.memory_setting, reliefs)
+    setting = apply_reliefs(plan.memory_setting, reliefs)
     if setting == plan.memory_setting and not any(_is_alike(relief.failed, setting) for relief in reliefs):
         return plan
     return replace(with_setting(plan, setting), largest_micro_batch_size=setting.micro_batch_size)

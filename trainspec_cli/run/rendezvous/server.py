@@ -28,7 +28,7 @@ from trainspec_cli.recipe.records import read_record
 from trainspec_cli.run.folder.generations import read_secret
 from trainspec_cli.run.job.machine import BACKLOG, allow_connections
 from trainspec_cli.run.recovery.reliability import ConnectedGroup, QuorumRules, choose_members
-from trainspec_cli.run.rendezvous.door import BAD_REQUEST, Door, prove
+from trainspec_cli.run.rendezvous.handshakes import BAD_REQUEST, Handshakes, prove
 from trainspec_cli.run.rendezvous.key_value import KeyValueStore
 
 TICK_S = 0.05
@@ -96,7 +96,7 @@ class RendezvousServer:
         self._secret = secret
         self.store = KeyValueStore()
         self.quorums = quorums
-        self._door = Door()
+        self._handshakes = Handshakes()
         self._proven = 0
 
     async def serve(self, listener: socket.socket, supervisor: int, grace_s: float) -> None:
@@ -121,7 +121,7 @@ class RendezvousServer:
 
         name = ""
         try:
-            async with self._door.proving():
+            async with self._handshakes.limited():
                 await prove(reader, writer, Challenge(self._secret, RENDEZVOUS_PURPOSE))
             self._proven += 1
             try:
@@ -140,7 +140,7 @@ class RendezvousServer:
                 self._proven -= 1
                 self.quorums.leave(name, write)
         except (*BAD_REQUEST, OSError, EOFError, asyncio.CancelledError) as error:
-            self._door.note_refusal("rendezvous", writer, error)
+            self._handshakes.note_refusal("rendezvous", writer, error)
         finally:
             writer.transport.abort()
 

@@ -314,7 +314,7 @@ class StepScheduler:
         if self._mode == "off" or step % self._interval_steps:
             return None
         speed = self._tracker.estimate or Speed(0.0, 0.0)
-        proposal = self._link.look() if self._run.group is None else 0
+        proposal = self._link.newest_number() if self._run.group is None else 0
         change_s = self._change_cost.seconds
         own = speed.fixed_s, speed.per_sample_s, speed.noise
         return SpeedFigures(*own, change_s, *self._last_s, proposal, speed.shown_steps)
@@ -365,7 +365,7 @@ class StepScheduler:
         if self._run.group is None and self._link.writes:  # the supervisor decides on what the ranks cannot
             samples_of = {rank: count for row, count in zip(self._rows, counts, strict=True) for rank in row}
             of_ranks = [samples_of[rank] for rank in range(len(samples_of))]
-            self._link.tell(step, slowest_step_s, self._run.plan.layout, micro_batches, of_ranks, settled)
+            self._link.report(step, slowest_step_s, self._run.plan.layout, micro_batches, of_ranks, settled)
         self.is_proposed = int(reported[0].proposal) > self._link.received
         steps = self._interval_steps
         change_s = max(one.change_s for one in reported)

@@ -23,7 +23,7 @@ from trainspec_cli.recipe.keys.run import RunSection
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend.family import Family, start_guard
-from trainspec_cli.run.backend.hub import Came, Hub, Lost, News, RemoteNode, max_knocks
+from trainspec_cli.run.backend.hub import Came, Hub, Lost, News, RemoteNode, max_pending
 from trainspec_cli.run.backend.local import NodeProcesses, close_family
 from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, RunningStart, poll_starts
 from trainspec_cli.run.backend.processes import POLL_S
@@ -374,7 +374,7 @@ class NodesBackend:
 
     def _open_hub(self, secret: bytes, address: str) -> Hub:
         nodes = max(self._num_nodes, len(self._places))
-        allow_connections(max_knocks(nodes) + nodes + self._job.world_size)
+        allow_connections(max_pending(nodes) + nodes + self._job.world_size)
         welcomes_back = self._num_groups > 1
         return Hub(
             nodes,
