@@ -177,9 +177,18 @@ def _silent(job: Job, torchrun_log: Path, describe: DescribeExit) -> Iterator[Wo
     text = end_of(torchrun_log)
     forced = set(_FORCED.findall(text))
     for host, rank, local_rank, code, pid in _EXIT.findall(text):
-        why = describe(int(code), worker_log(torchrun_log.parent, int(local_rank)), torchrun_log)
+        logs = [
+            log
+            for start in ("workers_*", "ranks/*")
+            for log in torchrun_log.parent.glob(f"{start}/attempt_*/{local_rank}/stderr.log")
+        ]
+        why = describe(int(code), max(logs, default=None), torchrun_log)  # the newest start's log sorts last
+        global_rank = int(rank)
+        if job.ranks:
+            # torchrun counts a group's ranks; where the group has several nodes, a node's part holds only its own.
+            global_rank = job.ranks[global_rank if global_rank < len(job.ranks) else int(local_rank)]
         yield WorkerFailure(
-            rank=_rank_in_run(job, int(rank), int(local_rank)),
+            rank=global_rank,
             host=socket.gethostname() if host == LOOPBACK else host,
             summary=why.headline,
             detail=why.detail,
@@ -192,14 +201,6 @@ def _silent(job: Job, torchrun_log: Path, describe: DescribeExit) -> Iterator[Wo
         )
 
 
-def _rank_in_run(job: Job, rank: int, local_rank: int) -> int:
-    """Return a worker's global rank. `rank` is torchrun's; where a replica group has several nodes, a node's part holds
-    the ranks of that node."""
-    if not job.ranks:
-        return rank
-    return job.ranks[rank if rank < len(job.ranks) else local_rank]
-
-
 def describe_exit(code: int) -> str:
     if code > 0:
         return f"ended with exit code {code} without a report"
@@ -209,16 +210,6 @@ def describe_exit(code: int) -> str:
     if -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
         return f"crashed in native code ({name})"
     return f"was ended by {name}"
-
-
-def worker_log(logs_of_host: Path, local_rank: int) -> Path | None:
-    """Return the newest standard error of a worker."""
-    logs = sorted(
-        log
-        for start in ("workers_*", "ranks/*")
-        for log in logs_of_host.glob(f"{start}/attempt_*/{local_rank}/stderr.log")
-    )
-    return logs[-1] if logs else None
 
 
 def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:

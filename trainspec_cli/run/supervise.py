@@ -404,19 +404,19 @@ class Supervisor:
 
     def turn(self, now_s: float, requests: StopRequests) -> None:
         """Process the new events, and execute the actions that follow."""
-        self._take(run_state.Tick(now_s))
+        self._handle(run_state.Tick(now_s))
         if self._backend:
             for event in self._backend.poll():
-                self._take(event)
+                self._handle(event)
         if self._backend and (hub := self._backend.hub):
             self._mail.speeds = hub.take_speeds() or self._mail.speeds
             for message, rank in self._mail.unsent:
                 hub.send_to_workers(message, rank)
         self._mail.unsent.clear()
         for event in self._slow_nodes.poll() if self._slow_nodes else ():
-            self._take(event)
+            self._handle(event)
         if requests.count:
-            self._take(run_state.StopRequested(requests.count))
+            self._handle(run_state.StopRequested(requests.count))
 
     def ending(self) -> Ending:
         noted = self._generation is not None and was_stop_noted(self._job.run, self._generation)
@@ -433,7 +433,7 @@ class Supervisor:
     def _exit_code(self) -> int | None:
         return self.state.exit_code if self.state.is_alone else 0
 
-    def _take(self, event: run_state.Event) -> None:
+    def _handle(self, event: run_state.Event) -> None:
         if isinstance(event, (run_state.NodeLost, run_state.NodeUnfit)):
             self._losses[event.node] = event
         elif isinstance(event, run_state.NodeBack):
@@ -471,14 +471,20 @@ class Supervisor:
                 assert self._marks is not None, "a generation is open"
                 self._marks.write(FailureMark())
             case run_state.ArchiveErrors(group):
-                self._archive_errors(group)
+                assert self._plan is not None, "replica groups have a plan"
+                logs = self._job.logs / start_folder(group, self.state.groups[group].starts)
+                logs.mkdir(parents=True, exist_ok=True)
+                for rank in ranks_of(self._plan, group):
+                    path = self._job.run.error(rank)
+                    if path.exists():
+                        path.rename(logs / path.name)
             case run_state.RecordLosses():
                 self._record_losses()
             case run_state.Expect(groups):
                 self._mail.send(ExpectGroups(groups))
             case run_state.Refuse(code, message, hint):
                 if code == "agents_failed":
-                    hint = f"look at {self._job.torchrun_log}"
+                    hint = f"read {self._job.torchrun_log}"
                 raise MachineError(Problem(code, message, hint=hint, environment=True))
 
     def _begin_generation(self) -> None:
@@ -524,15 +530,6 @@ class Supervisor:
             )
         )
         directives.close()
-
-    def _archive_errors(self, group: int) -> None:
-        assert self._plan is not None, "replica groups have a plan"
-        logs = self._job.logs / start_folder(group, self.state.groups[group].starts)
-        logs.mkdir(parents=True, exist_ok=True)
-        for rank in ranks_of(self._plan, group):
-            path = self._job.run.error(rank)
-            if path.exists():
-                path.rename(logs / path.name)
 
     def _record_losses(self) -> None:
         """Record the nodes that are lost or unfit, unless a newer start of the run has nodes of its own."""

@@ -508,7 +508,7 @@ def test_a_part_in_a_file_without_a_digest_is_refused(tmp_path):
         for key, entry in read_manifest(folder).tensors.items()
     }
     rewrite(folder, tensors=moved)
-    with pytest.raises(MachineError, match=r"lies in a file that it does not list, 'rank00007\.safetensors'"):
+    with pytest.raises(MachineError, match=r"is in a file that it does not list, 'rank00007\.safetensors'"):
         read_weights(folder, {"0.weight": (7, 5)})
 
 

@@ -74,7 +74,9 @@ def test_so_many_in_a_row_end_the_run_and_name_the_checkpoint_from_before(tmp_pa
         "the loss or the gradients were not finite for 3 steps in a row, up to step 7; "
         f"the newest checkpoint from before that is {tmp_path}/checkpoints/step_00000003"
     )
-    assert problem.hint.startswith("remove step_00000004, step_00000006 beside it, and go on from step 3: try a lower")
+    assert problem.hint.startswith(
+        "remove step_00000004, step_00000006 next to it, and continue from step 3: try a lower"
+    )
 
 
 def test_where_none_is_kept_from_before_it_starts_again(tmp_path):

@@ -258,7 +258,7 @@ def test_an_early_end_that_died_before_it_was_done_ends_again(
     assert [event["step"] for event in events_of(run, "step")] == [1, 2, 3, 4]
     result = read_json(run.run_dir.result_json)
     assert (result["status"], result["steps"], result["heldout_loss"]) == ("done", 4, 3.1)
-    assert warnings(run)[1:] == [f"{warnings(run)[0]}; train.early_stop_evals=null trains on"]
+    assert warnings(run)[1:] == [f"{warnings(run)[0]}; train.early_stop_evals=null continues training"]
 
 
 def test_a_run_that_ended_early_trains_on_where_that_is_asked_for(context: TrainingRun) -> None:

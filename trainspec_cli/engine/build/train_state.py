@@ -35,22 +35,22 @@ class Throttle:
     parts: Mapping[int, float]
     """The part of the model's layers in each stage of this rank."""
     sample_s: float = 0.0
-    """How much longer all passes of one sample through all layers take."""
+    """Additional time of all passes of one sample through all layers."""
 
     def wait(self, kind: Kind, stage: int, samples: int) -> None:
-        """Wait for what a pass of that kind takes longer; the whole backward costs two forwards."""
+        """Wait for the additional time of a pass of that kind; the whole backward costs two forwards."""
         if self.sample_s:
             time.sleep(self.sample_s * self.parts[stage] * samples * (2 if kind == "backward" else 1) / 3)
 
 
 @dataclass
 class Allowance:
-    """Memory for so many samples at a time: an injected fault, of which there usually is none."""
+    """Memory for this number of samples at a time, by an injected fault; usually None."""
 
     samples: int | None = None
 
     def check(self, kind: Kind, samples: int) -> None:
-        """Raise what an allocation would in the backward of a micro-batch that is too large."""
+        """Raise the error of an allocation in the backward of a micro-batch that is too large."""
         if self.samples is not None and samples > self.samples and kind.startswith("backward"):
             raise torch.OutOfMemoryError(f"a fault that the recipe asked for: {samples} samples do not fit")
 
@@ -103,7 +103,7 @@ class TrainState:
     sums: GradientSums | None = None
     """The sums of gradients over data-parallel ranks during the backward; None on a GPU, and where one rank has all."""
     losses: list[ModuleLosses] = field(default_factory=list)
-    """The losses of compressed exchanges of gradients, by module."""
+    """The errors of compressed exchanges of gradients, by module."""
     beyond: dict[str, Tensor] = field(default_factory=dict)
     """What a coordinator saves in addition to the model, by a name that no other rank or layout has."""
 

@@ -121,7 +121,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         for name, entry in manifest.tensors.items():
             for chunk in entry.chunks:
                 if chunk.file not in digested:
-                    raise ValueError(f"a part of {name} lies in a file that it does not list, {chunk.file!r}")
+                    raise ValueError(f"a part of {name} is in a file that it does not list, {chunk.file!r}")
         return manifest
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise refused(folder, f"{folder / MANIFEST} cannot be read: {error}") from error

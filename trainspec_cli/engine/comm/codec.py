@@ -42,7 +42,7 @@ NO_STEP, LARGEST_STEP, NOT_FINITE = 0, 254, 255
 """Codes of a block's step in four bits."""
 STEPS_OF_AN_OCTAVE = 8
 TOO_SMALL = torch.finfo(torch.float32).tiny
-"""A smaller scale is none: dividing by it may overflow."""
+"""A smaller scale counts as 0: dividing by it may overflow."""
 
 
 class Codec(Protocol):
@@ -55,7 +55,7 @@ class Codec(Protocol):
 
     @property
     def feeds_back(self) -> bool:
-        """Return whether what it loses of a gradient is worth adding to the next one."""
+        """Return whether its error in a gradient is worth adding to the next one."""
         ...
 
     def encode(self, x_RN: Tensor) -> Tensor:
@@ -203,9 +203,9 @@ def _hadamard(device: torch.device) -> Tensor:
 # Bytes that this process has written to its peers, counted by the kernel at the process's own TCP sockets.
 #
 # gloo carries every collective of a CPU run over TCP, also between ranks of one node. For each connection the kernel
-# counts the bytes sent, those sent again, and those that still wait in its buffer (`TCP_INFO`, linux/tcp.h): the first
-# less the second, plus the third, is what was written to it, without the headers of TCP and IP. NCCL's traffic goes by
-# other ways, so that nothing is counted of a run on GPUs.
+# counts the bytes sent, those retransmitted, and those that still wait in its buffer (`TCP_INFO`, linux/tcp.h): the
+# first minus the second, plus the third, is what was written to it, without the headers of TCP and IP. NCCL's traffic
+# does not use these sockets, so that nothing is counted in a run on GPUs.
 
 
 NOT_SENT_OFFSET, SENT_OFFSET, RETRANSMITTED_OFFSET, INFO_BYTES = 144, 200, 208, 216
@@ -221,25 +221,23 @@ Connection = tuple[int, int]
 
 @dataclass
 class WireMeter:
-    """Divides what is written by purpose; `other` is all that no purpose claims.
-
-    Connections are asked by their descriptors and never held: a peer must notice when gloo lets go of one.
-    """
+    """Divides the written bytes by purpose; `other` is the rest. Connections are read through their descriptors and
+    never held: a peer must notice when gloo closes one."""
 
     counted: Counter[str] = field(default_factory=Counter)
     _written: dict[Connection, int] = field(default_factory=dict)
     _reserved: dict[Connection, str] = field(default_factory=dict)
-    """Connections whose bytes have a purpose, whatever goes on meanwhile."""
+    """Connections whose bytes have a purpose, whatever happens meanwhile."""
 
     def find_connections(self) -> None:
-        """Look for connections that are new, or gone; what the new ones have written so far is `other`."""
+        """Find connections that are new, or gone; what the new ones have written so far is `other`."""
         self._count(OTHER)
         self._written = {connection: self._written.get(connection, 0) for connection in open_connections()}
         self._count(OTHER)
 
     @contextmanager
     def purpose(self, name: str) -> Iterator[None]:
-        """Count what is written inside as `name`."""
+        """Count the bytes written during the block as `name`."""
         self._count(OTHER)
         try:
             yield
@@ -247,7 +245,8 @@ class WireMeter:
             self._count(name)
 
     def reserve(self, connections: Iterable[Connection], purpose: str) -> None:
-        """Count what is written to `connections` as `purpose` until `release`, beside all that others carry."""
+        """Count the bytes written to `connections` as `purpose` until `release`, in addition to what all others
+        carry."""
         self._count(OTHER)
         self._reserved |= dict.fromkeys(connections, purpose)
 
@@ -268,17 +267,17 @@ class WireMeter:
             (waiting,) = struct.unpack_from("=I", info, NOT_SENT_OFFSET)
             sent, again = struct.unpack_from("=QQ", info, SENT_OFFSET)
             written = int(sent - again + waiting)
-            if written >= before:  # less where the kernel has given the descriptor to a new connection
+            if written >= before:  # less if the kernel has given the descriptor to a new connection
                 self.counted[self._reserved.get(connection, name)] += written - before
                 self._written[connection] = written
 
 
 def open_connections() -> Iterator[Connection]:
-    """Yield the process's TCP connections, but for those to the rendezvous server, which carry no collectives."""
+    """Yield the process's TCP connections, except those to the rendezvous server, which carry no collectives."""
     server = os.environ.get(RENDEZVOUS, "").rpartition(":")[2]
-    with suppress(OSError):  # of a process without a descriptor to spare, say
+    with suppress(OSError):  # for example of a process without a free descriptor
         for entry in list(Path("/proc/self/fd").iterdir()) if sys.platform == "linux" else ():
-            with suppress(OSError):  # closed meanwhile, or no socket
+            with suppress(OSError):  # closed meanwhile, or not a socket
                 with borrow(int(entry.name)) as end:
                     end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)  # raises for a socket that is not TCP's
                     is_of_peer = str(end.getpeername()[1]) != server
@@ -287,7 +286,7 @@ def open_connections() -> Iterator[Connection]:
 
 
 def end_connections() -> None:
-    """Shut the process's connections to its peers: whoever waits at one of them, here or there, gets an error."""
+    """Shut the process's connections to its peers: every wait on one of them, here or there, ends with an error."""
     for descriptor, _ in open_connections():
         with suppress(OSError), borrow(descriptor) as end:  # closed meanwhile
             end.shutdown(socket.SHUT_RDWR)
@@ -295,7 +294,7 @@ def end_connections() -> None:
 
 @contextmanager
 def borrow(descriptor: int) -> Iterator[socket.socket]:
-    """Yield the socket of a descriptor, which stays open after it. Raises OSError where it is no socket."""
+    """Yield the socket of a descriptor, which stays open after it. Raises OSError if it is not a socket."""
     borrowed = socket.socket(fileno=descriptor)
     try:
         yield borrowed
@@ -310,8 +309,8 @@ def is_established(connection: Connection) -> bool:
 
 
 def read_tcp_info(connection: Connection) -> bytes | None:
-    """Return the kernel's `struct tcp_info` of a connection, as long as this kernel makes it; None where it is closed,
-    even if another one has its descriptor by now, or the kernel older than 4.19."""
+    """Return the kernel's `struct tcp_info` of a connection, in this kernel's length; None if it is closed, even if
+    another one has its descriptor by now, or if the kernel is older than 4.19."""
     descriptor, inode = connection
     info = ctypes.create_string_buffer(LARGEST_INFO_BYTES)
     size = ctypes.c_uint(LARGEST_INFO_BYTES)

@@ -74,7 +74,7 @@ def leave_processes() -> NoReturn:
     os._exit(0)
 
 
-# `python -m trainspec_cli.engine.comm.torchrun OPTIONS -m MODULE ARGUMENTS`: torchrun with a private rendezvous.
+# `python -m trainspec_cli.engine.comm.joining OPTIONS -m MODULE ARGUMENTS`: torchrun with a private rendezvous.
 #
 # torchrun's own rendezvous unpickles data from a store that anyone who reaches the port can write, and gives that store
 # to the workers. Here a single node opens no port: its workers use a file that only their user can read. Several nodes

@@ -496,7 +496,7 @@ class MemoryWatch:
                 slope = slope_per_step(steps, used)
                 return (
                     f"{kind} memory grows by {format_bytes(slope)} a step and will be full at about step "
-                    f"{step + left:.0f}, before the last one ({self._last_step}): something keeps what it should free"
+                    f"{step + left:.0f}, before the last one ({self._last_step}): memory that should be freed is kept"
                 )
         return None
 

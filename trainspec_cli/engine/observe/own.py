@@ -70,7 +70,7 @@ class OwnWatcher:
                 call()
         except WorkerError as error:
             if getattr(self._made, "optional", False):
-                raise OptionalCodeError(f"{error}; the run goes on without it") from error
+                raise OptionalCodeError(f"{error}; the run continues without it") from error
             raise
 
 
@@ -97,7 +97,7 @@ def _make_callback(extension: Extension, facts: RunFacts, spec: RunSpec) -> OwnW
         raise RecipeError(Problem("missing_value", message, extension.path, "such as def on_step(self, event): ..."))
     on_every_rank = getattr(made_of, "every_rank", False)
     if on_every_rank and spec.resilience.mode == "elastic":
-        message = f"`{extension.path}`: {extension.text} is for every rank, and with resilience=elastic one is told"
+        message = f"`{extension.path}`: {extension.text} asks for every rank, which resilience=elastic does not support"
         raise RecipeError(Problem("unsupported", message, extension.path, "type resilience=restart"))
     if facts.rank and not on_every_rank:
         return None

@@ -1,6 +1,6 @@
-"""Whole matrices out of the parts that ranks hold, each on one rank, and their parts back to the ranks.
+"""Assemble whole matrices from the parts that ranks hold, each on one rank, and send the parts back to the ranks.
 
-Of as many matrices as ranks hold parts, each rank gets one: what is done to them is divided among the ranks, and a rank
+Of as many matrices as ranks hold parts, each rank gets one: the work on them is divided among the ranks, and a rank
 receives as much as it sends.
 """
 
@@ -21,10 +21,10 @@ from trainspec_cli.engine.shares import Split
 
 
 def gather_own(parts: Sequence[Tensor], splits: Sequence[Sequence[Split]], time: TimeCollective) -> list[Tensor]:
-    """Return the whole matrices that are this rank's, put together from every rank's `parts`.
+    """Return the whole matrices of this rank, assembled from every rank's `parts`.
 
     `splits[i]` says how matrix i is split, innermost first, over the same groups for all; rank r of a group gets every
-    matrix whose number is r, counted round and round. Called together by the ranks of the groups.
+    matrix with number r, counted round robin. Called together by the ranks of the groups.
     """
     if not splits or not splits[0]:
         return list(parts)
@@ -48,7 +48,7 @@ def gather_own(parts: Sequence[Tensor], splits: Sequence[Sequence[Split]], time:
 def scatter_own(
     wholes: Sequence[Tensor], like: Sequence[Tensor], splits: Sequence[Sequence[Split]], time: TimeCollective
 ) -> list[Tensor]:
-    """Return this rank's parts, of the shapes of `like`, of the matrices that `gather_own` gave to the ranks."""
+    """Return this rank's parts, with the shapes of `like`, of the matrices that `gather_own` gave to the ranks."""
     if not splits or not splits[0]:
         return list(wholes)
     group = splits[0][0].group
@@ -83,7 +83,7 @@ def _swap(
     group: dist.ProcessGroup,
     time: TimeCollective,
 ) -> list[list[Tensor]]:
-    """Send `sent[r]` to rank r; return what came from each rank, of `shapes`, all in the format of `like`. A rank may
+    """Send `sent[r]` to rank r; return the tensors from each rank, of `shapes`, all in the format of `like`. A rank may
     have nothing to send."""
     out = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
     out_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
@@ -97,7 +97,7 @@ def _swap(
     ]
 
 
-# What optimizers written here share: the guard of `guarded_update`, and AdamW for what they leave to it.
+# Shared by the optimizers written here: the guard of `guarded_update`, and AdamW for the other parameters.
 
 
 Group = dict[str, Any]
@@ -105,8 +105,7 @@ Group = dict[str, Any]
 
 @dataclass(frozen=True)
 class Guard:
-    """Says whether an update is skipped, and what divides the gradients; on the device, so that the host never
-    waits."""
+    """Whether an update is skipped, and the divisor of the gradients; on the device, so that the host never waits."""
 
     skipped: Tensor
     """True where something is not finite: then nothing changes."""
@@ -114,7 +113,7 @@ class Guard:
 
     @staticmethod
     def take_from(optimizer: torch.optim.Optimizer, device: torch.device) -> Guard:
-        """Return the guard that stands on the optimizer, where one does, for one step."""
+        """Return the guard that is set on the optimizer, if any, for one step."""
         found_inf = getattr(optimizer, "found_inf", None)
         scale = getattr(optimizer, "grad_scale", None)
         optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined]
@@ -127,7 +126,7 @@ class Guard:
 
 
 class GuardedOptimizer(torch.optim.Optimizer):
-    """Updates by `update_group` the groups that have a `rule`, and by AdamW, in one kernel, those that have none."""
+    """Updates the groups that have a `rule` by `update_group`, and those without one by AdamW, in one kernel."""
 
     def __init__(self, groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "rule": ""})

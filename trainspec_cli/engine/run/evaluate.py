@@ -158,7 +158,7 @@ class HeldoutWatch:
             self._checkpoints.keep(self._losses.best_step)
         self.ends_run = not is_last and self._losses.has_ended(self._patience)
         if self.ends_run:
-            self._warn_of_end(step, "; train.early_stop_evals=null trains on")
+            self._warn_of_end(step, "; train.early_stop_evals=null continues training")
 
     def note(self, step: int, samples: int, loss: float | None, *, is_last: bool) -> None:
         """Record the evaluation after `step`, after which `samples` samples have been trained."""

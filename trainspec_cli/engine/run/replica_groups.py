@@ -168,7 +168,7 @@ class ReplicaGroups(Coordinator):
                 f"the parameters of {named} from the others' after step {self._progress.step}: a value changed without "
                 "an update",
                 code="diverged",
-                hint="test that group's memory and devices; go on from a checkpoint before the last comparison that "
+                hint="test that group's memory and devices; continue from a checkpoint before the last comparison that "
                 "agreed",
             )
 

@@ -100,7 +100,7 @@ class Divergence:
         else:
             known = f"the newest checkpoint from before that is {self._run_dir.checkpoint(good)}"
             newer = ", ".join(self._run_dir.checkpoint(kept).name for kept in steps if kept > good)
-            hint = f"{f'remove {newer} beside it, and ' if newer else ''}go on from step {good}: {REMEDY}"
+            hint = f"{f'remove {newer} next to it, and ' if newer else ''}continue from step {good}: {REMEDY}"
         raise_together(WorkerError(f"{faults[0]}; {known}", code="not_finite", hint=hint))
 
 

@@ -185,7 +185,7 @@ def out_of_memory(plan: Plan, shortage: Shortage, cause: BaseException) -> OutOf
     hint = "a smaller model, a shorter data.seq_len, or more devices that share the state (layout.dp_shard) take less"
     if plan.spec.scheduler.mode == "off" and failed.micro_batch_size > 1:
         smaller = f"batching.micro_batch_size={failed.micro_batch_size // 2}"
-        hint = f"type {smaller}, or scheduler=advise, with which a run takes less memory by itself and goes on"
+        hint = f"type {smaller}, or scheduler=advise, with which a run reduces its memory by itself and continues"
     return OutOfMemory(shortage, message, hint)
 
 
@@ -198,7 +198,7 @@ def out_of_memory(plan: Plan, shortage: Shortage, cause: BaseException) -> OutOf
 
 
 Made = TypeVar("Made")
-NOT_SAVED = "memory ran out, and the state could not be saved: the run goes on from an earlier checkpoint"
+NOT_SAVED = "memory ran out, and the state could not be saved: the run continues from an earlier checkpoint"
 
 
 def recall_reliefs(plan: Plan, run_dir: RunDir) -> Plan:

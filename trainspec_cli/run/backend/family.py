@@ -59,7 +59,16 @@ class Family:
                 is_new = not variables and time.time() - process.create_time() < EXEC_TIMEOUT_S
                 if is_known or is_new or self._is_marked(variables):
                     found[process.pid] = process
-        self._reap(found)
+        self._seen.update(found.values())
+        # Reap adopted processes that have ended; those started here belong to their Popen.
+        for process in self._seen - set(found.values()):
+            # A Popen whose child was reaped elsewhere reports exit code 0, and a failed torchrun would count as done.
+            is_own = any(one.pid == process.pid and one.returncode is None for one in _started)
+            if parent_id(process) == os.getpid() and not is_own:
+                os.waitpid(process.pid, os.WNOHANG)
+            # psutil also compares the start time, since the system reuses process ids.
+            if not process.is_running():
+                self._seen.discard(process)
         return list(found.values())
 
     def workers(self) -> list[psutil.Process]:
@@ -88,18 +97,6 @@ class Family:
 
     def _is_marked(self, variables: Mapping[str, str]) -> bool:
         return all(variables.get(name) == value for name, value in self._marks.items())
-
-    def _reap(self, living: Mapping[int, psutil.Process]) -> None:
-        """Reap adopted processes that have ended; those started here belong to their Popen."""
-        self._seen.update(living.values())
-        for process in self._seen - set(living.values()):
-            # A Popen whose child was reaped elsewhere reports exit code 0, and a failed torchrun would count as done.
-            is_own = any(one.pid == process.pid and one.returncode is None for one in _started)
-            if parent_id(process) == os.getpid() and not is_own:
-                os.waitpid(process.pid, os.WNOHANG)
-            # psutil also compares the start time, since the system reuses process ids.
-            if not process.is_running():
-                self._seen.discard(process)
 
 
 def _adopt_orphans(adopt: bool) -> None:

@@ -175,7 +175,12 @@ def _tick(state: RunState, event: Tick) -> Decision:
     newest_step_s = max(group.stepped_s for group in state.groups)
     newest_retry_s = max(group.retried_s for group in state.groups)
     for number, group in enumerate(state.groups):
-        stuck = group.stepped_s > 0 and _is_stuck(state, group, newest_step_s, newest_retry_s)
+        # The others have waited for this group as long as they may, while it neither stepped nor retried. They may be
+        # unable to continue without it: a quorum is more than half of the living groups. A group does not wait for
+        # itself, so another one must have made a step since, or must have retried and got no answer.
+        allowed_until_s = max(group.stepped_s, group.retried_s) + STUCK * state.resilience.exchange_timeout_s
+        asked = newest_retry_s > allowed_until_s and event.now_s - newest_retry_s > ANSWER_S
+        stuck = group.stepped_s > 0 and (newest_step_s > allowed_until_s or asked)
         if group.phase == "running" and (stuck or event.now_s > group.kill_at_s):
             state = _change(state, number, phase="ending")
             actions.append(Kill(number))
@@ -212,17 +217,6 @@ def _start_if_due(state: RunState, number: int) -> Decision:
         retried_s=0.0,
     )
     return state, (Launch(number, starts),)
-
-
-def _is_stuck(state: RunState, group: GroupState, newest_step_s: float, newest_retry_s: float) -> bool:
-    """Return whether the others have waited for a group as long as they may, while it neither stepped nor retried.
-
-    They may not be able to continue without it: a quorum is more than half of the living groups. `newest_step_s`: when
-    any group last made a step; a group does not wait for itself.
-    """
-    allowed_until_s = max(group.stepped_s, group.retried_s) + STUCK * state.resilience.exchange_timeout_s
-    asked = newest_retry_s > allowed_until_s and state.now_s - newest_retry_s > ANSWER_S
-    return newest_step_s > allowed_until_s or asked
 
 
 # Workers and groups fail

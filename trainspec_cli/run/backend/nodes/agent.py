@@ -1,9 +1,9 @@
 """`python -m trainspec_cli.run.backend.nodes.agent [--node I] RUN GENERATION`: the agent of one node of a job.
 
-It runs the workers of this node as the hub asks it to, and reports what becomes of them. The agent of a node that takes
-no part, as a spare one or since it was too slow, is there and runs nothing. When the hub is silent for too
-long this node is cut off: what runs here is ended, since the job goes on elsewhere; to a run of replica groups it comes
-back when it can. Under Slurm the node's number is the task's.
+It runs the workers of this node as the hub requests, and reports how they end. The agent of a spare node, or of one
+that was left out as too slow, is connected and runs nothing. When the hub is silent for too long this node is
+disconnected: its processes are ended, since the job continues elsewhere; the agent of a run of replica groups
+reconnects when it can. Under Slurm the node's number is the task's.
 """
 
 from __future__ import annotations
