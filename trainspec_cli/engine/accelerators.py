@@ -21,7 +21,7 @@ class DeviceKind:
     collectives: str
     """The backend of process groups for tensors on such devices."""
     is_numbered: bool = True
-    """False where a machine has one device, to which torch gives no number."""
+    """False if a machine has one device and torch gives it no number."""
     capturable: bool = True
     """True if torch's optimizers can keep the count of their updates on the device (torch/optim/optimizer.py)."""
     is_profiled: bool = True
@@ -77,7 +77,7 @@ def devices_here(device_type: str) -> list[torch.device]:
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Context in which an accelerator's work is queued in a new stream; on a CPU it does nothing."""
+    """Context that queues an accelerator's work in a new stream; on a CPU it does nothing."""
     return torch.Stream(device) if on_chip(device) else nullcontext()
 
 

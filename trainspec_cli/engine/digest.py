@@ -67,7 +67,7 @@ def diverging_groups(digests: Sequence[Tensor]) -> list[int]:
 
 
 NOT_FINITE = "values that are not finite (NaN or infinity)"
-"""The reason for which a file is refused."""
+"""The reason why a file is refused."""
 REMEDY = "try a lower optim.lr, a longer optim.schedule.warmup_steps, or precision=bf16 in place of fp8"
 """A hint for a run that diverged."""
 

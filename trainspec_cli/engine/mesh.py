@@ -97,7 +97,7 @@ def _rows(ranks: Tensor, *along: int) -> list[tuple[int, ...]]:
 def split_by_tier(
     rows: Sequence[Sequence[int]], place_of: Callable[[int], int], sizes: Sequence[int]
 ) -> list[list[list[int]]] | None:
-    """Return the groups in which a sum over each row of ranks is made tier by tier, innermost first: the ranks inside
+    """Return the groups of a sum over each row of ranks that is made tier by tier, innermost first: the ranks inside
     each element, then those with the same number in each element that the next tier joins, and so on.
 
     `place_of` gives the place of a rank's device among all, and `sizes` the number of devices in an element of each

@@ -197,14 +197,12 @@ def write_adapters(wanted: Export, output: Path) -> str:
 def _card(plan: Plan, base: str, *, is_dequantised: bool) -> str:
     """Return a model card that describes the base of the adapters."""
     lines = ["---", "library_name: peft", f"base_model: {json.dumps(base, allow_nan=False)}", "---", ""]
-    lines += [
-        "LoRA adapters that were trained beside a base in 4-bit NormalFloat (nf4, blocks of 64, double quantisation;"
-    ]
+    lines += ["LoRA adapters that were trained on a base in 4-bit NormalFloat (nf4, blocks of 64, double quantisation;"]
     lines += [
         "QLoRA, arXiv:2305.14314). The matrices of the blocks were quantised; embedding, head and norms were not."
     ]
     if is_dequantised:
-        lines += ["The weights of the base here are those that they were trained beside, dequantised."]
+        lines += ["The weights of the base here are those of the training, dequantised."]
     else:
         compute = DTYPES[plan.compute][1] if plan.compute in DTYPES else "float32"
         lines += ["The base is named in full precision. To load it as it was in training:", "", "```python"]

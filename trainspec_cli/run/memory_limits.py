@@ -32,7 +32,7 @@ class Learned:
 
     relief: Relief
     run: str
-    """The folder of the run in which it happened."""
+    """The folder of that run."""
     at: float
     """Unix seconds."""
     predicted_bytes: float | None = None

@@ -143,7 +143,7 @@ TOOLS: tuple[Tool[Any, Any], ...] = (
 
 
 Prepare = Callable[[Path, tuple[str, ...]], tuple[Job, OpenBackend]]
-"""Given a folder and the arguments for Python, the last of which it is, return the job and what starts it."""
+"""Given a folder and Python's arguments (the folder follows them), return the job and what starts it."""
 
 
 def one_process(environment: Mapping[str, str] | None = None) -> Prepare:

@@ -54,7 +54,7 @@ class Exchanges:
     compression: Compression
     losses: list[ModuleLosses] = field(default_factory=list)
     replica_tiers: Tiers | None = None
-    """Tiers in which gradients are summed over replicas, where the blueprint sums in them; None: one all-reduce."""
+    """Tiers of the sum of gradients over replicas, where the blueprint uses them; None: one all-reduce."""
     sums: GradientSums | None = None
     """Sums of gradients in a separate thread, where the mesh has groups for that."""
     routes: Mapping[str, Route | None] = field(default_factory=dict)

@@ -76,14 +76,14 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
             hint = "a block maps (samples, tokens, hidden) to the same; cast to x.dtype what was computed in another"
             raise refused(maker.extension, f"maps {form} to {other}", hint)
         if not got.isfinite().all():
-            hint = "look at its first values"
+            hint = "check its initial values"
             raise refused(maker.extension, "gives values that are not finite for random input", hint)
     buffers = [buffer.clone() for buffer in block.buffers()]
     if not agree(y_BSD, forward(x_BSD)):
-        hint = "leave dropout and other random numbers out"
-        raise refused(maker.extension, "gives another output at each call", hint)
+        hint = "remove dropout and other random numbers"
+        raise refused(maker.extension, "returns a different output at each call", hint)
     if any(not torch.equal(*pair) for pair in zip(buffers, block.buffers(), strict=True)):
-        hint = "a block may keep nothing from step to step"
+        hint = "a block must not keep state from step to step"
         raise refused(maker.extension, "changes a buffer in its forward", hint)
 
     # Its reach: a token's output depends only on its own sample, and there on no later token.
@@ -91,24 +91,24 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
     other_BSD = draw()
     later_BSD = torch.cat((x_BSD[:, :half], other_BSD[:, half:]), dim=1)
     if half and not agree(y_BSD[:, :half], forward(later_BSD)[:, :half]):
-        hint = "it predicts the next token: let it see the token itself and those before alone"
+        hint = "the model predicts the next token: let a token see only itself and earlier ones"
         raise refused(maker.extension, "lets a token see later ones", hint)
     if not agree(y_BSD[:1], forward(torch.cat((x_BSD[:1], other_BSD[1:])))[:1]):
-        hint = "layouts spread samples over ranks: take no statistics over the first dim"
+        hint = "layouts spread samples over ranks: compute no statistics over the first dim"
         raise refused(maker.extension, "mixes the samples of a batch", hint)
 
     # Its backward: every parameter has a gradient, and the same one if the forward is computed again.
     plain = gradients()
     unused = next((name for name, gradient in plain.items() if gradient is None), None)
     if unused is not None:
-        raise refused(maker.extension, f"does not use `{unused}`", "leave out what has no gradient")
+        raise refused(maker.extension, f"does not use `{unused}`", "remove parameters without a gradient")
     if plan.recompute == "none":
         return
     apply_recompute([block], plan.recompute)
     again = gradients()
     if not all(agree(plain[name], again[name]) for name in plain):  # type: ignore[arg-type]
         hint = "change no result of a matrix product in place, or type recompute=full"
-        raise refused(maker.extension, f"has another gradient with recompute={plan.recompute}", hint)
+        raise refused(maker.extension, f"has a different gradient with recompute={plan.recompute}", hint)
 
 
 def load_loss(
@@ -136,13 +136,15 @@ def load_loss(
             got = "a tensor without a gradient" if has_form else f"a tensor of shape {tuple(whole_T.shape)}"
         if not has_form or not whole_T.requires_grad:
             what = f"returned {got} for {tokens} tokens; their losses are needed, of shape ({tokens},)"
-            hint = "return each token's loss (reduction='none'); the engine takes the mean"
+            hint = "return each token's loss (reduction='none'); the engine computes the mean"
             raise refused(extension, what, hint)
         parts_T = torch.cat([call(logits_TV[part], targets_T[part]) for part in (slice(1), slice(1, None))])
         (gradient_TV,) = torch.autograd.grad(whole_T.sum(), logits_TV)
     if not torch.allclose(whole_T, parts_T, rtol=LOSS_AGREEMENT, atol=LOSS_AGREEMENT):
-        what = "gives a token another loss beside other tokens than alone"
-        raise refused(extension, what, "take logits[i] and targets[i] alone into loss i; the engine takes the mean")
+        what = "gives a token a different loss with other tokens than alone"
+        raise refused(
+            extension, what, "compute loss i from logits[i] and targets[i] alone; the engine computes the mean"
+        )
     if not gradient_TV.isfinite().all():
-        raise refused(extension, "has a gradient that is not finite", "see how it treats small probabilities")
+        raise refused(extension, "has a gradient that is not finite", "check how it handles small probabilities")
     return loss

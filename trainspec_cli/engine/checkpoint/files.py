@@ -219,7 +219,7 @@ class Held:
     """Errors of compressed exchanges of gradients on this rank, and state of its coordinator, by a name that no other
     rank or layout has. It is saved and loaded, but not copied to another replica group."""
     lost: Sequence[TensorPart] = ()
-    """The same as shares of the parameters, in which form they move to another layout; created only for that."""
+    """The same as shares of the parameters, the form that moves to another layout; created only for that."""
 
     def parts(self) -> list[TensorPart]:
         """Return the live tensors as parts `model.*` and `optimizer.*`, without empty ones."""

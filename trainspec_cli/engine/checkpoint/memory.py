@@ -236,7 +236,7 @@ class KeptPart:
 
 @dataclass(frozen=True)
 class FoundCopy:
-    """A step of which every part is in some node's memory."""
+    """A step whose parts are all in some node's memory."""
 
     folder: Path
     """The slot on this node, with all files that its ranks need."""
@@ -247,7 +247,7 @@ class FoundCopy:
 
 
 def find_newest(location: CopyLocation) -> FoundCopy | None:
-    """Return the newest step of which every part is whole on some node. Called by all ranks together."""
+    """Return the newest step whose parts are all whole on some node. Called by all ranks together."""
     steps: dict[tuple[int, int], dict[int, tuple[int, KeptPart]]] = {}
     own = [asdict(part) for part in _whole_parts(location)]
     for holder, kept in enumerate(gather_json(own, lambda contents: list(map(KeptPart.read, contents)))):

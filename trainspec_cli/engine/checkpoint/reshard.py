@@ -253,7 +253,7 @@ def reshard(
     lacking = ""
     if needed_bytes > left_bytes:
         left = format_bytes(left_bytes)
-        lacking = f"the move takes {format_bytes(needed_bytes)} beside what is held, and {left} are left"
+        lacking = f"the move takes {format_bytes(needed_bytes)} in addition to the memory in use, and {left} are left"
     if reason := agree_on_failure(lacking):
         raise ReshardError(reason)
     by_name = _by_name(moves)

@@ -146,7 +146,7 @@ class Peers:
     group: dist.ProcessGroup
     time: TimeCollective
     tiers: Tiers | None = None
-    """Tiers in which `sum_` adds up; None: one all-reduce."""
+    """Tiers of `sum_`; None: one all-reduce."""
 
     @property
     def size(self) -> int:

@@ -159,7 +159,7 @@ UNHEARD_S = 10.0
 
 
 class Background:
-    """Runs its tasks in the order in which they came. The end of the process does not wait for it."""
+    """Runs its tasks in order. The end of the process does not wait for it."""
 
     def __init__(
         self,

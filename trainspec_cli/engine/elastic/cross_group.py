@@ -309,7 +309,7 @@ class GradientPackets:
         self._await_sums = await_sums
         shares = [share for packet in ordered for share in packet.shares]
         self._left: dict[int, int] = {}
-        """The exchanges within the group for which the gradient of each share still waits; empty between steps."""
+        """The exchanges within the group that the gradient of each share still waits for; empty between steps."""
         self._next = len(ordered)
         """The next packet to send."""
         self._hooks = [
@@ -319,8 +319,8 @@ class GradientPackets:
         ]
 
     def begin(self, exchanges: int) -> None:
-        """Begin a step in which each gradient is exchanged within the group `exchanges` times. 0: its packets are held
-        back until `finish`."""
+        """Begin a step with `exchanges` exchanges of each gradient within the group. 0: its packets are held back until
+        `finish`."""
         self._beside.wait()  # for the remains of an abandoned step
         self._next = 0
         self._left = {id(share): exchanges for packet in self._packets for share in packet.shares if exchanges}

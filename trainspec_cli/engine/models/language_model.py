@@ -24,7 +24,7 @@ INIT_STD = 0.02
 
 
 class PublishedModel(nn.Module):
-    """A model publishes the modules to which techniques are applied, and where its parameters may be cut."""
+    """A model publishes the modules for techniques to work on, and where its parameters may be cut."""
 
     tensor_cuts: ClassVar[dict[str, int]] = {}
     """The dim of each parameter that tensor parallelism cuts; the first matching pattern decides."""

@@ -111,10 +111,13 @@ def _faults(block: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the parts of a block that cannot be sharded, saved or moved, with what to do."""
     names = dict(block.named_parameters(remove_duplicate=False))
     if len(names) != len(list(block.parameters())):
-        yield "parameters include one under two names", "give each place a parameter of its own"
+        yield "parameters include one under two names", "give each place its own parameter"
     for name, parameter in names.items():
         if parameter.dtype != torch.float32:
-            yield f"parameter `{name}` is {parameter.dtype}", "make it torch.float32: precision.compute says the rest"
+            yield (
+                f"parameter `{name}` is {parameter.dtype}",
+                "make it torch.float32: precision.compute sets the compute format",
+            )
         elif not parameter.dim():
             yield f"parameter `{name}` has no dimension, and cannot be sharded", "give it the shape (1,)"
         elif not parameter.requires_grad:
@@ -124,7 +127,7 @@ def _faults(block: nn.Module) -> Iterator[tuple[str, str]]:
             if isinstance(value, Tensor):
                 path = f"{place}.{name}".lstrip(".")
                 yield (
-                    f"attribute `{path}` is a tensor of no parameter or buffer",
+                    f"attribute `{path}` is a tensor that is neither parameter nor buffer",
                     f"self.register_buffer({name!r}, ...)",
                 )
 

@@ -43,8 +43,8 @@ def union(intervals: Iterable[tuple[Bounds, Bounds]]) -> list[tuple[Bounds, Boun
 
 
 def exchange_time(exchanges: Sequence[Interval], computing: Sequence[Interval]) -> tuple[float, float]:
-    """-> (seconds in which at least one exchange was in progress, those of them without compute); intervals may
-    overlap, in any order."""
+    """-> (seconds with at least one exchange in progress, those of them without compute); intervals may overlap, in any
+    order."""
     going_on_s, both_s, busy_s = (
         sum(end - begin for begin, end in union(intervals))
         for intervals in (exchanges, [*exchanges, *computing], computing)
@@ -86,7 +86,7 @@ COMPUTING = ("forward", "backward", "optimizer")
 
 
 class QueuedTime(NamedTuple):
-    """Time of a step in which the main thread was runnable and had no processor."""
+    """Time of a step while the main thread was runnable and had no processor."""
 
     own_s: float
     exposed_s: float

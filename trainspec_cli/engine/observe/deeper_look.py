@@ -85,8 +85,8 @@ def heaviest(operations: Sequence[Operation], steps: int) -> tuple[OperationTime
 
 
 def own_times(operations: Iterable[Operation]) -> list[tuple[Operation, int]]:
-    """Return each operation with the ns in which none of the operations that it calls runs; they are ordered by their
-    begin."""
+    """Return each operation with its self time in ns (none of the operations that it calls runs); they are ordered by
+    their begin."""
     open_of = defaultdict[int, list[int]](list)
     found: list[tuple[Operation, int]] = []
     for one in operations:
@@ -139,7 +139,7 @@ LOOK_STEPS, LOOK_S = 3, 2.0
 STALLED_S = 1.0
 """A rank that hangs makes no step: its stack is sampled for this time."""
 HOST_CAUSES = ("host_bound", "slow_loader", "garbage_collection", "recompilation", "hang")
-"""Causes inside the program, for which py-spy samples too."""
+"""Causes inside the program; py-spy samples these too."""
 KEPT_COLLECTIVES = 64
 COLLECTIVE_FIELDS = ("profiling_name", "process_group", "collective_seq_id", "state", "time_created_ns", "input_sizes")
 

@@ -77,7 +77,7 @@ def sample_thread(thread: int, is_over: Callable[[], bool]) -> list[StackSample]
 def is_in_exchange(files: Sequence[str]) -> bool:
     """Return whether a stack is in an exchange with other ranks, by the files of its frames, outermost first.
 
-    Only what the innermost line outside of libraries calls counts: torch's launcher, from which a worker is forked, is
+    Only what the innermost line outside of libraries calls counts: torch's launcher, the parent of a forked worker, is
     further out in every stack.
     """
     inner = list(takewhile(_is_library, reversed(files)))

@@ -57,11 +57,11 @@ def dynamic_map(device: torch.device, *, signed: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Codebook:
-    """The values of the codes, by which moments are quantised."""
+    """The values of the codes for quantised moments."""
 
     values: Tensor
     borders: Tensor
-    """The limits between the values, above each of which the next one is nearer."""
+    """The limits between neighbouring values: above a limit the upper value is nearer."""
     signed: bool
 
     @staticmethod

@@ -31,7 +31,7 @@ gradients."""
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The ranks that sum a module's gradients: first those of the shards, each of which keeps a row, then replicas."""
+    """The ranks that sum a module's gradients: first those of the shards, where each keeps a row, then replicas."""
 
     shards: Peers | None
     replicas: Peers | None

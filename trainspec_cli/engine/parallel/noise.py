@@ -49,7 +49,7 @@ class SampleParts:
 
 
 def parts_of(division: Division, mesh: Mesh, samples: int, step_samples: int) -> SampleParts:
-    """Return the parts of a step of `step_samples`, of which `division` divides this replica group's `samples`."""
+    """Return the parts of a step of `step_samples`; `division` divides this replica group's `samples`."""
     sizes = [division.of_rank(rank, 0, samples).sizes for rank in mesh.expert_data_ranks]
     of_experts = [sum(turn) for turn in zip(*sizes, strict=True)] if mesh.experts else []
     return SampleParts(step_samples, division.of_rank(mesh.data_rank, 0, samples).sizes, of_experts)
@@ -57,8 +57,8 @@ def parts_of(division: Division, mesh: Mesh, samples: int, step_samples: int) ->
 
 @dataclass(frozen=True)
 class Columns:
-    """The place of an FSDP2 group's gradients in the buffer that is reduced: a row for each rank, in which each
-    parameter has neighbouring columns."""
+    """The place of an FSDP2 group's gradients in the reduced buffer: a row for each rank, with neighbouring columns for
+    each parameter."""
 
     ranks: int
     sizes: tuple[int, ...]
@@ -88,7 +88,7 @@ class NoiseProbe:
         self._weights = (0.0, 0.0)
 
     def weigh(self, micro_batch: int | None) -> None:
-        """Set the part to which the next exchanged gradients belong."""
+        """Set the part of the next exchanged gradients."""
         if self._parts is not None:
             self._weights = self._parts.weights(micro_batch)
 

@@ -253,8 +253,8 @@ def update_balance(routers: Sequence[Any], peers: Peers) -> None:
 
 
 def neighbours(layout: Layout) -> list[tuple[int, int]]:
-    """Return the pairs of pipeline ranks of which the first sends forwards to the second, in the order of timing: first
-    those without a rank in common."""
+    """Return the pairs of pipeline ranks (sender forwards, receiver), in the order of timing: first those without a
+    rank in common."""
     pairs = [(rank, rank + 1) for rank in range(layout.pp - 1)]
     goes_round = 2 < layout.pp < layout.num_stages and layout.rank_of_stage(layout.pp) == 0
     return pairs[::2] + pairs[1::2] + ([(layout.pp - 1, 0)] if goes_round else [])

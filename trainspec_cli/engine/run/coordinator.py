@@ -145,7 +145,7 @@ class Coordinator:
         """All steps are made: exchange what is left. A second call does nothing."""
 
     def merged(self) -> AbstractContextManager[None]:
-        """Context in which the model has the weights by which the run is judged."""
+        """Context that puts the run's final weights into the model, for its evaluation."""
         return nullcontext()
 
     def leave(self) -> None:

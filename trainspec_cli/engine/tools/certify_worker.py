@@ -109,7 +109,8 @@ MESHES = Meshes()
 
 
 def leave_gradients(plan: Plan, state: TrainState, folder: Path, own: OwnSamples, exchanges: int = 1) -> None:
-    """Write the gradients of a batch, of which `own` is this rank's part: the mean of `exchanges` exchanges of them."""
+    """Write the gradients of a batch: the mean of `exchanges` exchanges of them. `own` is this rank's part of the
+    batch."""
     means: dict[int, Tensor] = {}  # by share: a tied embedding exists twice with one name
     for _ in range(exchanges):
         compute_gradients(state, drawn_batch(plan.spec, state, own), plan.tokens_per_step)
@@ -416,8 +417,8 @@ def taken_positions(own: OwnSamples) -> tuple[int, ...]:
 
 
 def taken_by_all(taken: Sequence[Taken]) -> tuple[tuple[int, ...], ...]:
-    """Return the positions that all ranks together have read in each step, of which this one has read `taken`; ranks
-    that work on the same samples must have read the same."""
+    """Return the positions that all ranks together have read in each step; this one has read `taken`. Ranks that work
+    on the same samples must have read the same."""
     of_ranks = gather_json(
         taken, lambda of_rank: [(int(rank), tuple(map(int, positions))) for rank, positions in of_rank]
     )

@@ -179,7 +179,7 @@ class SmallRun:
         train_step(self.state, [(self.tokens, self.tokens)], global_tokens=self.plan.tokens_per_step, clip_norm=1.0)
 
     def parts_s(self) -> dict[str, float]:
-        """The mean step's parts, without the slowest tenth, in which other programs interfered."""
+        """The mean step's parts, without the slowest tenth, where other programs interfered."""
         steps = sorted(self.steps, key=lambda parts: sum(parts.values()))
         kept = steps[: max(1, len(steps) * 9 // 10)]
         return {part: sum(step[part] for step in kept) / len(kept) for part in PARTS}
@@ -255,7 +255,7 @@ def measure_curve(sizes: Sequence[int], make_run: Callable[[int], Run], bytes_ea
 
 
 def longest_s(own_s: float) -> float:
-    """Return the time of the slowest process, by which all of them decide in the same way."""
+    """Return the time of the slowest process, so that all of them decide in the same way."""
     longest = torch.tensor(own_s)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return longest.item()

@@ -234,7 +234,7 @@ class SpeedsReport:
     step_s: Seconds
     """Compute time of the slowest rank in the last step, with the exchanges of its micro-batches."""
     layout: Layout
-    """The layout in which the speeds were measured."""
+    """The layout of the measurement."""
     micro_batches: Count
     """Micro-batches of every rank per step."""
     samples: tuple[Count, ...]
@@ -277,8 +277,7 @@ class ShortageNote:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Another layout in which the run would be faster: to rank 0. The ranks agree on the step at which they adopt
-    it."""
+    """Another layout that would make the run faster: to rank 0. The ranks agree on the step at which they adopt it."""
 
     number: int
     """Number of the supervisor's proposal, from 1."""

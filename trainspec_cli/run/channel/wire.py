@@ -22,8 +22,8 @@ BEAT_INTERVAL_S = 1.0
 PIECE_BYTES = 65536
 RETRY_S = 0.2
 CALL_TIMEOUT_S = 60.0
-"""Seconds for which an agent retries after the hub has closed its connection, as the hub does when too many connect at
-once."""
+"""An agent retries for this many seconds after the hub has closed its connection, as the hub does when too many connect
+at once."""
 LINE_BYTES = 2**22
 """A peer that sends a longer line, or leaves this many bytes unread, is disconnected."""
 SHOWN_BYTES = 80

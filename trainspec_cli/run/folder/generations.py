@@ -59,7 +59,7 @@ class UnplannedWork:
     """What every node of a job without a plan runs."""
 
     kind: str
-    """The kind of the job, by which each node finds the code for it."""
+    """The kind of the job; each node finds the code for it by this name."""
     work: str
     """A JSON object of that kind."""
 
@@ -74,7 +74,7 @@ class GenerationRecord:
     host: str
     """The first node's own hostname."""
     head: str
-    """The name or address by which the others reach it."""
+    """The name or address that the others connect to."""
     hub_port: int
     rendezvous: dict[str, str]
     """Environment variables."""

@@ -30,7 +30,7 @@ MOST_BYTES = 256 * 1024
 class KnownRun:
     path: str
     launched_from: str
-    """The folder in which the command was typed."""
+    """The current folder of the command line."""
     name: str
     """The value of `run.name`."""
     at: float

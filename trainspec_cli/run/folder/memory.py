@@ -36,7 +36,7 @@ def new_secret() -> str:
 
 
 def newest_copy(run: RunDir) -> int:
-    """Return the newest step of which any rank of this node holds a copy; 0 without one."""
+    """Return the newest step that any rank of this node holds a copy of; 0 without one."""
     folder = find_copies(run)
     return _newest_in(folder) if folder else 0
 

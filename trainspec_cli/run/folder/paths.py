@@ -91,7 +91,7 @@ class RunDir:
         return self.generations / f"{number:08d}.json"
 
     def progress(self, generation: int) -> Path:
-        """Return the folder in which the processes of one start count their steps."""
+        """Return the folder where the processes of one start count their steps."""
         return self.root / "progress" / f"{generation:08d}"
 
     def secret(self, generation: int) -> Path:

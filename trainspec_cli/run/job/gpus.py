@@ -26,7 +26,7 @@ CPU_HINT = "or type cluster.device=cpu"
 NVLINK_GB_PER_S = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
 """NVLink generation -> GB/s of one link, one direction (NVIDIA's architecture papers)."""
 HIDING = ("", "-1", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES (HIP_..., ROCR_...) by which a user hides all GPUs."""
+"""Values of CUDA_VISIBLE_DEVICES (HIP_..., ROCR_...) that hide all GPUs."""
 MOST_NVLINKS = 18
 WITH_64_CORES = ((6, 0), (7, 0), (7, 2), (7, 5), (8, 0))
 """Compute capabilities whose multiprocessors have 64 fp32 cores; all others have 128 (CUDA programming guide)."""
@@ -47,7 +47,7 @@ AMD_NAMES = {
 """PCI device -> name (amdgpu.ids of libdrm); /sys has no names."""
 UNTESTED_AMD = "trainspec was never run on an AMD GPU: this path is built after ROCm's documents alone"
 OTHER_VENDORS = {"0x1da3": "Habana Gaudi", "0x1ae0": "Google TPU", "0x1d0f": "AWS Neuron"}
-"""PCI vendors of accelerators in /sys/class/accel for which trainspec plans, but on which it does not run."""
+"""PCI vendors of accelerators in /sys/class/accel that trainspec plans for, but does not run on."""
 INTEL_MAX = frozenset({"0x0bd4", "0x0bd5", "0x0bd6", "0x0bd7", "0x0bd8", "0x0bd9", "0x0bda", "0x0bdb"})
 """PCI devices of the Intel Data Center GPU Max series."""
 

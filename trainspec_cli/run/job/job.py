@@ -421,7 +421,7 @@ def _git(
 
 SYSTEM_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _RANDOM = 1 << 40
-"""The bit of an address by which uuid marks a random one, since the machine shows none."""
+"""The bit of an address that uuid sets in a random one, when the machine shows none."""
 _PURPOSE = "trainspec machine 1"
 
 

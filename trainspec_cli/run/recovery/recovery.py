@@ -93,7 +93,7 @@ def begin(
     memory_ladder: tuple[MemorySetting, ...] = (),
     restarts_left: int | None = None,
 ) -> RunState:
-    """Return the state of a run of which nothing has been started yet."""
+    """Return the state of a run before anything has been started."""
     every = (GroupState(presence=presence),) * groups
     return RunState(
         *(resilience, every, stop_grace_s, checkpoint_step), memory_ladder=memory_ladder, restarts_left=restarts_left

@@ -71,14 +71,14 @@ restart takes longer anyway."""
 MOST_LOST_S = 600.0
 """The most work between checkpoints of `auto` that are cheap."""
 MOST_WAITED = 0.05
-"""The largest fraction of the time for which checkpoints of `auto` may block training."""
+"""The largest fraction of the time that checkpoints of `auto` may block training."""
 
 
 def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
     """Work between checkpoints, first order: sqrt(2 C M) (Young 1974, doi:10.1145/361147.361115).
 
-    `checkpoint_s` (C) is the time for which a checkpoint blocks training, `mtbf_s` (M) the mean time between failures
-    of the whole job. Good while C is small compared with M; at C = M/10 the loss is about 1% above the minimum.
+    `checkpoint_s` (C) is the time that a checkpoint blocks training, `mtbf_s` (M) the mean time between failures of the
+    whole job. Good while C is small compared with M; at C = M/10 the loss is about 1% above the minimum.
     """
     return math.sqrt(2 * checkpoint_s * mtbf_s)
 

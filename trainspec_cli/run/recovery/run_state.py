@@ -288,7 +288,7 @@ class BeginGeneration:
 
 @dataclass(frozen=True)
 class TakeSetting:
-    """Write the directive by which the next start uses less memory."""
+    """Write the directive that makes the next start use less memory."""
 
     group: int
     shortage: Shortage
@@ -324,7 +324,7 @@ class ArchiveErrors:
 
 @dataclass(frozen=True)
 class RecordLosses:
-    """Record the lost or unfit nodes because of which the run ends."""
+    """Record the lost or unfit nodes that end the run."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ LEARNING_STEPS = 3
 FIRST_S = 1800.0
 """The usual limit until a program's own steps are known (the first ones compile), and between steps."""
 READING_THREAD = "loader"
-"""The prefix of the names of threads that read batches, by which a hang is attributed to them."""
+"""Prefix of the names of threads that read batches; it attributes a hang to them."""
 NOTE_S = 120.0
 """A first step that takes this long is reported with what it waits for, long before its limit."""
 

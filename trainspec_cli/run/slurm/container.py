@@ -23,7 +23,7 @@ INSIDE = {"PYTHONPATH": HOME, "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
 OF_ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
 """The files that mark the root of a virtual or conda environment."""
 OF_SYSTEM = (Path("/"), Path("/usr"), Path("/usr/local"))
-"""Folders in which an image has its own programs."""
+"""Folders of an image's own programs."""
 PREFIXES = {"apptainer": "APPTAINERENV_", "singularity": "SINGULARITYENV_"}
 """Variables with this prefix are set inside, without the prefix, and override the image's."""
 
@@ -117,7 +117,7 @@ def python(slurm: SlurmSpec, variables: dict[str, str]) -> list[str]:
 
 
 def exports(slurm: SlurmSpec) -> Iterator[str]:
-    """Yield the shell lines by which the variables of `container_env` override the image's under Apptainer."""
+    """Yield shell lines that let the variables of `container_env` override the image's under Apptainer."""
     prefix = PREFIXES.get(slurm.container_runtime)
     for name in slurm.container_env if prefix and slurm.container_image is not None else ():
         yield f'[ -z "${{{name}+set}}" ] || export {prefix}{name}="${name}"'

@@ -85,7 +85,7 @@ def run_agent(
 
 
 def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool], return_timeout_s: float) -> int:
-    """Seconds for which a disconnected agent of replica groups tries to reconnect."""
+    """A disconnected agent of replica groups tries this long to reconnect."""
     code = serve()
     deadline = time.monotonic() + return_timeout_s
     while code == CUT_OFF and goes_on() and time.monotonic() < deadline:

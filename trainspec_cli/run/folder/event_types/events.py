@@ -131,13 +131,12 @@ class BucketTry:
     bucket_bytes: Count
     """0: each block's gradients by themselves."""
     waited_s: Seconds
-    """The time of a step in which a rank waited for gradients: the median over the tries of the ranks' mean."""
+    """The time of a step that a rank waited for gradients: the median over the tries of the ranks' mean."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketsEvent(Event):
-    """The best size of the buckets in which gradients are summed was found by trying. Also a line of
-    `directives.jsonl`."""
+    """The best size of the buckets for sums of gradients was found by trying. Also a line of `directives.jsonl`."""
 
     type: Literal["buckets"] = "buckets"
     step: Count
@@ -337,7 +336,7 @@ class ConnectionCounts:
     timeouts: Count
     """Number of retransmission timeouts."""
     busy_s: Seconds
-    """Time in which sent data had not been acknowledged."""
+    """Time with sent but unacknowledged data."""
     rtt_s: Seconds
     """Smoothed round-trip time at the window's end."""
 
@@ -355,13 +354,13 @@ class CountersEvent(Event):
     cpu_s: Seconds
     """Processor time of the main thread."""
     queued_s: Seconds
-    """Time in which the main thread was runnable and had no processor, in exposed communication."""
+    """Time that the main thread was runnable without a processor, in exposed communication."""
     throttled_s: Seconds
-    """Time for which a quota throttled the process's control group, over all processors."""
+    """Time that a quota throttled the process's control group, over all processors."""
     steal_s: Seconds
-    """Time for which other virtual machines had the node's processors (steal time), over all of them."""
+    """Time that other virtual machines had the node's processors (steal time), over all of them."""
     memory_stall_s: Seconds
-    """Time in which some process of the node waited for memory."""
+    """Time that some process of the node waited for memory."""
     major_faults: Count
     """Pages that had to be read from disk."""
     gc_s: Seconds
@@ -403,7 +402,7 @@ class UsageEvent(Event):
     available_bytes: Count
     """Memory that it may still allocate."""
     gpu_busy: Rate | Absent = ABSENT
-    """Fraction of about the last second in which its GPU ran a kernel; absent without a GPU."""
+    """Fraction of about the last second that its GPU ran a kernel; absent without a GPU."""
     gpu_bytes: Count | Absent = ABSENT
     """Memory that it holds on its GPUs."""
 
@@ -502,11 +501,11 @@ class StepEvent(Event):
     time_s: dict[str, Seconds]
     """Seconds of each part (`PARTS`)."""
     exchange_s: Seconds | Absent = ABSENT
-    """Time in which an exchange between ranks was in progress; absent where no exchange overlaps with compute."""
+    """Time with an exchange between ranks in progress; absent where no exchange overlaps with compute."""
     exposed_s: Seconds | Absent = ABSENT
-    """The part of `exchange_s` in which the rank computed nothing."""
+    """The part of `exchange_s` without compute."""
     queued_s: Seconds | Absent = ABSENT
-    """Time in which the main thread was runnable and had no processor, in parts other than exposed communication."""
+    """Time that the main thread was runnable without a processor, in parts other than exposed communication."""
     noise_scale: float | Absent | None = ABSENT
     """Noise scale of the gradients, in samples (`balance/batch/batch.py`), averaged over the steps so far; None where
     it is infinite."""
@@ -672,7 +671,7 @@ ONE_OF = {
     "step": ("tokens", "samples", "steps"),
     "eval": ("heldout_bits_per_byte", "heldout_accuracy", "heldout_dice"),
 }
-"""Fields of which an event of each type has at least one."""
+"""Fields with at least one present in each event of the type."""
 
 
 @cache
