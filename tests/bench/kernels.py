@@ -16,8 +16,7 @@ from rich.console import Console
 
 from trainspec_cli.core.node import cpu_name
 from trainspec_cli.engine.build.assemble import load_kernel
-from trainspec_cli.engine.tools.kernel_trial import try_kernels
-from trainspec_cli.engine.tools.kernels import calls_of, workloads_of
+from trainspec_cli.engine.tools.kernels import calls_of, try_kernels, workloads_of
 from trainspec_cli.recipe.keys.kernels import KERNELS, KernelTable
 from trainspec_cli.recipe.rules.check import explain
 from trainspec_cli.reporter.kernels_text import render_table

@@ -40,7 +40,7 @@ from trainspec_cli.engine.elastic.cross_group import GradientPackets, names_outs
 from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.parallel import data_parallel, gradient_sums
 from trainspec_cli.engine.run.step import train_step
-from trainspec_cli.engine.tools.certify_batches import drawn_batch
+from trainspec_cli.engine.tools.certify_worker import drawn_batch
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.wings.certify.cases import Case, build_plan
 from trainspec_cli.wings.certify.families import SAMPLES
@@ -151,7 +151,7 @@ def be_rank(name: str, folder: str, rank: int, steps: int) -> None:
 def exposed_in(segments: Segments) -> tuple[float, float]:
     """Return the time of a step, and the exposed part of its exchanges."""
     exchanged, parts_s = segments.exchange_time(), segments.parts_s()
-    return sum(parts_s.values()), exchanged.exposed_s / exchanged.seconds if exchanged else 1.0
+    return sum(parts_s.values()), exchanged[1] / exchanged[0] if exchanged else 1.0
 
 
 def print_turns(name: str, seen: Seen, truths: dict[bool, float] | None = None) -> None:

@@ -33,10 +33,10 @@ from trainspec_cli.balance.batch.batch import (
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.optim.optimizer import clear_gradients, set_learning_rate, squared_norm
-from trainspec_cli.engine.run.coordinator import TrainProgress
 from trainspec_cli.engine.run.pipeline_run import forward_only
 from trainspec_cli.engine.run.scheduling.step_scheduler import StepPace
 from trainspec_cli.engine.run.step import compute_gradients, train_step
+from trainspec_cli.engine.run.training_run import TrainProgress
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.training import BatchingSpec, BatchScheduleSpec, OptimSpec, ScheduleSpec
 from trainspec_cli.recipe.results.plan import Plan
@@ -86,7 +86,7 @@ def plan_of(options: argparse.Namespace, seed: int, schedule: BatchScheduleSpec)
 def train(plan: Plan, windows: Tensor, held_out: Tensor, probed: Sequence[int] = ()) -> Trained:
     """Train on the windows in an order that the seed says, each once; measure the noise from `probed` samples on."""
     order = torch.from_numpy(np.random.default_rng(plan.spec.train.seed).permutation(len(windows)))
-    state, pace, progress = build_train_state(plan, torch.device("cpu")), StepPace(plan), TrainProgress()
+    state, pace, progress = build_train_state(plan, torch.device("cpu")), StepPace(plan.spec), TrainProgress()
     noise, chance = [NoiseAverage() for _ in probed], np.random.default_rng(plan.spec.train.seed)
     while batch := pace.batch(progress):
         for place, start in enumerate(probed):

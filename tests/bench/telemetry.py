@@ -28,13 +28,15 @@ import torch.distributed as dist
 from trainspec_cli.balance.batch.division import OwnSamples, even_division_of
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.comm.joining import leave_processes
+from trainspec_cli.engine.run.faults import StopRequest
 from trainspec_cli.engine.run.scheduling.directives import Directives
 from trainspec_cli.engine.run.scheduling.links import StepLinks
 from trainspec_cli.engine.run.scheduling.step_scheduler import StepScheduler
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.run.step_report import StepReport
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
-from trainspec_cli.engine.tools.certify_batches import drawn_batch
+from trainspec_cli.engine.run.training_run import TrainingRun
+from trainspec_cli.engine.tools.certify_worker import drawn_batch
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.run.channel.worker import SupervisorConnection
 from trainspec_cli.run.folder.paths import RunDir
@@ -80,10 +82,9 @@ def measure(steps: int, folder: Path) -> tuple[list[float], list[float]]:
     own = OwnSamples((0, SAMPLES // 2), (SAMPLES // 2, SAMPLES // 2))
     batch = drawn_batch(plan.spec, state, own)
     journal: Any = SimpleNamespace()
-    run_dir = RunDir(folder)
-    directives = Directives(run_dir, journal, plan.layout, recalls=False)
-    link = SupervisorLink(SupervisorConnection())
-    scheduler = StepScheduler(plan, state, directives, 0, link)  # of one rank alone there is nothing to do
+    stop = StopRequest()
+    run = TrainingRun(plan, state, RunDir(folder), "", stop, journal, group=0)  # one rank alone has nothing to do
+    scheduler = StepScheduler(run, Directives(run, recalls=False), SupervisorLink(SupervisorConnection()))
     times_s: tuple[list[float], list[float]] = ([], [])
     state.clock.restart()
     for step in range(steps):
@@ -124,7 +125,7 @@ def measure_links(turns: int) -> tuple[list[tuple[float, float]], int, float]:
     own = even_division_of(plan).of_rank(state.mesh.data_rank, 0, SAMPLES)
     batch = drawn_batch(plan.spec, state, own)
     journal: Any = SimpleNamespace(write=lambda event: None)
-    links = StepLinks(plan, state, journal, None, journal)
+    links = StepLinks(TrainingRun(plan, state, RunDir("unused"), "", StopRequest(), journal), journal)
     times_s, sampled = [], 0
 
     def make_step(step: int | None) -> None:

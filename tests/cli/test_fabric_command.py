@@ -183,4 +183,4 @@ def test_a_missing_command_is_not_an_error(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("PATH", str(tmp_path))
     assert discover.run_nvidia_smi() is None
     topology = discover.topology_here()
-    assert topology == SourceText("", "scontrol show topology", "there is no scontrol on this node")
+    assert topology == SourceText("", "scontrol show topology", "scontrol is not installed on this node")

@@ -111,8 +111,8 @@ def test_a_done_run_is_listed_and_has_nothing_left_to_do(done: subprocess.Comple
 def test_a_folder_with_a_run_is_not_launched_into(done: subprocess.CompletedProcess[str], ask: Command) -> None:
     again = ask("launch", *TINY, "run.dir=runs/tiny/done")
     assert again.returncode == 2
-    assert "runs/tiny/done holds a run already" in again.stderr
-    assert "hint: go on with it: trainspec resume runs/tiny/done" in again.stderr
+    assert "runs/tiny/done already holds a run" in again.stderr
+    assert "hint: continue it: trainspec resume runs/tiny/done" in again.stderr
 
 
 @pytest.mark.clause("LAUNCH-8")

@@ -76,7 +76,7 @@ def test_what_only_the_hosts_could_tell_is_asked_for(sbatch: Command, tmp_path: 
 def test_a_host_without_slurm_says_so(sbatch: Command) -> None:
     refused = sbatch(*TWO, "run.dir=run", "--submit")
     assert refused.returncode == 4
-    assert "there is no sbatch on this node" in refused.stderr
+    assert "sbatch is not installed on this node" in refused.stderr
 
 
 def test_runs_tells_what_is_made_and_what_waits_in_the_queue(

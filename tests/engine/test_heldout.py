@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainspec_cli.engine.heldout import HeldoutLosses
+from trainspec_cli.engine.run.evaluate import HeldoutLosses
 
 
 def follow(*losses: float | None) -> HeldoutLosses:

@@ -13,6 +13,7 @@ from trainspec_cli.core.environment_names import GENERATION, GROUP
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine import __main__ as worker
 from trainspec_cli.engine.run import worker as training
+from trainspec_cli.engine.run.training_run import TrainingRun
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
@@ -77,40 +78,30 @@ def test_a_worker_builds_fills_and_trains_in_order(
     write_json(run_dir.run_json, {"data_dir": "/data", "digest": "recipe's"})
     if resumes:
         run_dir.checkpoint(3).mkdir(parents=True)
+    plan = SimpleNamespace(device="cpu", replica_groups=1, group_size=1)
+    relieved = SimpleNamespace(spec="recipe", replica_groups=1)
+    monkeypatch.setattr(training, "read_plan", lambda run: plan if run == run_dir else None)
 
     def note(name: str, answer: Any = None) -> Any:
         return lambda *given: order.append((name, *given)) or answer
 
-    plan = SimpleNamespace(device="cpu", group_size=1)
-    monkeypatch.setattr(training.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(training, "SupervisorConnection", SimpleNamespace(of_worker=note("connects", "supervisor")))
-    monkeypatch.setattr(training, "read_plan", lambda run: plan if run == run_dir else None)
-
-    def trainer(run: Any, coordinator: str) -> Any:
-        order.append(
-            (run.plan, run.run_dir, run.source, run.state, run.recipe_digest, run.stop, run.supervisor, coordinator)
-        )
-        return SimpleNamespace(run=note("trains"))
-
-    def relieve(given: Any, reliefs: str) -> Any:
-        return SimpleNamespace(spec="recipe", relieved=(given, reliefs))
-
-    monkeypatch.setattr(training, "recall_reliefs", note("recalls", "reliefs"))
-    monkeypatch.setattr(training, "with_reliefs", relieve)
+    monkeypatch.setattr(training, "recall_reliefs", note("recalls", relieved))
     monkeypatch.setattr(training, "check_code", lambda spec, run: None)
     monkeypatch.setattr(training, "join_processes", note("joins", "device"))
     monkeypatch.setattr(training, "leave_processes", note("leaves"))
     monkeypatch.setattr(training, "build_train_state", note("builds", "state"))
     monkeypatch.setattr(training, "load_initial", note("loads"))
+    monkeypatch.setattr(training.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(training, "Journal", note("writes", "journal"))
     monkeypatch.setattr(training, "open_source", note("opens", "source"))
-    monkeypatch.setattr(training, "open_coordinator", lambda run: "coordinator")
-    monkeypatch.setattr(training, "Trainer", trainer)
+    monkeypatch.setattr(training, "open_coordinator", note("joins in", "coordinator"))
+    monkeypatch.setattr(training, "Trainer", note("is made", SimpleNamespace(train=note("trains"))))
     training.work(run_dir, "stop")  # type: ignore[arg-type]
-    relieved = SimpleNamespace(spec="recipe", relieved=(plan, "reliefs"))
+    run = TrainingRun(relieved, "state", run_dir, "recipe's", "stop", "journal", None, "supervisor")  # type: ignore[arg-type]
     assert order == [
-        *(("joins", "cpu"), ("connects", 0), ("recalls", plan, run_dir), ("builds", relieved, "device")),
+        *(("joins", "cpu"), ("connects", 3), ("recalls", plan, run_dir), ("builds", relieved, "device")),
         *([] if resumes else [("loads", relieved, "state")]),
-        ("opens", relieved, "/data", "state"),
-        (relieved, run_dir, "source", "state", "recipe's", "stop", "supervisor", "coordinator"),
-        *(("trains",), ("leaves",)),
+        *(("writes", run_dir, 3, "recipe", None), ("opens", run, "/data"), ("joins in", run, "source")),
+        *(("is made", run, "source", "coordinator"), ("trains",), ("leaves",)),
     ]

@@ -174,6 +174,6 @@ def test_an_early_end_that_is_killed_before_it_is_done_ends_at_the_same_step(
     assert run.checkpoint_steps() == [4] and not run.result_json.exists()
     ended = trainspec("resume", "run", "sample.max_new_tokens=0")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "train.early_stop_evals=null trains on" in ended.stdout
+    assert "train.early_stop_evals=null continues training" in ended.stdout
     assert (read_result("run")["status"], read_result("run")["steps"]) == ("done", 4)
     assert [event["step"] for event in read_events(run.events(0)) if event["type"] == "step"] == [1, 2, 3, 4]

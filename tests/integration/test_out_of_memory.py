@@ -63,7 +63,7 @@ def test_one_of_two_ranks_runs_out_of_memory_and_no_step_is_lost(
     assert (directive["type"], directive["step"], directive["lost_steps"]) == ("memory", FAILS_AT, 0)
     assert (directive["failed"]["micro_batch_size"], directive["taken"]["micro_batch_size"]) == (4, 2)
     assert directive["restarts"]
-    assert f"the run goes on from step {FAILS_AT} with micro-batches of 2 samples" in said
+    assert f"the run continues from step {FAILS_AT} with micro-batches of 2 samples" in said
     report = json.loads(trainspec("report", "run", "--json").stdout)
     assert report["memory"][0]["taken"] == directive["taken"]
     assert f"step {FAILS_AT}: micro-batches of 2 samples from here on" in trainspec("report", "run").stdout

@@ -74,7 +74,7 @@ def test_a_killed_process_of_one_node_restarts_all_within_one_budget(start_nodes
     os.kill(pids_of(run)[1], signal.SIGKILL)
     codes, said = ended(nodes)
     assert codes == [0, 0], said
-    assert "was killed by SIGKILL; the command starts again, and no other start is left to it" in said
+    assert "was killed by SIGKILL; the command starts again, and this is the last restart" in said
     result = read_result("run")
     assert (result["status"], result["steps"], len(result["recoveries"])) == ("done", 60, 1)
     assert len(list((tmp_path / "run" / "generations").glob("*.json"))) == 2
@@ -158,7 +158,7 @@ def test_what_is_not_counted_is_started_again_on_all_nodes_once_one_has_worked(s
 def test_a_number_that_is_given_twice_is_refused_and_the_run_goes_on(start_nodes):
     codes, said = ended(start_nodes(*PLAIN, str(SCRIPTS / "ddp.py"), "80", "0.1", numbers=(0, 1, 1)))
     assert sorted(codes) == [0, 0, 2], said
-    assert "--node-rank 1 is given twice" in said
+    assert "--node-rank 1 is used twice" in said
 
 
 @pytest.mark.slow

@@ -14,18 +14,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TextIO
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lab.engine_runs import CPU, Numbered, run_of
 from lab.waiting import wait_for
-from trainspec_cli.balance.batch.division import OwnSamples
-from trainspec_cli.engine.data.loader import Staging, cut_micro_batches, positions_of
-from trainspec_cli.engine.digest import MicroBatch
 from trainspec_cli.engine.observe.clock import StepClock
-from trainspec_cli.engine.run.coordinator import RunContext, TrainProgress
-from trainspec_cli.engine.run.faults import StopRequest
+from trainspec_cli.engine.observe.journal import Journal
+from trainspec_cli.engine.run.training_run import TrainProgress
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
@@ -40,7 +37,6 @@ from trainspec_cli.wings.sites.engine.far_sites import FarSites
 from trainspec_cli.wings.sites.meeting_point import MeetingPoint, make_meeting_point
 from trainspec_cli.wings.sites.server import SiteInbox, make_inbox
 
-CPU = torch.device("cpu")
 STEPS, BATCH, WAIT_S = 24, 4, 60
 NAMES = ("embed.weight", "blocks.0.weight", "blocks.1.weight", "norm.weight")
 SITES = SitesSpec(interval_steps=8, fragments=2, delay_steps=2, grace_s=20.0)
@@ -49,19 +45,6 @@ SITES = SitesSpec(interval_steps=8, fragments=2, delay_steps=2, grace_s=20.0)
 def begun(values: int) -> Tensor:
     """Return what a share begins with."""
     return torch.arange(float(values)) / values
-
-
-class Numbered:
-    """A sample is its position."""
-
-    def __init__(self) -> None:
-        self.staging = Staging(CPU)
-
-    def read(self, own: OwnSamples) -> list[MicroBatch]:
-        return cut_micro_batches((torch.from_numpy(positions_of(own)),), own)
-
-    def counted(self, positions: np.ndarray) -> int:
-        return len(positions)
 
 
 class Killed(Exception):  # noqa: N818
@@ -78,7 +61,7 @@ class Site:
     def __init__(self, lab: SitesLab, number: int, saved: Saved | None = None):
         self.lab, self.number = lab, number
         self.shares = [Share(name, nn.Parameter(begun(lab.values))) for name in NAMES]
-        self.stop, self.error = StopRequest(), None
+        self.error = None
         mesh = SimpleNamespace(
             data_rank=0,
             layout=Layout(),
@@ -93,8 +76,10 @@ class Site:
             spec=spec, replica_groups=1, layout=Layout(), micro_batch_size=1, grad_accum_steps=1, total_steps=STEPS
         )
         self.state, self.saves, self.took, self.progress = state, {}, [], TrainProgress()
-        self.run = RunContext(plan, RunDir(lab.folder / f"site{number}"), Numbered(), state, "", self.stop)  # type: ignore[arg-type]
-        self.coordinator = FarSites(self.run)
+        run_dir = RunDir(lab.folder / f"site{number}")
+        self.run = run_of(plan, state, run_dir, Journal(run_dir, 0, spec))
+        self.stop = self.run.stop
+        self.coordinator = FarSites(self.run, Numbered())
         if saved:
             self._load(*saved)
         self.thread = threading.Thread(target=self._train, name=f"site {number}", daemon=True)

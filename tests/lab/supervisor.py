@@ -15,5 +15,5 @@ class PlayedSupervisor(SupervisorConnection):
     def send(self, message: WorkerMessage) -> None:
         self.sent.append(message)
 
-    def tell(self, message: WorkerMessage) -> None:
+    def deliver(self, message: WorkerMessage) -> None:
         self._received.append(message)

@@ -51,7 +51,7 @@ class MemoryHub:
         self.speeds: SpeedsReport | None = None
         """What rank 0 reports."""
 
-    def tell(self, message: WorkerMessage, rank: int | None = None) -> None:
+    def send_to_workers(self, message: WorkerMessage, rank: int | None = None) -> None:
         self.told.append((message, rank))
 
     def take_speeds(self) -> SpeedsReport | None:

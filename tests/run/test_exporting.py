@@ -62,10 +62,10 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[ExportRequest]:
 def test_the_newest_checkpoint_is_exported_unless_another_is_asked_for(make: Make) -> None:
     run = make()
     assert (find_checkpoint(run, None), find_checkpoint(run, 4)) == (12, 4)
-    with pytest.raises(RecipeError, match="there is no checkpoint of step 5") as caught:
+    with pytest.raises(RecipeError, match="no checkpoint of step 5 exists") as caught:
         find_checkpoint(run, 5)
     assert (caught.value.problems[0].path, caught.value.problems[0].hint) == ("--step", "4, 12")
-    with pytest.raises(RecipeError, match="holds no whole checkpoint"):
+    with pytest.raises(RecipeError, match="has no whole checkpoint"):
         find_checkpoint(RunDir(run.root / "nothing"), None)
 
 

@@ -135,7 +135,7 @@ def test_without_words_or_exits_there_is_no_failure(job: Job) -> None:
 
 def test_a_damaged_report_is_named(job: Job) -> None:
     say(job, 0, "out of luck", time=10.0, step="two")
-    with pytest.raises(UnreadableFileError, match="is no error of a run: `step` is 'two'"):
+    with pytest.raises(UnreadableFileError, match="is not a valid error of a run: `step` is 'two'"):
         find_failures(job)
 
 
@@ -194,4 +194,4 @@ def test_an_end_without_a_failure_is_explained_by_its_exit_code(job: Job) -> Non
     of_nodes = explain_end(replace(job, nodes=(0, 1), command=("srun", "agent")), 3, [])
     assert of_nodes.headline == "srun ended with exit code 3 before any node had started a worker"
     assert of_nodes.exit_code == 4
-    assert explain_end(job, 0, []).headline == "the workers ended without leaving a result"
+    assert explain_end(job, 0, []).headline == "the workers ended without writing a result"

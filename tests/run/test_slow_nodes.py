@@ -145,7 +145,7 @@ def test_a_node_is_found_once_as_much_was_lost_as_the_start_took(make_lab, clock
     assert (found.node, found.hostname) == (1, "host1")
     assert found.why == (
         "node 1 (host1) computes 4.0 times as long as usual; a step takes 5.0 s, and 3.0 s are expected without it: "
-        "the run starts again without it"
+        "the run restarts without it"
     )
     assert lab.make_steps(100) == [], "that is decided"
     assert (lab.directives, lab.asked) == ([], [2])
@@ -218,7 +218,7 @@ def test_a_spare_node_that_goes_meanwhile(make_lab) -> None:
     lab.until_decided()
     lab.slow_nodes.hostnames = ("host0", "host1", "host2", "")
     assert lab.slow_nodes.leave_out(1) == (lab.job, lab.plan)
-    assert lab.reports == ["no spare node is there any more: the run starts again with node 1"]
+    assert lab.reports == ["no spare node is left: the run restarts with node 1"]
     assert lab.directives == []
 
 
@@ -246,7 +246,7 @@ def test_no_training_ends_for_a_fault_of_the_planner(make_lab) -> None:
     lab.open()
     lab.become_slow()
     assert (lab.make_steps(100), lab.make_steps(100)) == ([], [])
-    assert lab.reports == ["no plan for 2 nodes is found: ZeroDivisionError: integer division or modulo by zero"]
+    assert lab.reports == ["no plan for 2 nodes: ZeroDivisionError: integer division or modulo by zero"]
 
 
 def test_advice_is_written_and_reported_once(make_lab) -> None:
@@ -321,6 +321,6 @@ def test_a_report_of_other_ranks_decides_nothing_and_what_fails_ends_the_search(
     assert lab.make_steps(100) == []
     lab.mail.speeds = replace(lab.mail.speeds, layout=Layout(dp_replicate=3))  # with the figures of two
     assert lab.make_steps(100) == []
-    assert lab.reports[0].startswith("no node is left out any more: ")
+    assert lab.reports[0].startswith("no further node is left out: ")
     lab.report_speeds(1.0, 4.0, 1.0)
     assert (lab.make_steps(100), len(lab.reports)) == ([], 1)

@@ -175,7 +175,7 @@ def test_a_run_whose_memory_ran_out_leaves_its_next_start_what_to_take(tmp_path:
         lambda: run.world.end(0, done=True),
     ]
     assert run().exit_code == 0
-    assert run.reports == ["it broke; the run goes on from step 5 with micro-batches of 2 samples"]
+    assert run.reports == ["it broke; the run continues from step 5 with micro-batches of 2 samples"]
     (written,) = read_log(run.job.run.directives)
     assert isinstance(written, MemoryEvent)
     assert written.layout == "tp=2", "in which it ran out, and not the one that the run began with"
@@ -231,7 +231,7 @@ def test_a_run_goes_on_without_a_slow_node(tmp_path: Path, make_plan) -> None:
         ((0, 2), (1,), 2),
     ]
     assert [plan and plan.num_nodes for plan in opened] == [3, 2]
-    assert "the run starts again without it" in run.reports[0]
+    assert "the run restarts without it" in run.reports[0]
     assert marks(run) == ["launch", "ended", "launch", "ended"], "that was no failure"
 
 

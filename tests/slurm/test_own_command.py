@@ -69,7 +69,7 @@ def test_srun_in_ones_own_script_gives_nodes_and_a_warned_run_goes_on(
     log = tmp_path / "own.log"
     watch.wait_for_step(run, 10)
     slurm.worker_on(2).kill()
-    slurm.wait_until(lambda: "no other start is left to it" in log.read_text(), "the start after a failure")
+    slurm.wait_until(lambda: "this is the last restart" in log.read_text(), "the start after a failure")
     slurm.wait_until(lambda: len(starts_of(run)) == 2, "the second start's steps")
     slurm.run("scancel", "--signal=USR2", job)
     slurm.wait_until(lambda: len(starts_of(run)) == 3, "the third start's steps")

@@ -214,7 +214,7 @@ class LayoutAdvisor:
         if due is not None:
             self._number = self._number + 1
             self._proposed = due.layout
-            self._mail.tell(Proposal(self._number, self._in_force, due), rank=0)
+            self._mail.send(Proposal(self._number, self._in_force, due), rank=0)
 
     def _consider_home(self, step_s: float) -> None:
         """Want the planned layout if it was measured to be faster than the present one, whose step takes `step_s`."""

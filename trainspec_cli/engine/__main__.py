@@ -20,7 +20,7 @@ def main() -> None:
     stop = StopRequest().listen()
     run_dir = RunDir(sys.argv[1])
     try:
-        from trainspec_cli.engine.run.worker import work  # a request to stop is heard before torch is imported
+        from trainspec_cli.engine.run.worker import work  # an import error is left for the supervisor too
 
         work(run_dir, stop)
     except Exception as error:

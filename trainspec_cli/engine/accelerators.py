@@ -1,8 +1,8 @@
-"""The kinds of device that the engine runs on, and what it asks of one, whoever made it.
+"""The kinds of device that the engine runs on, and the operations that it needs from one, whatever its vendor.
 
 torch.accelerator, torch.Event and torch.Stream serve the chips of every vendor, on CUDA by the same calls as torch.cuda
-(read in torch 2.11 to 2.13). What they lack, a device's name and its random numbers, is asked of the device's own
-module (`torch.get_device_module`). What CUDA alone has is in `cuda_only.py`.
+(read in torch 2.11 to 2.13). What they lack, a device's name and its random numbers, comes from the device's own module
+(`torch.get_device_module`). What only CUDA has is in `cuda_only.py`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class DeviceKind:
     collectives: str
     """The backend of process groups for tensors on such devices."""
     is_numbered: bool = True
-    """False where a machine has one device, which torch gives no number."""
+    """False if a machine has one device and torch gives it no number."""
     capturable: bool = True
     """True if torch's optimizers can keep the count of their updates on the device (torch/optim/optimizer.py)."""
     is_profiled: bool = True
-    """True if torch's profiler takes times on the device (torch/autograd/profiler.py)."""
+    """True if torch's profiler measures times on the device (torch/autograd/profiler.py)."""
 
 
 KINDS = {
@@ -36,17 +36,17 @@ KINDS = {
     "npu": DeviceKind("hccl"),
     "mps": DeviceKind("gloo", is_numbered=False, capturable=False, is_profiled=False),
 }
-"""torch's name of a kind of device -> what differs. NVIDIA's and AMD's devices are both `cuda`, and RCCL is AMD's
+"""torch's name of a kind of device -> its properties. NVIDIA's and AMD's devices are both `cuda`, and RCCL is AMD's
 `nccl`; `xpu` is Intel's, `hpu` Habana's, `npu` Ascend's, `mps` Apple's."""
 
 
 def on_chip(device: torch.device) -> bool:
-    """Return True if the device is an accelerator: it works while the host goes on."""
+    """Return True if the device is an accelerator, which works asynchronously."""
     return device.type != "cpu"
 
 
 def enter(device_type: str) -> torch.device:
-    """Return this process' device, of its number on the node, and make it the current one of this thread."""
+    """Return this process' device, by its number on the node, and make it the current one of this thread."""
     number = int(os.environ["LOCAL_RANK"]) if KINDS[device_type].is_numbered else None
     device = torch.device(device_type) if number is None else torch.device(device_type, number)
     make_current(device)
@@ -60,7 +60,7 @@ def make_current(device: torch.device) -> None:
 
 
 def process_group_backends(device_type: str) -> str:
-    """Return what `init_process_group` takes: for an accelerator one backend of its own, and gloo for the host."""
+    """Return the backends for `init_process_group`: an accelerator has its own, and gloo serves the host."""
     own = KINDS[device_type].collectives
     host = KINDS["cpu"].collectives
     return host if device_type == "cpu" else f"cpu:{host},{device_type}:{own}"
@@ -77,18 +77,18 @@ def devices_here(device_type: str) -> list[torch.device]:
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which an accelerator's work is queued in a new stream; on a CPU there is none."""
+    """Context that queues an accelerator's work in a new stream; on a CPU it does nothing."""
     return torch.Stream(device) if on_chip(device) else nullcontext()
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was asked for, in all streams."""
+    """Wait until the device has finished its work in all streams."""
     if on_chip(device):
         torch.accelerator.synchronize(device)
 
 
 def synchronise_stream(device: torch.device) -> None:
-    """Wait until the device has done what this thread's current stream has to do."""
+    """Wait until the device has finished the work of this thread's current stream."""
     if on_chip(device):
         torch.accelerator.current_stream(device).synchronize()
 
@@ -98,19 +98,19 @@ def synchronise_stream(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of an accelerator."""
+    """Memory of an accelerator in bytes."""
 
     used: int
-    """By this process' tensors."""
+    """Used by this process' tensors."""
     reserved: int
     """Held by this process' allocator."""
     free: int
-    """Held by nobody."""
+    """Not used by any process."""
     total: int
 
     @property
     def available(self) -> int:
-        """What this process may still take: what is free, and what its allocator holds unused."""
+        """Memory that this process may still allocate: free memory, and the unused part of its allocator's."""
         return self.free + self.reserved - self.used
 
 
@@ -126,7 +126,7 @@ def allocator_count(device: torch.device, name: str) -> int:
 
 
 def release_unused(device: torch.device) -> None:
-    """Hand back to the driver what the allocator holds unused."""
+    """Return the allocator's unused memory to the driver."""
     if on_chip(device):
         torch.accelerator.empty_cache()
 
@@ -135,16 +135,14 @@ def release_unused(device: torch.device) -> None:
 
 
 def chip_name(device: torch.device) -> str:
-    """Return the accelerator's name, or its kind's where its module tells none, as Apple's."""
+    """Return the accelerator's name, or its kind's where its module has no names, as Apple's."""
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(name_of(device)) if name_of else device.type
 
 
 def physical_device(device: torch.device) -> str | None:
-    """Return what two processes have alike that use one physical device, or slices of one; None where that is unknown.
-
-    Devices are told apart by their place on the bus, as NCCL does.
-    """
+    """Return what two processes share that use one physical device, or slices of one; None where that is unknown.
+    Devices are identified by their place on the bus, as NCCL does."""
     properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
     properties = properties_of(device) if properties_of else None
     place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
@@ -163,7 +161,7 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 def started_kind() -> str | None:
-    """Return the kind of accelerator that this process has begun to use; asking does not begin it."""
+    """Return the kind of accelerator that this process has begun to use; the query itself does not begin it."""
     chip = torch.accelerator.current_accelerator()
     module: Any = torch.get_device_module(chip) if chip else None
     is_started = getattr(module, "is_initialized", lambda: True)

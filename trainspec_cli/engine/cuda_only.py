@@ -1,8 +1,8 @@
-"""What NVIDIA's and AMD's devices alone have, of which torch knows no general form.
+"""Features of NVIDIA's and AMD's devices alone, which have no general form in torch.
 
 Pinning memory that exists already (torch pins only what it allocates itself, and rounds that up to powers of two), and
-NCCL: its version, and a process group whose errors leave the process alive. Kernels that need CUDA (Triton, cuDNN) say
-so in the table of kernels, `recipe/keys/kernels.py`.
+NCCL: its version, and a process group whose errors leave the process alive. Kernels that need CUDA (Triton, cuDNN) are
+marked in the table of kernels, `recipe/keys/kernels.py`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ SURVIVABLE_NCCL = {
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
-"""Variables that a ProcessGroupNCCL reads when it is made (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, read, not
-run). By default its watchdog ends the process at the first error of a peer; after one it sleeps for a minute, in which
-the group cannot be destroyed, and its monitor ends a process whose watchdog is held up."""
+"""Variables that a ProcessGroupNCCL reads when it is created (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, read,
+not run). By default its watchdog ends the process at the first error of a peer; after one it sleeps for a minute, in
+which the group cannot be destroyed, and its monitor ends a process whose watchdog is blocked."""
 
 
-def register_pinned(buffer: Tensor) -> None:
-    """Pin the memory of a tensor on the host where it is."""
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
+def pin(buffer: Tensor, device: torch.device) -> None:
+    """Pin the host memory of a tensor in place, so that copies from this device are asynchronous; on other devices than
+    CUDA no call for it exists, and the host waits."""
+    if device.type == "cuda":
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
 
 
-def unregister_pinned(buffer: Tensor) -> None:
-    """Take back `register_pinned`."""
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())))
+def unpin(buffer: Tensor, device: torch.device) -> None:
+    """Undo `pin` before the buffer is freed: its addresses may be reused."""
+    if device.type == "cuda":
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())))
 
 
 def nccl_version() -> str:
@@ -44,10 +47,10 @@ def nccl_version() -> str:
 
 
 def open_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a ProcessGroupNCCL that may lose peers: its owner sees errors, keeps time, and calls `abort`.
+    """Return a ProcessGroupNCCL that may lose peers: its owner sees errors, checks the time, and calls `abort`.
 
-    Connecting is non-blocking on the device, so that it ends after `timeout` where a peer has died meanwhile; NCCL's
-    blocking form waits for ever, and nothing can abort it. torch reads that timeout once in a process. The group's own
+    Connecting is non-blocking on the device, so that it ends after `timeout` if a peer has died meanwhile; NCCL's
+    blocking form waits forever, and cannot be aborted. torch reads that timeout once in a process. The group's own
     timeout is longer than its owner's: it limits `abort`, and the watchdog must not be the first to find an exchange
     late.
     """

@@ -1,4 +1,4 @@
-"""Digests of weights: a SHA-256 that is the same for every layout, and a quick one to compare replica groups by."""
+"""Digests of weights: a SHA-256 that is the same for every layout, and a fast one for comparing replica groups."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from trainspec_cli.engine.shares import Share, unique_shares
 
 @torch.no_grad()
 def weights_sha256(shares: Sequence[Share], pipeline: dist.ProcessGroup) -> str:
-    """SHA-256 over the parameters in name order, each as its name and the SHA-256 of its little-endian bytes.
-
-    Called by every rank together; one full parameter at a time is held.
-    """
+    """SHA-256 over the parameters in name order, each as its name and the SHA-256 of its little-endian bytes. Called by
+    every rank together; one full parameter at a time is in memory."""
     own = {share.name: _sha256(share.gather()) for share in unique_shares(shares)}
     stages = gather_json(own, _read_digests, pipeline)
     digest = hashlib.sha256()
@@ -49,17 +47,14 @@ def local_digest(shares: Sequence[Share]) -> Tensor:
 @torch.no_grad()
 def sum_bits(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of the bits of fp32 tensors (or of bytes) as whole numbers, (1,) int64."""
-    sums = [_words(tensor).sum(dtype=torch.int64) for tensor in tensors if tensor.numel()]
+    words = [tensor if tensor.dtype == torch.uint8 else tensor.view(torch.int32) for tensor in tensors]
+    sums = [of_tensor.sum(dtype=torch.int64) for of_tensor in words if of_tensor.numel()]
     return torch.stack(sums).sum(0, keepdim=True) if sums else torch.zeros(1, dtype=torch.int64)
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """Return the bits of `tensor` as whole numbers."""
-    return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.int32)
-
-
 def diverging_groups(digests: Sequence[Tensor]) -> list[int]:
-    """Return the places of the groups that differ from the majority; where there is none (two groups), all of them."""
+    """Return the places of the groups that differ from the majority; without a majority (two groups), of all of
+    them."""
     values = [int(digest) for digest in digests]
     counted = Counter(values).most_common(2)
     if len(counted) < 2:
@@ -72,7 +67,7 @@ def diverging_groups(digests: Sequence[Tensor]) -> list[int]:
 
 
 NOT_FINITE = "values that are not finite (NaN or infinity)"
-"""The reason that a file is refused for."""
+"""The reason why a file is refused."""
 REMEDY = "try a lower optim.lr, a longer optim.schedule.warmup_steps, or precision=bf16 in place of fp8"
 """A hint for a run that diverged."""
 
@@ -99,7 +94,7 @@ Where attention is to stay within documents, (tokens, targets, documents): the n
 """
 
 IGNORED_TARGET = -1
-"""A target that takes no part in the loss."""
+"""A target that is ignored by the loss."""
 
 
 def held_part(micro_batch: MicroBatch, positions_S: Tensor | None) -> MicroBatch:
@@ -116,7 +111,7 @@ Mark = float | torch.Event
 
 
 def mark(*, on_gpu: bool) -> Mark:
-    """Mark now; on a GPU, the moment at which the compute stream gets here."""
+    """Return the current moment; on a GPU, the moment at which the compute stream gets here."""
     if not on_gpu:
         return time.perf_counter()
     event = torch.Event(enable_timing=True)

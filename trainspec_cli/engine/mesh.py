@@ -1,8 +1,8 @@
 """Layout -> the groups of ranks that work together.
 
 Ranks count with `MESH_AXES` outermost first. Parameters are sharded over dp_shard and cp together, since the ranks of
-both see different tokens. Experts have a mesh of their own over the same ranks: ep innermost, and what ep leaves of
-dp_shard x cp x tp shards each rank's experts.
+both see different tokens. Experts have a separate mesh over the same ranks: ep innermost, and the rest of dp_shard x cp
+x tp shards each rank's experts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUMMED_OVER = ("dp_replicate", "dp_shard", "expert_shard")
 class Mesh:
     layout: Layout
     axes: DeviceMesh
-    """Every axis of `MESH_AXES`, those of size 1 too, so that code need not ask which there are."""
+    """Every axis of `MESH_AXES`, also those of size 1, so that no code has to check which exist."""
     shard: DeviceMesh
     """dp_shard x cp, flat."""
     experts: DeviceMesh | None
@@ -36,12 +36,12 @@ class Mesh:
     stage: DeviceMesh
     """All axes but pp, flat: the ranks that hold the same layers."""
     upstream: dist.ProcessGroup
-    """The pipeline's ranks once more: what flows against the stages' order has a group of its own."""
+    """The pipeline's ranks once more: messages against the stages' order have a separate group."""
     ends: dist.ProcessGroup
-    """The ranks of the pipeline's first and last stage, where a tied embedding stands on both."""
+    """The ranks of the pipeline's first and last stage, if both have a tied embedding."""
     sums: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
-    """On gloo the groups of `SUMMED_OVER` that have several ranks once more, for gradients alone: they are summed in a
-    thread of their own, and calls of two threads on one group would come in another order on each rank."""
+    """On gloo the groups of `SUMMED_OVER` with several ranks once more, for gradients alone: they are summed in a
+    separate thread, and calls of two threads on one group would come in another order on each rank."""
     connections_of_sums: frozenset[Connection] = frozenset()
 
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -55,8 +55,8 @@ class Mesh:
         return int(self.axes[axis].get_local_rank())
 
     def links(self) -> dict[str, list[tuple[int, ...]]]:
-        """Return the groups of ranks that exchange along each axis that has several, but for the pipeline's; `dp_shard`
-        is shared with cp, and `expert_shard` is what ep leaves to shard experts over."""
+        """Return the groups of ranks that exchange along each axis with several ranks, except the pipeline's;
+        `dp_shard` is shared with cp, and `expert_shard` is the rest of ep, over which experts are sharded."""
         whole = self.axes.mesh  # (pp, dp_replicate, dp_shard, cp, tp)
         found = {
             "dp_replicate": _rows(whole, 1),
@@ -79,14 +79,14 @@ class Mesh:
 
     @property
     def expert_data_ranks(self) -> range:
-        """The data ranks whose tokens this rank's experts get, where whole ones share them; without ep its own."""
+        """The data ranks whose tokens this rank's experts get, where whole ones share them; without ep only its own."""
         together = max(1, self.layout.ep // (self.layout.cp * self.layout.tp))
         first = self.data_rank - self.rank("dp_shard") % together
         return range(first, first + together)
 
 
 def _rows(ranks: Tensor, *along: int) -> list[tuple[int, ...]]:
-    """Return the ranks that differ in the dimensions `along` alone. NumPy also computes where torch's tensors are fake,
+    """Return the ranks that differ only in the dimensions `along`. NumPy also computes where torch's tensors are fake,
     as in a trace."""
     others = [dim for dim in range(ranks.ndim) if dim not in along]
     grid = np.array(ranks.tolist()).transpose(*others, *along)
@@ -97,76 +97,63 @@ def _rows(ranks: Tensor, *along: int) -> list[tuple[int, ...]]:
 def split_by_tier(
     rows: Sequence[Sequence[int]], place_of: Callable[[int], int], sizes: Sequence[int]
 ) -> list[list[list[int]]] | None:
-    """Return the groups in which a sum over each row of ranks is made tier by tier, innermost first: the ranks inside
-    each element, then those of one number in each element that the next tier joins, and so on.
+    """Return the groups of a sum over each row of ranks that is made tier by tier, innermost first: the ranks inside
+    each element, then those with the same number in each element that the next tier joins, and so on.
 
-    `place_of` says where a rank's device lies among all, and `sizes` how many devices an element of each tier holds,
-    innermost first. None unless several levels have several ranks, and elements of a tier as many each.
+    `place_of` gives the place of a rank's device among all, and `sizes` the number of devices in an element of each
+    tier, innermost first. None unless several levels have several ranks, and all elements of a tier have equally many.
     """
     if not sizes:
         return None
     levels = list[list[list[int]]]()
     columns = [list(row) for row in rows]
     for size in sizes:
-        inside = [_by_element(column, place_of, size) for column in columns]
-        if len({(len(elements), len(ranks)) for elements in inside for ranks in elements}) > 1:
+        inside = []
+        for column in columns:
+            elements: dict[int, list[int]] = {}
+            for rank in column:
+                elements.setdefault(place_of(rank) // size, []).append(rank)
+            inside.append(list(elements.values()))
+        if len({(len(of_row), len(ranks)) for of_row in inside for ranks in of_row}) > 1:
             return None
         if len(inside[0][0]) > 1:
-            levels.append([ranks for elements in inside for ranks in elements])
-            columns = [list(number) for elements in inside for number in zip(*elements, strict=True)]
+            levels.append([ranks for of_row in inside for ranks in of_row])
+            columns = [list(number) for of_row in inside for number in zip(*of_row, strict=True)]
     if len(columns[0]) > 1:
         levels.append(columns)
     return levels if len(levels) > 1 else None
-
-
-def _by_element(ranks: Sequence[int], place_of: Callable[[int], int], size: int) -> list[list[int]]:
-    elements: dict[int, list[int]] = {}
-    for rank in ranks:
-        elements.setdefault(place_of(rank) // size, []).append(rank)
-    return list(elements.values())
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Called by every rank together."""
     sizes = tuple(getattr(layout, axis) for axis in MESH_AXES)
     axes = init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
-    upstream, ends = _pipeline_groups(layout, axes["pp"].get_group())
+    upstream = ends = axes["pp"].get_group()
+    if layout.pp > 1:
+        last = layout.rank_of_stage(layout.num_stages - 1)
+        pipelines = ranks_of_pipelines(layout)
+        upstream, _ = dist.new_subgroups_by_enumeration(pipelines)
+        ends, _ = dist.new_subgroups_by_enumeration([sorted({ranks[0], ranks[last]}) for ranks in pipelines])
+    shard = axes["dp_shard", "cp"]._flatten("shard")
+    experts = None
+    if layout.ep > 1:
+        sizes = (layout.pp, layout.dp_replicate, layout.expert_ranks // layout.ep, layout.ep)
+        experts = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"))
     mesh = Mesh(
         layout=layout,
         axes=axes,
-        shard=axes["dp_shard", "cp"]._flatten("shard"),
-        experts=_expert_mesh(layout, device_type),
+        shard=shard,
+        experts=experts,
         stage=axes["dp_replicate", "dp_shard", "cp", "tp"]._flatten("stage"),
         upstream=upstream,
         ends=ends,
     )
-    return _with_sums(mesh) if is_on_gloo() else mesh
-
-
-def _with_sums(mesh: Mesh) -> Mesh:
+    if not is_on_gloo():
+        return mesh
     others = set(open_connections())
     links = {axis: ranks for axis, ranks in mesh.links().items() if axis in SUMMED_OVER}
     sums = {axis: dist.new_subgroups_by_enumeration([*map(list, ranks)])[0] for axis, ranks in links.items()}
     return replace(mesh, sums=sums, connections_of_sums=frozenset(open_connections()) - others)
-
-
-def _expert_mesh(layout: Layout, device_type: str) -> DeviceMesh | None:
-    if layout.ep == 1:
-        return None
-    ranks = layout.expert_ranks
-    sizes = (layout.pp, layout.dp_replicate, ranks // layout.ep, layout.ep)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"))
-
-
-def _pipeline_groups(layout: Layout, own: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """-> (upstream, ends)"""
-    if layout.pp == 1:
-        return own, own
-    last = layout.rank_of_stage(layout.num_stages - 1)
-    pipelines = ranks_of_pipelines(layout)
-    upstream, _ = dist.new_subgroups_by_enumeration(pipelines)
-    ends, _ = dist.new_subgroups_by_enumeration([sorted({ranks[0], ranks[last]}) for ranks in pipelines])
-    return upstream, ends
 
 
 def ranks_of_pipelines(layout: Layout) -> list[list[int]]:

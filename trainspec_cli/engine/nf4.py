@@ -109,11 +109,8 @@ def quantise(weight_FD: Tensor) -> Nf4:
     scaled = blocks / torch.where(largest > 0, largest, 1.0)[:, None]
     codes = _nearest(torch.tensor(NF4, device=weight_FD.device), scaled).view(rows, -1)[:, :columns]
     packed = codes[:, ::2] * 16 + codes[:, 1::2]
-    magnitudes, scales = _quantise_magnitudes(largest)
-    return Nf4(packed, magnitudes.view(rows, -1), scales)
 
-
-def _quantise_magnitudes(largest: Tensor) -> tuple[Tensor, Tensor]:
+    # The magnitudes in turn
     mean = largest.mean()
     groups = -(-len(largest) // NF4_SCALE_BLOCK)
     centred = largest.new_zeros(groups * NF4_SCALE_BLOCK)
@@ -121,8 +118,8 @@ def _quantise_magnitudes(largest: Tensor) -> tuple[Tensor, Tensor]:
     grouped = centred.view(groups, NF4_SCALE_BLOCK)
     furthest = grouped.abs().amax(dim=1)
     scaled = grouped / torch.where(furthest > 0, furthest, 1.0)[:, None]
-    found = _nearest(magnitude_table(largest.device), scaled).flatten()[: len(largest)]
-    return found, torch.cat([mean[None], furthest])
+    magnitudes = _nearest(magnitude_table(largest.device), scaled).flatten()[: len(largest)]
+    return Nf4(packed, magnitudes.view(rows, -1), torch.cat([mean[None], furthest]))
 
 
 def _nearest(table: Tensor, values: Tensor) -> Tensor:
@@ -140,6 +137,7 @@ def dequantise(held: Nf4, place: Place, pairs: Tensor, levels: Tensor, dtype: to
     step = max(1, NF4_CHUNK // columns)
     for start in range(0, rows, step):
         part = slice(start, start + step)
+        # A function, so that the previous rows are freed first.
         weight_FD[part] = _multiply_out(held.codes[part], largest_FN[part], pairs)
     return weight_FD
 
@@ -155,7 +153,8 @@ def _multiply_out(codes: Tensor, largest_FN: Tensor, pairs: Tensor) -> Tensor:
 
 
 def magnitudes_of(held: Nf4, place: Place, levels: Tensor) -> Tensor:
-    """Return each block's largest magnitude (F, N), fp32. Blocks of them go on from row to row of the whole matrix."""
+    """Return each block's largest magnitude (F, N), fp32. Blocks of magnitudes continue from row to row of the whole
+    matrix."""
     (rows, columns), device = held.magnitudes.shape, held.magnitudes.device
     row_F1 = torch.arange(place.row, place.row + rows, device=device)[:, None]
     column_N = torch.arange(place.column, place.column + columns, device=device)

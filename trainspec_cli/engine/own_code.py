@@ -1,4 +1,4 @@
-"""Trials of user-defined code: whether they can be made, which of its errors are no fault of it, and its refusal."""
+"""Trials of user-defined code: whether they can be made, which errors are not the code's fault, and its refusal."""
 
 from __future__ import annotations
 

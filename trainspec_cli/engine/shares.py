@@ -42,15 +42,15 @@ class Cut:
         return -(-self.full_size // self.count)
 
     def part_of(self, parameter: Tensor) -> nn.Parameter:
-        """Return this rank's part of a whole tensor, in memory of its own."""
+        """Return a copy of this rank's part of a whole tensor."""
         part = parameter.detach().narrow(self.dim, self.start, self.size).contiguous()
         return nn.Parameter(part, parameter.requires_grad)
 
 
 @dataclass(frozen=True)
 class Split:
-    """A tensor whose parts along `dim` lie on the ranks of `group`, in order, each of `size` / ranks, rounded up, as
-    far as there is something left."""
+    """Return a tensor whose parts along `dim` are on the ranks of `group`, in order, each of `size` / ranks, rounded
+    up; the last ones may be shorter or empty."""
 
     dim: int
     size: int
@@ -71,7 +71,7 @@ class Share:
     """As the module has it: of FSDP2 a DTensor."""
     cut: Cut | None = None
     copies: int = 1
-    """Ranks of the job that hold this very part, this one counted."""
+    """Ranks of the job that hold this part, including this one."""
 
     @cached_property
     def local(self) -> nn.Parameter:
@@ -80,7 +80,7 @@ class Share:
 
     @property
     def is_trained(self) -> bool:
-        """False where adapters are trained in its place."""
+        """False if adapters are trained in its place."""
         return self.parameter.requires_grad
 
     @property
@@ -102,13 +102,17 @@ class Share:
         if self.cut:
             offsets[self.cut.dim] = self.cut.start
         if isinstance(self.parameter, DTensor):
-            dim, start = _shard_start(self.parameter)
-            offsets[dim] += start
+            (placement,) = self.parameter.placements
+            assert isinstance(placement, Shard), "FSDP2 shards over one axis"
+            size = self.parameter.shape[placement.dim]
+            mesh = self.parameter.device_mesh
+            chunk = -(-size // mesh.size())  # FSDP2 cuts as torch.chunk does
+            offsets[placement.dim] += min(size, mesh.get_local_rank() * chunk)
         return torch.Size(offsets)
 
     @property
     def splits(self) -> tuple[Split, ...]:
-        """Return how the full parameter is put together from local parts: the innermost split first."""
+        """Return how the full parameter is assembled from local parts: the innermost split first."""
         found = []
         if isinstance(self.parameter, DTensor):
             (placement,) = self.parameter.placements
@@ -121,7 +125,7 @@ class Share:
 
     def place_of(self, state: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (offsets, full shape) of a tensor of the optimizer's state: one like the local part, or one that has
-        in its last dimension so many values for each row (scales of blocks), along which only a cut divides it."""
+        in its last dimension a number of values for each row (scales of blocks), along which only a cut divides it."""
         if state.shape == self.local.shape:
             return tuple(self.offsets), tuple(self.full_shape)
         rows = state.dim() - 1
@@ -136,17 +140,15 @@ class Share:
         return full
 
     def gather(self, tensor: Tensor | None = None) -> Tensor:
-        """The full parameter, or `tensor` (its gradient, say) put together in the same way.
-
-        Called together by all ranks that hold parts of it.
-        """
+        """Return the full parameter, or `tensor` (for example its gradient) assembled in the same way. Called together
+        by all ranks that hold parts of it."""
         tensor = self.parameter if tensor is None else tensor
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
         return gather_cut(whole, self.cut) if self.cut else whole
 
 
 def unique_shares(shares: Sequence[Share]) -> list[Share]:
-    """A tied embedding may stand on two stages of one rank: once is enough to save and to digest it."""
+    """A tied embedding may be on two stages of one rank: it is saved and digested once."""
     return list({share.name: share for share in shares}.values())
 
 
@@ -155,7 +157,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def gather_cut(part: Tensor, cut: Cut) -> Tensor:
-    """Parts of all ranks of the cut, put together along its dimension; the last ones may be smaller."""
+    """Parts of all ranks of the cut, joined along its dimension; the last ones may be smaller."""
     size = -(-cut.full_size // cut.count)
     padded = part.new_zeros((size, *part.movedim(cut.dim, 0).shape[1:]))
     padded[: cut.size] = part.movedim(cut.dim, 0)
@@ -164,20 +166,11 @@ def gather_cut(part: Tensor, cut: Cut) -> Tensor:
     return torch.cat(gathered)[: cut.full_size].movedim(0, cut.dim).contiguous()
 
 
-def _shard_start(parameter: DTensor) -> tuple[int, int]:
-    """-> (dimension, start) of the local shard: FSDP2 cuts as torch.chunk does."""
-    (placement,) = parameter.placements
-    assert isinstance(placement, Shard), "FSDP2 shards over one axis"
-    size = parameter.shape[placement.dim]
-    chunk = -(-size // parameter.device_mesh.size())
-    return placement.dim, min(size, parameter.device_mesh.get_local_rank() * chunk)
-
-
 # The parts of quantised matrices that a rank holds, filled from whole matrices.
 
 
 TENSORS = ("nf4_codes", "nf4_magnitudes", "nf4_scales")
-"""The buffers that stand in the place of a layer's `weight`, in the order of `Nf4`."""
+"""The buffers that replace a layer's `weight`, in the order of `Nf4`."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +178,7 @@ class QuantisedMatrix:
     """A rank's part of a matrix; whole matrices are quantised, so that the layout changes no value."""
 
     name: str
-    """The name that the matrix has where it is not quantised."""
+    """The name of the matrix where it is not quantised."""
     parts: tuple[Share, ...]
     """In the order of `Nf4`."""
 
@@ -201,7 +194,7 @@ class QuantisedMatrix:
 
 
 def split_quantised(shares: Sequence[Share]) -> tuple[list[Share], list[QuantisedMatrix]]:
-    """Return the shares of parameters in full, and the matrices that the others make up."""
+    """Return the shares of full parameters, and the matrices that consist of the others."""
     plain = [share for share in shares if not is_quantised(share.name)]
     others = {share.name: share for share in shares if is_quantised(share.name)}
     owners = dict.fromkeys(name.rpartition(".")[0] for name in others)
@@ -222,7 +215,7 @@ def quantised_parameters(part: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def names_of(weight: str) -> tuple[str, ...]:
-    """Return the names of the tensors that stand for a layer's `weight`, of that name, where it is quantised."""
+    """Return the names of the tensors that replace a layer's `weight`, of that name, if it is quantised."""
     return tuple(f"{weight.removesuffix('weight')}{leaf}" for leaf in TENSORS)
 
 

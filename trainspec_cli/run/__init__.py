@@ -1,1 +1,1 @@
-"""Plan -> processes: the run folder is written, torchrun started and watched until nothing is left. Torch-free."""
+"""Plan -> processes: write the run folder, start torchrun, and supervise it until no process is left. Torch-free."""

@@ -1,4 +1,4 @@
-"""A run's weights as a Hugging Face folder: the engine writes the tensors, this writes what stands beside them."""
+"""A run's weights as a Hugging Face folder: the engine writes the tensors, this module the other files."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from trainspec_cli.run.folder.record import read_data_dir, read_plan
 from trainspec_cli.run.tools import EXPORT, run_tool
 
 DTYPES = {"fp32": ("F32", "float32"), "bf16": ("BF16", "bfloat16"), "fp16": ("F16", "float16")}
-"""-> (as safetensors names it, as config.json does)"""
+"""Maps a format's name in safetensors to its name in config.json."""
 BASE = "base"
-"""The folder of the weights below the adapters, where no other folder holds them."""
+"""The folder of the base's weights below the adapters, where no other folder holds them."""
 CARD = "README.md"
 """The model card of adapters whose base was quantised."""
 OtherFormat = Literal["dcp", "megatron", "litgpt"]
@@ -60,14 +60,14 @@ _MEGATRON_BACKENDS: JsonObject = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""What Megatron's loader asks of a folder before it reads it."""
+"""Files that Megatron's loader requires in a folder."""
 KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-"""Keys that are taken from the config.json that a run began with."""
+"""Keys that are copied from the config.json with which a run began."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """The checkpoint of a run that is exported, and how."""
+    """The checkpoint of a run to export, and the format."""
 
     run: RunDir
     step: int
@@ -76,19 +76,19 @@ class Export:
 
 
 def find_checkpoint(run: RunDir, step: int | None, *, best: bool = False) -> int:
-    """Return `step`, or the newest where it is None; with `best` that of the lowest held-out loss. Raises RecipeError
-    where the run has no such whole checkpoint."""
+    """Return `step`, or the newest where it is None; with `best` the step of the lowest held-out loss. Raises
+    RecipeError where the run has no such whole checkpoint."""
     if best and step is not None:
-        raise RecipeError(Problem("usage", "--best and --step each name a checkpoint", "--best", "leave one out"))
+        raise RecipeError(Problem("usage", "--best and --step each name a checkpoint", "--best", "omit one of them"))
     steps = run.checkpoint_steps()
     if not steps:
-        raise RecipeError(Problem("no_checkpoint", f"{run.root} holds no whole checkpoint", hint="train it first"))
+        raise RecipeError(Problem("no_checkpoint", f"{run.root} has no whole checkpoint", hint="train it first"))
     if best and (step := best_checkpoint(run)) is None:
-        message = "no checkpoint was evaluated on what is held out"
+        message = "no checkpoint was evaluated on held-out data"
         hint = "type checkpoint.keep_best=true in a launch"
         raise RecipeError(Problem("no_checkpoint", message, "--best", hint))
     if step is not None and step not in steps:
-        message = f"there is no checkpoint of step {step}"
+        message = f"no checkpoint of step {step} exists"
         hint = ", ".join(map(str, steps))
         raise RecipeError(Problem("no_checkpoint", message, "--step", hint))
     return steps[-1] if step is None else step
@@ -97,8 +97,8 @@ def find_checkpoint(run: RunDir, step: int | None, *, best: bool = False) -> int
 def write_folder(
     wanted: Export, output: Path, format_: Literal["hf"] | OtherFormat = "hf", naming: DcpNaming = "hf"
 ) -> str:
-    """Make `output`, which must not exist or be empty, with a run's weights: as transformers reads them, or as another
-    project's checkpoint; -> what it is. Raises RecipeError where that project has no such model, and MachineError."""
+    """Create `output`, which must not exist or be empty, with a run's weights in transformers' format, or in another
+    project's; -> what it is. Raises RecipeError where that project has no such model, and MachineError."""
     plan = read_plan(wanted.run)
     model = plan.spec.model
     config = _config(plan, wanted)
@@ -127,8 +127,8 @@ def _config(plan: Plan, wanted: Export) -> JsonObject:
 
 
 def _write_beside(plan: Plan, run: RunDir, config: JsonObject, folder: Path) -> None:
-    """config.json, tokenizer, chat template and generation config: those the run began with, or made from its data's
-    tokenizer."""
+    """Write config.json, tokenizer, chat template and generation config: those with which the run began, or new ones
+    from its data's tokenizer."""
     for name in SMALL_FILES:
         if (run.huggingface / name).is_file():
             shutil.copyfile(run.huggingface / name, folder / name)
@@ -145,7 +145,7 @@ def _write_beside(plan: Plan, run: RunDir, config: JsonObject, folder: Path) -> 
 
 
 def _write_tokenizer(token_folder: Path, seq_len: int, folder: Path) -> JsonValue:
-    """-> the ids that end a text: the end of a document, and before it that of a message in ChatML."""
+    """-> the ids that end a text: the end of a document, and before it the end of a message in ChatML."""
     document_end = read_manifest(token_folder).end_of_document_id
     shutil.copyfile(token_folder / TOKENIZER, folder / TOKENIZER)
     template = folder / CHAT_TEMPLATE
@@ -164,9 +164,11 @@ def _write_tokenizer(token_folder: Path, seq_len: int, folder: Path) -> JsonValu
 
 
 def write_adapters(wanted: Export, output: Path) -> str:
-    """Make `output` with a run's LoRA adapters as PEFT reads them, and the tokenizer. Their base is the Hugging Face
-    folder that the run began with; of any other run its frozen weights are written too, in `output`/base. Raises
-    RecipeError where it trained none."""
+    """Create `output` with a run's LoRA adapters in PEFT's format, and the tokenizer.
+
+    Their base is the Hugging Face folder with which the run began; of any other run its frozen weights are written too,
+    in `output`/base. Raises RecipeError where the run trained no adapters.
+    """
     plan = read_plan(wanted.run)
     if not plan.spec.lora.rank:
         message = f"{wanted.run.root} trained whole weights, and no adapters"
@@ -193,16 +195,14 @@ def write_adapters(wanted: Export, output: Path) -> str:
 
 
 def _card(plan: Plan, base: str, *, is_dequantised: bool) -> str:
-    """Return a model card that says what the adapters were trained beside."""
+    """Return a model card that describes the base of the adapters."""
     lines = ["---", "library_name: peft", f"base_model: {json.dumps(base, allow_nan=False)}", "---", ""]
-    lines += [
-        "LoRA adapters that were trained beside a base in 4-bit NormalFloat (nf4, blocks of 64, double quantisation;"
-    ]
+    lines += ["LoRA adapters that were trained on a base in 4-bit NormalFloat (nf4, blocks of 64, double quantisation;"]
     lines += [
         "QLoRA, arXiv:2305.14314). The matrices of the blocks were quantised; embedding, head and norms were not."
     ]
     if is_dequantised:
-        lines += ["The weights of the base here are those that they were trained beside, dequantised."]
+        lines += ["The weights of the base here are those of the training, dequantised."]
     else:
         compute = DTYPES[plan.compute][1] if plan.compute in DTYPES else "float32"
         lines += ["The base is named in full precision. To load it as it was in training:", "", "```python"]
@@ -215,7 +215,7 @@ def _card(plan: Plan, base: str, *, is_dequantised: bool) -> str:
 
 
 def how_to_load(output: Path, format_: str = "hf") -> list[str]:
-    """Return lines that say what loads the folder."""
+    """Return lines that show how to load the folder."""
     loaded = f"from_pretrained({str(output)!r})"
     lines = [f"load it with transformers: AutoModelForCausalLM.{loaded}"]
     if (output / ADAPTER_CONFIG).is_file():

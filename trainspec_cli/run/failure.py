@@ -1,4 +1,4 @@
-"""Why a worker failed, found in what it left: its own report, torchrun's list of exit codes, its log."""
+"""Find why a worker failed: in its own report, torchrun's list of exit codes, and its log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainspec_cli.run.job.job import LOOPBACK, Job
 
 LOG_TAIL_LINES = 30
 MAX_LOG_BYTES = 2**20
-"""The end of a log that is read."""
+"""Bytes that are read at the end of a log."""
 
 _EXIT = re.compile(r"host\s*: (\S+)\s*rank\s*: (\d+) \(local_rank: (\d+)\)\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)")
 _FORCED = re.compile(r"Unable to shutdown process (\d+)")
@@ -33,8 +33,8 @@ PEER_LOST = re.compile(
     re.IGNORECASE,
 )
 _ENDED_BY_OTHERS = (signal.SIGTERM, signal.SIGABRT)
-"""torchrun ends the peers of a failed worker by SIGTERM; NCCL's watchdog ends a worker that waits for a lost peer
-by SIGABRT."""
+"""torchrun ends the peers of a failed worker by SIGTERM; NCCL's watchdog ends a worker that waits for a lost peer by
+SIGABRT."""
 
 
 @dataclass(frozen=True)
@@ -45,27 +45,27 @@ class WorkerFailure:
     summary: str
     """One line: `ValueError: boo`, `killed by SIGKILL`."""
     detail: str = ""
-    """The worker's own traceback, or the end of its log; empty for an error that was foreseen."""
+    """The worker's own traceback, or the end of its log; empty for an anticipated error."""
     hint: str = ""
     step: int | None = None
     time: float = math.inf
-    """Unix seconds, where it is known."""
+    """Unix seconds, where they are known."""
     self_reported: bool = False
     """Reported by the worker itself."""
     was_killed: bool = False
     """It ended by SIGKILL."""
     consequence: bool = False
-    """It ended because another one had."""
+    """It ended because another worker had ended."""
     foreseen: bool = False
-    """It would come again if the run was started again as it is: an error for people, a node that is gone."""
+    """It would come again if the run were restarted unchanged: an error in the input, a missing node."""
     exit_code: int = WorkerError.exit_code
-    """The exit code that the run ends with because of it."""
+    """The run's exit code for this failure."""
     shortage: Shortage | None = None
     """Its memory ran out."""
     whole_node: bool = False
-    """Not one worker, but one node of several: it was lost, or lacks something."""
+    """Not one worker, but one of several nodes: it was lost, or is unfit."""
     cause: str = ""
-    """The exception and the place where it was raised, of a user's own command; empty where its log shows none."""
+    """The exception and the place where it was raised, for a user-defined command; empty where its log shows none."""
 
     @property
     def who(self) -> str:
@@ -73,28 +73,28 @@ class WorkerFailure:
 
     @property
     def never_came(self) -> bool:
-        """A node that the others have waited for in vain: the name of one that has come is known."""
+        """A node that has not joined; the name of one that has joined is known."""
         return self.whole_node and not self.self_reported and not self.host
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A failure as people read it."""
+    """The description of a failure for users."""
 
     headline: str
     detail: str = ""
     hint: str = ""
     cause: str = ""
-    """As of a WorkerFailure."""
+    """As for a WorkerFailure."""
     exit_code: int = WorkerError.exit_code
     """Likewise."""
     node: WorkerFailure | None = None
-    """The node that it began with: what to do about that depends on how the nodes were started."""
+    """The node where it began: the advice depends on how the nodes were started."""
 
 
 DescribeExit = Callable[[int, Path | None, Path], Explanation]
-"""Explains the exit code of a worker that left no report, from its log where it has one of its own, and from the log of
-what started it."""
+"""Explains the exit code of a worker without a report, from its own log if it has one, and from the log of what started
+it."""
 
 
 def describe_worker_exit(code: int, log: Path | None, launchers_log: Path) -> Explanation:
@@ -102,24 +102,24 @@ def describe_worker_exit(code: int, log: Path | None, launchers_log: Path) -> Ex
 
 
 def find_failures(job: Job, describe: DescribeExit = describe_worker_exit) -> list[WorkerFailure]:
-    """Return all workers that failed, the one that began it first; those that only lost their peers last."""
+    """Return all workers that failed, the first cause first; those that only lost their peers last."""
     reported = {failure.rank: failure for failure in _reported(job)}
     silent = [failure for failure in find_listed(job, describe) if failure.rank not in reported]
     return first_causes([*find_failed_nodes(job.run), *reported.values(), *silent])
 
 
 def find_listed(job: Job, describe: DescribeExit = describe_worker_exit) -> list[WorkerFailure]:
-    """Return the workers that torchrun lists with their exit codes, ordered likewise."""
+    """Return the workers that torchrun lists with their exit codes, in the same order."""
     return first_causes(failure for log in torchrun_logs(job) for failure in _silent(job, log, describe))
 
 
 def first_causes(failures: Iterable[WorkerFailure]) -> list[WorkerFailure]:
-    """Sort the failures: the one that began it first, those that only lost their peers last."""
+    """Sort the failures: the first cause first, those that only lost their peers last."""
     return sorted(failures, key=lambda failure: (failure.consequence, failure.time, failure.rank))
 
 
 def _reported(job: Job) -> Iterator[WorkerFailure]:
-    """Yield the workers that wrote down what happened to them."""
+    """Yield the workers that have written a report."""
     for path in sorted(job.run.errors_folder.glob("rank*.json")):
         error = read_error(path, WorkerErrorRecord)
         if job.ranks is not None and error.rank not in job.ranks:
@@ -134,7 +134,7 @@ def _reported(job: Job) -> Iterator[WorkerFailure]:
             detail="" if foreseen and not hung else error.traceback.rstrip(),
             hint=error.hint or "",
             step=error.step,
-            # Whatever ended after a hang was found, and however, ended because of it.
+            # Every failure after a hang was found is a consequence of it.
             time=-math.inf if hung else path.stat().st_mtime if error.time is None else error.time,
             self_reported=True,
             foreseen=foreseen and not hung,
@@ -145,7 +145,8 @@ def _reported(job: Job) -> Iterator[WorkerFailure]:
 
 
 def find_failed_nodes(run: RunDir) -> list[WorkerFailure]:
-    """Return the nodes that were lost, did not come or could not start: a failure of their workers began with them."""
+    """Return the nodes that were lost, did not join or could not start: the failures of their workers began with
+    them."""
     failures = []
     for path in sorted(run.errors_folder.glob("node*.json")):
         error = read_error(path, NodeErrorRecord)
@@ -159,7 +160,7 @@ def find_failed_nodes(run: RunDir) -> list[WorkerFailure]:
             foreseen=True,
             whole_node=True,
         )
-        # No worker has failed there: the node was not there, or lacks something.
+        # No worker has failed there: the node was not connected, or is unfit.
         if failure.never_came or failure.self_reported:
             failure = replace(failure, exit_code=MachineError.exit_code)
         failures.append(failure)
@@ -172,13 +173,22 @@ def torchrun_logs(job: Job) -> list[Path]:
 
 
 def _silent(job: Job, torchrun_log: Path, describe: DescribeExit) -> Iterator[WorkerFailure]:
-    """Yield the workers that left no report (a signal, an error before their own code), from torchrun's summary."""
+    """Yield the workers without a report (a signal, an error before their own code), from torchrun's summary."""
     text = end_of(torchrun_log)
     forced = set(_FORCED.findall(text))
     for host, rank, local_rank, code, pid in _EXIT.findall(text):
-        why = describe(int(code), worker_log(torchrun_log.parent, int(local_rank)), torchrun_log)
+        logs = [
+            log
+            for start in ("workers_*", "ranks/*")
+            for log in torchrun_log.parent.glob(f"{start}/attempt_*/{local_rank}/stderr.log")
+        ]
+        why = describe(int(code), max(logs, default=None), torchrun_log)  # the newest start's log sorts last
+        global_rank = int(rank)
+        if job.ranks:
+            # torchrun counts a group's ranks; where the group has several nodes, a node's part holds only its own.
+            global_rank = job.ranks[global_rank if global_rank < len(job.ranks) else int(local_rank)]
         yield WorkerFailure(
-            rank=_rank_in_run(job, int(rank), int(local_rank)),
+            rank=global_rank,
             host=socket.gethostname() if host == LOOPBACK else host,
             summary=why.headline,
             detail=why.detail,
@@ -191,33 +201,15 @@ def _silent(job: Job, torchrun_log: Path, describe: DescribeExit) -> Iterator[Wo
         )
 
 
-def _rank_in_run(job: Job, rank: int, local_rank: int) -> int:
-    """Return a worker's rank among all of the run's. `rank` is torchrun's; a node's part of a replica group that has
-    several nodes holds the ranks of that node."""
-    if not job.ranks:
-        return rank
-    return job.ranks[rank if rank < len(job.ranks) else local_rank]
-
-
 def describe_exit(code: int) -> str:
     if code > 0:
-        return f"ended with exit code {code} before it could say why"
+        return f"ended with exit code {code} without a report"
     name = signal.Signals(-code).name
     if -code == signal.SIGKILL:
         return f"was killed by {name}; if memory ran out, the kernel did it: try a smaller batching.micro_batch_size"
     if -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
         return f"crashed in native code ({name})"
     return f"was ended by {name}"
-
-
-def worker_log(logs_of_host: Path, local_rank: int) -> Path | None:
-    """Return the newest standard error of a worker."""
-    logs = sorted(
-        log
-        for start in ("workers_*", "ranks/*")
-        for log in logs_of_host.glob(f"{start}/attempt_*/{local_rank}/stderr.log")
-    )
-    return logs[-1] if logs else None
 
 
 def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
@@ -256,14 +248,14 @@ def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) 
         return Explanation(f"torchrun was ended by {signal.Signals(-code).name}, and its workers with it")
     if code:
         logs = "\n\n".join(tail(log) for log in torchrun_logs(job))
-        if job.nodes and not any(job.logs.glob("node*/torchrun.log")):  # what is there is the starter's own output
+        if job.nodes and not any(job.logs.glob("node*/torchrun.log")):  # the output of what starts the agents
             headline = f"{Path(job.command[0]).name} ended with exit code {code} before any node had started a worker"
-            hint = "look at its own messages; a container's image must be on every node"
+            hint = "read its messages above; a container's image must be on every node"
             return Explanation(headline, logs, hint, exit_code=MachineError.exit_code)
         return Explanation(f"torchrun ended with exit code {code}", logs)
     if any(isinstance(event, EndEvent) for event in list(tail_events(job.run.events(0)))[-1:]):
-        return Explanation("the workers got a signal to end, but nobody had asked the run to stop")
-    return Explanation("the workers ended without leaving a result")
+        return Explanation("the workers were ended by a signal, but no stop of the run was requested")
+    return Explanation("the workers ended without writing a result")
 
 
 def _explain_others(first: WorkerFailure, others: list[WorkerFailure]) -> Iterator[str]:
@@ -283,7 +275,7 @@ def _sentence(who: str, failure: WorkerFailure) -> str:
 
 
 def _names(failures: list[WorkerFailure]) -> str:
-    """Return `node 1`, `ranks 0, 2`: of nodes alone, or of ranks alone."""
+    """Return `node 1` or `ranks 0, 2`: all failures are of nodes, or all of ranks."""
     numbers = ", ".join(str(failure.rank) for failure in failures[:8])
     more = f" and {len(failures) - 8} more" if len(failures) > 8 else ""
     kind = "node" if failures[0].whole_node else "rank"

@@ -1,6 +1,6 @@
-"""The limits of memory that runs on this machine have learned: settings that did not fit, for the launches that follow.
+"""Memory settings that ran out on this machine, for the launches that follow.
 
-One file for each plan, in the cache. Its name changes with all that decides a plan's memory but for the settings
+One file for each plan, in the cache. Its name changes with everything that decides a plan's memory except the settings
 themselves: the machine, the model, the layout, formats and versions.
 """
 
@@ -32,18 +32,18 @@ class Learned:
 
     relief: Relief
     run: str
-    """The folder of the run that it happened in."""
+    """The folder of that run."""
     at: float
     """Unix seconds."""
     predicted_bytes: float | None = None
-    """Memory that the plan was predicted to take of the device, or of the process."""
+    """Predicted memory of the plan on the device, or of the process."""
     used_bytes: int | None = None
     limit_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """All that was learned of one plan, oldest first."""
+    """All shortages of one plan, oldest first."""
 
     model: str
     device: str
@@ -56,7 +56,7 @@ class MemoryLimits:
 
 
 def read_limits(plan: Plan, machine: Machine) -> MemoryLimits:
-    """Return what is known of `plan` on `machine`, which may be nothing."""
+    """Return what is known about `plan` on `machine`, which may be nothing."""
     known = read_figures(MemoryLimits, _path(plan, machine))
     return known or MemoryLimits(plan.spec.model.name or plan.spec.model.family, _device(machine), _layout(plan))
 
@@ -69,7 +69,7 @@ def list_limits() -> list[tuple[Path, MemoryLimits]]:
 
 
 def forget_limits() -> int:
-    """Forget all of it, and return how many plans it was about."""
+    """Forget everything, and return the number of plans."""
     paths = [path for path, _ in list_limits()]
     for path in paths:
         path.unlink(missing_ok=True)
@@ -77,24 +77,22 @@ def forget_limits() -> int:
 
 
 class LimitsWatch:
-    """Remembers what a run learns while it goes on; `look` is to be called again and again.
-
-    Faults that a recipe injects teach nothing.
-    """
+    """Remembers the shortages of a run while it lives; call `look` repeatedly. Faults that a recipe injects are
+    ignored."""
 
     def __init__(self, run: RunDir, plan: Plan, machine: Machine, now: Callable[[], float] = time.time):
         self._run = run
         self._machine = machine
         self._now = now
-        # A planned change of layout was predicted for the layout that the run begins in, and not for its own.
+        # A planned change of layout was predicted for the layout in which the run begins, and not for its own.
         changed = [replace(plan.with_layout(change), prediction=None) for change in plan.changes]
         self._plans = {one.layout.describe(): one for one in (*changed, plan)}
         """The plans by the axes of their layouts."""
         self._tail = None if plan.spec.fault else EventTail(run.directives)
 
     def look(self, report: Callable[[str], None] = lambda _: None) -> None:
-        """Remember what is new. Where the cache cannot be read or written, `report` hears of it once, and this run is
-        remembered no further: the run itself needs none of that."""
+        """Remember new shortages. Where the cache cannot be read or written, `report` is called once, and nothing more
+        is remembered: the run itself does not need it."""
         if self._tail is None:
             return
         try:
@@ -111,13 +109,13 @@ class LimitsWatch:
                     used_bytes=_known(event.used_bytes),
                     limit_bytes=_known(event.limit_bytes),
                 )
-                # What a later run has taken instead of the same setting is the better knowledge.
+                # The newer run's choice after the same setting is better knowledge.
                 others = [one for one in limits.learned if one.relief.failed != learned.relief.failed]
                 make_cache()
                 write_json(_path(plan, self._machine), to_plain(replace(limits, learned=(*others, learned))))
         except (MachineError, OSError) as error:
             self._tail = None
-            report(f"later launches will not know of this shortage of memory: {error}")
+            report(f"this memory shortage is not recorded for later launches: {error}")
 
 
 def _known(value: int | Absent | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Report how a run has ended: to a command, or to a web address. A report that fails is a warning, and no more."""
+"""Report how a run has ended: to a command, or to a web address. A report that fails is only a warning."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import RunResult
 
 COMMAND_S, WEB_S = 30.0, 10.0
-"""A command, or a server, that has not ended or answered by then is given up."""
+"""Seconds after which a command, or a server, is abandoned."""
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://\S+")
-"""An address stands alone: a line of shell that mentions one has other words too."""
+"""An address stands alone: a shell line that mentions one has other words too."""
 
 
 @dataclass(frozen=True)
 class Notify:
-    """Who hears of a run's end."""
+    """The recipient of the report."""
 
     whom: str = ""
-    """A line of shell, or an http or https address; empty for nobody."""
+    """A shell line, or an http or https address; empty for no report."""
 
     def __post_init__(self) -> None:
         found = _ADDRESS.fullmatch(self.whom)
@@ -39,7 +39,7 @@ class Notify:
 
     @property
     def options(self) -> list[str]:
-        """Return the options of a command line that ask for the same."""
+        """Return the command-line options for the same recipient."""
         return ["--notify", self.whom] if self.whom else []
 
 
@@ -72,10 +72,8 @@ def _describe(run: RunDir, recipe: str, result: RunResult, reason: str) -> JsonO
 
 
 def _call(command: str, about: JsonObject) -> str:
-    """Run a line of shell, with the facts as JSON on its input; return why it failed, or nothing.
-
-    Its input and output are files: nobody waits for what it leaves in the background.
-    """
+    """Run a shell line with the facts as JSON on its standard input; return why it failed, or nothing. Its input and
+    output are files, so that its background processes block nothing."""
     facts = {RUN: str(about["run"]), STATUS: str(about["status"]), MESSAGE: str(about["text"])}
     try:
         with TemporaryFile() as given, TemporaryFile() as said:
@@ -100,7 +98,7 @@ def _call(command: str, about: JsonObject) -> str:
 
 
 def _await(shell: subprocess.Popen[bytes]) -> int | None:
-    """Return the exit code of a command in a session of its own; None where it and all it has started was killed."""
+    """Return the exit code of a command in its own session; None where the command and its processes were killed."""
     try:
         return shell.wait(COMMAND_S)
     except subprocess.TimeoutExpired:
@@ -112,7 +110,7 @@ def _await(shell: subprocess.Popen[bytes]) -> int | None:
 def _post(address: str, about: JsonObject) -> str:
     """Post the facts as JSON; return why that failed, or nothing."""
     from http.client import HTTPException
-    from urllib.request import Request, urlopen  # takes a while to load, and is seldom needed
+    from urllib.request import Request, urlopen  # slow to import, and seldom needed
 
     try:
         request = Request(address, json_text(about).encode(), {"Content-Type": "application/json"})

@@ -1,4 +1,4 @@
-"""A program that is not the engine's, run to its end: supervised as a run's processes are, so that nothing is left."""
+"""Run a program other than the engine to its end, supervised like a run's processes, so that no process is left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainspec_cli.run.supervise import supervise
 class Program:
     command: tuple[str, ...]
     folder: Path
-    """Its log is kept below it, and what the supervisor notes."""
+    """The folder of its log, and of the supervisor's records."""
     what: str
     """Its name in messages."""
     timeout_s: float
@@ -30,7 +30,7 @@ class Program:
 @dataclass(frozen=True)
 class ProgramEnd:
     exit_code: int | None
-    """None: it ran out of time, and was ended."""
+    """None: it exceeded its time limit, and was ended."""
     output: str
     """The last lines that it printed."""
 
@@ -42,10 +42,8 @@ class _OutOfTime(Exception):  # noqa: N818 - it ends a wait
 def run_program(
     program: Program, environment: Mapping[str, str], on_tick: Callable[[], None] = lambda: None
 ) -> ProgramEnd:
-    """Run a program, with `environment` on top of this process's own; `on_tick` is called some ten times a second.
-
-    Raises MachineError where it cannot be started, Interrupted where a stop was requested.
-    """
+    """Run a program, with `environment` added to this process's; `on_tick` is called about ten times a second. Raises
+    MachineError where it cannot be started, Interrupted where a stop was requested."""
     root = program.folder.absolute()
     own = {LAUNCH_ID: secrets.token_hex(8), **environment}
     job = Job(root, program.command, own, world_size=1, stop_grace_s=0.0, logs=next_log_folder(RunDir(root).logs))
@@ -62,9 +60,7 @@ def run_program(
         return ProgramEnd(None, _output(job))
     except OSError as error:
         message = f"{program.what} cannot be started: {error}"
-        raise MachineError(
-            Problem("run_failed", message, hint="look at its name and its path", environment=True)
-        ) from error
+        raise MachineError(Problem("run_failed", message, hint="check its name and path", environment=True)) from error
     if ending.stop_requested:
         raise Interrupted(f"{program.what} was interrupted", code="interrupted")
     return ProgramEnd(ending.exit_code, _output(job))

@@ -12,10 +12,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def on_stop_signal(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` for each stop signal while the block runs. `nohup`'s ignored SIGHUP stays ignored.
+    """Call `act` for each stop signal during the block. `nohup`'s ignored SIGHUP stays ignored.
 
     A terminal closes once, yet its shell, its multiplexer and the kernel each send a SIGHUP: all but the first are
-    ignored, after the block too, since a second request means an end at once.
+    ignored, after the block too, since a second request means an immediate end.
     """
 
     def hear(number: int, _frame: FrameType | None) -> None:
@@ -40,7 +40,7 @@ def interrupt() -> None:
 
 
 class StopRequests:
-    """Counts the requests, for work that has to be ended in order."""
+    """Counts the requests, for work that has to end in order."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -50,7 +50,7 @@ class StopRequests:
 
 
 class PatientRequests(StopRequests):
-    """Counts one request at most: a scheduler repeats its signal without asking for a quicker end."""
+    """Counts one request at most: a scheduler repeats its signal without asking for a faster end."""
 
     def add(self) -> None:
         self.count = 1

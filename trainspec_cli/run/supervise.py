@@ -1,6 +1,5 @@
-"""The supervisor: it feeds what the backend observes to `run.recovery`, does what that decides, and leaves nothing
-running.
-"""
+"""The supervisor: it passes the backend's observations to `run.recovery`, executes the decisions, and ends all
+processes."""
 
 from __future__ import annotations
 
@@ -53,17 +52,17 @@ from trainspec_cli.run.recovery import recovery, run_state
 from trainspec_cli.run.recovery.run_state import NodeSlow
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
 
-# Finds the node that a run would be faster without, by the speeds that its workers report, and writes down what is
-# decided or advised. The decision itself is `balance.decisions.leave_out`; what follows it, `run.recovery`.
+# Find the node without which a run would be faster, from the speeds that its workers report, and record what is decided
+# or advised. The decision itself is `balance.decisions.leave_out`; `run.recovery` acts on it.
 
 
 SUPERVISOR = -1
 MEASURED_STEPS = 5
-"""The fewest steps over which the median of their times is taken."""
+"""The least number of steps for the median of their times."""
 REMEMBERED_STEPS = 50
 
 Replan = Callable[[Plan, int], Plan | None]
-"""Returns the plan of a run on so many nodes; None where it has none."""
+"""Returns the plan of a run on a number of nodes; None where no plan exists."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class _Learnt:
 
 
 class SlowNodes:
-    """One run's, over its generations: `open` before each, then `poll` again and again."""
+    """Watches one run over its generations: call `open` before each, then `poll` repeatedly."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class SlowNodes:
         mail: WorkerMail,
         executor: Executor | None = None,
     ):
-        """`replan` is called in a thread, which nothing waits for. `mail` brings the speeds that the workers report."""
+        """`replan` is called in a thread that nothing waits for. `mail` has the speeds that the workers report."""
         scheduler = plan.spec.scheduler
         self._run = job.run
         self._executor = executor or ThreadPoolExecutor(1, "fewer nodes")
@@ -101,17 +100,17 @@ class SlowNodes:
         self._restart_s = math.inf
         self._asked_s = math.inf
         self._decided: Gain | None = None
-        """The gain expected of the node that is being left out."""
+        """The gain expected from leaving the node out."""
         self._given: NodesEvent | None = None
         """The directive whose effect is measured."""
         self._number = sum(isinstance(event, NodesEvent) for event in read_sound(job.run.directives))
 
     def open(self, job: Job, plan: Plan) -> None:
-        """Begin a generation of the run: speeds and times are learnt anew."""
+        """Begin a generation of the run: speeds and times are measured again."""
         self._job = job
         self._plan = plan
         self.hostnames = ("",) * len(job.nodes)
-        """Of the nodes that are there, by their places."""
+        """Hostnames of the connected nodes, by their places."""
         can_leave = plan.replica_groups == 1 and plan.num_nodes > 1 and plan.spec.resilience.mode == "restart"
         self._is_on = can_leave and self._mode != "off" and "nodes" in self._may_change
         self._planning: Future[Plan | None] | None = None
@@ -127,22 +126,20 @@ class SlowNodes:
         self._times_s = deque[float](maxlen=REMEMBERED_STEPS)
 
     def poll(self) -> list[NodeSlow]:
-        """Return the node that is to be left out now, if any; advice is written down and reported.
-
-        A run needs none of that to go on: where it fails, that is reported, and no node is left out.
-        """
+        """Return the node to leave out now, if any; advice is recorded and reported. The run does not depend on this:
+        an error is reported, and no node is left out any more."""
         if not (self._is_on or self._given):
             return []
         made = self._take_steps(self._events.read())
         try:
-            return self._look(made)
-        except Exception as error:  # of a damaged file, say
-            self._report(f"no node is left out any more: {type(error).__name__}: {error}")
+            return self._process_reports(made)
+        except Exception as error:  # for example a damaged file
+            self._report(f"no further node is left out: {type(error).__name__}: {error}")
             self._is_on = False
             return []
 
-    def _look(self, made: int) -> list[NodeSlow]:
-        """Take in what is reported, after so many steps were made."""
+    def _process_reports(self, made: int) -> list[NodeSlow]:
+        """Process the reports after `made` steps."""
         report = self._mail.speeds
         is_known = self._learnt is not None and self._learnt.report is report
         if report is not None and not is_known and report.layout.world_size == self._plan.world_size:
@@ -161,15 +158,15 @@ class SlowNodes:
         return [] if gain is None else self._decide(gain)
 
     def leave_out(self, node: int) -> tuple[Job, Plan]:
-        """Return the job and the plan of the next start, which is without this node: a spare one takes its place where
-        one is there, else the run goes on with fewer. Both are written down."""
+        """Return the job and the plan of the next start without this node: a spare node replaces it if one is
+        connected, else the run continues with fewer. Both are recorded."""
         self._take_steps(self._events.read())
         spare = self._spare
         plan = self._plan_without
         gain = self._decided
         assert gain is not None, "that was decided here"
         if plan is None:
-            self._report(f"no spare node is there any more: the run starts again with node {node}")
+            self._report(f"no spare node is left: the run restarts with node {node}")
             return self._job, self._plan
         self._given = self._write_directive(gain, plan, applied=True)
         if spare is None:
@@ -181,32 +178,32 @@ class SlowNodes:
         return job, plan
 
     def _plan_fewer(self, replan: Replan, plan: Plan) -> Plan | None:
-        """Return the plan of a run with one node less. No training ends for a fault of the planner."""
+        """Return the plan of a run with one node less. An error of the planner does not end the training."""
         try:
             return replan(plan, plan.num_nodes - 1)
         except Exception as error:
-            self._report(f"no plan for {plan.num_nodes - 1} nodes is found: {type(error).__name__}: {error}")
+            self._report(f"no plan for {plan.num_nodes - 1} nodes: {type(error).__name__}: {error}")
             return None
 
     @property
     def _spare(self) -> int | None:
-        """Return the number of a node that stands by; those that were left out do not count."""
+        """Return the number of a spare node; those that were left out do not count."""
         places = range(self._plan.num_nodes, len(self._job.nodes))
         return next((self._job.nodes[place] for place in places if self.hostnames[place]), None)
 
     @property
     def _plan_without(self) -> Plan | None:
-        """Return the plan of the run without a node; None where there is none, or not yet."""
+        """Return the plan of the run without a node; None without one, or while it is computed."""
         if self._spare is not None:
             return self._plan
         return self._planning.result() if self._planning is not None and self._planning.done() else None
 
-    # Learning
+    # Measuring
 
     def _take_steps(self, events: list[Event]) -> int:
-        """Take in the steps that were made; return their number."""
+        """Process the new steps; return their number."""
         steps = [event for event in events if isinstance(event, StepEvent)]
-        # The first step of a generation ends what the restart took: that is what leaving a node out will cost again.
+        # The first step of a generation ends the restart, whose time is the cost of leaving a node out.
         if steps and not self._step:
             self._restart_s = time.monotonic() - self._began_s
         for event in steps:
@@ -225,15 +222,15 @@ class SlowNodes:
         return len(steps)
 
     def _learn(self, report: SpeedsReport) -> None:
-        """Take over what the workers have confirmed; what a step takes is measured from here on."""
+        """Use the speeds that the workers have confirmed; step times are measured from here on."""
         samples = sum(report.samples[row[0]] for row in data_rows(report.layout))
         times = RankTimes(report.compute_s, report.even_s, self._paces.note(report.layout, report.even_s))
         self._learnt = _Learnt(report, times, self._best_s(report, samples), samples)
-        # Times from before were made at other speeds or in another layout.
+        # Earlier times belong to other speeds or another layout.
         self._times_s.clear()
 
     def _best_s(self, report: SpeedsReport, samples: int) -> float:
-        """Return what the slowest rank would compute with the best shares that the scheduler may give."""
+        """Return the slowest rank's compute time with the best shares that the scheduler may give."""
         if "shares" not in self._may_change or report.layout.data_parallel_size == 1:
             return math.inf
         of_samples = self._plan.spec.model.unit == "samples"
@@ -260,7 +257,7 @@ class SlowNodes:
             self._report(f"advice: scheduler=auto would leave a node out: {why}")
             return []
         self._decided, self._asked_s = gain, time.monotonic()
-        return [NodeSlow(node, host, f"{why}: the run starts again without it")]
+        return [NodeSlow(node, host, f"{why}: the run restarts without it")]
 
     # directives.jsonl
 
@@ -289,25 +286,25 @@ class SlowNodes:
         directives.close()
 
 
-"""Stands for a rank in the supervisor's marks."""
+"""The rank in the supervisor's marks."""
 TOOL = ResilienceSpec(mode="none")
 """The resilience of a job without a plan."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of the processes; what it means for the run is decided by `outcome.conclude`."""
+    """The end of the processes; `outcome.conclude` decides what it means for the run."""
 
     job: Job
     """The job of the last generation."""
     exit_code: int | None
-    """torchrun's; None when it was still there and had to be killed. Of several replica groups 0."""
+    """torchrun's exit code; None where torchrun had to be killed. 0 for several replica groups."""
     stop_requested: bool
-    """True where a person or a scheduler has asked the supervisor, or a node's agent, to stop."""
+    """True where a user or a scheduler has asked the supervisor, or a node's agent, to stop."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended (stuck in the kernel)."""
     given_up: str = ""
-    """Why the supervisor ended the run, where it did (too few replica groups were left)."""
+    """Why the supervisor ended the run, if it did (too few replica groups were left)."""
     generation: int | None = None
     """The number of the generation that ended."""
 
@@ -322,17 +319,17 @@ def supervise(
     replan: Replan | None = None,
     mail: WorkerMail | None = None,
 ) -> Ending:
-    """Run `job` until all its processes have ended, and start again what fails where `plan` wants that.
+    """Run `job` until all its processes have ended, and restart what fails where `plan` says so.
 
-    `watch` is called about ten times a second, with whether a stop has been asked for; `report` hears of every failure
-    that does not end the run, and what follows. Without a plan the job is started again after failures as often as its
-    `max_restarts` allow, and a tool's never. `replan` finds the plan of a run that leaves a slow node out; without it
-    only a spare node can take its place. `mail`: of others who hear the workers, and send to them.
+    `watch` is called about ten times a second, with whether a stop was requested; `report` is called for every failure
+    that does not end the run, and what follows. Without a plan the job is restarted after failures as often as its
+    `max_restarts` allows, and a tool's never. `replan` finds the plan of a run that leaves a slow node out; without it
+    only a spare node can replace it. `mail`: messages from and to the workers for others in this process.
 
     A first request to stop asks the workers to write a checkpoint and end, within the job's `stop_grace_s`; before
     they have written an event there is nothing to save, and they are killed. A second request kills at once.
 
-    Raises TrainspecError where the run cannot begin, or was begun anew elsewhere.
+    Raises TrainspecError where the run cannot begin, or was restarted elsewhere.
     """
     requests = requests or StopRequests()
     with on_stop_signal(requests.add):
@@ -392,7 +389,7 @@ class Supervisor:
         self._generation = self._backend.generation
 
     def close(self) -> None:
-        """End a generation, where one is open: nothing of it is left."""
+        """End an open generation: none of its processes is left."""
         backend = self._backend
         marks = self._marks
         self._backend = self._marks = None
@@ -406,20 +403,20 @@ class Supervisor:
             marks.close()
 
     def turn(self, now_s: float, requests: StopRequests) -> None:
-        """Take in what has happened, and do what follows."""
-        self._take(run_state.Tick(now_s))
+        """Process the new events, and execute the actions that follow."""
+        self._handle(run_state.Tick(now_s))
         if self._backend:
             for event in self._backend.poll():
-                self._take(event)
+                self._handle(event)
         if self._backend and (hub := self._backend.hub):
             self._mail.speeds = hub.take_speeds() or self._mail.speeds
             for message, rank in self._mail.unsent:
-                hub.tell(message, rank)
+                hub.send_to_workers(message, rank)
         self._mail.unsent.clear()
         for event in self._slow_nodes.poll() if self._slow_nodes else ():
-            self._take(event)
+            self._handle(event)
         if requests.count:
-            self._take(run_state.StopRequested(requests.count))
+            self._handle(run_state.StopRequested(requests.count))
 
     def ending(self) -> Ending:
         noted = self._generation is not None and was_stop_noted(self._job.run, self._generation)
@@ -436,7 +433,7 @@ class Supervisor:
     def _exit_code(self) -> int | None:
         return self.state.exit_code if self.state.is_alone else 0
 
-    def _take(self, event: run_state.Event) -> None:
+    def _handle(self, event: run_state.Event) -> None:
         if isinstance(event, (run_state.NodeLost, run_state.NodeUnfit)):
             self._losses[event.node] = event
         elif isinstance(event, run_state.NodeBack):
@@ -474,21 +471,27 @@ class Supervisor:
                 assert self._marks is not None, "a generation is open"
                 self._marks.write(FailureMark())
             case run_state.ArchiveErrors(group):
-                self._archive_errors(group)
+                assert self._plan is not None, "replica groups have a plan"
+                logs = self._job.logs / start_folder(group, self.state.groups[group].starts)
+                logs.mkdir(parents=True, exist_ok=True)
+                for rank in ranks_of(self._plan, group):
+                    path = self._job.run.error(rank)
+                    if path.exists():
+                        path.rename(logs / path.name)
             case run_state.RecordLosses():
                 self._record_losses()
             case run_state.Expect(groups):
-                self._mail.tell(ExpectGroups(groups))
+                self._mail.send(ExpectGroups(groups))
             case run_state.Refuse(code, message, hint):
                 if code == "agents_failed":
-                    hint = f"look at {self._job.torchrun_log}"
+                    hint = f"read {self._job.torchrun_log}"
                 raise MachineError(Problem(code, message, hint=hint, environment=True))
 
     def _begin_generation(self) -> None:
         run = self._job.run
-        run.result_json.unlink(missing_ok=True)  # other nodes take part until there is one
+        run.result_json.unlink(missing_ok=True)  # other nodes take part until the new generation begins
         self.close()
-        # The failed start's error reports go to its logs, and what is lost to the run's events.
+        # The failed start's error reports are moved to its logs, and the lost work is recorded in the run's events.
         for path in run.errors_folder.glob("*.json"):
             path.rename(self._job.logs / path.name)
         step = newest_step(read_sound(run.events(0)))
@@ -506,7 +509,7 @@ class Supervisor:
         self.open()
 
     def _take_setting(self, action: run_state.TakeSetting) -> None:
-        """Write down with what the next start takes less memory: its workers follow that."""
+        """Record the setting with which the next start uses less memory; its workers read it."""
         shortage = action.shortage
         alone = self.state.is_alone
         step = newest_step(read_sound(self._job.run.events(0)))
@@ -528,17 +531,8 @@ class Supervisor:
         )
         directives.close()
 
-    def _archive_errors(self, group: int) -> None:
-        assert self._plan is not None, "replica groups have a plan"
-        logs = self._job.logs / start_folder(group, self.state.groups[group].starts)
-        logs.mkdir(parents=True, exist_ok=True)
-        for rank in ranks_of(self._plan, group):
-            path = self._job.run.error(rank)
-            if path.exists():
-                path.rename(logs / path.name)
-
     def _record_losses(self) -> None:
-        """Write down the nodes that are lost or unfit, unless a newer start of the run has nodes of its own."""
+        """Record the nodes that are lost or unfit, unless a newer start of the run has nodes of its own."""
         run = self._job.run
         for node, event in self._losses.items():
             if run.node_error(node).exists() or Fence(run, self._generation).is_closed():

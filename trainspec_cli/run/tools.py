@@ -1,9 +1,9 @@
-"""The one way to run an engine tool: a request goes to processes of its own, a result comes back, nothing is left.
+"""The one way to run an engine tool: a request goes to separate processes, and their result comes back.
 
     result = run_tool(TRACE, TraceRequest(plan, rank=3))
 
-A private temporary folder holds request.json, the tool's log and tool_result.json. The processes are supervised as
-a run's are: a request to stop ends them at once, and a guard ends them where this process is killed.
+A private temporary folder holds request.json, the tool's log and tool_result.json. The processes are supervised like
+a run's: a request to stop ends them at once, and a guard ends them if this process is killed.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class Tool(Generic[RequestT, ResultT]):
     what: str
     """Its name in messages."""
     code: str
-    """The code of the problem that a failure is."""
+    """The code of the problem when it fails."""
     hint: str = ""
-    """The advice where it fails."""
+    """The advice when it fails."""
     timeout_s: float | None = None
-    """The tool is ended after this long; None: it may take as long as its request is large."""
+    """Time limit of the tool; None: its time depends on the request."""
     program: tuple[str, ...] = ("-m", "trainspec_cli.engine.tools")
-    """Arguments of Python; the tool's name and the folder follow them."""
+    """Arguments for Python; the tool's name and the folder follow them."""
 
     @property
     def worker(self) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ PROBE = Tool(
     MachineProbe,
     "the probe of this machine",
     "probe_failed",
-    hint="TRAINSPEC_PROBE=off leaves it out",
+    hint="TRAINSPEC_PROBE=off skips it",
     timeout_s=1800.0,
 )
 KERNELS = Tool(
@@ -98,7 +98,7 @@ COUNT_BLOCK = Tool(
     messages.BlockCount,
     "the count of a block's parameters",
     "block_failed",
-    hint="type model.block_params=NUMBER to go without it",
+    hint="type model.block_params=NUMBER to skip it",
     timeout_s=600.0,
 )
 TRACE = Tool("trace", messages.TraceRequest, messages.TraceResult, "the trace", "trace_failed")
@@ -117,7 +117,7 @@ LINKS = Tool(
     messages.LinksResult,
     "the measurement of the links between the processes",
     "links_failed",
-    hint="look at the interface that leads to the other nodes (ip route), at its firewall, and at `links` above",
+    hint="check the interface that leads to the other nodes (ip route), its firewall, and `links` above",
     timeout_s=1800.0,
 )
 CERTIFY = Tool("certify_worker", messages.CertifyRequest, messages.CertifyResult, "the certification", "run_failed")
@@ -143,11 +143,11 @@ TOOLS: tuple[Tool[Any, Any], ...] = (
 
 
 Prepare = Callable[[Path, tuple[str, ...]], tuple[Job, OpenBackend]]
-"""Given a folder and what Python is to run with it as the last argument, return the job and what starts it."""
+"""Given a folder and Python's arguments (the folder follows them), return the job and what starts it."""
 
 
 def one_process(environment: Mapping[str, str] | None = None) -> Prepare:
-    """Run the tool in one process on this node. `environment` is set on top of this process's own."""
+    """Run the tool in one process on this node. `environment` is added to this process's own."""
 
     def prepare(root: Path, worker: tuple[str, ...]) -> tuple[Job, OpenBackend]:
         own = {LAUNCH_ID: secrets.token_hex(8), **own_modules(), **(environment or {})}
@@ -158,7 +158,7 @@ def one_process(environment: Mapping[str, str] | None = None) -> Prepare:
 
 
 def torchrun(plan: Plan, machine: Machine, environment: Mapping[str, str] | None = None) -> Prepare:
-    """Run the tool in as many processes as `plan` has on one node, with the environment that a run has."""
+    """Run the tool in as many processes as `plan` has on one node, with a run's environment."""
 
     def prepare(root: Path, worker: tuple[str, ...]) -> tuple[Job, OpenBackend]:
         job = build_job(plan, root, machine, worker=worker)
@@ -168,12 +168,12 @@ def torchrun(plan: Plan, machine: Machine, environment: Mapping[str, str] | None
 
 
 def on_nodes(plan: Plan, reach: Reach, examination: Examination) -> Prepare:
-    """Run the tool in all processes of `plan` on several nodes, after each node was examined."""
+    """Run the tool in all processes of `plan` on several nodes, after each node was checked."""
 
     def prepare(root: Path, worker: tuple[str, ...]) -> tuple[Job, OpenBackend]:
-        write_plan(RunDir(root), plan)  # a node's agent reads it
+        write_plan(RunDir(root), plan)  # a node's agent reads this
 
-        # The backend gets this plan, and not the None by which `supervise` knows a job that is never started again.
+        # The backend gets this plan, and not the None by which `supervise` recognises a job that is never restarted.
         return build_nodes_job(plan, root, reach), lambda job, _: NodesBackend(
             job, plan, reach=reach, worker=worker, examination=examination
         )
@@ -189,11 +189,10 @@ def run_tool(
     on_tick: Callable[[], None] = lambda: None,
     shared: Path | None = None,
 ) -> ResultT:
-    """Run `tool` (in one process, unless `prepare` says otherwise) and return what it found.
+    """Run `tool` (in one process, unless `prepare` says otherwise) and return its result.
 
-    `on_tick` is called some ten times a second. `shared` is a folder in which the temporary one is made, where several
-    nodes need to see it. Raises MachineError where the tool cannot be run, fails or exceeds its time, Interrupted where
-    a stop was requested.
+    `on_tick` is called about ten times a second. `shared` is a folder for the temporary one that several nodes can see.
+    Raises MachineError where the tool cannot be run, fails or exceeds its time, Interrupted where a stop was requested.
     """
     try:
         with tempfile.TemporaryDirectory(prefix=f"trainspec-{tool.name}-", dir=shared) as folder:
@@ -203,12 +202,12 @@ def run_tool(
             _supervise(tool, job, backend, on_tick)
             return from_plain(tool.result, read_json(root / messages.RESULT))
     except OSError as error:
-        hint = "see that the folder for temporary files (TMPDIR) can be written and has room"
+        hint = "check that the folder for temporary files (TMPDIR) is writable and has free space"
         raise MachineError(Problem(tool.code, f"{tool.what} failed: {error}", hint=hint, environment=True)) from error
 
 
 def _supervise(tool: Tool[Any, Any], job: Job, backend: OpenBackend, on_tick: Callable[[], None]) -> None:
-    """Return when the tool has left its result."""
+    """Return when the tool has written its result."""
     deadline = time.monotonic() + (tool.timeout_s or math.inf)
 
     def watch(_: bool) -> None:
@@ -226,7 +225,7 @@ def _supervise(tool: Tool[Any, Any], job: Job, backend: OpenBackend, on_tick: Ca
 
 
 def _problem(tool: Tool[Any, Any], job: Job, ending: str) -> Problem:
-    """Say how the tool ended, and show the end of one log: that of the process which failed first."""
+    """Describe how the tool ended, and show the end of the log of the process that failed first."""
     lines = tail(job.torchrun_log, TAIL_LINES) if job.torchrun_log.is_file() else ""
     if failures := find_failures(job):
         last = failures[0].detail.splitlines()[-TAIL_LINES:]
@@ -242,10 +241,8 @@ MARGIN = 0.03
 
 
 def judge(ranks: Sequence[KernelTrials]) -> dict[str, dict[str, KernelFigure]]:
-    """Turn the processes' trials into a verdict per operation and backend.
-
-    Processes need not use the same operations (stages of a pipeline): those that do decide.
-    """
+    """Turn the processes' trials into a verdict per operation and backend. Processes need not use the same operations
+    (stages of a pipeline): those that use an operation decide."""
     ops = dict.fromkeys(op for rank in ranks for op in rank.trials)
     return {op: judge_operation([rank.trials[op] for rank in ranks if op in rank.trials]) for op in ops}
 
@@ -290,16 +287,16 @@ def _judge(backend: str, trials: Sequence[KernelTrial]) -> KernelFigure:
 
 
 DISTURBED_HOLDS_S = 86_400.0
-"""A probe that other programs disturbed shows what a run gets while they run; they may be gone a day later. With 15
-minutes, a machine that is always in use was probed before most of its launches."""
+"""Validity of a probe that other programs disturbed: it shows the speed that a run gets while they run, and they may be
+gone a day later. With 15 minutes, a machine that is always in use was probed before most of its launches."""
 LIBRARIES = ("triton", "liger-kernel", "fla-core", "torchao")
 Figures = TypeVar("Figures")
 
 
 def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) -> MachineProbe:
-    """Return the probe in the cache, else measure now; `on_start` is called before that takes its seconds.
+    """Return the probe in the cache, else measure now; `on_start` is called before the measurement.
 
-    A probe that other programs have disturbed holds for `DISTURBED_HOLDS_S`. Raises MachineError where it fails,
+    A probe that other programs have disturbed is valid for `DISTURBED_HOLDS_S`. Raises MachineError where it fails,
     Interrupted where a stop was requested.
     """
     path = probe_path(plan, machine)
@@ -313,10 +310,8 @@ def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) ->
 
 
 def measure_kernels(plan: Plan, machine: Machine, on_start: Callable[[], None], *, again: bool = False) -> KernelTable:
-    """Return the table in the cache, else measure now; `on_start` is called before that takes its time.
-
-    Of a run on several nodes this one measures for all. Raises as `probe_machine`.
-    """
+    """Return the table in the cache, else measure now; `on_start` is called before the measurement. In a run on several
+    nodes this node measures for all. Raises as `probe_machine`."""
     path = table_path(plan, machine)
     cached = None if again else read_table(path)
     if cached is not None:
@@ -343,9 +338,7 @@ def trace_plan(plan: Plan) -> TraceResult:
 
 def traced_ranks(plan: Plan) -> list[int]:
     """Return a rank of the pipeline's first stage, and one of its last: the stages between hold less than one of them.
-
-    Along cp it is the last, whose queries meet every part of the keys.
-    """
+    Along cp it is the last, whose queries meet every part of the keys."""
     layout = plan.layout
     per_stage = plan.world_size // layout.pp
     along_cp = (layout.cp - 1) * layout.tp
@@ -369,7 +362,7 @@ def known_probe(plan: Plan, machine: Machine) -> MachineProbe | None:
 
 
 def table_path(plan: Plan, machine: Machine) -> Path:
-    """Return a name that also changes with what gives a run its shapes, and with the kernels' libraries."""
+    """Return a name that also changes with the shapes of a run, and with the kernels' libraries."""
     spec = to_plain(plan.spec)
     shapes = {key: spec[key] for key in ("model", "lora", "compile", "precision", "optim")}
     plain = to_plain(plan)
@@ -387,7 +380,8 @@ def read_table(path: Path) -> KernelTable | None:
 
 
 def figures_path(kind: str, plan: Plan, machine: Machine, others: Mapping[str, object]) -> Path:
-    """Return a file whose name changes with all that the figures depend on: the machine, versions, and `others`."""
+    """Return a file whose name changes with everything that the figures depend on: the machine, versions, and
+    `others`."""
     facts = {
         "machine": asdict(machine),
         "cpu": cpu_name(),
@@ -402,7 +396,7 @@ def figures_path(kind: str, plan: Plan, machine: Machine, others: Mapping[str, o
 
 
 def read_figures(kind: type[Figures], path: Path) -> Figures | None:
-    """Return None where there are no figures, or where another version of trainspec has written them."""
+    """Return None where the figures do not exist, or another version of trainspec wrote them."""
     if not path.is_file():
         return None
     try:

@@ -96,12 +96,12 @@ def profile_of(name: str, items: Items, device_type: str, tiny: bool, compiled: 
 
 def profiled(run: Any, device: Any) -> dict[str, Any]:
     from trainspec_cli.engine.accelerators import on_chip, synchronise
-    from trainspec_cli.engine.observe.deeper_look import StepProfile, heaviest, own_times
+    from trainspec_cli.engine.observe.deeper_look import StepsInView, heaviest, own_times
 
     for _ in range(2):
         run.step()
     synchronise(device)
-    profile = StepProfile(device)
+    profile = StepsInView(device)
     for _ in range(PROFILED_STEPS):
         run.step()
     synchronise(device)

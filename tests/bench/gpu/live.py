@@ -21,7 +21,7 @@ from trainspec_cli.engine.comm.joining import join_processes
 from trainspec_cli.engine.optim.optimizer import set_learning_rate
 from trainspec_cli.engine.run.scheduling.relayout import Meshes
 from trainspec_cli.engine.run.step import train_step
-from trainspec_cli.engine.tools.certify_batches import drawn_batch
+from trainspec_cli.engine.tools.certify_worker import drawn_batch
 from trainspec_cli.engine.tools.trace import trace_rank
 from trainspec_cli.planner.this_machine import is_known, predict_device
 from trainspec_cli.recipe.results.plan import Plan

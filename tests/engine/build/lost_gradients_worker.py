@@ -26,7 +26,7 @@ from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.optim.optimizer import set_learning_rate
 from trainspec_cli.engine.run.scheduling.relayout import Meshes, change_layout
 from trainspec_cli.engine.run.step import train_step
-from trainspec_cli.engine.tools.certify_batches import drawn_batch
+from trainspec_cli.engine.tools.certify_worker import drawn_batch
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.training import WireFormats
 from trainspec_cli.recipe.results.plan import Plan

@@ -70,7 +70,7 @@ def test_a_good_block_is_taken_in_every_format(plan: Plan, compute: torch.dtype,
         ("return self.mix(x).double()", "to torch.float64 of shape (2, 32, 16)"),
         ("return (x, self.mix(x))", "to tuple"),
         ("return self.mix(x) / 0", "gives values that are not finite"),
-        ("return self.mix(x) + torch.rand_like(x)", "gives another output at each call"),
+        ("return self.mix(x) + torch.rand_like(x)", "returns a different output at each call"),
         ("self.calls += 1; return self.mix(x)", "changes a buffer in its forward"),
         ("return self.mix(x) + x.mean(1, keepdim=True)", "lets a token see later ones"),
         ("return self.mix(x) - x.mean(0)", "mixes the samples of a batch"),
@@ -90,7 +90,7 @@ def test_results_changed_in_place_are_refused_where_they_are_kept(plan: Plan, tm
     body = "return self.mix(x).add_(x).tanh()"
     tried(plan, tmp_path, body)
     tried(plan, tmp_path, body, "full")
-    with pytest.raises(RecipeError, match="another gradient with recompute=selective"):
+    with pytest.raises(RecipeError, match="a different gradient with recompute=selective"):
         tried(plan, tmp_path, body, "selective")
 
 
@@ -162,8 +162,8 @@ def test_a_micro_batch_without_samples_has_a_loss_and_gradients_of_zero(tmp_path
         ("return F.cross_entropy(logits, targets)", "returned a tensor of shape () for 6 tokens"),
         ("return 3.0", "returned float for 6 tokens"),
         ("return targets.float()", "returned a tensor without a gradient for 6 tokens"),
-        (f"{CROSS_ENTROPY} / len(targets)", "gives a token another loss beside other tokens than alone"),
-        ("return (logits - logits.mean(0)).square().sum(1)", "another loss beside other tokens"),
+        (f"{CROSS_ENTROPY} / len(targets)", "gives a token a different loss with other tokens than alone"),
+        ("return (logits - logits.mean(0)).square().sum(1)", "a different loss with other tokens"),
         ("return (0 * logits).sqrt().sum(1)", "has a gradient that is not finite"),
         ("raise ValueError('no')", "raised ValueError: no on random logits before the run"),
     ],

@@ -12,12 +12,12 @@ from safetensors import safe_open
 
 from trainspec_cli.engine.checkpoint import files
 from trainspec_cli.engine.checkpoint import files as parts
-from trainspec_cli.engine.checkpoint import memory as image
 from trainspec_cli.engine.checkpoint import saver as saving
 from trainspec_cli.engine.checkpoint.files import Held, TensorPart, kept_buffers, rng_parts, set_rng
 from trainspec_cli.engine.checkpoint.manifest import About, WrittenPart
-from trainspec_cli.engine.checkpoint.memory import CODES, pin, plan_image
+from trainspec_cli.engine.checkpoint.memory import CODES, plan_image
 from trainspec_cli.engine.checkpoint.saver import Saver, load_newest
+from trainspec_cli.engine.cuda_only import pin, unpin
 from trainspec_cli.run.folder.files import read_json
 from trainspec_cli.run.folder.paths import RunDir
 
@@ -201,12 +201,12 @@ def test_a_buffer_is_pinned_for_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: asked.append((code,)))
     buffer = torch.zeros(50, dtype=torch.uint8)
-    image.pin(buffer, CPU)
+    pin(buffer, CPU)
     assert asked == []
     pin(buffer, CUDA)
     assert asked == [(buffer.data_ptr(), 50, 0), (9,)]
-    image.unpin(buffer, CPU)
-    image.unpin(buffer, CUDA)
+    unpin(buffer, CPU)
+    unpin(buffer, CUDA)
     assert asked[2:] == [(buffer.data_ptr(),), (8,)]
 
 

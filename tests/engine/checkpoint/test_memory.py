@@ -123,7 +123,7 @@ def test_a_resumed_run_leaves_the_copy_that_it_came_from_until_the_next_is_whole
     first = Saver(run_dir, held, CPU, 2, location)
     copy_step(first, held, 4)
     resumed = Saver(run_dir, held, CPU, 2, location)
-    resumed.keep_slot(0)
+    resumed.slot = 1
     copy_step(resumed, held, 6)
     assert steps_in_memory(location) == {"slot0": 4, "slot1": 6}
     copy_step(resumed, held, 8)
@@ -353,7 +353,7 @@ def test_a_slot_that_is_filled_anew_takes_back_its_guests_mark_too(
     """While the two copies are being written, neither is whole; each has the size of its own rank's image."""
     monkeypatch.setattr(memory, "dist", TwoNodes())
     image = plan_image(held.parts())
-    theirs = memory.KeptImage(image.bytes + 8, image.entries(file_name(1)))
+    theirs = WrittenPart(FileDigest(file_name(1), image.bytes + 8, ""), image.entries(file_name(1)))
     monkeypatch.setattr(memory, "gather_json", lambda own, read: [read(json.loads(json.dumps(own))), theirs])
     for rank in range(2):
         keep_part(nodes[0], 1, rank, step=4)

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from trainspec_cli.engine.comm.joining import leave_processes
-from trainspec_cli.engine.comm.rendezvous import RendezvousStore
+from trainspec_cli.engine.comm.joining import RendezvousStore, leave_processes
 
 RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 

@@ -83,9 +83,9 @@ def test_nothing_is_lost_over_many_steps_but_what_still_waits(name: str, ranks: 
         for step in range(steps):
             x = gradient(step, rank, values)
             exchange.all_reduce_(x, ThreadWire(hall, rank))
-            feedback.settle(torch.zeros(()))
+            feedback.end_step(torch.zeros(()))
             total += x
-        return total, feedback.settled.float()
+        return total, feedback.committed.float()
 
     found = hall.run(of_rank)
     wanted = sum(gradient(step, rank, values) for step in range(steps) for rank in range(ranks))
@@ -108,12 +108,12 @@ def test_the_feedback_adds_little_to_what_a_sum_is_wrong_by() -> None:
         sent: list[Tensor] = []
         wire = SimpleNamespace(size=2, rank=0, swap_rows=lambda rows, sent=sent: sent.append(rows) or rows)
         exchange.reduce_scatter(x_2N, wire)
-        feedback.settle(torch.zeros(()))
+        feedback.end_step(torch.zeros(()))
         decoded = (codec.decode(rows, values) for rows in (sent[0], codec.encode(x_2N)))
         errors.append([float((one - x_2N)[1].square().mean()) for one in decoded])
     with_feedback, without = torch.tensor(errors[30:]).mean(0).tolist()
     assert with_feedback / without == pytest.approx(1 + RETURNED / (2 - RETURNED), rel=0.05)
-    own, others = feedback.settled.float().chunk(2)
+    own, others = feedback.committed.float().chunk(2)
     assert not own.any(), "the own row does not travel"
     kept = float(others.square().mean()) / without
     assert kept == pytest.approx(1 / (RETURNED * (2 - RETURNED)), rel=0.05)
@@ -161,17 +161,17 @@ def test_a_step_that_does_not_count_leaves_the_feedback_as_it_was() -> None:
     feedback = Feedback(3, CPU)
     feedback.keep(torch.tensor([1.0, 2.0, 3.0]))
     assert feedback.newest.tolist() == [1.0, 2.0, 3.0], "the step's next exchange takes it"
-    assert feedback.settled.tolist() == [0.0] * 3, "a checkpoint of the step's beginning does not hold it"
-    feedback.settle(torch.zeros(()))
-    assert feedback.settled.tolist() == [1.0, 2.0, 3.0]
+    assert feedback.committed.tolist() == [0.0] * 3, "a checkpoint of the step's beginning does not hold it"
+    feedback.end_step(torch.zeros(()))
+    assert feedback.committed.tolist() == [1.0, 2.0, 3.0]
     feedback.keep(torch.tensor([float("nan"), 0.0, 0.0]))
-    feedback.settle(torch.ones(()))
+    feedback.end_step(torch.ones(()))
     assert feedback.newest.tolist() == [1.0, 2.0, 3.0], "skipped"
     feedback.keep(torch.zeros(3))
     feedback.discard()
     assert feedback.newest.tolist() == [1.0, 2.0, 3.0], "made again"
-    feedback.settle(torch.zeros(()))
-    assert feedback.settled.tolist() == [1.0, 2.0, 3.0], "nothing was exchanged"
+    feedback.end_step(torch.zeros(()))
+    assert feedback.committed.tolist() == [1.0, 2.0, 3.0], "nothing was exchanged"
     feedback.clear()
     assert feedback.newest.tolist() == [0.0] * 3
 

@@ -40,7 +40,7 @@ def test_groups_are_built_and_train_through_the_rendezvous_server(rendezvous):
 def test_who_has_another_secret_builds_nothing(rendezvous, tmp_path):
     create_secret(tmp_path / "guess")
     script = (
-        "import trainspec_cli.engine.comm.rendezvous as r\n"
+        "import trainspec_cli.engine.comm.joining as r\n"
         "r.CONNECT_TIMEOUT_S = 0\n"
         "from datetime import timedelta\n"
         "r.RendezvousStore(timedelta(seconds=1))"

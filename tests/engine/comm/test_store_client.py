@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from trainspec_cli.core.environment_names import RENDEZVOUS, SECRET_FILE, STORE_FILE
-from trainspec_cli.engine.comm import joining, rendezvous
-from trainspec_cli.engine.comm import joining as torchrun
-from trainspec_cli.engine.comm.rendezvous import RendezvousStore
+from trainspec_cli.engine.comm import joining
+from trainspec_cli.engine.comm.joining import RendezvousStore
 
 
 class Server:
@@ -55,8 +54,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     made = Server()
     monkeypatch.setenv(RENDEZVOUS, "there:29500")
     monkeypatch.setenv(SECRET_FILE, "/the/secret")
-    monkeypatch.setattr(rendezvous, "read_secret", lambda path: str(path).encode())
-    monkeypatch.setattr(rendezvous, "JsonClient", made.connect)
+    monkeypatch.setattr(joining, "read_secret", lambda path: str(path).encode())
+    monkeypatch.setattr(joining, "JsonClient", made.connect)
     return made
 
 
@@ -197,19 +196,19 @@ def test_workers_of_one_node_meet_in_a_private_file(nodes: str, alone: bool, mon
     from torch.distributed import run
 
     monkeypatch.setattr(run, "main", main)
-    monkeypatch.setattr(torchrun.rendezvous_handler_registry, "register", lambda *given: seen.append(given))
+    monkeypatch.setattr(joining.rendezvous_handler_registry, "register", lambda *given: seen.append(given))
     monkeypatch.setattr(sys, "argv", ["torchrun", "--nnodes", nodes, "--nproc-per-node", "1", "worker.py"])
     monkeypatch.setenv(STORE_FILE, "/another/run's")
-    torchrun.main()
+    joining.main()
     registered, (file, private) = seen
-    assert registered == ("trainspec", torchrun.PrivateRendezvous)
+    assert registered == ("trainspec", joining.PrivateRendezvous)
     assert (file is not None, private) == (alone, alone)
     assert file is None or not Path(file).parent.exists(), "it is taken away at the end"
 
 
 @pytest.mark.parametrize(("nodes", "kind"), [(1, dist.HashStore), (3, RendezvousStore)])
 def test_a_nodes_number_is_given_and_nobody_joins_later(nodes: int, kind: type, server: Server) -> None:
-    handler = torchrun.PrivateRendezvous(
+    handler = joining.PrivateRendezvous(
         RendezvousParameters("trainspec", "nowhere", "run-5", nodes, nodes, None, node=str(nodes - 1))
     )
     found = handler.next_rendezvous()
@@ -225,11 +224,11 @@ def test_a_nodes_number_is_given_and_nobody_joins_later(nodes: int, kind: type, 
     found.store.set("k", "v")
     if nodes > 1:
         assert server.asked[-1][1] == {"op": "set", "key": "run-5/k", "value": "v"}
-    first = torchrun.PrivateRendezvous(RendezvousParameters("trainspec", "nowhere", "run-5", nodes, nodes, None))
+    first = joining.PrivateRendezvous(RendezvousParameters("trainspec", "nowhere", "run-5", nodes, nodes, None))
     assert first.next_rendezvous().rank == 0
 
 
 def test_the_quorum_is_asked_for_with_the_jobs_secret(server: Server) -> None:
-    client: Any = rendezvous.connect()
+    client: Any = joining.connect()
     assert server.opened == [("there:29500", b"/the/secret", 60.0)]
     assert client.number == 1 and server.asked == []

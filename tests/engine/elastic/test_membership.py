@@ -294,7 +294,7 @@ def test_ranks_of_a_group_settle_on_the_greatest_counts(pair: Any, other_failed:
     """A rank whose exchange failed holds its own counts alone."""
     settling = pair(3.0, 0.0, other_failed)
     counts = torch.tensor([1.0, 2.0])
-    settling.settle(counts)
+    settling.agree_on_counts(counts)
     assert counts.tolist() == [3.0, 2.0]
     assert settling.failed_anywhere == bool(other_failed)
 

@@ -14,7 +14,7 @@ from trainspec_cli.engine.build.assemble import load_kernel
 from trainspec_cli.engine.kernels import adamw, attention
 from trainspec_cli.engine.kernels.inputs import OPERATIONS as TRIED
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
-from trainspec_cli.engine.tools.kernel_trial import SUM_ERROR, call_error, update_error
+from trainspec_cli.engine.tools.kernels import SUM_ERROR, call_error, update_error
 from trainspec_cli.recipe.keys.kernels import KERNELS, TORCH
 from trainspec_cli.recipe.keys.training import OptimSpec
 from trainspec_cli.recipe.rules.check import explain

@@ -93,7 +93,7 @@ def test_another_number_of_parameters_is_refused_with_the_right_one(asked: int) 
         ("self.mix.weight.requires_grad_(False)", "parameter `mix.weight` is not trained"),
         ("self.half()", "parameter `mix.weight` is torch.float16"),
         ("self.twin = self.mix.weight", "parameters include one under two names"),
-        ("self.mask = torch.ones(3)", "attribute `mask` is a tensor of no parameter or buffer"),
+        ("self.mask = torch.ones(3)", "attribute `mask` is a tensor that is neither parameter nor buffer"),
         ("raise ValueError('no')", "raised ValueError: no when the block of layer 0 was made"),
     ],
 )

@@ -1,8 +1,14 @@
+"""Where a step's time goes: parts, exchanges, and what of these nothing hides."""
+
+from __future__ import annotations
+
+import random
+
 import pytest
 import torch
 
 from trainspec_cli.engine import digest as marks
-from trainspec_cli.engine.observe.clock import StepClock
+from trainspec_cli.engine.observe.clock import Interval, StepClock, exchange_time
 from trainspec_cli.run.folder.event_types.events import PARTS
 
 
@@ -107,8 +113,7 @@ def test_exchanges_beside_the_computation_are_exposed_where_nothing_is_computed(
         time.sleep(2.0)
     with clock.collective():
         time.sleep(0.125)
-    found = clock.cut().exchange_time()
-    assert (found.seconds, found.exposed_s) == pytest.approx((3.625, 1.625))
+    assert clock.cut().exchange_time() == pytest.approx((3.625, 1.625))
     assert clock.cut().exchange_time() is None, "the next step has none"
 
 
@@ -120,3 +125,41 @@ def test_a_step_whose_exchanges_all_waited_has_no_figure(time):
     clock.note_beside(1.0, 2.0)
     clock.restart()
     assert clock.cut().exchange_time() is None, "of what came before the step"
+
+
+# Exposed exchange against truths that are put in
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "computing", "seconds", "exposed_s"),
+    [
+        ([], [(0, 9)], 0, 0),
+        ([(2, 5)], [], 3, 3),
+        ([(2, 5)], [(2, 5)], 3, 0),
+        ([(2, 5)], [(0, 2), (5, 7)], 3, 3),
+        ([(2, 5), (4, 6), (8, 9)], [(0, 3), (5.5, 8.5)], 5, 3),
+        ([(0, 10)], [(1, 2), (4, 6), (5, 7), (9, 12)], 10, 5),
+        ([(0, 1), (0, 1), (0, 1)], [(0.25, 0.5), (0.25, 0.5)], 1, 0.75),
+        ([(4, 6), (0, 2)], [(5, 9), (1, 2)], 4, 2),
+    ],
+)
+def test_what_is_exposed_is_the_exchange_without_the_computation(
+    exchanges: list[Interval], computing: list[Interval], seconds: float, exposed_s: float
+) -> None:
+    assert exchange_time(exchanges, computing) == (seconds, exposed_s)
+
+
+def test_random_intervals_against_moments_that_are_counted() -> None:
+    """Whole numbers as bounds: every moment between two of them is in an interval or in none."""
+    generator = random.Random(0)
+
+    def draw(most: int) -> list[Interval]:
+        begins = [generator.randrange(60) for _ in range(generator.randrange(most))]
+        return [(begin, begin + generator.randrange(8)) for begin in begins]
+
+    moments = [place + 0.5 for place in range(70)]
+    for _ in range(20):
+        exchanges, computing = draw(12), draw(12)
+        going_on, busy = ([any(b < at < e for b, e in given) for at in moments] for given in (exchanges, computing))
+        exposed = sum(one and not other for one, other in zip(going_on, busy, strict=True))
+        assert exchange_time(exchanges, computing) == (sum(going_on), exposed)

@@ -11,11 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainspec_cli.engine.comm import joining as connections
-from trainspec_cli.engine.comm.joining import ConnectionCounter, ends_of
 from trainspec_cli.engine.observe import counters
 from trainspec_cli.engine.observe.clock import ProcessorClock, QueuedTime, StepClock
-from trainspec_cli.engine.observe.counters import GarbageClock, ProcessCounters, StepCounters, WindowWork, window_steps
+from trainspec_cli.engine.observe.counters import (
+    ConnectionCounter,
+    Counts,
+    GarbageClock,
+    StepCounters,
+    Window,
+    ends_of,
+    window_steps,
+)
 from trainspec_cli.recipe.records import ABSENT
 
 PARTS_S = {"forward": 0.2, "exposed_comm": 0.05}
@@ -50,9 +56,9 @@ def test_windows_are_powers_of_two_so_that_ranks_end_them_together(step_s, steps
 def test_work_counts_documents_by_the_squares_of_their_lengths():
     tokens = torch.zeros(2, 6, dtype=torch.int64)
     documents = torch.tensor([[0, 0, 0, 0, 1, 1], [7, 8, 8, 9, 9, 9]])
-    work = WindowWork()
-    work.add([(tokens, tokens, documents)])
-    assert (work.tokens, work.attended) == (12, 16 + 4 + 1 + 4 + 9)
+    window = Window(Counts(), 0.0)
+    window.add_work([(tokens, tokens, documents)])
+    assert (window.tokens, window.attended) == (12, 16 + 4 + 1 + 4 + 9)
 
 
 def test_time_in_garbage_collection_is_counted_until_the_clock_is_closed():
@@ -84,7 +90,7 @@ def test_quotas_of_the_own_control_group_and_those_above_it_count(
     real = counters._read
     monkeypatch.setattr(counters, "CGROUPS", tmp_path)
     monkeypatch.setattr(counters, "_read", lambda path: cgroup if path == "/proc/self/cgroup" else real(path))
-    assert ProcessCounters().throttled_s() == expected_s
+    assert counters.throttled_s() == expected_s
 
 
 def test_the_memory_left_is_the_least_of_the_nodes_and_the_control_groups(tmp_path, monkeypatch):
@@ -96,9 +102,9 @@ def test_the_memory_left_is_the_least_of_the_nodes_and_the_control_groups(tmp_pa
     real = counters._read
     monkeypatch.setattr(counters, "CGROUPS", tmp_path)
     monkeypatch.setattr(counters, "_read", lambda path: texts.get(str(path)) or real(path))
-    assert ProcessCounters().memory().available_bytes == 600000
+    assert counters.available_bytes() == 600000
     (tmp_path / "a/memory.max").write_text("max\n")
-    assert ProcessCounters().memory().available_bytes == 4096 * 1024
+    assert counters.available_bytes() == 4096 * 1024
 
 
 def test_clocks_of_states_that_are_gone_hold_no_descriptors() -> None:
@@ -154,7 +160,7 @@ def test_a_connection_s_bytes_are_counted_between_two_cuts(monkeypatch):
         here, there = (f"127.0.0.1:{one.getsockname()[1]}" for one in (sender, receiver))
         assert ends_of(sender.fileno()) == (here, there)
         of_sender = [(sender.fileno(), os.fstat(sender.fileno()).st_ino)]
-        monkeypatch.setattr(connections, "open_connections", lambda: iter(of_sender))
+        monkeypatch.setattr(counters, "open_connections", lambda: iter(of_sender))
         counter = ConnectionCounter()
         sender.sendall(b"x" * 1000)
         assert receiver.recv(1000, socket.MSG_WAITALL)
@@ -180,7 +186,7 @@ def test_a_connection_that_takes_the_descriptor_of_a_closed_one_is_not_taken_for
     try:
         closed.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         known = (closed.fileno(), os.fstat(closed.fileno()).st_ino)
-        monkeypatch.setattr(connections, "open_connections", lambda: iter([known]))
+        monkeypatch.setattr(counters, "open_connections", lambda: iter([known]))
         counter = ConnectionCounter()
         for _ in range(20):
             closed.sendall(b"x" * 100)
@@ -198,10 +204,10 @@ def test_a_connection_that_takes_the_descriptor_of_a_closed_one_is_not_taken_for
 
 def test_segments_are_counted_past_the_end_of_the_kernel_s_counter(monkeypatch):
     """After 2**32 of them, some eighty minutes at 10 Gbit/s, it begins with 0."""
-    states = iter([connections.ConnectionState(0.0, 0, 2**32 - 5, 1000, 0.0, 0)])
-    later = connections.ConnectionState(0.0, 0, 3, 9000, 0.0, 0)
-    monkeypatch.setattr(connections, "open_connections", lambda: iter([(10**6, 1)]))
-    monkeypatch.setattr(connections, "state_of", lambda _: next(states, later))
+    states = iter([counters.ConnectionState(0.0, 0, 2**32 - 5, 1000, 0.0, 0)])
+    later = counters.ConnectionState(0.0, 0, 3, 9000, 0.0, 0)
+    monkeypatch.setattr(counters, "open_connections", lambda: iter([(10**6, 1)]))
+    monkeypatch.setattr(counters, "state_of", lambda _: next(states, later))
     counter = ConnectionCounter()
     assert counter.cut() == ()
     (counted,) = counter.cut()

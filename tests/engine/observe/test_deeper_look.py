@@ -62,7 +62,7 @@ def steps(tmp_path, monkeypatch):
 def test_a_look_names_the_line_and_the_operations_of_whole_steps(steps):
     rank = steps()
     rank.until(lambda: rank.step == 3)
-    rank.supervisor.tell(SPIN)
+    rank.supervisor.deliver(SPIN)
     rank.until(lambda: rank.events)
     (event,) = rank.events
     assert isinstance(event, LookEvent)
@@ -70,12 +70,12 @@ def test_a_look_names_the_line_and_the_operations_of_whole_steps(steps):
     assert look.order == SPIN and look.last_step - look.first_step + 1 == LOOK_STEPS and look.first_step > 4
     assert "time.sleep(0.05)" in look.lines[0].text and look.lines[0].share > 0.5
     assert "aten::mm" in [one.name for one in look.operations]
-    assert [rank.look.looked_at(step) for step in (look.first_step - 1, look.first_step, look.last_step)] == [
+    assert [rank.look.was_profiled(step) for step in (look.first_step - 1, look.first_step, look.last_step)] == [
         False,
         True,
         True,
     ]
-    assert not rank.look.looked_at(look.last_step + 1)
+    assert not rank.look.was_profiled(look.last_step + 1)
     text = (rank.run.root / look.file).read_text()
     assert len(text) <= TRACE_BYTES and json.loads(text)["order"]["looker"] == 2
     for _ in range(5):
@@ -88,7 +88,7 @@ def test_a_rank_that_hangs_is_sampled_without_a_step(steps, monkeypatch):
     monkeypatch.setattr(stack_samples.PySpy, "find", lambda: None)
     rank = steps()
     rank.make()
-    rank.supervisor.tell(LookOrder(number=1, looker=2, cause="hang", rank=2))
+    rank.supervisor.deliver(LookOrder(number=1, looker=2, cause="hang", rank=2))
     end_s = time.monotonic() + PATIENCE_S
     while not rank.events and time.monotonic() < end_s:
         time.sleep(0.01)
@@ -99,7 +99,7 @@ def test_a_rank_that_hangs_is_sampled_without_a_step(steps, monkeypatch):
 
 def test_a_run_that_ends_in_view_ends_the_profile_and_reports_nothing(steps):
     rank = steps()
-    rank.supervisor.tell(SPIN)
+    rank.supervisor.deliver(SPIN)
     rank.until(lambda: rank.look._begun is not None)
     rank.look.close()
     rank.look.join()
@@ -109,7 +109,7 @@ def test_a_run_that_ends_in_view_ends_the_profile_and_reports_nothing(steps):
 def test_a_profiler_that_runs_already_is_left_alone_and_said(steps):
     rank = steps()
     with torch.autograd.profiler.profile():
-        rank.supervisor.tell(SPIN)
+        rank.supervisor.deliver(SPIN)
         rank.until(lambda: rank.events)
         assert torch.autograd._profiler_enabled()
     assert isinstance(rank.events[0], WarningEvent) and "no deeper look" in rank.events[0].message
@@ -122,7 +122,7 @@ def test_a_full_disk_ends_no_training(steps, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(deeper_look, "write_text", full)
-    rank.supervisor.tell(SPIN)
+    rank.supervisor.deliver(SPIN)
     rank.until(lambda: rank.events)
     look = rank.events[0].look
     assert look.file is None and look.notes == ("the trace could not be written: No space left on device",)

@@ -13,7 +13,6 @@ from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.observe.journal import (
     TRACKERS,
     DirectiveLog,
-    GroupJournal,
     Journal,
     TensorBoardLog,
     scalars_of,
@@ -149,7 +148,7 @@ def steps_of(path):
 
 def test_a_replica_group_writes_the_runs_log_while_it_leads(journal, tmp_path):
     run_dir, spec = RunDir(tmp_path / "run"), spec_with()
-    group = GroupJournal(run_dir, 1, 0, spec)
+    group = Journal(run_dir, 0, spec, group=1)
     group.write(START)
     group.write(replace(STEP, step=1))
     assert steps_of(run_dir.events(0)) == []
@@ -164,7 +163,7 @@ def test_a_replica_group_writes_the_runs_log_while_it_leads(journal, tmp_path):
 
 def test_other_ranks_of_the_leading_group_write_their_own_events_alone(journal, tmp_path):
     run_dir, spec = RunDir(tmp_path / "run"), spec_with()
-    group = GroupJournal(run_dir, 0, 1, spec)
+    group = Journal(run_dir, 1, spec, group=0)
     group.lead(True, 0)
     group.write(STEP)
     group.close()
@@ -293,7 +292,7 @@ def test_tensorboard_lies_in_the_runs_folder_and_gets_each_steps_numbers(tmp_pat
 
 def test_a_closed_journal_keeps_no_file_open_and_no_log_of_its_group(tmp_path):
     run_dir = RunDir(tmp_path / "run")
-    group = GroupJournal(run_dir, 0, 0, spec_with())
+    group = Journal(run_dir, 0, spec_with(), group=0)
     group.lead(True, 0)
     group.write(STEP)
     group.close()

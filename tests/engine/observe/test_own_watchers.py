@@ -109,7 +109,7 @@ def test_one_that_is_optional_is_left_out_after_an_error(tmp_path: Path, journal
     made.close()
     events = list(read_events(RunDir(tmp_path / "run").events(0)))
     assert [event["type"] for event in events] == ["step", "warning", "step"]
-    assert events[1]["message"].endswith("; the run goes on without it")
+    assert events[1]["message"].endswith("; the run continues without it")
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from trainspec_cli.engine.observe.stack_samples import (
     Frame,
     PySpy,
     StackSample,
-    _read_stacks,
     code_lines,
     is_in_exchange,
+    read_stacks,
     sample_thread,
 )
 
@@ -82,7 +82,7 @@ def test_the_stacks_of_one_thread_are_read_from_what_py_spy_writes():
         "thread (15): MainThread;<module> (/a/spin.py:7) 3\n"
         "half a li"
     )
-    found = list(_read_stacks(text, 15))
+    found = read_stacks(text, 15)
     assert [one.times for one in found] == [62, 3]
     assert found[0].stack == (Frame("/a/spin.py", 7, "<module>"), Frame("/a/b c.py", 5, "inner.<locals>.<genexpr>"))
 

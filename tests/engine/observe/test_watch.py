@@ -17,7 +17,7 @@ from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.comm.forking import Background
 from trainspec_cli.engine.data import loader
 from trainspec_cli.engine.observe import watch
-from trainspec_cli.engine.observe.watch import StepWatch, describe, last_collectives
+from trainspec_cli.engine.observe.watch import StepWatch, describe
 from trainspec_cli.run.folder.event_types.events import HangEvent, StallEvent, WarningEvent
 from trainspec_cli.run.folder.events import EventWriter, read_events
 from trainspec_cli.run.folder.paths import RunDir
@@ -324,8 +324,7 @@ def recorded(group, number, created, **changes):
     ],
 )
 def test_a_rank_waits_where_its_device_has_not_finished_a_collective(monkeypatch, entries, waiting, waits_in):
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "50")
-    monkeypatch.setattr(watch, "_recorded", lambda: entries)
+    monkeypatch.setattr(watch, "recorded_collectives", lambda: entries)
     found = watch.whereabouts(threading.get_ident())
     assert (found.waiting, found.waits_in) == (waiting, waits_in)
     assert found.collectives == {"0/dp": 4, "0/tp": 9}
@@ -333,9 +332,8 @@ def test_a_rank_waits_where_its_device_has_not_finished_a_collective(monkeypatch
 
 
 def test_without_the_flight_recorder_no_collective_is_known(monkeypatch):
-    monkeypatch.setattr(watch, "_recorded", lambda: [recorded("dp", 1, 1)])
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
-    assert last_collectives() == []
+    assert list(watch.recorded_collectives()) == []
 
 
 def deep(frames):
@@ -451,7 +449,7 @@ def test_a_rank_whose_batch_is_not_read_waits_for_its_data():
     taking.start()
     try:
         end = time.monotonic() + PATIENCE_S
-        while (found := watch.whereabouts(taking.ident)).waits_in is None and time.monotonic() < end:
+        while "in stand_still" not in (found := watch.whereabouts(taking.ident)).stack and time.monotonic() < end:
             time.sleep(0.01)
     finally:
         released.set()

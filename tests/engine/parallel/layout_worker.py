@@ -29,7 +29,7 @@ from trainspec_cli.engine.optim.optimizer import clear_gradients, squared_norm
 from trainspec_cli.engine.parallel.noise import parts_of
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.shares import unique_shares
-from trainspec_cli.engine.tools.certify_batches import drawn_batch
+from trainspec_cli.engine.tools.certify_worker import drawn_batch
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.training import LoraSpec, WireFormats
 from trainspec_cli.recipe.results.blueprint import Blueprint, BlueprintTier, Exchange

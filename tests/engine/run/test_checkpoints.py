@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lab.engine_runs import CPU, KeptEvents, run_of
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.engine.checkpoint import files
@@ -34,7 +35,6 @@ from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir
 
 pytestmark = pytest.mark.usefixtures("one_process")
-CPU = torch.device("cpu")
 
 
 class OneTensor(Held):
@@ -42,17 +42,11 @@ class OneTensor(Held):
         return [TensorPart.whole("w", torch.arange(1000.0))]
 
 
-class Kept:
-    """A journal that keeps what is written."""
+class Moved(Held):
+    """The state after a change of the layout."""
 
-    def __init__(self):
-        self.events = []
-
-    def write(self, event):
-        self.events.append(event)
-
-    def of(self, kind):
-        return [event for event in self.events if isinstance(event, kind)]
+    def parts(self):
+        return [TensorPart.whole("v", torch.arange(7.0))]
 
 
 def plan_of(checkpoint, mtbf_device_hours=1000.0, world_size=1, replica_groups=1, resilience=ResilienceSpec()):  # noqa: B008
@@ -70,7 +64,7 @@ def make(tmp_path, spec, journal=None, total_steps=10_000):
     write_json(RunDir(tmp_path).run_json, {"memory_secret": "s"})
     plan = plan_of(spec)
     plan.total_steps = total_steps
-    return Checkpoints(plan, RunDir(tmp_path), state, "digest", journal or Kept())
+    return Checkpoints(run_of(plan, state, RunDir(tmp_path), journal or KeptEvents()))
 
 
 def take_steps(checkpoints, steps, writing=lambda step: False, step_time_s=0.1):
@@ -88,7 +82,7 @@ def no_room(*_):
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_every_so_many_steps_and_at_the_end(tmp_path, mode):
-    journal = Kept()
+    journal = KeptEvents()
     checkpoints = make(tmp_path, CheckpointSpec(interval_steps=3, mode=mode, keep_last=9), journal)
     take_steps(checkpoints, range(1, 9))
     checkpoints.save_last(8, 64)
@@ -100,7 +94,7 @@ def test_every_so_many_steps_and_at_the_end(tmp_path, mode):
 
 
 def test_one_that_falls_due_while_another_is_written_is_put_off_and_that_is_told_once(tmp_path):
-    journal = Kept()
+    journal = KeptEvents()
     checkpoints = make(tmp_path, CheckpointSpec(interval_steps=2, keep_last=9), journal)
     take_steps(checkpoints, range(1, 13), writing=lambda step: step in (3, 4))
     checkpoints.save_last(12, 96)
@@ -118,7 +112,7 @@ def test_the_samples_taken_come_back(tmp_path):
 
 def test_between_checkpoints_copies_are_kept_in_memory_until_the_run_has_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "MEMORY", tmp_path)
-    journal, spec = Kept(), CheckpointSpec(interval_steps=4, memory_interval_steps=2, keep_last=9)
+    journal, spec = KeptEvents(), CheckpointSpec(interval_steps=4, memory_interval_steps=2, keep_last=9)
     checkpoints, run_dir = make(tmp_path / "run", spec, journal), RunDir(tmp_path / "run")
     assert checkpoints.resume() is None
     take_steps(checkpoints, range(1, 8))
@@ -140,7 +134,7 @@ def test_between_checkpoints_copies_are_kept_in_memory_until_the_run_has_ended(t
 
 def test_a_copy_that_falls_due_while_a_checkpoint_is_written_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "MEMORY", tmp_path)
-    journal, spec = Kept(), CheckpointSpec(interval_steps=4, memory_interval_steps=5, keep_last=9)
+    journal, spec = KeptEvents(), CheckpointSpec(interval_steps=4, memory_interval_steps=5, keep_last=9)
     checkpoints = make(tmp_path / "run", spec, journal)
     take_steps(checkpoints, range(1, 6), writing=lambda step: step in (4, 5))
     take_steps(checkpoints, range(6, 7))
@@ -149,7 +143,7 @@ def test_a_copy_that_falls_due_while_a_checkpoint_is_written_is_left_out(tmp_pat
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_last_one_an_error(tmp_path, monkeypatch):
-    journal = Kept()
+    journal = KeptEvents()
     checkpoints = make(tmp_path, CheckpointSpec(interval_steps=2, mode="sync", keep_last=9), journal)
     take_steps(checkpoints, range(1, 3))
     whole = files.write_manifest
@@ -191,7 +185,7 @@ def test_a_replica_group_that_does_not_write_begins_none_later(tmp_path):
 
 
 def test_a_run_that_ends_at_a_checkpoint_writes_no_second_one(tmp_path):
-    journal = Kept()
+    journal = KeptEvents()
     checkpoints = make(tmp_path, CheckpointSpec(interval_steps=3, mode="sync"), journal)
     take_steps(checkpoints, range(1, 4))
     checkpoints.save_last(3, 24)
@@ -216,14 +210,13 @@ def test_a_rank_finds_its_node_by_the_ranks_that_a_node_has(tmp_path, monkeypatc
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    run_dir = RunDir(tmp_path / "run")
-    write_json(run_dir.run_json, {"memory_secret": "s"})
-    assert module.find_place(run_dir) == CopyLocation(memory.memory_folder(run_dir), 5, 6, ranks_per_node)
+    checkpoints = make(tmp_path / "run", CheckpointSpec(memory_interval_steps=2))
+    assert checkpoints._memory == CopyLocation(memory.memory_folder(RunDir(tmp_path / "run")), 5, 6, ranks_per_node)
 
 
 def test_what_a_checkpoint_took_is_recorded_in_its_own_fields(tmp_path, monkeypatch):
     """How long training waited, and how long until all was on disk."""
-    journal = Kept()
+    journal = KeptEvents()
     checkpoints = make(tmp_path, CheckpointSpec(interval_steps=1, mode="sync"), journal)
     monkeypatch.setattr(checkpoints._saver, "save", lambda about: Saved(about, 1234, blocked_s=0.5, written_s=3.0))
     checkpoints.after_step(7, 56)
@@ -235,7 +228,7 @@ def test_what_a_checkpoint_took_is_recorded_in_its_own_fields(tmp_path, monkeypa
 
 
 def test_putting_off_is_told_of_once_however_often_it_comes(tmp_path):
-    journal = Kept()
+    journal = KeptEvents()
     checkpoints = make(tmp_path, CheckpointSpec(interval_steps=2, keep_last=9), journal)
     take_steps(checkpoints, range(1, 13), writing=lambda step: step in (3, 4, 7, 8))
     assert len(journal.of(WarningEvent)) == 1
@@ -260,11 +253,32 @@ def test_what_a_run_resumed_from_in_memory_is_written_to_disk_at_its_end(tmp_pat
     assert RunDir(tmp_path / "run").checkpoint_steps() == [6]
 
 
+def test_after_a_change_of_layout_the_new_state_is_written_and_restored(tmp_path, monkeypatch):
+    """In the other slot of the nodes' memory: the copy of before stays until the next one is whole. And what was kept
+    stays kept."""
+    monkeypatch.setattr(memory, "MEMORY", tmp_path)
+    spec = CheckpointSpec(interval_steps=4, memory_interval_steps=2, keep_last=1, keep_best=True)
+    checkpoints, run_dir = make(tmp_path / "run", spec), RunDir(tmp_path / "run")
+    take_steps(checkpoints, range(1, 4))
+    checkpoints.save_kept(3, 24)
+    checkpoints.finish_writing()
+    before = checkpoints._saver
+    moved = SimpleNamespace(held=Moved([], [], None), device=CPU, compression=Compression())
+    checkpoints._run.state = moved
+    take_steps(checkpoints, range(4, 9))
+    assert checkpoints._saver is not before and checkpoints._saver is checkpoints._saver
+    assert run_dir.checkpoint_steps() == [3, 8]
+    entries = read_json(run_dir.checkpoint(8) / MANIFEST)["tensors"]
+    assert entries["v"]["shape"] == [7] and "w" not in entries
+    marks = memory.memory_folder(run_dir).glob("slot*/rank*.json")
+    assert sorted(read_json(mark)["about"]["step"] for mark in marks) == [6, 8]
+
+
 # interval_steps: auto
 
 
 def test_auto_tells_of_its_choice(tmp_path):
-    journal = Kept()
+    journal = KeptEvents()
     checkpoints = make(tmp_path, CheckpointSpec(interval_steps="auto", mode="sync", keep_last=9), journal)
     take_steps(checkpoints, range(1, 5), step_time_s=20.0)
     (chosen,) = journal.of(CadenceEvent)

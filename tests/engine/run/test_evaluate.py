@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from lab.engine_runs import CPU, MACHINE, fill
 
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.digest import REMEDY
 from trainspec_cli.engine.run import evaluate
-from trainspec_cli.engine.run.evaluate import _choose, _next_logits, _padded_length, _whole_vocabulary, write_text
+from trainspec_cli.engine.run.evaluate import _choose, _next_logits, write_text
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
+from trainspec_cli.recipe.keys.cluster import ClusterSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
 from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
@@ -28,15 +30,13 @@ SPEC = RunSpec(
     train=TrainSection(max_steps=1),
     cluster=ClusterSpec(devices_per_node=1, device="cpu"),
 )
-MACHINE = Machine("host", cpu_cores=1, memory_bytes=2**34, bf16=False)
 
 
 @pytest.fixture
 def state(one_process: None) -> TrainState:
     torch.manual_seed(0)
-    state = build_train_state(plan(SPEC, MACHINE), torch.device("cpu"))
-    for share in state.shares:
-        torch.nn.init.normal_(share.local, std=0.3)
+    state = build_train_state(plan(SPEC, MACHINE), CPU)
+    fill(state, std=0.3)
     return state
 
 
@@ -82,6 +82,21 @@ def test_a_model_whose_logits_are_not_finite_cannot_write(state: TrainState) -> 
     assert (caught.value.problems[0].code, caught.value.problems[0].hint) == ("not_finite", REMEDY)
 
 
+def logits_of(monkeypatch: pytest.MonkeyPatch, length: int, longest: int, **about: Any) -> tuple[list[int], Any]:
+    """-> (what the model is given after so many tokens, counted from 1; the logits)."""
+    seen: list[int] = []
+
+    def forward(_stages: object, tokens: torch.Tensor) -> torch.Tensor:
+        seen.extend(tokens[0].tolist())
+        return torch.arange(float(tokens.shape[1]))[None, :, None].expand(1, -1, 2)
+
+    monkeypatch.setattr(evaluate, "forward_only", forward)
+    layout = SimpleNamespace(**{"tp": 1, "cp": 1} | about.pop("layout", {}))
+    mesh = SimpleNamespace(layout=layout, group=lambda axis: f"group of {axis}")
+    state: Any = SimpleNamespace(**{"device": CPU, "positions_S": None, "stages": None, "mesh": mesh} | about)
+    return seen, _next_logits(state, range(1, length + 1), longest)
+
+
 @pytest.mark.parametrize(
     ("length", "longest", "tp", "cp", "padded"),
     [
@@ -96,10 +111,11 @@ def test_a_model_whose_logits_are_not_finite_cannot_write(state: TrainState) -> 
     ],
 )
 def test_a_context_is_padded_to_a_power_of_two_and_to_whole_parts(
-    length: int, longest: int, tp: int, cp: int, padded: int
+    monkeypatch: pytest.MonkeyPatch, length: int, longest: int, tp: int, cp: int, padded: int
 ) -> None:
-    state = SimpleNamespace(mesh=SimpleNamespace(layout=SimpleNamespace(tp=tp, cp=cp)))
-    assert _padded_length(length, longest, state) == padded  # type: ignore[arg-type]
+    monkeypatch.setattr(evaluate.dist, "all_gather", lambda *_, group: None)
+    seen, _ = logits_of(monkeypatch, length, longest, layout={"tp": tp, "cp": cp})
+    assert seen == [*range(1, length + 1), *[0] * (padded - length)]
 
 
 def test_the_vocabulary_is_gathered_in_the_order_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,34 +125,18 @@ def test_the_vocabulary_is_gathered_in_the_order_of_its_ranks(monkeypatch: pytes
             part.copy_(own + 10 * rank)
 
     monkeypatch.setattr(evaluate.dist, "all_gather", all_gather)
-    mesh = SimpleNamespace(layout=SimpleNamespace(tp=3), group=lambda axis: f"group of {axis}")
-    whole = _whole_vocabulary(torch.tensor([1.0, 2.0]), SimpleNamespace(mesh=mesh))  # type: ignore[arg-type]
-    assert whole.tolist() == [1.0, 2.0, 11.0, 12.0, 21.0, 22.0]
-    alone = SimpleNamespace(mesh=SimpleNamespace(layout=SimpleNamespace(tp=1)))
-    assert _whole_vocabulary(torch.tensor([1.0]), alone).tolist() == [1.0]  # type: ignore[arg-type]
+    _, logits_V = logits_of(monkeypatch, 3, 18, layout={"tp": 3})
+    assert logits_V.tolist() == [2.0, 2.0, 12.0, 12.0, 22.0, 22.0]
 
 
-@pytest.mark.parametrize("positions", [[0, 1, 14, 15], [2, 3, 4, 5]])
-def test_the_rank_that_holds_the_last_token_answers(monkeypatch: pytest.MonkeyPatch, positions: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("positions", "seen", "logits"),
+    [([0, 1, 14, 15], [1, 2, 0, 0], None), ([2, 3, 4, 5], [3, 4, 0, 0], [1.0, 1.0])],
+)
+def test_the_rank_that_holds_the_last_token_answers(
+    monkeypatch: pytest.MonkeyPatch, positions: list[int], seen: list[int], logits: list[float] | None
+) -> None:
     """Two ranks of cp hold four of 16 positions each; the context ends at position 3."""
-    seen: list[list[int]] = []
-
-    def forward(_stages: object, tokens: torch.Tensor) -> torch.Tensor:
-        seen.append(tokens[0].tolist())
-        return torch.arange(4.0)[None, :, None].expand(1, 4, 2)
-
-    monkeypatch.setattr(evaluate, "forward_only", forward)
-    layout = SimpleNamespace(tp=1, cp=2)
-    state = SimpleNamespace(
-        device=torch.device("cpu"),
-        positions_S=torch.tensor(positions),
-        stages=None,
-        mesh=SimpleNamespace(layout=layout),
-    )
-    logits_V = _next_logits(state, [7, 8, 9, 6], 16)  # type: ignore[arg-type]
-    if 3 in positions:
-        assert seen == [[9, 6, 0, 0]]
-        assert logits_V is not None and logits_V.tolist() == [1.0, 1.0]
-    else:
-        assert seen == [[7, 8, 0, 0]]
-        assert logits_V is None
+    given, logits_V = logits_of(monkeypatch, 4, 16, layout={"cp": 2}, positions_S=torch.tensor(positions))
+    assert given == seen
+    assert logits_V is None if logits is None else logits_V.tolist() == logits

@@ -14,26 +14,23 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from lab.engine_runs import CPU, Numbered, run_of
 from lab.quorum import DiedError, FakeComm, Network
 from lab.supervisor import PlayedSupervisor
 from torch import nn
 
-from trainspec_cli.balance.batch.division import OwnSamples
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.comm.codec import WireMeter
 from trainspec_cli.engine.comm.compressed import Compression
-from trainspec_cli.engine.data.loader import Staging, cut_micro_batches, positions_of
-from trainspec_cli.engine.digest import MicroBatch
-from trainspec_cli.engine.elastic.membership import GroupRank, HealFailedError
+from trainspec_cli.engine.elastic.membership import HealFailedError
 from trainspec_cli.engine.observe.clock import StepClock
-from trainspec_cli.engine.run.coordinator import RunContext, TrainProgress
-from trainspec_cli.engine.run.faults import StopRequest
+from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.run.replica_groups import HEALS_WITHOUT_LOST, STAGED, START, ReplicaGroups
 from trainspec_cli.engine.run.scheduling.step_scheduler import StepPace
 from trainspec_cli.engine.run.shortage import PassesOutOfMemory
+from trainspec_cli.engine.run.training_run import TrainProgress
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
@@ -46,7 +43,6 @@ from trainspec_cli.run.folder.events import read_events
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
 
-CPU = torch.device("cpu")
 STEPS, BATCH, SAMPLES = 12, 7, 200
 WAIT_S = 60
 RESILIENCE = ResilienceSpec(mode="elastic", sdc_check=1)
@@ -60,19 +56,6 @@ SPEC = RunSpec(
 )
 
 
-class Numbered:
-    """A sample is its position."""
-
-    def __init__(self) -> None:
-        self.staging = Staging(CPU)
-
-    def read(self, own: OwnSamples) -> list[MicroBatch]:
-        return cut_micro_batches((torch.from_numpy(positions_of(own)),), own)
-
-    def counted(self, positions: np.ndarray) -> int:
-        return len(positions)
-
-
 class Group:
     """One replica group of one rank, trained as `Trainer` does."""
 
@@ -84,7 +67,6 @@ class Group:
         self.noise = torch.zeros(4, dtype=torch.float64)
         self.across: list[tuple[float, float, float]] = []
         """What each exchange with the other groups has shown of the links: (bytes, seconds, seconds of waiting)."""
-        self.stop = StopRequest()
         state = SimpleNamespace(
             clock=StepClock(CPU),
             device=CPU,
@@ -99,7 +81,7 @@ class Group:
             stages=SimpleNamespace(noise=SimpleNamespace(sums=self.noise)),
             held=SimpleNamespace(tensors=lambda: [self.weights]),
             mesh=SimpleNamespace(data_rank=0, layout=Layout()),
-            compression=Compression(),
+            compression=lab.compression,
             wire=WireMeter(),
             await_sums=lambda: lambda: None,
         )
@@ -111,10 +93,13 @@ class Group:
             grad_accum_steps=1,
             num_nodes=1,
         )
+        journal = Journal(lab.run, 0, lab.spec, number)
         self.supervisor = PlayedSupervisor()
-        run = RunContext(plan, lab.run, Numbered(), state, "", self.stop, self.supervisor)  # type: ignore[arg-type]
-        self.coordinator = ReplicaGroups(run, GroupRank(number, 0, 1))
-        self.pace = StepPace(plan)  # type: ignore[arg-type]
+        run = run_of(plan, state, lab.run, journal, number)
+        run.supervisor = self.supervisor
+        self.stop = run.stop
+        self.coordinator = ReplicaGroups(run, Numbered())
+        self.pace = StepPace(lab.spec)
         self.state, self.progress, self.error = state, TrainProgress(), None
         self.restores = 0
         self.failed_in_passes: bool | None = None
@@ -184,8 +169,8 @@ class Group:
         figures: dict[str, Any] = {"loss": 1.0, "grad_norm": 1.0, "step_time_s": 0.001, "time_s": {}, "skipped": False}
         figures |= {"samples": samples.step_samples, "group": samples.group}
         figures |= {"groups": samples.groups, "took": samples.took}
-        self.coordinator.journal.write(StepEvent(step=step + 1, **figures))
-        self.coordinator.batches.rate = self.lab.speeds.get(self.number, 0.0)
+        self.coordinator._run.journal.write(StepEvent(step=step + 1, **figures))
+        self.coordinator.rate = self.lab.speeds.get(self.number, 0.0)
         self.coordinator.note_step(step + 1, 0.001)
 
 
@@ -197,6 +182,7 @@ class Lab:
         self.acts: dict[tuple[int, str, int], Callable[[Group], None]] = {}
         """(group, phase, step) -> what happens to the group there, once."""
         self.started: list[Group] = []
+        self.compression = Compression()
         self.speeds: dict[int, float] = {}
         """Samples that a group computes a second, which it knows after a step; others never know theirs."""
         self.is_sampled: Callable[[int], bool] = lambda step: False
@@ -336,17 +322,24 @@ def test_what_a_packet_loses_in_few_bits_is_added_to_the_same_packet_of_the_next
 
 
 @pytest.mark.parametrize(("gradients", "warnings"), [("int8", 1), ("bf16", 0), ("full", 0)])
-def test_a_group_that_heals_says_that_what_its_gradients_had_lost_is_gone(gradients: str, warnings: int) -> None:
-    written: list[Any] = []
-    compression = Compression(inside=gradients, across=gradients)
+def test_a_group_that_heals_says_that_what_its_gradients_had_lost_is_gone(
+    lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch, gradients: str, warnings: int
+) -> None:
+    monkeypatch.setenv(START, "1")
+    trial = lab(1)
+    compression = trial.compression = Compression(inside=gradients, across=gradients)
     exchange = compression.of("groups.0.4", 4, inside=True)
     if exchange is not None and exchange.feedback is not None:
-        exchange.feedback.settled.fill_(0.5)
-    run = SimpleNamespace(state=SimpleNamespace(compression=compression))
-    groups: Any = SimpleNamespace(_run=run, journal=SimpleNamespace(write=written.append))
-    ReplicaGroups._begin_without_losses(groups, 7)
-    assert [(event.step, event.message) for event in written] == [(7, HEALS_WITHOUT_LOST)] * warnings
-    assert not any(feedback.settled.any() for feedback in compression.feedbacks.values())
+        exchange.feedback.committed.fill_(0.5)
+    group = Group(trial, 0)
+    membership = group.coordinator._membership
+    agree = membership.agree
+    membership.agree = lambda step: replace(agree(step), healed=True)  # type: ignore[method-assign]
+    group.coordinator.begin(TrainProgress(7), group.restore)
+    group.coordinator.leave()
+    own = read_events(trial.run.group_events(0, 0))
+    assert [(event["step"], event["message"]) for event in own] == [(7, HEALS_WITHOUT_LOST)] * warnings
+    assert not any(feedback.committed.any() for feedback in compression.feedbacks.values())
 
 
 def test_an_exchange_through_the_host_is_in_the_log_once(
@@ -435,7 +428,7 @@ def test_who_heals_from_a_group_that_dies_meanwhile_ends(lab: Callable[..., Lab]
     trial.acts[0, "take", 6] = wait_for_return
     first, second = trial.start_all()
     second.thread.join(WAIT_S)
-    first.coordinator._membership._give_state = lambda _ranks: die(first)  # type: ignore[method-assign]
+    first.coordinator._membership._state = lambda: die(first)  # type: ignore[method-assign]
     back = trial.start(1, generation=2)
     trial.wait()
     assert isinstance(first.error, DiedError)
@@ -467,7 +460,7 @@ def test_one_group_alone_goes_on_where_the_supervisor_expects_no_other(lab: Call
     group = trial.start(0)
     group.thread.join(0.1)
     assert group.thread.is_alive() and group.progress.step == 0
-    group.supervisor.tell(ExpectGroups(1))
+    group.supervisor.deliver(ExpectGroups(1))
     trial.check_all_done()
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from lab.engine_runs import run_of
 
 from trainspec_cli.core.environment_names import GENERATION
 from trainspec_cli.core.errors import WorkerError
@@ -46,6 +47,7 @@ def held(**tensors):
     )
 
 
+PEAK = Peak(1e12, "made up")
 GOOD = held(model_w=torch.ones(3), optimizer_w=torch.tensor([math.inf]))
 
 
@@ -72,7 +74,9 @@ def test_so_many_in_a_row_end_the_run_and_name_the_checkpoint_from_before(tmp_pa
         "the loss or the gradients were not finite for 3 steps in a row, up to step 7; "
         f"the newest checkpoint from before that is {tmp_path}/checkpoints/step_00000003"
     )
-    assert problem.hint.startswith("remove step_00000004, step_00000006 beside it, and go on from step 3: try a lower")
+    assert problem.hint.startswith(
+        "remove step_00000004, step_00000006 next to it, and continue from step 3: try a lower"
+    )
 
 
 def test_where_none_is_kept_from_before_it_starts_again(tmp_path):
@@ -83,7 +87,7 @@ def test_where_none_is_kept_from_before_it_starts_again(tmp_path):
 
 def check_end(tmp_path, own, *, heldout=None, weights=GOOD, step=None):
     divergence = Divergence(run_with(tmp_path), 10)
-    tally = RunTally(steps=own, heldout=heldout and EvalEvent(step=1, heldout_loss=heldout))
+    tally = RunTally(PEAK, steps=own, heldout=heldout and EvalEvent(step=1, heldout_loss=heldout))
     divergence.check_end(step or len(own), tally, weights)
 
 
@@ -98,23 +102,24 @@ def test_a_run_whose_second_half_was_skipped_is_not_done(tmp_path, skipped):
     assert f"in the last {sum(skipped)} of {len(skipped)} steps" in problem.message
 
 
-@pytest.mark.parametrize("loss", [None, math.nan, math.inf])
-def test_the_last_loss_is_finite_when_a_run_is_done(tmp_path, loss):
-    own = [*steps(0, 0, 0), step_event(4, skipped=True, loss=loss)]
-    assert "the loss of the last step, 4, is not finite;" in refusal(lambda: check_end(tmp_path, own)).message
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_the_last_loss_that_of_held_out_data_and_the_weights_are_finite_when_a_run_is_done(tmp_path, value):
+    own = steps(0, 0, 0)
+    last = [*own, step_event(4, skipped=True, loss=value)]
+    spoiled = held(model_w=torch.tensor([1.0, value]), model_v=torch.ones(2))
+    found = [
+        refusal(lambda: check_end(tmp_path, last)).message,
+        refusal(lambda: check_end(tmp_path, own, heldout=value)).message,
+        refusal(lambda: check_end(tmp_path, own, weights=spoiled)).message,
+    ]
+    assert "the loss of the last step, 4, is not finite;" in found[0]
+    assert found[1].startswith("the held-out loss after the last step is not finite;")
+    assert found[2].startswith("w is not finite after the last step;")
 
 
-@pytest.mark.parametrize("heldout", [math.nan, math.inf])
-def test_so_is_what_the_held_out_data_came_to(tmp_path, heldout):
-    problem = refusal(lambda: check_end(tmp_path, steps(0, 0), heldout=heldout))
-    assert problem.message.startswith("the held-out loss after the last step is not finite;")
-
-
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_so_are_the_weights(tmp_path, value):
-    weights = held(model_w=torch.tensor([1.0, value]), model_v=torch.ones(2))
-    problem = refusal(lambda: check_end(tmp_path, steps(0, 0), weights=weights))
-    assert problem.message.startswith("w is not finite after the last step;")
+def test_a_last_step_without_a_loss_is_not_done(tmp_path):
+    last = [*steps(0, 0, 0), step_event(4, skipped=True, loss=None)]
+    assert "the loss of the last step, 4, is not finite;" in refusal(lambda: check_end(tmp_path, last)).message
 
 
 @pytest.mark.parametrize(("before", "done"), [((0, 0, 0), True), ((0, 1, 1), False), ((1, 1, 1), False)])
@@ -135,7 +140,7 @@ def finished(tmp_path, *, unit="tokens", status="done", heldout=None, events=Non
     run = run_with(tmp_path)
     figures = {"grad_norm": 1.0, "samples": 8, "step_time_s": 0.5, "time_s": {"forward": 0.5}}
     figures |= {"tokens": 1000} if unit == "tokens" else {}
-    tally = RunTally(Peak(1e12, "made up"))
+    tally = RunTally(PEAK)
     tally.steps = (
         [StepEvent(step=n, skipped=False, loss=2.0 + n, **figures, time=n * 0.5) for n in range(1, 41)]
         if events is None
@@ -157,7 +162,7 @@ def finished(tmp_path, *, unit="tokens", status="done", heldout=None, events=Non
     tally.heldout = heldout
     loss = heldout.heldout_loss if heldout else ABSENT
     source = SimpleNamespace(summarise=lambda result, evaluated: replace(result, heldout_loss=loss))
-    sha256 = write_result(run, state, plan, tally, source, status=status, step=40)
+    sha256 = write_result(run_of(plan, state, run), tally, source, status=status, step=40)
     return run, sha256
 
 
@@ -219,8 +224,7 @@ def test_a_worker_of_an_older_start_leaves_no_result(tmp_path, monkeypatch):
 def test_other_ranks_write_no_result_and_agree_on_the_largest_peak(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(module.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(module, "_sum_wire_bytes", lambda state: ABSENT)
     monkeypatch.setattr(module.dist, "all_reduce", lambda memory, how: asked.append((int(memory) > 0, how)))
-    run, _ = finished(tmp_path)
+    run, _ = finished(tmp_path, on_gpu=True)
     assert not run.result_json.exists()
     assert asked == [(True, dist.ReduceOp.MAX)]

@@ -13,7 +13,7 @@ from lab.drawing import slow_after
 from trainspec_cli.balance.batch.division import OwnSamples
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.run.step import train_step
-from trainspec_cli.engine.tools.certify_batches import drawn_batch
+from trainspec_cli.engine.tools.certify_worker import drawn_batch
 from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.rules.check import check_engine, close_axes

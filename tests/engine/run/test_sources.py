@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lab.engine_runs import CPU, MACHINE, fill, run_of, with_spec
 
 from trainspec_cli.balance.batch.division import OwnSamples
 from trainspec_cli.data.corpus.bpe import decode, encode
@@ -25,16 +26,16 @@ from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run import sources
 from trainspec_cli.engine.run.sources import SampleSource, TokenSource, WrittenSample, open_source
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
+from trainspec_cli.recipe.keys.cluster import ClusterSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, SampleSection, TokenizerSpec, TrainSection
 from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 from trainspec_cli.run.folder.event_types.events import EvalEvent, TextPart
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import RunResult
 
-CPU, TOKENS, BATCH = torch.device("cpu"), 8, 3
-MACHINE = Machine("host", cpu_cores=1, memory_bytes=2**34, bf16=False)
+TOKENS, BATCH = 8, 3
 
 RESULT = RunResult(status="done")
 
@@ -65,9 +66,8 @@ def source(one_process: None, text: DataSpec) -> TokenSource:
     made = plan(spec, MACHINE)
     torch.manual_seed(0)
     state = build_train_state(made, CPU)
-    for share in state.shares:
-        torch.nn.init.normal_(share.local, std=0.2)
-    opened = open_source(made, str(prepare(text)), state)
+    fill(state, std=0.2)
+    opened = open_source(run_of(made, state, RunDir("unused")), str(prepare(text)))
     assert isinstance(opened, TokenSource)
     return opened
 
@@ -86,13 +86,13 @@ def nats_of(state: TrainState, tokens: np.ndarray) -> float:
 def test_the_held_out_loss_is_that_of_the_held_out_text(source: TokenSource) -> None:
     folder = source.collection.main
     tokens = folder.tokens("heldout", 0, folder.num_tokens("heldout"))
-    nats = nats_of(source.state, tokens)
+    nats = nats_of(source.run.state, tokens)
     figures = source.evaluate(7)
     assert figures is not None
     assert figures.heldout_loss == pytest.approx(nats / (len(tokens) - 1), rel=1e-5)
     assert figures.heldout_bits_per_byte == pytest.approx(nats / math.log(2) / folder.num_bytes("heldout"), rel=1e-5)
     trained = folder.tokens("train", 0, len(tokens))
-    assert nats_of(source.state, trained) != pytest.approx(nats, rel=1e-5), "the splits can be told apart"
+    assert nats_of(source.run.state, trained) != pytest.approx(nats, rel=1e-5), "the splits can be told apart"
     assert source.summarise(RESULT, figures) == replace(
         RESULT, heldout_bits_per_byte=figures.heldout_bits_per_byte, xz_bits_per_byte=figures.xz_bits_per_byte
     )
@@ -159,7 +159,7 @@ def test_pictures_are_evaluated_on_those_that_were_held_out(one_process: None) -
     state = SimpleNamespace(
         device=CPU, mesh=SimpleNamespace(data_rank=0, layout=Layout()), positions_S=None, parts=[model], stages=stages
     )
-    figures = SampleSource(made, Pictures(), state).evaluate(7)  # type: ignore[arg-type]
+    figures = SampleSource(run_of(made, state, RunDir("unused")), Pictures()).evaluate(7)  # type: ignore[arg-type]
     assert set(seen) == {-1.0, -2.0, -3.0, -4.0, -5.0}
     assert figures == EvalEvent(step=7, heldout_loss=pytest.approx(3.0))
     assert model.training
@@ -173,10 +173,10 @@ def test_pictures_are_read_by_this_ranks_part_of_the_cores(monkeypatch: pytest.M
     monkeypatch.setattr(sources.os, "cpu_count", lambda: 12)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     made: Any = SimpleNamespace(spec=SimpleNamespace(train=SimpleNamespace(seed=7)), micro_batch_size=2)
-    state: Any = SimpleNamespace(device=CPU)
-    pictures = SampleSource(made, Pictures(), state)  # type: ignore[arg-type]
+    run = run_of(made, SimpleNamespace(device=CPU), RunDir("unused"))
+    pictures = SampleSource(run, Pictures())  # type: ignore[arg-type]
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    SampleSource(made, Pictures(), state)  # type: ignore[arg-type]
+    SampleSource(run, Pictures())  # type: ignore[arg-type]
     assert [(seed, readers) for _, seed, readers in asked] == [(7, 3), (7, 12)]
     own = OwnSamples((0,), (2,))
     assert pictures.read(own) == [own]
@@ -190,21 +190,21 @@ def test_pictures_are_read_by_this_ranks_part_of_the_cores(monkeypatch: pytest.M
 def test_the_kind_of_the_model_says_how_the_data_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
     monkeypatch.setattr(sources, "open_samples", lambda data, model, folder: opened.append((data, model, folder)))
-    monkeypatch.setattr(sources, "SampleSource", lambda plan, samples, state: ("pictures", state))
-    monkeypatch.setattr(sources, "TokenSource", lambda plan, collection, state: ("text", collection))
+    monkeypatch.setattr(sources, "SampleSource", lambda run, samples: ("pictures", run))
+    monkeypatch.setattr(sources, "TokenSource", lambda run, collection: ("text", collection))
     monkeypatch.setattr(sources.Collection, "open", lambda folder: f"texts in {folder}")
-    plans: Any = {
-        unit: SimpleNamespace(spec=SimpleNamespace(model=SimpleNamespace(unit=unit), data="data"))
+    runs: Any = {
+        unit: SimpleNamespace(plan=SimpleNamespace(spec=SimpleNamespace(model=SimpleNamespace(unit=unit), data="data")))
         for unit in ("samples", "tokens")
     }
-    assert open_source(plans["samples"], None, "state") == ("pictures", "state")  # type: ignore[arg-type,comparison-overlap]
-    assert open_source(plans["samples"], "there", "state") == ("pictures", "state")  # type: ignore[arg-type,comparison-overlap]
+    of_pictures: Any = ("pictures", runs["samples"])
+    assert open_source(runs["samples"], None) == open_source(runs["samples"], "there") == of_pictures
     assert [(data, folder) for data, _, folder in opened] == [("data", None), ("data", Path("there"))]
-    assert open_source(plans["tokens"], "there", "state") == ("text", "texts in there")  # type: ignore[arg-type,comparison-overlap]
+    assert open_source(runs["tokens"], "there") == ("text", "texts in there")  # type: ignore[comparison-overlap]
 
 
 def test_where_nothing_is_held_out_there_is_nothing_to_evaluate(source: TokenSource) -> None:
-    bare = TokenSource(source.plan, replace(source.collection, validation={}), source.state)
+    bare = TokenSource(source.run, replace(source.collection, validation={}))
     bare.evaluation_texts = {}
     assert bare.evaluate(7) is None
     assert bare.summarise(RESULT, None).heldout_bits_per_byte is None
@@ -214,8 +214,7 @@ def test_where_nothing_is_held_out_there_is_nothing_to_evaluate(source: TokenSou
 
 
 def with_sample(source: TokenSource, **sample: Any) -> TokenSource:
-    spec = replace(source.spec, sample=SampleSection(**sample))
-    return TokenSource(replace(source.plan, spec=spec), source.collection, source.state)
+    return TokenSource(with_spec(source.run, sample=SampleSection(**sample)), source.collection)
 
 
 def test_a_sample_goes_on_from_the_prompt_in_the_texts_own_tokens(
@@ -295,7 +294,7 @@ def test_the_run_is_judged_by_what_it_held_out_and_tells_of_every_set(
     collection = SimpleNamespace(
         validation={"web": None}, parts=[1, 2], order=lambda *_: None, evaluation_texts=lambda _: texts
     )
-    several = TokenSource(source.plan, collection, source.state)  # type: ignore[arg-type]
+    several = TokenSource(source.run, collection)  # type: ignore[arg-type]
 
     def heldout_loss(state: TrainState, rows: str, *, num_bytes: int, batch_size: int) -> HeldoutLoss:
         assert (num_bytes, batch_size) == (losses[rows].bytes, BATCH)
@@ -321,10 +320,24 @@ def test_a_step_without_targets_divides_by_no_zero(source: TokenSource, counted:
     assert source.counted(np.arange(3)) == mean_over
 
 
-def test_a_rank_of_context_parallelism_reads_its_part_of_a_sequence(source: TokenSource) -> None:
-    positions = torch.tensor([0, 5])
-    state = SimpleNamespace(device=CPU, positions_S=positions)
-    of_rank = TokenSource(source.plan, source.collection, state)  # type: ignore[arg-type]
-    own = OwnSamples((7, 9), (2, 1))
-    for part, whole in zip(of_rank.read(own), source.read(own), strict=True):
+def test_after_a_change_of_layout_a_rank_reads_its_new_part_of_a_sequence(source: TokenSource) -> None:
+    own, positions = OwnSamples((7, 9), (2, 1)), torch.tensor([0, 5])
+    before = source.read(own)
+    state: Any = SimpleNamespace(device=CPU, positions_S=positions)
+    source.run.state = state
+    for part, whole in zip(source.read(own), before, strict=True):
         assert [torch.equal(held, full[:, positions]) for held, full in zip(part, whole, strict=True)] == [True, True]
+
+
+def test_it_evaluates_the_model_and_the_plan_in_force(source: TokenSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def heldout_loss(state: Any, rows: Any, *, num_bytes: int, batch_size: int) -> HeldoutLoss:
+        seen.append((state, batch_size))
+        return HeldoutLoss(1.0, 1, num_bytes)
+
+    monkeypatch.setattr(sources, "heldout_loss", heldout_loss)
+    changed: Any = SimpleNamespace()
+    source.run.state, source.run.plan = changed, replace(source.run.plan, micro_batch_size=1)
+    source.evaluate(7)
+    assert seen == [(changed, 1)]

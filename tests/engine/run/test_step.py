@@ -164,7 +164,7 @@ def test_an_update_is_clipped_by_the_norm_of_all_ranks_together(monkeypatch, cli
     share = share_with_gradient("w", torch.tensor([3.0]))
     state = state_of(share)
     found = step._update(state, torch.tensor(1.0), clip_norm, StepReport(stop=True))
-    assert state.compression.feedbacks["exchange"].settled.tolist() == [1.0, 1.0]
+    assert state.compression.feedbacks["exchange"].committed.tolist() == [1.0, 1.0]
     assert [float(value) for value in (found.loss, found.grad_norm, found.skipped)] == [1.5, 5.0, 0.0]
     assert (float(found.stop), float(found.writing)) == (2.0, 1.0)
     assert share.local.item() == pytest.approx(-3.0 * scale)

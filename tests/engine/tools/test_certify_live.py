@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lab.engine_runs import CPU, run_of
 
 from trainspec_cli.balance.batch.division import OwnSamples
-from trainspec_cli.engine.run.coordinator import SingleGroup, TrainProgress
+from trainspec_cli.engine.run.coordinator import Coordinator
 from trainspec_cli.engine.run.scheduling.relayout import Meshes
 from trainspec_cli.engine.run.shortage import OutOfMemory
-from trainspec_cli.engine.tools import certify_live
-from trainspec_cli.engine.tools.certify_live import (
+from trainspec_cli.engine.run.training_run import TrainingRun, TrainProgress
+from trainspec_cli.engine.tools import certify_worker
+from trainspec_cli.engine.tools.certify_worker import (
     DrawnSource,
     Killed,
     LiveFaults,
@@ -34,8 +36,6 @@ from trainspec_cli.run.folder.record import RunResult
 from trainspec_cli.run.recovery.memory import build_ladder
 from trainspec_cli.wings.certify.cases import Case, build_plan
 
-CPU = torch.device("cpu")
-
 
 def plan_with_ladder() -> Plan:
     plan = build_plan(Case("dense"), "cpu")
@@ -49,7 +49,7 @@ def state_of(data_rank: int = 0, positions: torch.Tensor | None = None) -> Any:
 @pytest.mark.parametrize(("family", "targets"), [("dense", 3 * 64), ("resnet", 3)])
 def test_the_trainer_reads_what_is_drawn_from_the_seed(family: str, targets: int) -> None:
     plan = build_plan(Case(family), "cpu")
-    source = DrawnSource(plan, state_of())
+    source = DrawnSource(run_of(plan, state_of(), RunDir("unused")))
     whole = source.read(OwnSamples((0,), (8,)))[0]
     (part,) = source.read(OwnSamples((5,), (3,)))
     assert all(torch.equal(some, of_all[5:8]) for some, of_all in zip(part, whole, strict=True))
@@ -61,24 +61,24 @@ def test_the_trainer_reads_what_is_drawn_from_the_seed(family: str, targets: int
 
 def test_a_rank_of_another_layout_reads_its_part_of_each_sequence() -> None:
     plan = build_plan(Case("dense"), "cpu")
-    source = DrawnSource(plan, state_of())
+    source = DrawnSource(run_of(plan, state_of(), RunDir("unused")))
     (whole,) = source.read(OwnSamples((0,), (2,)))
-    source.adopt(plan, state_of(positions=torch.tensor([7, 3])))
+    source.run.state = state_of(positions=torch.tensor([7, 3]))
     (part,) = source.read(OwnSamples((0,), (2,)))
     assert torch.equal(part[0], whole[0][:, [7, 3]])
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[WatchedGroup, Any, Trail]:
+def group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[WatchedGroup, TrainingRun, Trail]:
     """A group whose ordinary part takes two micro-batches, of 2 samples and of one."""
     own = OwnSamples((8, 12), (2, 1))
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    monkeypatch.setattr(SingleGroup, "__init__", lambda self, run: None)
-    monkeypatch.setattr(SingleGroup, "take", lambda self, steps: SimpleNamespace(own=own))
-    source = SimpleNamespace(state=state_of(data_rank=1), plan=SimpleNamespace(layout=Layout(dp_shard=2)))
-    run: Any = SimpleNamespace(run_dir=RunDir(tmp_path))
+    monkeypatch.setattr(Coordinator, "take", lambda self, steps: SimpleNamespace(own=own))
+    run = run_of(
+        replace(build_plan(Case("dense"), "cpu"), layout=Layout(dp_shard=2)), state_of(data_rank=1), RunDir(tmp_path)
+    )
     trail = Trail()
-    return WatchedGroup(run, source, trail), source, trail  # type: ignore[arg-type]
+    return WatchedGroup(run, DrawnSource(run), trail), run, trail
 
 
 def make_step(group: WatchedGroup, step: int) -> None:
@@ -87,22 +87,22 @@ def make_step(group: WatchedGroup, step: int) -> None:
     group.commit()
 
 
-def test_a_step_counts_once_its_gradients_are_there(group: tuple[WatchedGroup, Any, Trail]) -> None:
-    watched, source, trail = group
+def test_a_step_counts_once_its_gradients_are_there(group: tuple[WatchedGroup, TrainingRun, Trail]) -> None:
+    watched, run, trail = group
     watched.begin(TrainProgress(4), lambda: TrainProgress())
     watched.take([(0, 8)])
     assert trail.steps == {}
     watched.commit()
     assert trail.steps[4].taken == (1, (8, 9, 12))
     assert (trail.steps[4].layout, trail.steps[4].largest_micro_batch) == (Layout(dp_shard=2), 2)
-    source.state, source.plan = state_of(data_rank=0), SimpleNamespace(layout=Layout(tp=2))
+    run.state, run.plan = state_of(data_rank=0), replace(run.plan, layout=Layout(tp=2))
     make_step(watched, 5)
     assert (trail.steps[5].taken, trail.steps[5].layout) == ((0, (8, 9, 12)), Layout(tp=2))
     assert sorted(trail.steps) == [4, 5]
 
 
 def test_what_is_written_between_steps_is_counted_apart_from_logs_and_checkpoints(
-    group: tuple[WatchedGroup, Any, Trail], tmp_path: Path
+    group: tuple[WatchedGroup, TrainingRun, Trail], tmp_path: Path
 ) -> None:
     watched, _, trail = group
     make_step(watched, 0)
@@ -139,32 +139,36 @@ class Starts:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, endings: list[BaseException | None]):
         self.endings, self.given = iter(endings), list[tuple[int, int | None]]()
-        monkeypatch.setattr(certify_live, "_start", self.start)
-        monkeypatch.setattr(certify_live, "weights_sha256", lambda shares, group: "ab")
-        monkeypatch.setattr(certify_live, "taken_by_all", lambda taken: tuple(own for _, own in taken))
+        self.closed = 0
+        """The number of starts whose watch was closed."""
+        monkeypatch.setattr(certify_worker, "_start", self.start)
+        monkeypatch.setattr(certify_worker, "weights_sha256", lambda shares, group: "ab")
+        monkeypatch.setattr(certify_worker, "taken_by_all", lambda taken: tuple(own for _, own in taken))
 
     def start(self, plan: Plan, run_dir: Any, device: Any, meshes: Any, trail: Trail, killed_at: int | None) -> Any:
         self.given.append((plan.micro_batch_size, killed_at))
-        first, closed = 3 * (len(self.given) - 1), []
+        first = 3 * (len(self.given) - 1)
         events = [SimpleNamespace(step=first + number, loss=float(10 * len(self.given))) for number in (1, 2, 3, 4)]
 
-        def run() -> None:
+        def train() -> None:
             for step in range(first, first + 4):
-                made = certify_live.MadeStep((0, (step, len(self.given))), plan.layout, plan.micro_batch_size)
+                made = certify_worker.MadeStep((0, (step, len(self.given))), plan.layout, plan.micro_batch_size)
                 trail.steps[step] = made
             if ending := next(self.endings):
                 raise ending
 
         state = SimpleNamespace(shares=(), mesh=SimpleNamespace(group=lambda axis: None))
-        self.closed = closed
         return SimpleNamespace(
-            run=run,
-            state=state,
+            train=train,
+            run=SimpleNamespace(state=state),
             progress=TrainProgress(first),
             tally=SimpleNamespace(steps=events),
             unread=None,
-            watch=SimpleNamespace(close=lambda: closed.append(True)),
+            watch=SimpleNamespace(close=self.close),
         )
+
+    def close(self) -> None:
+        self.closed += 1
 
 
 def asked(killed_at: int | None) -> CertifyRun:
@@ -180,7 +184,7 @@ def test_a_run_that_is_killed_starts_again_and_is_not_killed_twice(
     assert live.starts == (0, 3)
     assert trained.losses == (10.0, 10.0, 10.0, 20.0, 20.0, 20.0, 20.0), "a step that is made again counts once"
     assert trained.taken[2:4] == ((2, 1), (3, 2))
-    assert starts.closed == [True]
+    assert starts.closed == 2
 
 
 def test_a_run_without_memory_starts_again_with_smaller_micro_batches(

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from trainspec_cli.balance.batch.division import OwnSamples
-from trainspec_cli.engine.run.coordinator import TrainProgress
+from trainspec_cli.engine.run.training_run import TrainProgress
 from trainspec_cli.engine.tools import __main__ as entry
-from trainspec_cli.engine.tools import certify_batches, certify_worker
-from trainspec_cli.engine.tools.certify_batches import drawn_batch, drawn_samples
-from trainspec_cli.engine.tools.certify_worker import own_samples
+from trainspec_cli.engine.tools import certify_worker
+from trainspec_cli.engine.tools.certify_worker import drawn_batch, drawn_samples, own_samples
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import CertifyRun, SpeedRequest, SpeedResult, TrainedSteps
@@ -170,15 +169,15 @@ def test_what_the_ranks_took_is_told_step_by_step(monkeypatch: pytest.MonkeyPatc
     """Two ranks of tp took the same, and one of two others another sample than it should have."""
     first = [[0, [0, 1]], [0, [4]]]
     said = [first, first, [[1, [2, 3]], [1, [5, 6]]], [[1, [2, 3]], [1, [5, 5]]]]
-    monkeypatch.setattr(certify_batches, "gather_json", lambda own, read: [read(one) for one in said])
-    assert certify_batches.taken_by_all([(0, (0, 1)), (0, (4,))]) == ((0, 1, 2, 3), (4, 5, 5, 5, 6))
+    monkeypatch.setattr(certify_worker, "gather_json", lambda own, read: [read(one) for one in said])
+    assert certify_worker.taken_by_all([(0, (0, 1)), (0, (4,))]) == ((0, 1, 2, 3), (4, 5, 5, 5, 6))
 
 
 def test_ranks_may_be_of_another_data_rank_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks read their own samples, and then the same."""
     said = [[[0, [0, 1]], [0, [4, 5]]], [[1, [2, 3]], [0, [4, 5]]]]
-    monkeypatch.setattr(certify_batches, "gather_json", lambda own, read: [read(one) for one in said])
-    assert certify_batches.taken_by_all([]) == ((0, 1, 2, 3), (4, 5))
+    monkeypatch.setattr(certify_worker, "gather_json", lambda own, read: [read(one) for one in said])
+    assert certify_worker.taken_by_all([]) == ((0, 1, 2, 3), (4, 5))
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -24,7 +24,7 @@ from trainspec_cli.data.weights.naming import other_tensors
 from trainspec_cli.engine.build.assemble import build_model
 from trainspec_cli.engine.build.initial import load_tensors
 from trainspec_cli.engine.shares import Cut, Share
-from trainspec_cli.engine.tools import export_other
+from trainspec_cli.engine.tools import export as export_other
 from trainspec_cli.recipe.keys.model import DecoderModel, RopeScaling
 from trainspec_cli.recipe.records import build
 

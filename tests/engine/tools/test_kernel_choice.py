@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainspec_cli.engine.tools import kernel_trial, kernels
-from trainspec_cli.engine.tools.kernel_trial import SUM_ERROR, Workload, relative_error, time_in_turns, try_kernels
-from trainspec_cli.engine.tools.kernels import Calls
+from trainspec_cli.engine.tools import kernels
+from trainspec_cli.engine.tools.kernels import SUM_ERROR, Calls, Workload, relative_error, time_in_turns, try_kernels
 from trainspec_cli.recipe.keys.kernels import TORCH, KernelTrial, KernelTrials
 from trainspec_cli.recipe.keys.training import OptimSpec
 from trainspec_cli.wings.certify.cases import Case, build_plan
@@ -27,7 +26,7 @@ class Time:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now_s, self.calls = 0.0, []
-        monkeypatch.setattr(kernel_trial, "clock", lambda: self.now_s)
+        monkeypatch.setattr(kernels, "clock", lambda: self.now_s)
 
     def work(self, name: str, seconds: float) -> Callable[[], None]:
         def work() -> None:
@@ -74,7 +73,7 @@ def test_wrong_and_failing_kernels_are_not_timed(monkeypatch: pytest.MonkeyPatch
         timed.update(works)
         return dict.fromkeys(works, (1.0, 2.0))
 
-    monkeypatch.setattr(kernel_trial, "time_in_turns", time_in_turns)
+    monkeypatch.setattr(kernels, "time_in_turns", time_in_turns)
     errors = {TORCH: 0.01, "as wrong as allowed": 0.02, "too wrong": 0.0201, "nan": math.inf}
 
     def error_of(kernel: Any) -> float:
@@ -122,13 +121,11 @@ def test_an_error_is_the_distance_over_the_length() -> None:
     ],
 )
 def test_shapes_come_in_turn_until_there_are_enough(elements: int, chosen: list[tuple[int, ...]]) -> None:
-    assert kernel_trial._as_many({(2, 3): 3, (4,): 1}, elements) == chosen
+    assert kernels._as_many({(2, 3): 3, (4,): 1}, elements) == chosen
 
 
 def test_weights_and_gradients_are_the_same_in_every_format() -> None:
-    single, double = (
-        kernel_trial.make_shares([(50, 40), (7,)], dtype, CPU) for dtype in (torch.float32, torch.float64)
-    )
+    single, double = (kernels.make_shares([(50, 40), (7,)], dtype, CPU) for dtype in (torch.float32, torch.float64))
     for one, other in zip(single, double, strict=True):
         assert torch.equal(one.local.double(), other.local)
         assert one.local.grad is not None and other.local.grad is not None
@@ -151,16 +148,19 @@ def plan_with(optimizer: str = "adamw", **changes: Any) -> Any:
 
 
 def test_operations_that_a_run_has_are_tried_at_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: dict[str, list[str]] = {}
+    tried: list[list[str]] = []
 
-    def try_backends(plan: Any, op: str, workload: Workload) -> dict[str, KernelTrial]:
-        tried[op] = [str(workload.dtype), workload.device.type]
+    def try_kernels(kernels: dict[str, Any], workload: Workload) -> dict[str, KernelTrial]:
+        tried.append([str(workload.dtype), workload.device.type])
         return {TORCH: KernelTrial(error=0.5)}
 
-    monkeypatch.setattr(kernels, "try_backends", try_backends)
+    monkeypatch.setattr(kernels, "try_kernels", try_kernels)
+    monkeypatch.setattr(kernels, "why_untried", lambda _plan, _op, name: "no")
     found = kernels.try_all(plan_with(compute="bf16"), CALLS, CPU)
-    assert tried == {"swiglu": ["torch.bfloat16", "cpu"], "adamw": ["torch.float32", "cpu"]}
-    assert found.trials == {op: {TORCH: KernelTrial(error=0.5)} for op in tried}
+    assert tried == [["torch.bfloat16", "cpu"], ["torch.float32", "cpu"]]
+    for op in ("swiglu", "adamw"):
+        others = dict.fromkeys(kernels.KERNELS[op], KernelTrial(untried="no"))
+        assert found.trials[op] == others | {TORCH: KernelTrial(error=0.5)}
     assert found.calls == {
         "swiglu": ("5 x (1, 3) (1, 3)", "2 x (2, 3) (2, 3)"),
         "adamw": ("9 x (3,)", "2 x (3, 4)"),
@@ -186,7 +186,8 @@ def test_what_cannot_run_here_is_said_and_not_tried(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         kernels, "try_kernels", lambda tried, workload: {name: KernelTrial(failure=tried[name]) for name in tried}
     )
-    found = kernels.try_backends(plan_with(), "rms_norm", None)  # type: ignore[arg-type]
+    norms = Calls({"rms_norm": Counter({((2, 3), (3,), 1e-5): 1})})
+    found = kernels.try_all(plan_with("sgd"), norms, CPU).trials["rms_norm"]
     assert found.pop("frugal") == KernelTrial(untried="no")
     assert found == {name: KernelTrial(failure=f"rms_norm {name}") for name in (TORCH, "compiled", "liger")}
 
@@ -206,26 +207,35 @@ def test_kernels_are_tried_as_the_run_compiles_them(compiles: bool, monkeypatch:
     monkeypatch.setattr(torch, "compile", lambda kernel, dynamic: compiled.append((kernel, dynamic)) or "compiled")
     monkeypatch.setattr(kernels.ChunkCrossEntropy, "compile", lambda chunk: compiled.append("chunk"))
     monkeypatch.setattr(kernels, "load_kernel", lambda op, name: f"{op} {name}")
-    plan = plan_with()
+    monkeypatch.setattr(kernels, "try_kernels", lambda found, workload: tried.update(found) or {})
+    monkeypatch.setattr(kernels, "why_untried", lambda _plan, _op, name: "no")
+    plan = plan_with("sgd")
     plan = replace(plan, spec=replace(plan.spec, compile=compiles))
-    inside, outside = next(iter(kernels.IN_BLOCKS)), "linear_cross_entropy"
+    tried: dict[str, Any] = {}
+    kernels.try_all(plan, CALLS, CPU)
+    assert "swiglu" in kernels.IN_BLOCKS
+    assert tried == {TORCH: "compiled" if compiles else f"swiglu {TORCH}"}
+    assert compiled == (["chunk", (f"swiglu {TORCH}", False)] if compiles else [])
+    outside = "linear_cross_entropy"
     assert outside not in kernels.IN_BLOCKS
-    assert kernels._kernel(plan, inside, TORCH) == ("compiled" if compiles else f"{inside} {TORCH}")
-    assert kernels._kernel(plan, outside, TORCH) == f"{outside} {TORCH}"
-    workload = kernels._workload(plan, "swiglu", {SWIGLU: 1}, CPU)
-    assert compiled == ([(f"{inside} {TORCH}", False), "chunk"] if compiles else [])
-    assert workload.device == CPU
+    loss = Calls({outside: Counter({((64, 64), (512, 64), (64,), None): 1})})
+    kernels.try_all(plan, loss, CPU)
+    assert tried == {TORCH: f"{outside} {TORCH}"}
 
 
-@pytest.mark.parametrize(("device", "own"), [("cpu", "cpu"), ("cuda", "cuda:1"), ("xpu", "xpu:1")])
-def test_each_process_tries_on_its_own_device_at_the_shapes_of_its_rank(
-    device: str, own: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("device", "process", "processes", "world_size", "stands_in_for"),
+    [("cpu", 1, 3, 8, 3), ("cpu", 2, 3, 8, 7), ("cuda", 3, 4, 4, 3), ("xpu", 0, 8, 64, 0), ("cpu", 0, 1, 1, 0)],
+)
+def test_each_process_tries_on_its_own_device_at_the_shapes_of_a_rank(
+    device: str, process: int, processes: int, world_size: int, stands_in_for: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second of three processes of a node stands in for rank 3 of 0 to 7."""
+    """They stand in for ranks from the first to the last."""
     order: list[Any] = []
-    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    plan = SimpleNamespace(device=device, world_size=8)
+    own = device if device == "cpu" else f"{device}:{process}"
+    for name, value in {"RANK": process, "WORLD_SIZE": processes, "LOCAL_RANK": process}.items():
+        monkeypatch.setenv(name, str(value))
+    plan = SimpleNamespace(device=device, world_size=world_size)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda chosen: order.append(f"set {chosen}"))
     monkeypatch.setattr(kernels, "calls_of", lambda given, rank: order.append(f"calls of {rank}") or "calls")
     trials = KernelTrials({"rope": ()}, {"rope": {TORCH: KernelTrial(error=math.inf)}})
@@ -233,5 +243,6 @@ def test_each_process_tries_on_its_own_device_at_the_shapes_of_its_rank(
     monkeypatch.setattr(kernels, "join_processes", lambda kind: order.append(f"joins {kind}"))
     monkeypatch.setattr(kernels, "gather_json", lambda value, read: [read(value), read(value)])
     found = kernels.run(SimpleNamespace(plan=plan))  # type: ignore[arg-type]
-    assert order == [*([f"set {own}"] if device != "cpu" else []), "calls of 3", ("calls", own), f"joins {device}"]
+    made = [f"calls of {stands_in_for}", ("calls", own), f"joins {device}"]
+    assert order == [*([f"set {own}"] if device != "cpu" else []), *made]
     assert len(found.ranks) == 2 and list(found.ranks[0].trials) == ["rope"]

@@ -9,8 +9,8 @@ import torch
 from engine.kernels.shapes import DEVICE, PARAMETERS
 
 from trainspec_cli.engine.build.assemble import load_kernel
-from trainspec_cli.engine.tools import kernel_trial
-from trainspec_cli.engine.tools.kernel_trial import operation, optimizer_update, try_kernels
+from trainspec_cli.engine.tools import kernels as kernel_trial
+from trainspec_cli.engine.tools.kernels import operation, optimizer_update, try_kernels
 from trainspec_cli.recipe.keys.kernels import TORCH
 from trainspec_cli.recipe.keys.training import OptimSpec
 from trainspec_cli.run.tools import judge_operation

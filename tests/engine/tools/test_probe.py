@@ -10,7 +10,6 @@ from lab import measured
 
 from trainspec_cli.engine.models.decoder import Block
 from trainspec_cli.engine.models.rope import rope_angles
-from trainspec_cli.engine.tools.probe import scheduled_s
 from trainspec_cli.planner.this_machine import activation_bytes_per_token
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.results.tools import MachineProbe
@@ -31,12 +30,6 @@ def test_every_figure_is_there(probe: MachineProbe) -> None:
     assert probe.bare_bytes > 50 * 2**20
     assert 0 <= probe.displaced < 1
     assert probe.peak_flops > 1e8
-
-
-def test_waiting_for_a_core_is_read_where_the_system_tells_it(tmp_path: Path) -> None:
-    (tmp_path / "schedstat").write_text("3000000000 1000000000 42\n")
-    assert scheduled_s(tmp_path / "schedstat") == (3.0, 1.0)
-    assert scheduled_s(tmp_path / "nowhere") == (0.0, 0.0)
 
 
 def test_the_references_were_trained(probe: MachineProbe) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 
 from trainspec_cli.engine.models.rope import apply_rope
 from trainspec_cli.engine.observe.counters import Peak
-from trainspec_cli.engine.tools import probe, probe_curves, speed
+from trainspec_cli.engine.tools import probe, speed
 from trainspec_cli.engine.tools.probe import SmallRun
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import Curve, MachineProbe, Passes, SpeedRequest
 from trainspec_cli.run.folder.event_types.events import PARTS
 
@@ -50,6 +52,10 @@ def test_the_slowest_tenth_of_the_steps_is_left_out(steps: list[float], mean: fl
     assert list(found) == list(PARTS)
 
 
+def made_up_plan() -> Plan:
+    return probe.plan_of(DecoderModel(3, 256, 4, 2, 64, 704, 4096, tied_embeddings=True), 256, 4, "fp32")
+
+
 class TimedSteps:
     """Steps of a run that take these seconds, by a clock of their own."""
 
@@ -61,7 +67,7 @@ class TimedSteps:
         monkeypatch.setattr(SmallRun, "_step", lambda _: self._step())
         monkeypatch.setattr(probe.dist, "get_world_size", lambda: 1)
         monkeypatch.setattr(probe.dist, "barrier", lambda: None)
-        monkeypatch.setattr(probe_curves, "longest_s", lambda own_s: own_s)
+        monkeypatch.setattr(probe, "longest_s", lambda own_s: own_s)
 
     def _step(self) -> None:
         self.made += 1
@@ -71,7 +77,7 @@ class TimedSteps:
 def test_a_reference_warms_up_and_leaves_out_the_step_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the first one takes, which allocates."""
     steps = TimedSteps(monkeypatch, 9.0, *[0.1] * 5, *[0.1] * 4)
-    run = SmallRun(probe.small_plan("fp32"))
+    run = SmallRun(made_up_plan())
     assert (steps.made, run.is_long) == (6, False)
     run.run(3)
     assert (steps.made, len(run.steps)) == (6 + 4, 3)
@@ -79,7 +85,7 @@ def test_a_reference_warms_up_and_leaves_out_the_step_after_a_pause(monkeypatch:
 
 def test_a_reference_of_long_steps_makes_few(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = TimedSteps(monkeypatch, 9.0, 8.0, 8.0)
-    run = SmallRun(probe.large_plan("bf16"))
+    run = SmallRun(made_up_plan())
     assert (steps.made, run.is_long) == (2, True)
     run.run(3)
     assert (steps.made, len(run.steps)) == (3, 1)
@@ -111,7 +117,7 @@ def test_an_empty_step_and_block_follow_from_two_depths(monkeypatch: pytest.Monk
     names = [f"curve {number}" for number in range(9)]
     taken: dict[str, Any] = {}
     monkeypatch.setattr(probe, "SmallRun", Trained)
-    monkeypatch.setattr(probe, "scheduled_s", lambda: next(times))
+    monkeypatch.setattr(probe, "ProcessorClock", lambda: SimpleNamespace(read=lambda: next(times)))
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=12345))
     monkeypatch.setattr(probe, "psutil", SimpleNamespace(Process=lambda: process))
     monkeypatch.setattr(
@@ -136,7 +142,7 @@ def test_an_empty_step_and_block_follow_from_two_depths(monkeypatch: pytest.Monk
 
 def test_a_probes_plan_is_replicated_over_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe.dist, "get_world_size", lambda: 3)
-    plan = probe.large_plan("fp32")
+    plan = made_up_plan()
     assert (plan.layout.dp_replicate, plan.world_size, plan.compute) == (3, 3, "fp32")
     assert (plan.micro_batch_size, plan.grad_accum_steps, plan.tokens_per_step) == (4, 1, 3 * 4 * 256)
     assert (plan.recompute, plan.offload) == ("none", "none")
@@ -144,75 +150,33 @@ def test_a_probes_plan_is_replicated_over_all_processes(monkeypatch: pytest.Monk
     assert plan.params == embedding + 3 * block + 256
 
 
-def test_every_operation_is_measured_by_its_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("norm_passes", "rope_passes", "swiglu_passes", "loss_run", "add_run", "cast_run")
-    for name in names:
-        monkeypatch.setattr(probe_curves, name, lambda n, dtype, name=name: (name, n, dtype))
-    monkeypatch.setattr(probe_curves, "optimizer_run", lambda n: ("optimizer_run", n, FP32))
-    monkeypatch.setattr(probe_curves, "measure_passes", lambda make: make(5))
-    monkeypatch.setattr(probe_curves, "measure_curve", lambda sizes, make: make(sizes[-1]))
-    monkeypatch.setattr(probe_curves, "measure_matmul", lambda dtype: ("matmul", dtype))
-    monkeypatch.setattr(probe_curves, "measure_attention", lambda dtype, head_size: ("attention", head_size, dtype))
-    monkeypatch.setattr(probe_curves, "measure_collective", lambda collective: collective.__name__)
-    found = {name: measure() for name, measure in probe.operations(FP32).items()}
-    passes = {name: (f"{name}_passes", 5, FP32) for name in ("norm", "rope", "swiglu")}
-    runs = {name: (f"{name}_run", 2**20, FP32) for name in ("loss", "add", "cast", "optimizer")}
-    collectives = {name: name for name in ("all_reduce", "all_gather", "reduce_scatter")}
-    attention = {"attention": ("attention", 64, FP32), "attention_narrow": ("attention", 16, FP32)}
-    assert found == {"matmul": ("matmul", FP32)} | passes | runs | collectives | attention
-    assert set(found) < {field.name for field in fields(MachineProbe)}
-
-
 # Single operations
 
 
-def test_copies_take_turns_and_the_first_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first call, before the clock runs, has filled the caches with it."""
-    called: list[int] = []
-
-    def quickest(call: Callable[[], Any], device: torch.device, rounds: int, round_s: float) -> float:
-        assert (device.type, rounds, round_s) == ("cpu", 3, 0.004)
-        for _ in range(4):
-            call()
-        return 1.5
-
-    monkeypatch.setattr(probe_curves, "quickest_s", quickest)
-    monkeypatch.setattr(probe_curves.dist, "barrier", lambda: called.append(-1))
-    assert probe_curves.call_s([lambda index=index: called.append(index) for index in range(3)]) == 1.5  # type: ignore[misc]
-    assert called == [0, -1, 1, 2, 0, 1]
-
-
 def test_operands_rotate_through_as_many_copies_as_the_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_curves, "call_s", lambda runs: float(len(runs)))
-    monkeypatch.setattr(probe_curves, "longest_s", lambda own_s: 0.0)
-    found = probe_curves.measure_curve((64, 2**18, 2**20, 2**22), lambda size: lambda: size)
+    monkeypatch.setattr(probe, "call_s", lambda runs: float(len(runs)))
+    monkeypatch.setattr(probe, "longest_s", lambda own_s: 0.0)
+    found = probe.measure_curve((64, 2**18, 2**20, 2**22), lambda size: lambda: size)
     assert found == Curve((64.0, 2.0**18, 2.0**20, 2.0**22), (16.0, 8.0, 2.0, 1.0))
-    assert probe_curves.measure_curve((64,), lambda size: lambda: size, bytes_each=2**17).seconds == (2.0,)
-    both = probe_curves.measure_passes(lambda size: ("f", "b"), (1, 2))  # type: ignore[arg-type,return-value]
+    assert probe.measure_curve((64,), lambda size: lambda: size, bytes_each=2**17).seconds == (2.0,)
+    both = probe.measure_passes(lambda size: ("f", "b"), (1, 2))  # type: ignore[arg-type,return-value]
     assert both.forward.sizes == both.backward.sizes == (1.0, 2.0)
-
-
-def test_forward_and_backward_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_curves, "call_s", lambda runs: runs[0]())
-    monkeypatch.setattr(probe_curves, "longest_s", lambda own_s: 0.0)
-    both = probe_curves.measure_passes(lambda size: (lambda: size + 0.25, lambda: size + 0.5), (1, 2))
-    assert both == Passes(Curve((1.0, 2.0), (1.25, 2.25)), Curve((1.0, 2.0), (1.5, 2.5)))
 
 
 def test_a_curve_ends_where_a_call_is_long_on_the_slowest_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond its last size it is proportional, which `Curve.at` holds to."""
-    monkeypatch.setattr(probe_curves, "call_s", lambda runs: runs[0]())
-    monkeypatch.setattr(probe_curves.dist, "all_reduce", lambda longest, op: longest.mul_(2.0))
-    found = probe_curves.measure_curve((1, 10, 100, 1000), lambda size: lambda: size / 100)
+    monkeypatch.setattr(probe, "call_s", lambda runs: runs[0]())
+    monkeypatch.setattr(probe.dist, "all_reduce", lambda longest, op: longest.mul_(2.0))
+    found = probe.measure_curve((1, 10, 100, 1000), lambda size: lambda: size / 100)
     assert found == Curve((1.0, 10.0, 100.0), (0.01, 0.1, 1.0)) and found.at(1000.0) == 10.0
-    assert probe_curves.measure_curve((1, 10), lambda size: lambda: size / 100).sizes == (1.0, 10.0)
-    assert probe_curves.measure_curve((13, 20), lambda size: lambda: size / 100).sizes == (13.0,)
+    assert probe.measure_curve((1, 10), lambda size: lambda: size / 100).sizes == (1.0, 10.0)
+    assert probe.measure_curve((13, 20), lambda size: lambda: size / 100).sizes == (13.0,)
 
 
 @pytest.mark.parametrize(("elements", "shape"), [(64, (1, 64)), (256, (1, 256)), (2**14, (64, 256))])
 def test_rows_are_at_most_256_wide(elements: int, shape: tuple[int, int]) -> None:
-    assert probe_curves.rows(elements) == shape
-    forward, backward = probe_curves.norm_passes(elements, FP32)
+    assert probe.rows(elements) == shape
+    forward, backward = probe.norm_passes(elements, FP32)
     assert forward().shape == shape
     assert [gradient.shape for gradient in backward()] == [shape, shape[1:]]
     assert [gradient.shape for gradient in backward()] == [shape, shape[1:]], "as often as it is called"
@@ -221,10 +185,8 @@ def test_rows_are_at_most_256_wide(elements: int, shape: tuple[int, int]) -> Non
 @pytest.mark.parametrize(("elements", "shape"), [(16, (1, 1, 1, 16)), (64, (1, 1, 1, 64)), (2**14, (1, 64, 4, 64))])
 def test_rotated_heads_have_64_numbers(elements: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(
-        probe_curves, "apply_rope", lambda x, cos, sin: given.append((cos, sin)) or apply_rope(x, cos, sin)
-    )
-    forward, backward = probe_curves.rope_passes(elements, torch.bfloat16)
+    monkeypatch.setattr(probe, "apply_rope", lambda x, cos, sin: given.append((cos, sin)) or apply_rope(x, cos, sin))
+    forward, backward = probe.rope_passes(elements, torch.bfloat16)
     out = forward()
     assert (out.shape, out.dtype) == (shape, torch.bfloat16)
     assert given[0][0].shape == given[0][1].shape == (shape[1], shape[3])
@@ -232,32 +194,20 @@ def test_rotated_heads_have_64_numbers(elements: int, shape: tuple[int, ...], mo
 
 
 def test_other_operations_work_on_as_many_elements() -> None:
-    forward, backward = probe_curves.swiglu_passes(32, torch.bfloat16)
+    forward, backward = probe.swiglu_passes(32, torch.bfloat16)
     assert (forward().shape, forward().dtype, [g.shape for g in backward()]) == ((32,), torch.bfloat16, [(32,), (32,)])
-    loss, dlogits = probe_curves.loss_run(2**14, torch.bfloat16)()
+    loss, dlogits = probe.loss_run(2**14, torch.bfloat16)()
     assert (loss.shape, dlogits.shape, dlogits.dtype) == ((), (4, 4096), torch.bfloat16)
-    assert probe_curves.loss_run(64, FP32)()[1].shape == (1, 64)
-    assert (probe_curves.add_run(9, torch.bfloat16)().shape, probe_curves.add_run(9, torch.bfloat16)().dtype) == (
+    assert probe.loss_run(64, FP32)()[1].shape == (1, 64)
+    assert (probe.add_run(9, torch.bfloat16)().shape, probe.add_run(9, torch.bfloat16)().dtype) == (
         (9,),
         torch.bfloat16,
     )
-    assert (probe_curves.cast_run(9, torch.bfloat16)().dtype, probe_curves.cast_run(9, FP32)().shape) == (
+    assert (probe.cast_run(9, torch.bfloat16)().dtype, probe.cast_run(9, FP32)().shape) == (
         torch.bfloat16,
         (9,),
     )
-    probe_curves.optimizer_run(16)()
-
-
-def test_an_update_is_clipped_and_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr(probe_curves, "guarded_update", lambda *arguments: given.append(arguments))
-    run = probe_curves.optimizer_run(16)
-    run()
-    ((optimizer, (share,), norm, loss, limit),) = given
-    assert share.parameter.grad.shape == (16,)
-    assert float(norm) == pytest.approx(float(share.parameter.grad.norm()))
-    assert (norm.dtype, float(loss), limit) == (FP32, 1.0, 1.0)
-    assert optimizer.param_groups[0]["params"] == [share.local]
+    probe.optimizer_run(16)()
 
 
 def test_the_three_products_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,8 +219,8 @@ def test_the_three_products_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         large = make(64**2)()
         return large, make(16**2)().shape
 
-    monkeypatch.setattr(probe_curves, "measure_curve", results)
-    found = probe_curves.measure_matmul(FP32)
+    monkeypatch.setattr(probe, "measure_curve", results)
+    found = probe.measure_matmul(FP32)
     torch.manual_seed(0)
     x, weight = torch.randn(1024, 64), torch.randn(64, 64)
     expected = {"forward": x @ weight.T, "input_gradient": x @ weight, "weight_gradient": x.T @ x}
@@ -285,39 +235,25 @@ def test_attention_is_measured_on_as_many_tokens_whatever_their_length(monkeypat
     def results(make: Callable[[int], Any], sizes: Sequence[int], bytes_each: int) -> Any:
         return {size: make(size)[0]().shape for size in sizes}, bytes_each
 
-    monkeypatch.setattr(probe_curves, "measure_passes", results)
-    shapes, bytes_each = probe_curves.measure_attention(FP32, 16)  # type: ignore[misc]
+    monkeypatch.setattr(probe, "measure_passes", results)
+    shapes, bytes_each = probe.measure_attention(FP32, 16)  # type: ignore[misc]
     assert shapes == {64: (16, 4, 64, 16), 256: (4, 4, 256, 16), 1024: (1, 4, 1024, 16)}
     assert bytes_each == 2**17
 
 
 def test_a_collectives_time_is_the_median_of_five_calls_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     now, numbers, sizes = [0.0], iter([100.0, 5.0, 1.0, 4.0, 2.0, 3.0] * 4), []
-    monkeypatch.setattr(probe_curves, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(probe_curves.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(probe.dist, "get_world_size", lambda: 3)
 
     def collective(message: torch.Tensor) -> None:
         sizes.append(message.numel())
         now[0] += next(numbers)
 
-    found = probe_curves.measure_collective(collective)
+    found = probe.measure_collective(collective)
     assert found == Curve((64.0, 65536.0, 1048576.0, 4194304.0), (3.0,) * 4)
     assert sizes[::6] == [18, 16386, 262146, 1048578], "fp32, up to a multiple of the processes"
     assert len(sizes) == 24
-
-
-def test_collectives_pass_the_whole_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(probe_curves.dist, "get_world_size", lambda: 4)
-    for name in ("all_reduce", "all_gather_into_tensor"):
-        monkeypatch.setattr(probe_curves.dist, name, lambda *given: asked.append(tuple(map(len, given))))
-    monkeypatch.setattr(probe_curves.dist, "group", SimpleNamespace(WORLD="all ranks"))
-    monkeypatch.setattr(
-        probe_curves.exchange, "reduce_scatter", lambda *given, group: asked.append(tuple(map(len, given)))
-    )
-    for collective in (probe_curves.all_reduce, probe_curves.all_gather, probe_curves.reduce_scatter):
-        collective(torch.zeros(8))
-    assert asked == [(8,), (8, 2), (2, 8)]
 
 
 def test_a_nodes_speed_is_that_of_its_slowest_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,13 +274,3 @@ def test_a_nodes_speed_is_that_of_its_slowest_device(monkeypatch: pytest.MonkeyP
     three = speed.run(SpeedRequest("cuda", "fp32"))
     assert (three.devices, three.matmul_flops, three.memory_bytes_per_s, three.slowest_device) == (3, 4e12, 2e9, 1)
     assert three.nccl == "2.27.3"
-
-
-def test_a_copy_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def quickest(call: Callable[[], torch.Tensor], device: torch.device, rounds: int, round_s: float) -> float:
-        assert call().nbytes == 2**26
-        assert (rounds, round_s) == (5, 0.1)
-        return 0.5
-
-    monkeypatch.setattr(speed, "quickest_s", quickest)
-    assert speed.measure_copy(torch.device("cpu")) == 2**28

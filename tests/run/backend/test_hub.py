@@ -119,12 +119,12 @@ def test_a_recorded_handshake_opens_nothing(hub: Hub) -> None:
     for _ in range(2):
         with socket.create_connection((HERE, hub.port)) as connection:
             connection.settimeout(20)
-            poll_until(hub, lambda: hub._knocks)
+            poll_until(hub, lambda: hub._pending)
             nonce = connection.recv(32)
             own = b"n" * 32
             answers.append(own + handshake._prove(SECRET, "client", "hub", nonce, own))
             connection.sendall(answers[0])
-            poll_until(hub, lambda: not hub._knocks)
+            poll_until(hub, lambda: not hub._pending)
             let_in.append(len(hub._newcomers))
         poll_until(hub, lambda: not hub._newcomers)
     assert let_in == [1, 0]
@@ -133,10 +133,10 @@ def test_a_recorded_handshake_opens_nothing(hub: Hub) -> None:
 def test_idle_strangers_keep_no_agent_out(hub: Hub, call) -> None:
     """More of them than a process may have open files by default, on some systems."""
     strangers = [socket.create_connection((HERE, hub.port)) for _ in range(700)]
-    poll_until(hub, lambda: len(hub._knocks) == hub._max_knocks)
+    poll_until(hub, lambda: len(hub._pending) == hub._max_pending)
     agent = call(0)
     poll_until(hub, lambda: hub.nodes[0].wire, agent)
-    assert len(hub._knocks) <= hub._max_knocks
+    assert len(hub._pending) <= hub._max_pending
     for stranger in strangers:
         stranger.close()
 
@@ -144,7 +144,7 @@ def test_idle_strangers_keep_no_agent_out(hub: Hub, call) -> None:
 def test_a_lasting_flood_keeps_no_agent_out(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two looks come more strangers than are taken in at once; a bound of one look would drop every agent."""
     monkeypatch.setattr(hub_module, "MAX_ACCEPTED", 16)
-    hub._max_knocks = hub_module.max_knocks(2)
+    hub._max_pending = hub_module.max_pending(2)
     over = threading.Event()
 
     def flood() -> None:
@@ -207,8 +207,8 @@ def _receive_while_polling(stranger: socket.socket, hub: Hub) -> bytes:
 def test_a_stranger_that_says_nothing_is_sent_away(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainspec_cli.run.channel.wire.TIMEOUT_S", 0.2)
     with socket.create_connection((HERE, hub.port)):
-        poll_until(hub, lambda: hub._knocks)
-        poll_until(hub, lambda: not hub._knocks)
+        poll_until(hub, lambda: hub._pending)
+        poll_until(hub, lambda: not hub._pending)
 
 
 MALFORMED = [
@@ -234,7 +234,7 @@ def test_an_agent_that_sends_nonsense_is_lost_and_no_other(hub: Hub, call, line:
     mad.send(GroupExited(0, 1, 0))
     send_line(mad, line + b"\n" + encode(GroupExited(0, 1, 1)).strip())
     news = poll_until(hub, lambda: hub.nodes[0].loss, sound)
-    assert "does not understand" in hub.nodes[0].loss
+    assert "invalid message" in hub.nodes[0].loss
     assert [message for node, message in news if node.node == 0] == [Came(), GroupExited(0, 1, 0), Lost()]
     assert hub.nodes[1].loss == ""
 
@@ -291,7 +291,7 @@ def test_a_silent_agent_is_lost_and_a_beating_one_is_not(hub: Hub, call) -> None
     hub._timeout_s = 3.0
     alive, _silent = call(0, "alive"), call(1, "silent")
     news = poll_until(hub, lambda: hub.nodes[1].loss, alive)
-    assert "not been heard of for 3 s" in hub.nodes[1].loss
+    assert "sent nothing for 3 s" in hub.nodes[1].loss
     assert hub.nodes[0].loss == ""
     assert news[-1] == (hub.nodes[1], Lost())
 
@@ -308,7 +308,7 @@ def test_who_never_comes_is_lost() -> None:
     NEWS.clear()
     hub = Hub(1, SECRET, listen(HERE), timeout_s=1.0, join_timeout_s=0.0)
     news = poll_until(hub, lambda: hub.nodes[0].is_gone)
-    assert hub.nodes[0].loss == "did not come within 0 s"
+    assert hub.nodes[0].loss == "did not join within 0 s"
     assert news == [(hub.nodes[0], Lost())]
     hub.close()
 

@@ -109,7 +109,7 @@ def test_the_exception_that_began_it_is_shown_with_its_rank_and_traceback(make_j
 def test_a_worker_that_could_not_speak_is_shown_by_its_log(make_job: MakeJob) -> None:
     outcome = run(make_job("import_error"))
     assert outcome.exit_code == 5
-    assert outcome.explanation.headline.endswith("ended with exit code 1 before it could say why")
+    assert outcome.explanation.headline.endswith("ended with exit code 1 without a report")
     assert "No module named 'no_such_module_anywhere'" in outcome.explanation.detail
 
 

@@ -267,7 +267,7 @@ def test_a_run_of_one_group_ends_with_its_lost_node(job: Job, two_groups: Plan, 
 
 def test_a_group_that_was_killed_for_being_stuck_has_no_failure(job: Job, two_groups: Plan) -> None:
     ended = exited(GroupStart(job, two_groups, 1, 1), None)
-    assert ended.headline == "it lives, and the others had to go on without it"
+    assert ended.headline == "it is alive, and the others had to continue without it"
 
 
 def test_errors_of_other_groups_are_not_those_of_a_group(job: Job, two_groups: Plan) -> None:

@@ -23,7 +23,7 @@ def main() -> None:
     while True:
         time.sleep(0.01)
         for kind in (ExpectGroups, LookOrder, ShortageNote):
-            for message in supervisor.take(kind):
+            for message in supervisor.receive(kind):
                 (FOLDER / f"{RANK}-{message}").touch()
         if not is_short and (FOLDER / f"short{RANK}").exists():
             is_short = True

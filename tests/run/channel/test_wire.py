@@ -65,7 +65,7 @@ def test_silence_is_counted_from_what_was_heard_last(
     wire, peer = ends
     now = [time.monotonic()]
     monkeypatch.setattr("trainspec_cli.run.backend.hub.time.monotonic", lambda: now[0])
-    wire._heard_at = now[0]
+    wire._received_at = now[0]
     now[0] += 3.0
     wire.receive()
     assert wire.silent_s == 3.0
@@ -78,7 +78,7 @@ def test_what_is_no_message_closes_the_wire_after_what_came_before(ends: tuple[W
     wire, peer = ends
     peer.sendall(encode(GroupExited(0, 1, 0)) + b"nonsense\n" + encode(GroupExited(0, 2, 0)))
     assert wire.receive() == [GroupExited(0, 1, 0)]
-    assert wire.closed and wire.fault == "sent what the hub does not understand: 'nonsense'"
+    assert wire.closed and wire.fault == "sent an invalid message: 'nonsense'"
     assert peer.recv(1) == b"", "the connection is closed"
 
 
@@ -148,32 +148,32 @@ def test_a_busy_hub_is_called_again_for_a_while(monkeypatch: pytest.MonkeyPatch,
     theirs.close()
 
 
-def test_a_knock_becomes_a_wire_by_its_proof_alone() -> None:
+def test_a_pending_peer_becomes_a_wire_by_its_proof_alone() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        knock = wires.Knock(ours, b"secret")
+        pending = wires.PendingPeer(ours, b"secret")
         nonces = theirs.recv(NONCE_BYTES) + b"n" * NONCE_BYTES
         client, server = (
             hmac.digest(b"secret", side + b"\0hub\0" + nonces, "sha256") for side in (b"client", b"server")
         )
-        assert knock.advance() is None
+        assert pending.advance() is None
         theirs.sendall(b"n" * NONCE_BYTES)
-        assert knock.advance() is None
+        assert pending.advance() is None
         theirs.sendall(client + encode(GroupExited(0, 1, 0)))
-        wire = knock.advance()
+        wire = pending.advance()
         assert wire is not None and wire.receive() == [GroupExited(0, 1, 0)]
         assert theirs.recv(100) == server
 
 
 @pytest.mark.parametrize("ending", ["silence", "the other end goes", "a wrong proof"])
-def test_a_knock_without_proof_is_given_up(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+def test_a_pending_peer_without_proof_is_given_up(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     ours, theirs = socket.socketpair()
     now = [time.monotonic()]
     monkeypatch.setattr(wires.time, "monotonic", lambda: now[0])
     with ours, theirs:
-        knock = wires.Knock(ours, b"secret")
+        pending = wires.PendingPeer(ours, b"secret")
         now[0] += wires.TIMEOUT_S
-        assert knock.advance() is None
+        assert pending.advance() is None
         if ending == "silence":
             now[0] += 0.1
         elif ending == "the other end goes":
@@ -181,6 +181,6 @@ def test_a_knock_without_proof_is_given_up(monkeypatch: pytest.MonkeyPatch, endi
         else:
             theirs.sendall(bytes(ANSWER_BYTES))
         with pytest.raises(OSError, match=r"proved nothing in time|was closed|"):
-            knock.advance()
-        knock.close()
+            pending.advance()
+        pending.close()
         assert ours.fileno() == -1

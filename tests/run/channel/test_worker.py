@@ -89,11 +89,11 @@ def test_messages_reach_the_ranks_they_are_for_and_workers_that_come_later(
     open_lab: Callable[..., Lab], on_port: bool
 ) -> None:
     lab = open_lab(on_port=on_port)
-    lab.hub.tell(ExpectGroups(2))
+    lab.hub.send_to_workers(ExpectGroups(2))
     for rank in (0, 1):
         lab.start(rank)
     lab.wait_for(lambda: all(lab.was_told(rank, ExpectGroups(2)) for rank in (0, 1)))
-    lab.hub.tell(ORDER, rank=1)
+    lab.hub.send_to_workers(ORDER, rank=1)
     lab.wait_for(lambda: lab.was_told(1, ORDER))
     (lab.folder / "short0").touch()
     note = ShortageNote(0, step=7)
@@ -109,10 +109,10 @@ def test_a_worker_that_was_killed_is_forgotten_and_its_next_start_takes_its_plac
     lab.wait_for(lambda: 0 in lab.hub._workers)
     first.kill()
     lab.wait_for(lambda: not lab.hub._workers)
-    lab.hub.tell(ORDER, rank=0)
+    lab.hub.send_to_workers(ORDER, rank=0)
     lab.start(0)
     lab.wait_for(lambda: 0 in lab.hub._workers)
-    lab.hub.tell(ExpectGroups(1))
+    lab.hub.send_to_workers(ExpectGroups(1))
     lab.wait_for(lambda: lab.was_told(0, ExpectGroups(1)))
     assert not lab.was_told(0, ORDER), "an order to a rank that is not there is lost"
 
@@ -153,4 +153,4 @@ def test_a_worker_that_says_what_only_an_agent_may_say_is_cut_off(open_lab: Call
 def test_without_a_supervisor_nothing_is_heard_and_nothing_kept() -> None:
     alone = SupervisorConnection()
     alone.send(SPEEDS)
-    assert (alone.take(ExpectGroups), alone._unsent) == ([], [])
+    assert (alone.receive(ExpectGroups), alone._unsent) == ([], [])

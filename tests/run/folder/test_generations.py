@@ -56,7 +56,7 @@ def test_an_older_start_is_fenced_off(tmp_path: Path) -> None:
     fence.check()
     generations.begin(run)
     assert fence.is_closed()
-    with pytest.raises(WorkerError, match="start 2 owns the run now, and this one, 1, writes no more") as caught:
+    with pytest.raises(WorkerError, match="start 2 owns the run now, so this start, 1, writes nothing more") as caught:
         fence.check()
     assert caught.value.problems[0].code == generations.FENCED
 
@@ -68,7 +68,7 @@ def test_often_written_things_look_now_and_then(tmp_path: Path, monkeypatch: pyt
     fence.check_now_and_then()
     generations.begin(run)
     fence.check_now_and_then()
-    now[0] += generations.LOOK_INTERVAL_S
+    now[0] += generations.CHECK_INTERVAL_S
     with pytest.raises(WorkerError):
         fence.check_now_and_then()
 

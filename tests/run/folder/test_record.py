@@ -103,7 +103,7 @@ def test_a_resume_keeps_what_another_version_has_written(run: RunDir) -> None:
 )
 def test_a_damaged_run_record_is_reported(run: RunDir, content: dict[str, Any], reason: str) -> None:
     write_json(run.run_json, content)
-    with pytest.raises(UnreadableFileError, match=f"run.json is no record of a run: .*{reason}"):
+    with pytest.raises(UnreadableFileError, match=f"run.json is not a record of a run: .*{reason}"):
         read_run_record(run)
 
 
@@ -170,7 +170,7 @@ def test_a_plan_that_was_altered_anywhere_is_refused(run: RunDir, path: tuple[st
         section = section[key]
     section[path[-1]] = "0" if path == ("sha256",) else section[path[-1]] * 2
     run.plan_json.write_text(json.dumps(content))
-    with pytest.raises(UnreadableFileError, match=r"plan\.json was altered: its digest is not that of its content"):
+    with pytest.raises(UnreadableFileError, match=r"plan\.json was altered: its digest does not match its content"):
         read_plan(run)
 
 
@@ -193,7 +193,7 @@ def test_a_plan_is_read_back(run: RunDir) -> None:
 
 def test_a_plan_of_another_version_is_refused_with_what_is_wrong(run: RunDir) -> None:
     write_json(run.plan_json, {"spec": {"train": {"max_steps": 9}}})
-    with pytest.raises(UnreadableFileError, match=r"plan\.json is no plan of this version") as caught:
+    with pytest.raises(UnreadableFileError, match=r"plan\.json is not a plan of this version") as caught:
         read_plan(run)
     assert caught.value.problems[0].hint == "it is damaged, or another version of trainspec wrote it"
     assert read_plan_outline(run).total_steps == 9
@@ -273,5 +273,7 @@ def test_an_error_is_read_back(run: RunDir, error: WorkerErrorRecord | NodeError
 
 def test_a_damaged_error_is_reported(run: RunDir) -> None:
     write_json(run.node_error(1), {"node": 1, "host": "h", "message": "m", "lost": "yes"})
-    with pytest.raises(UnreadableFileError, match="is no error of a run: `lost` is 'yes'; true or false is needed"):
+    with pytest.raises(
+        UnreadableFileError, match="is not a valid error of a run: `lost` is 'yes'; true or false is needed"
+    ):
         read_error(run.node_error(1), NodeErrorRecord)

@@ -54,7 +54,7 @@ def test_a_recipe_named_by_a_path_stays_below_runs(tmp_path: Path, monkeypatch: 
 
 def test_a_folder_that_holds_a_run_is_refused_with_the_way_on(tmp_path: Path) -> None:
     write_json(tmp_path / "run.json", {})
-    with pytest.raises(RecipeError, match="holds a run already") as caught:
+    with pytest.raises(RecipeError, match="already holds a run") as caught:
         check_free(str(tmp_path))
     assert f"trainspec resume {tmp_path}" in caught.value.problems[0].hint
 
@@ -80,7 +80,7 @@ def test_what_the_workers_need_is_written_before_the_run_exists(
     assert run.composed_yaml.read_text() == f'spec_version: "1.0"\n{ORIGIN.composed_yaml}'
     assert read_json(run.versions_json)["torch"]
     assert "trainspec_cli.engine.comm.joining" in run.command_txt.read_text()
-    with pytest.raises(RecipeError, match="holds a run already"):
+    with pytest.raises(RecipeError, match="already holds a run"):
         write_launch(job, plan, ORIGIN, tmp_path / "tokens")
 
 
@@ -117,7 +117,7 @@ def test_a_full_disk_is_the_machines_fault(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "run.json"))
     problem = caught.value.problems[0]
     assert str(tmp_path / "run.json") in problem.message
-    assert problem.hint == "free some space, or choose another place with run.dir=<folder>"
+    assert problem.hint == "free some space, or choose another folder with run.dir=<folder>"
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

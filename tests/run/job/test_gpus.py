@@ -55,7 +55,7 @@ def test_the_gpus_that_cuda_would_show(
         ("lost", "GPU 3 does not answer"),
         ("lost_handle", "GPU 1 does not answer"),
         ("forbidden", "GPU 0 does not answer"),
-        ("mig_without_slices", "no slice was made"),
+        ("mig_without_slices", "has no slice"),
         ("amd_visible_unknown", "9 names none of the 8 AMD GPUs"),
     ],
 )
@@ -73,7 +73,7 @@ def test_a_lost_gpu_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     play("lost", monkeypatch)
     problem = find_gpus().problem
     assert problem is not None
-    assert "CUDA_VISIBLE_DEVICES=0,1,2 leaves it out" in problem.hint
+    assert "CUDA_VISIBLE_DEVICES=0,1,2 excludes it" in problem.hint
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert len(find_gpus().gpus) == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-00000001")

@@ -27,7 +27,7 @@ def test_an_address_that_no_interface_holds() -> None:
 
 
 def test_a_head_whose_name_is_not_known_is_told() -> None:
-    with pytest.raises(MachineError, match=r"finds no way to the first node, no-such-host\.invalid") as caught:
+    with pytest.raises(MachineError, match=r"has no route to the first node, no-such-host\.invalid") as caught:
         own_address("no-such-host.invalid")
     assert "getent hosts no-such-host.invalid" in caught.value.problems[0].hint
 

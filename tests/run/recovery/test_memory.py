@@ -14,10 +14,10 @@ from trainspec_cli.recipe.results.tables import MemorySetting, Relief
 from trainspec_cli.run.recovery.memory import (
     OFFLOAD,
     RECOMPUTE,
+    apply_reliefs,
     build_ladder,
     next_setting,
     rank_setting,
-    settle,
     with_reliefs,
 )
 
@@ -93,21 +93,21 @@ def test_shortages_without_end_take_each_setting_once_and_end(
     reliefs: list[Relief] = []
     while (taken := next_setting(ladder, failed)) is not None:
         reliefs.append(Relief(failed, taken))
-        assert settle(failed, reliefs) == taken
+        assert apply_reliefs(failed, reliefs) == taken
         failed = taken
     assert len({relief.taken for relief in reliefs}) == len(reliefs) <= len(ladder)
 
 
 @given(SETTINGS, st.lists(st.builds(Relief, SETTINGS, SETTINGS), max_size=6))
 def test_a_run_settles_whatever_its_folder_says(start: MemorySetting, reliefs: list[Relief]) -> None:
-    assert rank_setting(settle(start, reliefs)) >= rank_setting(start)
+    assert rank_setting(apply_reliefs(start, reliefs)) >= rank_setting(start)
 
 
 def test_a_setting_that_asks_for_less_than_what_failed_stays() -> None:
     relief = Relief(setting("8"), setting("4"))
-    assert settle(setting("6"), [relief]) == setting("6")
-    assert settle(setting("9"), [relief]) == setting("4")
-    assert settle(setting("8 full"), [relief]) == setting("8 full")
+    assert apply_reliefs(setting("6"), [relief]) == setting("6")
+    assert apply_reliefs(setting("9"), [relief]) == setting("4")
+    assert apply_reliefs(setting("8 full"), [relief]) == setting("8 full")
 
 
 def test_a_plan_after_a_shortage_makes_the_same_batch_of_smaller_parts() -> None:

@@ -92,11 +92,11 @@ FULL = MemorySetting(1, "full", "none")
 SHORT = Shortage(FOUR, "dp_shard=2")
 LADDER = a_run(RUNNING, memory_ladder=(FOUR, TWO))
 TWO_FROM_20, TWO_FROM_0 = (
-    Inform(f"it broke; the run goes on from step {step} with micro-batches of 2 samples") for step in (20, 0)
+    Inform(f"it broke; the run continues from step {step} with micro-batches of 2 samples") for step in (20, 0)
 )
 BACK_FROM_20 = Inform("it broke; the run starts again from step 20")
 AGAIN = "group 0: it broke; it starts again"
-TOO_OFTEN = "group 0: it broke; it stays away, it failed too often"
+TOO_OFTEN = "group 0: it broke; it is not restarted: it failed too often"
 LATE = NOW + 100
 SLOW = NodeSlow(1, "b", "it is slow")
 LEAVING = a_run(RUNNING._replace(kill_at_s=NOW + GRACE_S), leaving=SLOW)
@@ -149,7 +149,7 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     ("memory runs out although less was taken", a_run(RUNNING._replace(taken=TWO), memory_ladder=(FOUR, TWO, FULL)),
      ended(shortage=SHORT), ["waiting"],
      (TakeSetting(0, SHORT, FULL, "it broke"),
-      Inform("it broke; the run goes on from step 20 with micro-batches of 1 sample, recompute=full"))),
+      Inform("it broke; the run continues from step 20 with micro-batches of 1 sample, recompute=full"))),
     ("nothing takes less memory", a_run(RUNNING, memory_ladder=(FOUR,)), ended(shortage=SHORT, foreseen=True), ["gone"],
      ()),
     ("without a ladder", ALONE, ended(shortage=SHORT, foreseen=True), ["gone"], ()),
@@ -248,13 +248,13 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     ("an unfit node before anything ran", a_run(WAITING, WAITING), NodeUnfit(1, "b", "no GPU"), ["waiting", "waiting"],
      (Refuse("unfit_host", "node 1 (b): no GPU"),)),
     ("a node comes back unfit", PAIR, NodeUnfit(1, "b", "no GPU"), ["running", "running"],
-     (Inform("node 1 (b) came back and stays away: no GPU"),)),
+     (Inform("node 1 (b) came back but cannot take part: no GPU"),)),
     ("no agent could be started of several groups", a_run(WAITING, WAITING), AgentsFailed(3), ["waiting", "waiting"],
      (Refuse("agents_failed", "what starts the nodes' agents ended with exit code 3"),)),
     ("a node comes unfit while its group waits", a_run(RUNNING, WAITING), NodeUnfit(1, "b", "no GPU"),
-     ["running", "waiting"], (Inform("node 1 (b) came back and stays away: no GPU"),)),
+     ["running", "waiting"], (Inform("node 1 (b) came back but cannot take part: no GPU"),)),
     ("an unfit node that has no name yet", PAIR, NodeUnfit(1, "", "no GPU"), ["running", "running"],
-     (Inform("node 1 came back and stays away: no GPU"),)),
+     (Inform("node 1 came back but cannot take part: no GPU"),)),
     ("a node is lost whose group waits already", a_run(RUNNING, WAITING), NodeLost(1, "b", "off", (1,)),
      ["running", "waiting"], ()),
     ("a node is lost whose group has ended well", a_run(RUNNING, DONE), NodeLost(1, "b", "off", (1,)),
@@ -473,8 +473,8 @@ def test_a_command_of_ones_own_has_one_budget_for_the_whole_job() -> None:
     begun = begin(ResilienceSpec(mode="none"), restarts_left=2)
     state, heard = fail_own(begun, own_failure(5), own_failure(9), own_failure(20))
     assert [text.partition("; ")[2] for text in heard] == [
-        "the command starts again, and 1 more are left to it",
-        "the command starts again, and no other start is left to it",
+        "the command starts again, and 1 more restarts are left",
+        "the command starts again, and this is the last restart",
     ]
     assert state.is_over
 

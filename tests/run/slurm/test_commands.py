@@ -71,7 +71,7 @@ def test_names_and_paths_with_blanks_hide_nothing(tmp_path: Path, monkeypatch: p
 
 def test_a_host_without_slurm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/no/slurm/here")
-    with pytest.raises(MachineError, match="there is no scontrol on this node"):
+    with pytest.raises(MachineError, match="scontrol is not installed on this node"):
         slurm.show("7")
 
 

@@ -116,7 +116,7 @@ def test_the_supervisor_may_plan_the_run_anew(run: Run) -> None:
     def replan(plan: Any, nodes: int) -> None:
         raise AssertionError("no node is slow")
 
-    with pytest.raises(WorkerError, match="without leaving a result"):
+    with pytest.raises(WorkerError, match="without writing a result"):
         run(replan=replan)
     assert run.replan is replan
 

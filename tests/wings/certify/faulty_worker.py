@@ -182,9 +182,9 @@ def state_on_disk(patch: MonkeyPatch) -> None:
     right = Trainer._follow_layout
 
     def written(self, step):
-        before = self.plan
+        before = self.run.plan
         right(self, step)
-        if self.plan is not before:
+        if self.run.plan is not before:
             self.checkpoints._saver.save(self.checkpoints._about(step, self.progress.samples))
 
     patch.setattr(Trainer, "_follow_layout", written)
@@ -212,7 +212,7 @@ def moments_not_saved(patch: MonkeyPatch) -> None:
     right = Checkpoints.save_where_it_stands
 
     def saved(self, step, samples, kept):
-        without_moments(self._state.held)
+        without_moments(self._run.state.held)
         right(self, step, samples, kept)
 
     patch.setattr(Checkpoints, "save_where_it_stands", saved)

@@ -58,11 +58,9 @@ def allocate(model: nn.Module, device: torch.device, *, offload: bool) -> None:
 def materialise(
     model: Any, shares: Sequence[Share], device: torch.device, seed: int, positions_S: Tensor | None = None
 ) -> None:
-    """Fill `model`, allocated, of which `shares` are the parameters; `positions_S` where it sees part of a sequence.
-
-    Each parameter has a generator of its own, seeded by the run's seed and its name, so that its values depend
-    neither on the layout nor on the order; one full parameter at a time is held.
-    """
+    """Fill `model`, allocated, whose parameters are `shares`; `positions_S` where it sees part of a sequence. Each
+    parameter has its own generator, seeded by the run's seed and its name, so that its values depend neither on the
+    layout nor on the order; one full parameter at a time is in memory."""
 
     def first_values(name: str, full: Tensor) -> Tensor:
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -88,8 +86,8 @@ def start_buffers(model: Any, device: torch.device, seed: int, positions_S: Tens
         model.positions_S = positions_S.to(device)
 
 
-# Find the function that a kernel backend's name stands for, and put it into a model, whose modules hold their
-# operations by name.
+# Find the function of a kernel backend by its name, and put it into a model, whose modules hold their operations by
+# name.
 
 
 ENGINE = __package__.rpartition(".")[0]
@@ -109,14 +107,14 @@ def load_kernel(op: str, backend: str) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*inputs: Any) -> Any:
-        # Evaluation has its own shapes, and each would be compiled.
+        # Evaluation has other shapes, and each would be compiled.
         return fused(*inputs) if torch.is_grad_enabled() else function(*inputs)
 
     return call
 
 
 def modules_with(part: nn.Module, op: str) -> list[nn.Module]:
-    """Return the engine's own modules that have the operation: a user's may mean another thing by it."""
+    """Return the engine's own modules that have the operation: a user's module may use the name for something else."""
     found = []
     for module in part.modules():
         definer = next((base for base in type(module).__mro__ if op in vars(base)), None)
@@ -126,7 +124,7 @@ def modules_with(part: nn.Module, op: str) -> list[nn.Module]:
 
 
 def apply_kernels(part: nn.Module, kernels: KernelSpec) -> None:
-    """Put what was chosen in the place of the defaults, in every module that has the operation."""
+    """Replace the default operations by the chosen ones, in every module that has them."""
     for op, backend in kernels.changed.items():
         function = load_kernel(op, backend)
         for module in modules_with(part, op):
@@ -139,10 +137,10 @@ def apply_kernels(part: nn.Module, kernels: KernelSpec) -> None:
 def spread_stage(
     plan: Plan, mesh: Mesh, exchanges: Exchanges, noise: NoiseProbe, stage: int
 ) -> tuple[Any, dict[str, Cut], list[str]]:
-    """Build one stage of the model on meta, and spread it over the mesh's other axes. The order of the techniques is
-    fixed: each is applied to what those before it have left.
+    """Build one stage of the model on meta, and spread it over the mesh's other axes.
 
-    Return (the module, how parameters are cut, names of those whose gradients are partial over tp).
+    The order of the techniques is fixed: each is applied to the result of those before it. Return (the module, how
+    parameters are cut, names of those whose gradients are partial over tp).
     """
     layout = plan.layout
     with torch.device("meta"):
@@ -220,7 +218,7 @@ def layers_of(plan: Plan, stage: int) -> range | None:
 
 
 def is_twin(plan: Plan, name: str) -> bool:
-    """Return whether a parameter stands on both ends of the pipeline."""
+    """Return whether a parameter is on both ends of the pipeline."""
     return plan.spec.model.tied_embeddings and name == "embed.weight" and plan.layout.num_stages > 1
 
 
@@ -233,10 +231,11 @@ def build_train_state(
     *,
     fill: bool = True,
 ) -> TrainState:
-    """Each stage on meta: kernels -> fp8 -> cut -> recompute -> compile -> shard -> materialise; then the optimizer.
+    """Build each stage on meta: kernels -> fp8 -> cut -> recompute -> compile -> shard -> materialise; then the
+    optimizer.
 
-    `clock` and `wire` are those of the state which this one takes the place of. Not `fill`: parameters have no values
-    yet, and moments no memory either, since `reshard` brings both.
+    `clock` and `wire` are those of the state that this one replaces. Without `fill` parameters have no values yet, and
+    moments no memory either, since `reshard` brings both.
     """
     mesh = mesh or build_mesh(plan.layout, device.type)
     clock = clock or StepClock(device)
@@ -267,8 +266,8 @@ def build_train_state(
         allocate(part, device, offload=plan.offload != "none")
         held = []
         for name, parameter in (*part.named_parameters(), *quantised_parameters(part)):
-            # Replicas hold copies, and so do the ranks of tp where a parameter is not cut, and those of all data
-            # parallelism where it is quantised; a tied embedding stands twice.
+            # Replicas hold copies, and so do the ranks of tp if a parameter is not cut, and those of all data
+            # parallelism if it is quantised; a tied embedding exists twice.
             copies = layout.dp_replicate * (1 if name in cuts else layout.tp)
             copies *= (layout.shards if is_quantised(name) else 1) * (2 if is_twin(plan, name) else 1)
             held.append(Share(name, parameter, cuts.get(name), copies))
@@ -288,7 +287,7 @@ def build_train_state(
         update = load_kernel("adamw", plan.kernels.adamw)
         optimizer = build_optimizer(trained, plan.spec.optim, update, zeros, clock.collective, compute)
     # Gradients that no backward sums: of parameters that every rank of tp holds whole, and of a tied embedding, whose
-    # two copies lie at the two ends of a pipeline.
+    # two copies are at the two ends of a pipeline.
     twins = [share for share in trained if is_twin(plan, share.name)]
     ends = Peers(mesh.ends, exchanges.counted("gradients", clock.collective))
     ep_group = mesh.expert_group("ep").group_name if mesh.experts else None

@@ -1,4 +1,4 @@
-"""How the exchanges of a plan travel: their groups, their codecs, and what times and counts them."""
+"""The exchanges of a plan: their groups, their codecs, their timers and byte counters."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ STEP_EXCHANGES: Mapping[str, Collection[str]] = {
     "ep": ("all_to_all",),
     # Activations and their gradients between stages (parallel/pipeline.py).
     "pp": ("send", "receive"),
-    # Parameters are gathered and gradients reduced: by FSDP2 on a GPU (parallel/data_parallel.py), on a CPU in a thread
-    # of its own (parallel/gradient_sums.py), where gloo's reduce-scatter is a swap of rows (comm/exchange.py).
+    # Parameters are gathered and gradients reduced: by FSDP2 on a GPU (parallel/data_parallel.py), on a CPU in a
+    # separate thread (parallel/gradient_sums.py), where gloo's reduce-scatter is a swap of rows (comm/exchange.py).
     "dp_shard": ("all_gather", "reduce_scatter", "all_to_all"),
     "expert_shard": ("all_gather", "reduce_scatter", "all_to_all"),
     # Gradients over replicas, in one sum or in tiers: rows are swapped, and sums gathered.
@@ -46,7 +46,7 @@ gathered in place of a sum (comm/compressed.py). Replica groups sum gradients be
 
 @dataclass(frozen=True)
 class Exchanges:
-    """How exchanges of data parallelism travel, and what times and counts them."""
+    """The exchanges of data parallelism, with their timers and byte counters."""
 
     clock: StepClock
     links: LinkTimers
@@ -54,14 +54,14 @@ class Exchanges:
     compression: Compression
     losses: list[ModuleLosses] = field(default_factory=list)
     replica_tiers: Tiers | None = None
-    """Tiers in which gradients are summed over replicas, where the blueprint sums in them; None: one all-reduce."""
+    """Tiers of the sum of gradients over replicas, where the blueprint uses them; None: one all-reduce."""
     sums: GradientSums | None = None
-    """Sums of gradients in a thread of their own, where the mesh has groups for that."""
+    """Sums of gradients in a separate thread, where the mesh has groups for that."""
     routes: Mapping[str, Route | None] = field(default_factory=dict)
     """Ways of `sums`, by the axis of the shards."""
 
     def of(self, purpose: Purpose, axis: str, group: dist.ProcessGroup) -> TimeCollective:
-        """Return what times the exchanges of `group`, this rank's along `axis`, and counts their bytes."""
+        """Return the timer and byte counter for the exchanges of `group`, this rank's along `axis`."""
         return self.counted(purpose, self.links.of(axis, group))
 
     def peers_along(self, mesh: Mesh, axis: str) -> Peers:
@@ -71,7 +71,7 @@ class Exchanges:
         return Peers(group, self.links.of(axis, group, is_hidden=is_ring))
 
     def gradient_peers(self, mesh: Mesh, axis: str) -> Peers:
-        """Return those with whom gradients are summed along `axis`, their bytes counted as gradients'."""
+        """Return the ranks with which gradients are summed along `axis`, their bytes counted as gradients'."""
         group = mesh.group(axis)
         return Peers(group, self.of("gradients", axis, group))
 
@@ -85,14 +85,14 @@ class Exchanges:
 
 
 def build_exchanges(plan: Plan, mesh: Mesh, device: torch.device, clock: StepClock, wire: WireMeter) -> Exchanges:
-    """Build what the exchanges of a plan need. Called by every rank together."""
+    """Build the exchanges of a plan. Called by every rank together."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     compression = Compression(
         inside=plan.comm.gradients,
         across=plan.comm.across_nodes,
         is_inside=lambda group: len({rank // per_node for rank in dist.get_process_group_ranks(group)}) == 1,
         device=device,
-        # Of several replica groups one alone writes checkpoints, and it does not hold the feedback of the others.
+        # Of several replica groups only one writes checkpoints, and it does not hold the feedback of the others.
         saved_as=f"{plan.layout.describe()}.rank{dist.get_rank()}" if plan.replica_groups == 1 else "",
     )
     wire.find_connections()

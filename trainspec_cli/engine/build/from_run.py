@@ -1,4 +1,5 @@
-"""The weights of a run, and its model with them, for Python: on the CPU, in one process, in any layout's checkpoint."""
+"""The weights of a run, and its model with them, for Python: on the CPU, in one process, from a checkpoint in any
+layout."""
 
 from __future__ import annotations
 

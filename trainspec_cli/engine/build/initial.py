@@ -1,4 +1,4 @@
-"""The weights that a run begins with, read tensor by tensor into the parts that each rank holds."""
+"""The initial weights of a run, read tensor by tensor into the parts that each rank holds."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from trainspec_cli.run.folder.paths import RunDir
 
 
 def load_initial(plan: Plan, state: TrainState) -> None:
-    """Fill the model from what `init.from` names; without it the values drawn from the seed stay.
+    """Fill the model with the weights of `init.from`; without it the values drawn from the seed stay. Called by every
+    rank together.
 
-    Called by every rank together. Raises RecipeError or MachineError, on all of them, where the checkpoint is not the
-    model's or a weight is not finite.
+    Raises RecipeError or MachineError, on all of them, where the checkpoint does not match the model or a weight is not
+    finite.
     """
     init = plan.spec.init
     model = plan.spec.model
@@ -53,10 +54,8 @@ def load_initial(plan: Plan, state: TrainState) -> None:
 def load_tensors(
     folder: Path, entries: Mapping[str, StoredTensor | PartedTensor], model: DecoderModel, shares: Sequence[Share]
 ) -> None:
-    """Load the weights in `folder`. A rank reads what its parts cover: files are mapped, other pages stay unread.
-
-    Raises MachineError that names the tensors in which something is not finite.
-    """
+    """Load the weights in `folder`. A rank reads only what its parts cover: files are mapped, other pages stay unread.
+    Raises MachineError that names the tensors with values that are not finite."""
     tensors = MappedTensors(entries)
     by_name = {parameter.name: parameter.pieces for parameter in parameters(model)}
     plain, quantised = split_quantised(shares)
@@ -72,15 +71,15 @@ def load_tensors(
 
 
 class MappedTensors:
-    """Tensors of files: a safetensors file's as views of the mapped file, others put together of their parts."""
+    """Tensors of files: a safetensors file's as views of the mapped file, others assembled from their parts."""
 
     def __init__(self, entries: Mapping[str, StoredTensor | PartedTensor]):
         self._entries = entries
         self._files: dict[Path, Tensor] = {}
 
     def fill(self, share: Share, pieces: Sequence[Piece]) -> Iterator[str]:
-        """Read what a share covers. Yield the tensors of which something that was read is not finite as a weight, each
-        with the number of such values in the whole of it."""
+        """Read what a share covers. Yield each tensor with values that were read and are not finite as a weight, with
+        the number of such values in the whole tensor."""
         for piece in pieces:
             met = piece.overlap(tuple(share.offsets), tuple(share.local.shape))
             if met is None:
@@ -96,7 +95,7 @@ class MappedTensors:
         """Return the piece's tensor in the parameter's own order of dims."""
         entry = self._entries[piece.tensor]
         if isinstance(entry, PartedTensor):
-            # Copy the parts together. What no part holds is not a number, and is reported as such.
+            # Copy the parts together. Elements that no part covers become NaN, and are reported.
             dtypes = [DTYPES[part.held.dtype] for part in entry.parts]
             tensor = torch.full(entry.shape, torch.nan, dtype=reduce(torch.promote_types, dtypes))
             for part in entry.parts:
@@ -113,5 +112,5 @@ class MappedTensors:
             whole = file.stat().st_size
             self._files[file] = torch.from_file(str(file), shared=False, size=whole, dtype=torch.uint8)
         content = self._files[file][start : start + size]
-        # Numbers of several bytes are viewed in memory that is aligned to them, which a file need not be.
+        # Numbers of several bytes need aligned memory, which a file need not have.
         return (content.clone() if start % dtype.itemsize else content).view(dtype)

@@ -1,4 +1,4 @@
-"""Take what compressed gradients have lost from one layout to another, beside parameters and moments."""
+"""Move the compression errors of gradients from one layout to another, with parameters and moments."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ PREFIX = "lost."
 
 @torch.no_grad()
 def lost_parts(state: TrainState) -> list[TensorPart]:
-    """Return this rank's shares of what the sums of gradients lack, in bf16; none where no format feeds back.
-
-    Called by every rank together.
-    """
+    """Return this rank's shares of the compression errors that the sums of gradients still lack, in bf16; none where no
+    format has error feedback. Called by every rank together."""
     if not state.compression.feeds_back:
         return []
     flat = {id(parameter): lost for losses in state.losses for parameter, lost in losses.sum_up()}
@@ -37,7 +35,7 @@ def lost_parts(state: TrainState) -> list[TensorPart]:
     by_name: dict[str, TensorPart] = {}
     for share in _trained(state):
         lost = found[id(share.parameter)]
-        if (earlier := by_name.get(share.name)) is not None:  # a tied embedding stands on two stages of this rank
+        if (earlier := by_name.get(share.name)) is not None:  # a tied embedding is on two stages of this rank
             lost = lost + earlier.tensor
         by_name[share.name] = _part(share, lost.bfloat16())
     return [part for part in by_name.values() if part.tensor.numel()]
@@ -56,10 +54,8 @@ def parts_to_fill(state: TrainState) -> list[TensorPart]:
 
 
 def take_lost(state: TrainState, parts: list[TensorPart]) -> bool:
-    """Give the exchanges of `state` what `parts` hold; return whether something stays that no exchange here feeds back.
-
-    Where gradients are summed again over other ranks later, each of them takes an equal part.
-    """
+    """Give the exchanges of `state` the contents of `parts`; return whether some content belongs to no exchange with
+    feedback here. Where gradients are later summed again over other ranks, each of them gets an equal part."""
     takers = {id(share.parameter): late.peers.size for late in state.late_sums for share in late.shares}
     left = {part.name.removeprefix(PREFIX): part.tensor for part in parts}
     names = {id(share.parameter): share.name for share in _trained(state)}
@@ -74,10 +70,10 @@ def take_lost(state: TrainState, parts: list[TensorPart]) -> bool:
 
 
 def has_other_losses(state: TrainState) -> bool:
-    """Return whether exchanges beside those within the layout have lost something: those of replica groups."""
+    """Return whether exchanges outside of the layout have lost something: those of replica groups."""
     moved = {id(kept) for losses in state.losses for kept in (losses.over_shards, losses.over_replicas)}
     others = (kept for kept in state.compression.feedbacks.values() if id(kept) not in moved)
-    return any(bool(kept.settled.any()) for kept in others)
+    return any(bool(kept.committed.any()) for kept in others)
 
 
 def _trained(state: TrainState) -> list[Share]:

@@ -1,7 +1,7 @@
-"""User-defined blocks and losses in a run: tried on small inputs before the first step, not believed.
+"""User-defined blocks and losses in a run: tested on small inputs before the first step.
 
 The engine shards, recomputes and resumes blocks, and spreads samples over ranks; so a block has to be a function of its
-input alone, sample by sample, and causal. A loss has to be one of each token alone.
+input alone, sample by sample, and causal. A loss has to depend on each token alone.
 
 Shapes: B samples, S tokens per sample, D hidden size, T tokens, V vocabulary.
 """
@@ -25,16 +25,16 @@ from trainspec_cli.recipe.user_code import Extension, arguments, load, user_code
 
 TRIAL_TOKENS = 32
 AGREEMENT = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
-"""The difference, relative to the largest value, to which outputs that have to be equal agree."""
+"""The largest relative difference (to the largest value) between outputs that have to be equal."""
 AGREEMENT_ELSE = 1e-4
 LOSS_TRIAL_TOKENS = 6
 LOSS_AGREEMENT = 1e-5
-"""The relative difference to which tokens' losses agree with those of some of the tokens alone."""
+"""The largest relative difference between tokens' losses and those of some of the tokens alone."""
 
 
 def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.device) -> None:
-    """Try the block of a layer, where blocks are the user's own, in the run's format on its device. Raises RecipeError
-    for what cannot be trained with."""
+    """Test the block of a layer, if blocks are user-defined, in the run's format on its device. Raises RecipeError for
+    a block that cannot be trained."""
     if not isinstance(plan.spec.model, OwnModel) or not has_values():
         return
     maker = BlockMaker(plan.spec.model)
@@ -65,7 +65,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
             found = torch.autograd.grad((leaving * weights).sum(), list(wanted.values()), allow_unused=True)
         return dict(zip(wanted, found, strict=True))
 
-    # Its form: also that of no samples, which a rank whose share is used up takes part with.
+    # Its form: also for no samples, as on a rank whose share is used up.
     x_BSD = draw()
     y_BSD = forward(x_BSD)
     for given in (x_BSD, x_BSD[:0]):
@@ -76,45 +76,45 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
             hint = "a block maps (samples, tokens, hidden) to the same; cast to x.dtype what was computed in another"
             raise refused(maker.extension, f"maps {form} to {other}", hint)
         if not got.isfinite().all():
-            hint = "look at its first values"
+            hint = "check its initial values"
             raise refused(maker.extension, "gives values that are not finite for random input", hint)
     buffers = [buffer.clone() for buffer in block.buffers()]
     if not agree(y_BSD, forward(x_BSD)):
-        hint = "leave dropout and other random numbers out"
-        raise refused(maker.extension, "gives another output at each call", hint)
+        hint = "remove dropout and other random numbers"
+        raise refused(maker.extension, "returns a different output at each call", hint)
     if any(not torch.equal(*pair) for pair in zip(buffers, block.buffers(), strict=True)):
-        hint = "a block may keep nothing from step to step"
+        hint = "a block must not keep state from step to step"
         raise refused(maker.extension, "changes a buffer in its forward", hint)
 
-    # Its reach: a token's output depends on its own sample alone, and there on no later token.
+    # Its reach: a token's output depends only on its own sample, and there on no later token.
     half = length // 2
     other_BSD = draw()
     later_BSD = torch.cat((x_BSD[:, :half], other_BSD[:, half:]), dim=1)
     if half and not agree(y_BSD[:, :half], forward(later_BSD)[:, :half]):
-        hint = "it predicts the next token: let it see the token itself and those before alone"
+        hint = "the model predicts the next token: let a token see only itself and earlier ones"
         raise refused(maker.extension, "lets a token see later ones", hint)
     if not agree(y_BSD[:1], forward(torch.cat((x_BSD[:1], other_BSD[1:])))[:1]):
-        hint = "layouts spread samples over ranks: take no statistics over the first dim"
+        hint = "layouts spread samples over ranks: compute no statistics over the first dim"
         raise refused(maker.extension, "mixes the samples of a batch", hint)
 
-    # Its backward: every parameter has a gradient, the same where the forward is computed again.
+    # Its backward: every parameter has a gradient, and the same one if the forward is computed again.
     plain = gradients()
     unused = next((name for name, gradient in plain.items() if gradient is None), None)
     if unused is not None:
-        raise refused(maker.extension, f"does not use `{unused}`", "leave out what has no gradient")
+        raise refused(maker.extension, f"does not use `{unused}`", "remove parameters without a gradient")
     if plan.recompute == "none":
         return
     apply_recompute([block], plan.recompute)
     again = gradients()
     if not all(agree(plain[name], again[name]) for name in plain):  # type: ignore[arg-type]
         hint = "change no result of a matrix product in place, or type recompute=full"
-        raise refused(maker.extension, f"has another gradient with recompute={plan.recompute}", hint)
+        raise refused(maker.extension, f"has a different gradient with recompute={plan.recompute}", hint)
 
 
 def load_loss(
     extension: Extension, options: Mapping[str, object], vocab_size: int, device: torch.device
 ) -> LossOfTokens:
-    """Import a loss, and try it on a few tokens. Raises RecipeError for code that is wrong, or whose tokens depend on
+    """Import a loss, and test it on a few tokens. Raises RecipeError for code that is wrong, or whose tokens depend on
     one another."""
     call = partial(load(extension), **arguments(options))
 
@@ -136,13 +136,15 @@ def load_loss(
             got = "a tensor without a gradient" if has_form else f"a tensor of shape {tuple(whole_T.shape)}"
         if not has_form or not whole_T.requires_grad:
             what = f"returned {got} for {tokens} tokens; their losses are needed, of shape ({tokens},)"
-            hint = "return each token's loss (reduction='none'); the engine takes the mean"
+            hint = "return each token's loss (reduction='none'); the engine computes the mean"
             raise refused(extension, what, hint)
         parts_T = torch.cat([call(logits_TV[part], targets_T[part]) for part in (slice(1), slice(1, None))])
         (gradient_TV,) = torch.autograd.grad(whole_T.sum(), logits_TV)
     if not torch.allclose(whole_T, parts_T, rtol=LOSS_AGREEMENT, atol=LOSS_AGREEMENT):
-        what = "gives a token another loss beside other tokens than alone"
-        raise refused(extension, what, "take logits[i] and targets[i] alone into loss i; the engine takes the mean")
+        what = "gives a token a different loss with other tokens than alone"
+        raise refused(
+            extension, what, "compute loss i from logits[i] and targets[i] alone; the engine computes the mean"
+        )
     if not gradient_TV.isfinite().all():
-        raise refused(extension, "has a gradient that is not finite", "see how it treats small probabilities")
+        raise refused(extension, "has a gradient that is not finite", "check how it handles small probabilities")
     return loss

@@ -30,34 +30,34 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass
 class Throttle:
-    """Passes that take longer than they need: an injected fault, of which there usually is none."""
+    """Passes that take longer than they need, by an injected fault; usually None."""
 
     parts: Mapping[int, float]
     """The part of the model's layers in each stage of this rank."""
     sample_s: float = 0.0
-    """How much longer all passes of one sample through all layers take."""
+    """Additional time of all passes of one sample through all layers."""
 
     def wait(self, kind: Kind, stage: int, samples: int) -> None:
-        """Wait for what a pass of that kind takes longer; the whole backward costs two forwards."""
+        """Wait for the additional time of a pass of that kind; the whole backward costs two forwards."""
         if self.sample_s:
             time.sleep(self.sample_s * self.parts[stage] * samples * (2 if kind == "backward" else 1) / 3)
 
 
 @dataclass
 class Allowance:
-    """Memory for so many samples at a time: an injected fault, of which there usually is none."""
+    """Memory for this number of samples at a time, by an injected fault; usually None."""
 
     samples: int | None = None
 
     def check(self, kind: Kind, samples: int) -> None:
-        """Raise what an allocation would in the backward of a micro-batch that is too large."""
+        """Raise the error of an allocation in the backward of a micro-batch that is too large."""
         if self.samples is not None and samples > self.samples and kind.startswith("backward"):
             raise torch.OutOfMemoryError(f"a fault that the recipe asked for: {samples} samples do not fit")
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages that this rank holds, and its lines to the others."""
+    """The stages that this rank holds, and its connections to the others."""
 
     layout: Layout
     parts: dict[int, Any]
@@ -73,7 +73,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class LateSum:
-    """Gradients that are summed over a group once the backwards are done."""
+    """Gradients that are summed over a group after the backwards."""
 
     shares: Sequence[Share]
     peers: Peers
@@ -81,7 +81,8 @@ class LateSum:
 
 @dataclass
 class TrainState:
-    """All that a rank trains with: its stages of the model, their shares, the optimizer and the mesh they lie in."""
+    """All that a rank trains with: its stages of the model, their shares, the optimizer and the mesh that they are
+    placed in."""
 
     device: torch.device
     mesh: Mesh
@@ -94,24 +95,25 @@ class TrainState:
     positions_S: Tensor | None
     """The positions of each sequence that this rank holds; None: all."""
     routers: Sequence[Any]
-    """Routers of the experts that are to be kept evenly visited."""
+    """Routers of experts that are to be balanced."""
     spread_experts: Collection[str] = ()
     """Names of the parameters that ep spreads."""
     compression: Compression = field(default_factory=Compression)
     wire: WireMeter = field(default_factory=WireMeter)
     sums: GradientSums | None = None
-    """The sums of gradients over data-parallel ranks beside the backward; None on a GPU, and where one rank has all."""
+    """The sums of gradients over data-parallel ranks during the backward; None on a GPU, and where one rank has all."""
     losses: list[ModuleLosses] = field(default_factory=list)
-    """The losses of compressed exchanges of gradients, by module."""
+    """The errors of compressed exchanges of gradients, by module."""
     beyond: dict[str, Tensor] = field(default_factory=dict)
-    """What a coordinator keeps beside the model and has saved, by a name that no other rank or layout has."""
+    """What a coordinator saves in addition to the model, by a name that no other rank or layout has."""
 
     @property
     def parts(self) -> list[Any]:
         return list(self.stages.parts.values())
 
     def await_sums(self) -> Callable[[], object]:
-        """Return what waits, in any thread, for the sums of gradients over data-parallel ranks that have begun."""
+        """Return a function that waits, in any thread, for the sums of gradients over data-parallel ranks that have
+        begun."""
         return self.sums.await_added() if self.sums is not None else lambda: None
 
     @property

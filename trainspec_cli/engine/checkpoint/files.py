@@ -1,8 +1,8 @@
 """A checkpoint's folder: written as `.step_00000020.TOKEN.partial`, published by one rename when all parts exist.
 
-So a folder of the real name is whole, whenever the run was killed. The ranks agree through the folder itself: each
-writes `rank00003.json` beside its file when that is on disk, or `rank00003.failed.json`. The token is unique to a run,
-so leftovers of a killed save are never taken for a part; the next published save removes them.
+So a folder with the final name is whole, whenever the run was killed. The ranks agree through the folder itself: each
+writes `rank00003.json` next to its file when that is on disk, or `rank00003.failed.json`. The token is unique to a run,
+so leftovers of a killed save are never mistaken for a part; the next published save removes them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from trainspec_cli.engine.checkpoint.manifest import (
     write_manifest,
 )
 from trainspec_cli.engine.shares import Share, unique_shares
-from trainspec_cli.recipe.records import convert
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import Fence
 from trainspec_cli.run.folder.paths import RunDir
@@ -94,7 +93,16 @@ def commit(
         raise cannot_save(about.step, failures)
     Fence.of_worker(run_dir).check()
     try:
-        manifest = _publish(run_dir, partial, about, world_size)
+        reports = [partial / f"rank{rank:05d}.json" for rank in range(world_size)]
+        manifest = join_parts(about, [part_from(read_object(path)) for path in reports])
+        write_manifest(partial, manifest)
+        for path in reports:
+            path.unlink()
+        # The files' names must be on disk before the folder's new name is: a crash may keep only the latter.
+        _sync_folder(partial)
+        final = run_dir.checkpoint(about.step)
+        partial.rename(final)
+        _sync_folder(final.parent)
         for step in run_dir.checkpoint_steps()[:-keep_last]:
             if step != kept_step:
                 shutil.rmtree(run_dir.checkpoint(step))
@@ -136,20 +144,6 @@ def _await_parts(partial: Path, world_size: int) -> list[str]:
     return failures
 
 
-def _publish(run_dir: RunDir, partial: Path, about: About, world_size: int) -> CheckpointManifest:
-    """Write the manifest, and rename the folder durably."""
-    reports = [partial / f"rank{rank:05d}.json" for rank in range(world_size)]
-    manifest = join_parts(about, [part_from(read_object(path)) for path in reports])
-    write_manifest(partial, manifest)
-    for path in reports:
-        path.unlink()
-    _sync_folder(partial)
-    final = run_dir.checkpoint(about.step)
-    partial.rename(final)
-    _sync_folder(final.parent)
-    return manifest
-
-
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -167,7 +161,7 @@ Span = tuple[int, int]
 
 
 class Box(Protocol):
-    """A part of a full tensor, by its place alone."""
+    """A part of a full tensor, without its content."""
 
     @property
     def offsets(self) -> tuple[int, ...]: ...
@@ -188,7 +182,7 @@ def overlap(ours: Box, theirs: Box) -> list[Span] | None:
 
 
 def slices(spans: Sequence[Span], offsets: Sequence[int]) -> tuple[slice, ...]:
-    """Return where `spans` of the full tensor lie in a part that starts at `offsets`."""
+    """Return the place of `spans` of the full tensor in a part that starts at `offsets`."""
     return tuple(slice(begin - start, end - start) for (begin, end), start in zip(spans, offsets, strict=True))
 
 
@@ -222,14 +216,22 @@ class Held:
     modules: Sequence[nn.Module]
     optimizer: torch.optim.Optimizer
     feedback: Mapping[str, Tensor] = field(default_factory=dict)
-    """Losses of compressed exchanges of gradients on this rank, and what its coordinator keeps, by a name that no other
-    rank or layout has. It is saved and loaded, and stays behind where the state is copied to another replica group."""
+    """Errors of compressed exchanges of gradients on this rank, and state of its coordinator, by a name that no other
+    rank or layout has. It is saved and loaded, but not copied to another replica group."""
     lost: Sequence[TensorPart] = ()
-    """The same as shares of the parameters, as which they move to another layout; made for that alone."""
+    """The same as shares of the parameters, the form that moves to another layout; created only for that."""
 
     def parts(self) -> list[TensorPart]:
         """Return the live tensors as parts `model.*` and `optimizer.*`, without empty ones."""
-        return [part for part in self._parts() if part.tensor.numel()]
+        found = list(self.lost)
+        for share in unique_shares(self.shares):
+            found.append(_part(f"model.{share.name}", share, share.local.detach()))
+            for key, value in self.optimizer.state[share.local].items():
+                name = f"optimizer.state.{share.name}.{key}"
+                found.append(_part(name, share, value) if value.dim() else TensorPart.whole(name, value))
+        buffers = {name: buffer for module in self.modules for name, buffer in kept_buffers(module)}
+        found += [TensorPart.whole(f"model.{name}", buffer) for name, buffer in buffers.items()]
+        return [part for part in found if part.tensor.numel()]
 
     def feedback_parts(self) -> list[TensorPart]:
         return [TensorPart.whole(name, tensor) for name, tensor in self.feedback.items()]
@@ -238,16 +240,6 @@ class Held:
         """Return the parts' tensors in an order that depends on the layout alone, the same on ranks with the same
         parts."""
         return [part.tensor for part in sorted(self.parts(), key=lambda part: (part.name, part.offsets))]
-
-    def _parts(self) -> Iterator[TensorPart]:
-        yield from self.lost
-        for share in unique_shares(self.shares):
-            yield _part(f"model.{share.name}", share, share.local.detach())
-            for key, value in self.optimizer.state[share.local].items():
-                name = f"optimizer.state.{share.name}.{key}"
-                yield _part(name, share, value) if value.dim() else TensorPart.whole(name, value)
-        buffers = {name: buffer for module in self.modules for name, buffer in kept_buffers(module)}
-        yield from (TensorPart.whole(f"model.{name}", buffer) for name, buffer in buffers.items())
 
 
 def _part(name: str, share: Share, tensor: Tensor) -> TensorPart:
@@ -287,11 +279,6 @@ def set_rng(parts: Sequence[TensorPart], device: torch.device) -> None:
             torch.set_rng_state(part.tensor)
         else:
             set_random_state(part.tensor, device)
-
-
-def read_held(rows: Iterable[tuple[Any, Any, Any]]) -> dict[PartKey, int]:
-    """Parse the parts that a rank holds from JSON rows of name, offsets and bytes. Raises ValueError."""
-    return {(convert(str, name), convert(tuple[int, ...], offsets)): convert(int, size) for name, offsets, size in rows}
 
 
 def choose_owners(held: Sequence[dict[PartKey, int]]) -> dict[PartKey, int]:

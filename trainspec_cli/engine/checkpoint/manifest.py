@@ -36,7 +36,7 @@ class About:
     seed: int
     recipe_digest: str
     pace: BatchPace | None = None
-    """The state of a batch that follows the gradients' noise; None where there is none."""
+    """The state of a batch that follows the gradients' noise; None for any other batch."""
 
 
 @dataclass(frozen=True)
@@ -117,18 +117,14 @@ def read_manifest(folder: Path) -> CheckpointManifest:
             raise ValueError("it was altered: its sha256 is not its content's")
         manifest = read_record(CheckpointManifest, content)
         check_content(manifest.files, manifest.tensors)
-        _check_listed(manifest)
+        digested = {file.name for file in manifest.files}
+        for name, entry in manifest.tensors.items():
+            for chunk in entry.chunks:
+                if chunk.file not in digested:
+                    raise ValueError(f"a part of {name} is in a file that it does not list, {chunk.file!r}")
         return manifest
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise refused(folder, f"{folder / MANIFEST} cannot be read: {error}") from error
-
-
-def _check_listed(manifest: CheckpointManifest) -> None:
-    """Raise ValueError if a part of a tensor lies in a file without a digest."""
-    listed = {file.name for file in manifest.files}
-    chunks = ((name, chunk) for name, entry in manifest.tensors.items() for chunk in entry.chunks)
-    if chunk := next(((name, chunk.file) for name, chunk in chunks if chunk.file not in listed), None):
-        raise ValueError(f"a part of {chunk[0]} lies in a file that it does not list, {chunk[1]!r}")
 
 
 def part_from(content: Mapping[str, object]) -> WrittenPart:
@@ -139,7 +135,7 @@ def part_from(content: Mapping[str, object]) -> WrittenPart:
 
 
 def check_content(files: Sequence[FileDigest], tensors: Mapping[str, TensorEntry]) -> None:
-    """Raise ValueError for a file that is not of the checkpoint's own folder, and for a negative size."""
+    """Raise ValueError for a file outside of the checkpoint's own folder, and for a negative size."""
     chunks = [chunk for entry in tensors.values() for chunk in entry.chunks]
     for name in dict.fromkeys([*(file.name for file in files), *(chunk.file for chunk in chunks)]):
         if not is_plain_name(name):
@@ -166,7 +162,7 @@ def digest_file(path: Path) -> FileDigest:
 
 
 def verify_files(folder: Path, files: Sequence[FileDigest]) -> None:
-    """Raise MachineError that names the first file which is missing, truncated or altered."""
+    """Raise MachineError that names the first file that is missing, truncated or altered."""
     for expected in files:
         path = folder / expected.name
         if path.is_symlink():
@@ -181,6 +177,6 @@ def verify_files(folder: Path, files: Sequence[FileDigest]) -> None:
 
 
 def refused(folder: Path, what: str, hint: str = "") -> MachineError:
-    """`hint`: for a checkpoint that is whole; one that is damaged is to be removed."""
+    """`hint`: for a whole checkpoint; a damaged one is to be removed."""
     damaged = f"remove the folder {folder} to resume from the checkpoint before it"
     return MachineError(f"checkpoint refused: {what}", code="bad_checkpoint", hint=hint or damaged)

@@ -14,8 +14,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,10 @@ from trainspec_cli.engine.checkpoint.manifest import (
     check_content,
     digest_file,
     join_parts,
+    part_from,
 )
 from trainspec_cli.engine.comm.json_collectives import gather_json
-from trainspec_cli.engine.cuda_only import register_pinned, unregister_pinned
+from trainspec_cli.engine.cuda_only import pin, unpin
 from trainspec_cli.recipe.records import convert, read_record
 from trainspec_cli.run.folder.files import write_json
 
@@ -103,23 +104,9 @@ class Image:
         }
 
 
-def pin(buffer: Tensor, device: torch.device) -> None:
-    """Pin the buffer where the device has a call for it, so that copies are asynchronous; elsewhere the host waits."""
-    if device.type == "cuda":
-        register_pinned(buffer)
-
-
-def unpin(buffer: Tensor, device: torch.device) -> None:
-    """Take back `pin`, before the buffer is let go of: its addresses may be another's next."""
-    if device.type == "cuda":
-        unregister_pinned(buffer)
-
-
 def view_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a one-dimensional tensor of uint8 on the CPU; it keeps the tensor alive.
-
-    Not by way of numpy: torch lets go of no storage any more that numpy has seen, and a change of layout has to.
-    """
+    """Return the memory of a one-dimensional tensor of uint8 on the CPU; it keeps the tensor alive. numpy is not used:
+    torch cannot free a storage that numpy has seen, and a change of layout has to."""
     array: Any = (ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())
     array.tensor = tensor
     return memoryview(array).cast("B")
@@ -176,24 +163,24 @@ class MemoryCopies:
         self._image = image
         self._device = device
         self._group = dist.new_group(backend="gloo")
-        own = KeptImage(image.bytes, image.entries(file_name(location.rank)))
-        self._images = gather_json(asdict(own), partial(read_record, KeptImage))
+        name = file_name(location.rank)
+        own = WrittenPart(FileDigest(name, image.bytes, sha256=""), image.entries(name))
+        self._images = gather_json(asdict(own), part_from)
+        """What each rank's copy holds, without a digest."""
         self._own: dict[int, Tensor] = {}
         self._guests: dict[int, Tensor] = {}
 
     def close(self) -> None:
-        """Let go of this rank's buffers; what they hold stays in the node's memory."""
+        """Release this rank's buffers; their content stays in the node's memory."""
         for buffer in self._own.values():
             unpin(buffer, self._device)
         self._own.clear()
 
     def open(self, slot: int) -> Tensor:
-        """Return the slot's buffer, to be filled, and invalidate its former copy.
-
-        The buffer is made at first use: until then the slot may hold the copy that the run resumes from.
-        """
+        """Return the slot's buffer, to be filled, and invalidate its former copy. The buffer is created at first use:
+        until then the slot may hold the copy that the run resumes from."""
         location = self._location
-        guest = self._location.guest
+        guest = location.guest
         _mark_file(location.slot(slot), location.rank).unlink(missing_ok=True)
         if guest is not None:
             _mark_file(location.slot(slot), guest).unlink(missing_ok=True)
@@ -201,7 +188,7 @@ class MemoryCopies:
             self._own[slot] = _segment(location.slot(slot) / file_name(location.rank), self._image.bytes, self._device)
             self._image.put_header(self._own[slot])
             if guest is not None:
-                size = self._images[guest].bytes
+                size = self._images[guest].file.bytes
                 self._guests[slot] = _segment(location.slot(slot) / file_name(guest), size, torch.device("cpu"))
         return self._own[slot]
 
@@ -223,22 +210,14 @@ class MemoryCopies:
 
     def _mark_whole(self, slot: int, rank: int, about: About, digest: bytes) -> None:
         image = self._images[rank]
-        part = WrittenPart(FileDigest(file_name(rank), image.bytes, digest.hex()), image.tensors)
+        part = replace(image, file=replace(image.file, sha256=digest.hex()))
         kept = KeptPart(slot, rank, about, self._location.world_size, part)
         write_json(_mark_file(self._location.slot(slot), rank), asdict(kept))
 
 
 @dataclass(frozen=True)
-class KeptImage:
-    """The size and the content of a rank's copy."""
-
-    bytes: int
-    tensors: dict[str, TensorEntry]
-
-
-@dataclass(frozen=True)
 class KeptPart:
-    """The record of a rank's whole copy, kept beside it."""
+    """The record of a rank's whole copy, kept next to it."""
 
     slot: int
     rank: int
@@ -256,7 +235,7 @@ class KeptPart:
 
 @dataclass(frozen=True)
 class FoundCopy:
-    """A step of which every part is in some node's memory."""
+    """A step whose parts are all in some node's memory."""
 
     folder: Path
     """The slot on this node, with all files that its ranks need."""
@@ -267,9 +246,10 @@ class FoundCopy:
 
 
 def find_newest(location: CopyLocation) -> FoundCopy | None:
-    """Return the newest step of which every part is whole on some node. Called by all ranks together."""
+    """Return the newest step whose parts are all whole on some node. Called by all ranks together."""
     steps: dict[tuple[int, int], dict[int, tuple[int, KeptPart]]] = {}
-    for holder, kept in enumerate(gather_json([asdict(part) for part in _whole_parts(location)], _read_kept)):
+    own = [asdict(part) for part in _whole_parts(location)]
+    for holder, kept in enumerate(gather_json(own, lambda contents: list(map(KeptPart.read, contents)))):
         for one in kept:
             steps.setdefault((one.about.step, one.slot), {}).setdefault(one.rank, (holder, one))
     for (_, slot), parts in sorted(steps.items(), reverse=True):
@@ -279,10 +259,6 @@ def find_newest(location: CopyLocation) -> FoundCopy | None:
             holders = {file_name(rank): holder for rank, (holder, _) in parts.items()}
             return FoundCopy(location.slot(slot), slot, manifest, holders)
     return None
-
-
-def _read_kept(contents: Sequence[Mapping[str, object]]) -> list[KeptPart]:
-    return [KeptPart.read(content) for content in contents]
 
 
 def _whole_parts(location: CopyLocation) -> Iterable[KeptPart]:
@@ -304,7 +280,10 @@ def fetch(location: CopyLocation, found: FoundCopy, needed: set[str]) -> None:
     """Send the files of `found` that ranks need to nodes that lack them. Called by all ranks together."""
     has = {path.name for path in found.folder.glob("rank*.safetensors")}
     whole = {name for name in has if _mark_file(found.folder, int(name[4:9])).is_file()}
-    wanted = gather_json([location.node, sorted(needed - whole)], _read_wanted)
+    wanted = gather_json(
+        [location.node, sorted(needed - whole)],
+        lambda content: (convert(int, content[0]), convert(tuple[str, ...], content[1])),
+    )
     requests = sorted({(name, node) for node, names in wanted for name in names})
     for name, node in requests:
         holder = found.holders[name]
@@ -318,12 +297,6 @@ def fetch(location: CopyLocation, found: FoundCopy, needed: set[str]) -> None:
     dist.barrier()
 
 
-def _read_wanted(content: tuple[Any, Any]) -> tuple[int, tuple[str, ...]]:
-    """Parse a node's number, and the names of the files that it lacks."""
-    node, names = content
-    return convert(int, node), convert(tuple[str, ...], names)
-
-
 def clear(location: CopyLocation) -> None:
     """Remove the copies, which are no longer needed once the state is on disk."""
     if location.rank % location.ranks_per_node == 0:
@@ -335,7 +308,8 @@ def _mark_file(slot: Path, rank: int) -> Path:
 
 
 def _segment(path: Path, size: int, device: torch.device) -> Tensor:
-    """Return shared memory that outlives this process; it is reserved, since writing to a full tmpfs kills."""
+    """Return shared memory that outlives this process; it is reserved, since writing to a full tmpfs kills the
+    process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:

@@ -1,15 +1,15 @@
 """Move the state of one layout into another, between the same processes, in memory.
 
-Tensors are moved in buckets, and what the old layout held of a bucket is let go of before the next one, so that little
-lies twice. Until the last bucket has arrived the way back is open: a rank that cannot go on says so before any message
-of its bucket is sent, and all of them move what was moved back.
+Tensors are moved in buckets, and the old layout's memory of a bucket is freed before the next one, so that little of
+the state exists twice. Until the last bucket has arrived the move can be undone: a rank that cannot continue reports it
+before any message of its bucket is sent, and all of them move back what was moved.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,12 +27,13 @@ from trainspec_cli.recipe.records import convert
 
 # The slices that ranks send to one another, so that the state of one layout becomes that of another.
 #
-# Parts are distinguished as in a checkpoint: by the name of the whole tensor and where they lie in it. Tenplex
+# Parts are identified as in a checkpoint: by the name of the whole tensor and their place in it. Tenplex
 # (arXiv:2312.05181) derives its exchanges from such coordinates too.
 
 
 BUCKET_BYTES = 2**26
-"""A rank's tensors of so many bytes, in the old layout and the new one, are moved at a time, and one at least."""
+"""The most bytes of a rank's tensors, in the old layout and the new one, that are moved at a time; at least one
+tensor."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,11 @@ Places = Sequence[Sequence[PartPlace]]
 
 
 def plan_moves(old: Places, new: Places) -> list[Move]:
-    """Return what fills every part of `new` from `old`, each element once, ordered by name.
+    """Return the moves that fill every part of `new` from `old`, each element once, ordered by name.
 
-    A rank takes from itself what it holds; where several others hold a slice, the takers are spread over them. Every
-    rank that computes this from the same places gets the same result. Raises ValueError where the old layout lacks
-    something, or holds it in another format.
+    A rank copies from itself what it holds; where several others hold a slice, the receivers are spread over them.
+    Every rank that computes this from the same places gets the same result. Raises ValueError where the old layout
+    lacks an element, or holds it in another format.
     """
     holders: dict[str, dict[tuple[int, ...], list[tuple[int, PartPlace]]]] = defaultdict(lambda: defaultdict(list))
     for rank, places in enumerate(old):
@@ -103,27 +104,25 @@ def plan_moves(old: Places, new: Places) -> list[Move]:
     moves: list[Move] = []
     for target, places in enumerate(new):
         for place in places:
-            found = list(_filling(place, target, holders[place.name].values()))
+            found = list[Move]()
+            for chunk in holders[place.name].values():
+                ranks = [rank for rank, _ in chunk]
+                held = chunk[0][1]
+                if (held.dtype, held.full_shape) != (place.dtype, place.full_shape):
+                    raise ValueError(f"{place.name} has another shape or format in the new layout")
+                spans = overlap(place, held)
+                if spans is not None:
+                    source = target if target in ranks else ranks[target % len(ranks)]
+                    found.append(Move(place.name, place.dtype, tuple(spans), source, target))
             if sum(move.bytes for move in found) != place.bytes:
                 raise ValueError(f"the ranks do not hold all of {place.name}, of {list(place.full_shape)}")
             moves += found
     return sorted(moves, key=lambda move: (move.name, move.target, move.source, move.spans))
 
 
-def _filling(place: PartPlace, target: int, chunks: Iterable[list[tuple[int, PartPlace]]]) -> Iterable[Move]:
-    for chunk in chunks:
-        ranks, (held, *_) = [rank for rank, _ in chunk], [one for _, one in chunk]
-        if (held.dtype, held.full_shape) != (place.dtype, place.full_shape):
-            raise ValueError(f"{place.name} has another shape or format in the new layout")
-        spans = overlap(place, held)
-        if spans is not None:
-            source = target if target in ranks else ranks[target % len(ranks)]
-            yield Move(place.name, place.dtype, tuple(spans), source, target)
-
-
 def fill_buckets(old: Places, new: Places, limit_bytes: int) -> list[list[str]]:
-    """Divide the names of all tensors, in order, so that of each bucket no rank holds more than the limit in both
-    layouts together; a tensor of which one does has a bucket of its own."""
+    """Divide the names of all tensors, in order, so that no rank holds more than the limit of a bucket in both layouts
+    together; a tensor that exceeds the limit on some rank gets its own bucket."""
     sizes: dict[str, Counter[int]] = defaultdict(Counter)
     for rank, places in (*enumerate(old), *enumerate(new)):
         for place in places:
@@ -149,10 +148,9 @@ def peak_bytes(
 ) -> int:
     """Return the most that a rank holds of the state while it is moved, messages included.
 
-    Of each bucket the new parts are allocated, then its messages, and when these have arrived the old parts are let
-    go of.
+    For each bucket the new parts are allocated, then its messages, and when these have arrived the old parts are freed.
     """
-    before, after = (_bytes_by_name(places) for places in (old, new))
+    before, after = ({place.name: place.bytes for place in places} for places in (old, new))
     messages: dict[str, int] = defaultdict(int)
     for move in moves:
         if not move.stays and rank in (move.source, move.target):
@@ -163,10 +161,6 @@ def peak_bytes(
         peak = max(peak, held + sum(messages[name] for name in bucket))
         held -= sum(before.get(name, 0) for name in bucket)
     return peak
-
-
-def _bytes_by_name(places: Sequence[PartPlace]) -> dict[str, int]:
-    return {place.name: place.bytes for place in places}
 
 
 MESSAGE_CHARS = 500
@@ -187,10 +181,8 @@ class Resharded:
 
 
 def agree_on_failure(own: str) -> str:
-    """Return, on every rank, why the first that failed did; empty where none has. Called by every rank together.
-
-    Where none has, that takes one small exchange.
-    """
+    """Return, on every rank, the failure of the first rank that has one; empty if none has. Called by every rank
+    together. Without a failure it takes one small exchange."""
     failed = torch.tensor([int(bool(own))])
     dist.all_reduce(failed, dist.ReduceOp.MAX)
     if not failed.item():
@@ -200,7 +192,7 @@ def agree_on_failure(own: str) -> str:
 
 
 class Storages:
-    """The parts of one layout that this rank holds, whose memory is given back and taken again by name."""
+    """The parts of one layout that this rank holds, whose memory is freed and allocated again by name."""
 
     def __init__(self, parts: Sequence[TensorPart]):
         self.parts = {part.name: part for part in parts}
@@ -210,23 +202,23 @@ class Storages:
             if part.tensor.untyped_storage().resizable()
         }
         self.fixed_bytes = sum(part.bytes for name, part in self.parts.items() if name not in self._sizes)
-        """Bytes of parts whose memory numpy shares, which torch lets go of with the last reference alone."""
+        """Bytes of parts whose memory numpy shares, which torch frees only with the last reference."""
 
     def take(self, names: Sequence[str]) -> None:
-        """Allocate the memory of parts anew. Raises MemoryError or RuntimeError where there is none."""
+        """Allocate the memory of parts again. Raises MemoryError or RuntimeError where that fails."""
         for name in names:
             if name in self._sizes:
                 self.parts[name].tensor.untyped_storage().resize_(self._sizes[name])
 
     def give_back(self, names: Sequence[str]) -> None:
-        """Let go of the memory of parts, and of their content."""
+        """Free the memory of parts, and their content."""
         for name in names:
             if name in self._sizes:
                 self.parts[name].tensor.untyped_storage().resize_(0)
 
 
 def _storage_bytes(tensor: Tensor) -> int:
-    """FSDP2 pads the storage of a parameter; that of a moment may have been let go of already."""
+    """FSDP2 pads the storage of a parameter; that of a moment may have been freed already."""
     needed = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
     return max(needed, tensor.untyped_storage().nbytes())
 
@@ -239,12 +231,11 @@ def reshard(
     room_bytes: Callable[[], float] = lambda: math.inf,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Resharded:
-    """Fill `new`, whose memory this allocates anew, from `old`, whose memory it lets go of.
+    """Fill `new`, whose memory this allocates, from `old`, whose memory it frees. Called by every rank together.
 
-    Called by every rank together. `prepare` is called with (bucket, number of buckets) where this rank can still say
-    that it cannot go on, by raising. `room_bytes` says what this rank may take beside what it holds; where that is too
-    little, nothing moves. `bucket_bytes`: the limit of `fill_buckets`. Raises ReshardError, on all ranks, where one of
-    them could not.
+    `prepare` is called with (bucket, number of buckets) while this rank can still report by raising that it cannot
+    continue. `room_bytes` is the additional memory that this rank may use; if that is too little, nothing moves.
+    `bucket_bytes`: the limit of `fill_buckets`. Raises ReshardError, on all ranks, where one of them could not move.
     """
     before = Storages(old.parts())
     after = Storages(new.parts())
@@ -257,7 +248,13 @@ def reshard(
         raise ReshardError(str(error)) from error  # every rank has computed the same
     own = dist.get_rank()
     peak = peak_bytes(held[0][own], held[1][own], moves, buckets, own) + before.fixed_bytes
-    if reason := agree_on_failure(_lacking(peak - sum(place.bytes for place in held[0][own]), room_bytes())):
+    needed_bytes = peak - sum(place.bytes for place in held[0][own])
+    left_bytes = room_bytes()
+    lacking = ""
+    if needed_bytes > left_bytes:
+        left = format_bytes(left_bytes)
+        lacking = f"the move takes {format_bytes(needed_bytes)} in addition to the memory in use, and {left} are left"
+    if reason := agree_on_failure(lacking):
         raise ReshardError(reason)
     by_name = _by_name(moves)
     for number, names in enumerate(buckets):
@@ -266,25 +263,14 @@ def reshard(
         if failure:
             _move_back(buckets[:number], _by_name(plan_moves(held[1], held[0])), before, after)
             raise ReshardError(failure)
-    _take_twins(new)
+    first = {id(share) for share in unique_shares(new.shares)}
+    for share in new.shares:
+        if id(share) not in first:  # a second copy of a parameter: it has no moments of its own
+            for moment in new.optimizer.state[share.local].values():
+                moment.untyped_storage().resize_(_storage_bytes(moment))
     copy_twins(new.shares, new.optimizer)
     sent = sum(move.bytes for move in moves if not move.stays)
     return Resharded(sent, max(gather_json(peak, lambda size: convert(int, size))))
-
-
-def _lacking(needed_bytes: int, room_bytes: float) -> str:
-    if needed_bytes <= room_bytes:
-        return ""
-    return f"the move takes {format_bytes(needed_bytes)} beside what is held, and {format_bytes(room_bytes)} are left"
-
-
-def _take_twins(held: Held) -> None:
-    """Allocate the moments of second copies of a parameter, which are no parts of their own."""
-    first = {id(share) for share in unique_shares(held.shares)}
-    for share in held.shares:
-        if id(share) not in first:
-            for moment in held.optimizer.state[share.local].values():
-                moment.untyped_storage().resize_(_storage_bytes(moment))
 
 
 def _places(storages: Storages) -> Places:
@@ -302,10 +288,9 @@ def _by_name(moves: Sequence[Move]) -> dict[str, list[Move]]:
 def _move_back(
     buckets: Sequence[Sequence[str]], by_name: dict[str, list[Move]], before: Storages, after: Storages
 ) -> None:
-    """Fill `before` again by the moves from `after`, which are not those forward: of a part that several ranks held,
-    one gave its content away.
-
-    Raises RuntimeError where even that cannot be: the run then starts again from its newest checkpoint."""
+    """Fill `before` again by the moves from `after`, which differ from those forward: of a part that several ranks
+    held, one sent its content. Raises RuntimeError where even that fails: the run then restarts from its newest
+    checkpoint."""
     for names in reversed(buckets):
         back = [move for name in names for move in by_name[name]]
         if error := _move(back, names, after, before, lambda: None):
@@ -337,10 +322,8 @@ class _Message:
 def _move(
     moves: Sequence[Move], names: Sequence[str], source: Storages, target: Storages, prepare: Callable[[], None]
 ) -> str | None:
-    """Move the tensors of a bucket; return why not, on every rank alike, where one of them has no memory for it.
-
-    Then nothing has changed.
-    """
+    """Move the tensors of a bucket; return the failure, the same on every rank, where one of them has no memory for it.
+    Then nothing has changed."""
     failure = ""
     outgoing = list[_Message]()
     incoming = list[_Message]()
@@ -364,7 +347,7 @@ def _move(
 
 
 def _pack(moves: Sequence[Move], source: Storages, target: Storages) -> tuple[list[_Message], list[_Message]]:
-    """-> (the messages of this rank, filled; those that it will get)."""
+    """-> (the messages of this rank, filled; those that it will receive)."""
     outgoing: dict[tuple[int, str], list[Move]] = defaultdict(list)
     incoming: dict[tuple[int, str], list[Move]] = defaultdict(list)
     own = dist.get_rank()
@@ -385,7 +368,7 @@ def _pack(moves: Sequence[Move], source: Storages, target: Storages) -> tuple[li
 
 
 def _exchange(outgoing: Sequence[_Message], incoming: Sequence[_Message]) -> None:
-    """Exchange the messages of each kind of device by themselves: torch batches one kind alone."""
+    """Exchange the messages of each kind of device separately: torch batches one kind alone."""
     operations = defaultdict[str, list[dist.P2POp]](list)
     for message in outgoing:
         sent = dist.P2POp(dist.isend, message.buffer, message.moves[0].target)
@@ -399,5 +382,5 @@ def _exchange(outgoing: Sequence[_Message], incoming: Sequence[_Message]) -> Non
 
 
 def _slice(part: TensorPart, move: Move) -> Tensor:
-    """A view of a part's slice; of a scalar the whole."""
+    """A view of a part's slice; for a scalar the whole."""
     return part.tensor[slices(move.spans, part.offsets)] if move.spans else part.tensor

@@ -35,7 +35,6 @@ from trainspec_cli.engine.checkpoint.files import (
     choose_owners,
     copy_twins,
     overlap,
-    read_held,
     rng_parts,
     set_rng,
     slices,
@@ -44,7 +43,6 @@ from trainspec_cli.engine.checkpoint.manifest import (
     About,
     CheckpointManifest,
     Chunk,
-    TensorEntry,
     WrittenPart,
     read_manifest,
     refused,
@@ -57,13 +55,12 @@ from trainspec_cli.engine.checkpoint.memory import (
     MemoryCopies,
     fetch,
     find_newest,
-    pin,
     plan_image,
-    unpin,
     view_bytes,
 )
 from trainspec_cli.engine.comm.json_collectives import agree_on_error, broadcast_json, errors_together, gather_json
-from trainspec_cli.engine.digest import NOT_FINITE, Mark, count_not_finite, elapsed_s, is_finite, mark, wait_for
+from trainspec_cli.engine.cuda_only import pin, unpin
+from trainspec_cli.engine.digest import NOT_FINITE, count_not_finite, elapsed_s, is_finite, mark, wait_for
 from trainspec_cli.engine.nf4 import Nf4, shapes_of
 from trainspec_cli.engine.shares import names_of, restore, split_quantised
 from trainspec_cli.recipe.records import convert
@@ -83,27 +80,12 @@ class Saved:
     about: About
     bytes: int
     blocked_s: float
-    """How long training waited."""
+    """The time that training waited."""
     written_s: float
     """The time from the start until it was whole on disk."""
     error: TrainspecError | None = None
     in_memory: bool = False
     """True if it is kept only in the nodes' memory."""
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A copy of the state for the writer."""
-
-    about: About
-    started: float
-    blocked_s: float
-    buffer: Tensor
-    begun: Mark
-    copied: Mark
-    """Updates follow the copies on the compute stream, so the host need not wait for them."""
-    slot: int
-    to_disk: bool
 
 
 class Saver:
@@ -118,10 +100,12 @@ class Saver:
         self._device = device
         self._keep_last = keep_last
         self._memory_location = memory
-        self._slot = 0
+        self.slot = 0
+        """The slot of the next copy in memory; the other one holds the newest, or what the run resumed from."""
         self.kept_step: int | None = None
-        """The checkpoint of this step is kept beside the last ones."""
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        """The checkpoint of this step is kept in addition to the last ones."""
+        self._rank = dist.get_rank()
+        self._world_size = dist.get_world_size()
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_enter_thread, initargs=(device,))
         self._pending: Future[Saved] | None = None
         self._token = ""
@@ -131,8 +115,7 @@ class Saver:
         self.wait()
         started = time.perf_counter()
         image = self._image
-        parts = self._own_parts()
-        saved = self._write(about, started, 0.0, image.stream(parts))
+        saved = self._write(about, started, 0.0, image.stream(self._own_parts()))
         size = broadcast_json(saved.bytes, lambda size: convert(int, size))
         error = agree_on_error(saved.error)
         taken_s = time.perf_counter() - started
@@ -143,10 +126,8 @@ class Saver:
         _ = self._image
 
     def save_alone(self, about: About, kept: Mapping[str, Tensor]) -> Saved:
-        """Write this rank's part of a checkpoint, while the others each do the same: nothing is exchanged.
-
-        `kept`: values by name that are written in place of the live ones.
-        """
+        """Write this rank's part of a checkpoint, while the others each do the same: nothing is exchanged. `kept`:
+        values by name that are written in place of the live ones."""
         assert "_image" in self.__dict__, "the ranks have agreed"
         self.wait()
         parts = [replace(part, tensor=kept.get(part.name, part.tensor)) for part in self._own_parts()]
@@ -156,15 +137,6 @@ class Saver:
         """Agree on which rank writes what, and allocate the copy; otherwise the first `begin` would be slow."""
         _ = self._memory or self._buffer
 
-    def keep_slot(self, slot: int) -> None:
-        """Use the other slot for the next copy in memory: this one holds the state that the run resumed from."""
-        self._slot = 1 - slot
-
-    @property
-    def newest_slot(self) -> int:
-        """The slot of the last copy in memory."""
-        return 1 - self._slot
-
     def begin(self, about: About, *, to_disk: bool = True) -> None:
         """Start a checkpoint in the background; the last one must have been taken by `take_finished`.
 
@@ -172,15 +144,26 @@ class Saver:
         """
         assert self._pending is None, "one checkpoint is written at a time"
         started = time.perf_counter()
-        slot = self._slot
-        self._slot = 1 - self._slot
+        slot = self.slot
+        self.slot = 1 - slot
         buffer = self._memory.open(slot) if self._memory else self._buffer
         begun = mark(on_gpu=on_chip(self._device))
         self._image.fill(buffer, self._own_parts())
         copied = mark(on_gpu=on_chip(self._device))
-        blocked_s = time.perf_counter() - started
-        copy = Copy(about, started, blocked_s, buffer, begun, copied, slot, to_disk)
-        self._pending = self._thread.submit(self._write_copy, copy)
+        copying_s = time.perf_counter() - started
+
+        def write() -> Saved:
+            # Updates follow the copies on the compute stream, so the host need not wait for them before.
+            wait_for(copied)
+            blocked_s = max(copying_s, elapsed_s(begun, copied))
+            if self._memory:
+                self._memory.share(slot, about)
+            if to_disk:
+                return self._write(about, started, blocked_s, [view_bytes(buffer)])
+            taken_s = time.perf_counter() - started
+            return Saved(about, self._image.bytes, blocked_s, taken_s, in_memory=True)
+
+        self._pending = self._thread.submit(write)
 
     @property
     def busy(self) -> bool:
@@ -202,22 +185,12 @@ class Saver:
         return self.take_finished()
 
     def close(self) -> None:
-        """Wait for what is being written, and let go of the copies' buffers."""
+        """Wait until nothing is being written, and release the copies' buffers."""
         self._thread.shutdown()
         if "_buffer" in self.__dict__:
             unpin(self._buffer, self._device)
         if self.__dict__.get("_memory"):
             self.__dict__["_memory"].close()
-
-    def _write_copy(self, copy: Copy) -> Saved:
-        wait_for(copy.copied)
-        blocked_s = max(copy.blocked_s, elapsed_s(copy.begun, copy.copied))
-        if self._memory:
-            self._memory.share(copy.slot, copy.about)
-        if copy.to_disk:
-            return self._write(copy.about, copy.started, blocked_s, [view_bytes(copy.buffer)])
-        taken_s = time.perf_counter() - copy.started
-        return Saved(copy.about, self._image.bytes, blocked_s, taken_s, in_memory=True)
 
     def _write(self, about: About, started: float, blocked_s: float, stream: Iterable[memoryview]) -> Saved:
         """Write this rank's part; rank 0 waits for all and publishes.
@@ -255,11 +228,19 @@ class Saver:
 
     @cached_property
     def _image(self) -> Image:
-        """This rank's file, agreed once by all ranks together with the token; another layout has a saver of its own."""
+        """This rank's file, agreed once by all ranks together with the token; another layout has another saver."""
         parts = self._all_parts()
         self._token = broadcast_json(secrets.token_hex(TOKEN_BYTES), _read_token)
         own = [[part.name, part.offsets, part.bytes] for part in parts]
-        owners = choose_owners(gather_json(own, read_held))
+        owners = choose_owners(
+            gather_json(
+                own,
+                lambda rows: {
+                    (convert(str, name), convert(tuple[int, ...], offsets)): convert(int, size)
+                    for name, offsets, size in rows
+                },
+            )
+        )
         return plan_image([part for part in parts if owners[part.name, part.offsets] == self._rank])
 
     @cached_property
@@ -315,7 +296,7 @@ class Restored:
 def load_newest(
     run_dir: RunDir, held: Held, device: torch.device, memory: CopyLocation | None = None
 ) -> Restored | None:
-    """Restore the newest whole checkpoint, on disk or (`memory`) in the nodes' memory; None if there is none.
+    """Restore the newest whole checkpoint, on disk or (`memory`) in the nodes' memory; None if no checkpoint exists.
 
     Called by all ranks together. Raises MachineError if it was altered.
     """
@@ -366,23 +347,18 @@ def load_weights(folder: Path, held: Held) -> None:
     Raises MachineError if the checkpoint is of another model.
     """
     manifest = read_manifest(folder)
-    in_full = _fill_quantised(folder, manifest, held)
-    parts = [part for part in held.parts() if part.name.startswith(PREFIX) and part.name not in in_full]
-    new = {part.name for part in parts if part.name.endswith(ADAPTERS) and part.name not in manifest.tensors}
-    fill_parts(folder, manifest, [part for part in parts if part.name not in new])
-    copy_twins(held.shares, held.optimizer)
-
-
-def _fill_quantised(folder: Path, manifest: CheckpointManifest, held: Held) -> set[str]:
-    """Quantise what `held` has in 4 bits and the checkpoint in full; -> the names of the parts so filled."""
-    filled: set[str] = set()
+    quantised = set[str]()  # parts that `held` has in 4 bits, and the checkpoint in full
     for matrix in split_quantised(held.shares)[1]:
         if f"{PREFIX}{matrix.name}" in manifest.tensors:
             full = torch.empty(matrix.full_shape)
             fill_parts(folder, manifest, [TensorPart.whole(f"{PREFIX}{matrix.name}", full)])
             matrix.fill(full)
-            filled |= {f"{PREFIX}{share.name}" for share in matrix.parts}
-    return filled
+            del full  # a large one is in memory once
+            quantised |= {f"{PREFIX}{share.name}" for share in matrix.parts}
+    parts = [part for part in held.parts() if part.name.startswith(PREFIX) and part.name not in quantised]
+    new = {part.name for part in parts if part.name.endswith(ADAPTERS) and part.name not in manifest.tensors}
+    fill_parts(folder, manifest, [part for part in parts if part.name not in new])
+    copy_twins(held.shares, held.optimizer)
 
 
 def read_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -393,14 +369,12 @@ def read_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
     tensors = {name: torch.empty(shape) for name, shape in shapes.items() if name not in quantised}
     parts = [TensorPart.whole(f"{PREFIX}{name}", tensor) for name, tensor in tensors.items()]
     fill_parts(folder, manifest, parts)
-    return tensors | {name: _read_quantised(folder, manifest, name, shapes[name]) for name in quantised}
-
-
-def _read_quantised(folder: Path, manifest: CheckpointManifest, name: str, shape: tuple[int, ...]) -> Tensor:
-    held = Nf4(*(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in shapes_of(*shape)))
-    names = (f"{PREFIX}{each}" for each in names_of(name))
-    fill_parts(folder, manifest, [TensorPart.whole(*each) for each in zip(names, held, strict=True)])
-    return restore(held)
+    for name in quantised:
+        held = Nf4(*(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in shapes_of(*shapes[name])))
+        names = (f"{PREFIX}{each}" for each in names_of(name))
+        fill_parts(folder, manifest, [TensorPart.whole(*each) for each in zip(names, held, strict=True)])
+        tensors[name] = restore(held)
+    return tensors
 
 
 # Only overlapping slices are read, and nothing is unpickled
@@ -423,27 +397,17 @@ def fill_parts(folder: Path, manifest: CheckpointManifest, parts: Sequence[Tenso
     with ExitStack() as stack:
         opened: dict[str, safe_open] = {}
         for part in parts:
-            chunks = _entry_of(folder, manifest, part).chunks
-            filled = sum(_copy_chunk(folder, opened, stack, part, chunk) for chunk in chunks)
+            entry = manifest.tensors.get(part.name)
+            if entry is None:
+                raise refused(folder, f"it holds no {part.name}: it is of another model or optimizer", OTHER_STATE)
+            dtype = CODES[part.tensor.dtype]
+            if (entry.dtype, entry.shape) != (dtype, part.full_shape):
+                there = f"{entry.dtype} {list(entry.shape)}"
+                here = f"{dtype} {list(part.full_shape)}"
+                raise refused(folder, f"{part.name} is {there} there, and {here} in this run", OTHER_STATE)
+            filled = sum(_copy_chunk(folder, opened, stack, part, chunk) for chunk in entry.chunks)
             if filled != part.tensor.numel():
                 raise refused(folder, f"it holds {filled:,} of the {part.tensor.numel():,} elements of {part.name}")
-
-
-def _entry_of(folder: Path, manifest: CheckpointManifest, part: TensorPart) -> TensorEntry:
-    entry = manifest.tensors.get(part.name)
-    if entry is None:
-        raise refused(folder, f"it holds no {part.name}: it is of another model or optimizer", OTHER_STATE)
-    found = (entry.dtype, entry.shape)
-    wanted = (CODES[part.tensor.dtype], part.full_shape)
-    if found != wanted:
-        raise refused(
-            folder, f"{part.name} is {_describe(*found)} there, and {_describe(*wanted)} in this run", OTHER_STATE
-        )
-    return entry
-
-
-def _describe(dtype: str, shape: tuple[int, ...]) -> str:
-    return f"{dtype} {list(shape)}"
 
 
 def _copy_chunk(folder: Path, opened: dict[str, safe_open], stack: ExitStack, part: TensorPart, chunk: Chunk) -> int:

@@ -42,7 +42,7 @@ NO_STEP, LARGEST_STEP, NOT_FINITE = 0, 254, 255
 """Codes of a block's step in four bits."""
 STEPS_OF_AN_OCTAVE = 8
 TOO_SMALL = torch.finfo(torch.float32).tiny
-"""A smaller scale is none: dividing by it may overflow."""
+"""A smaller scale counts as 0: dividing by it may overflow."""
 
 
 class Codec(Protocol):
@@ -55,7 +55,7 @@ class Codec(Protocol):
 
     @property
     def feeds_back(self) -> bool:
-        """Return whether what it loses of a gradient is worth adding to the next one."""
+        """Return whether its error in a gradient is worth adding to the next one."""
         ...
 
     def encode(self, x_RN: Tensor) -> Tensor:
@@ -139,7 +139,8 @@ class FourBits:
         codes_RK = codes_RK.to(torch.uint8)
         per_step_RK = _inverse(_steps(codes_RK, largest_R1))
         integers_RKV = (x_RKV * per_step_RK[..., None]).floor_().clamp_(-HALF, HALF - 1)
-        packed_RB = _pack((integers_RKV + HALF).to(torch.uint8)).view(rows, -1)
+        low, high = (integers_RKV + HALF).to(torch.uint8).chunk(2, dim=-1)
+        packed_RB = (low | (high << 4)).view(rows, -1)
         return torch.cat([largest_R1.view(torch.uint8), codes_RK, packed_RB], dim=1)
 
     def decode(self, wire_RB: Tensor, values: int) -> Tensor:
@@ -154,7 +155,8 @@ class FourBits:
         blocks = -(-values // self.block)
         largest, codes_RK, packed = wire_RB.split([STEP_BYTES, blocks, blocks * self.block // 2], dim=1)
         steps_RK = _steps(codes_RK, largest.flatten().clone().view(torch.float32)[:, None])
-        middles_RKV = _unpack(packed.reshape(rows, blocks, -1)) - (HALF - 0.5)
+        pairs = packed.reshape(rows, blocks, -1)
+        middles_RKV = torch.cat([pairs & NIBBLE, pairs >> 4], dim=-1) - (HALF - 0.5)
         return (middles_RKV * steps_RK[..., None]).view(rows, -1)
 
 
@@ -185,16 +187,6 @@ def _fractions(device: torch.device) -> Tensor:
     return torch.tensor([0.0, *parts[1:], torch.nan], device=device)
 
 
-def _pack(nibbles: Tensor) -> Tensor:
-    """Put the two halves of each block's integers into one byte each."""
-    low, high = nibbles.chunk(2, dim=-1)
-    return low | (high << 4)
-
-
-def _unpack(packed: Tensor) -> Tensor:
-    return torch.cat([packed & NIBBLE, packed >> 4], dim=-1)
-
-
 def _rotate(x: Tensor) -> Tensor:
     return (x.reshape(-1, ROTATED) @ _hadamard(x.device)).view(x.shape)
 
@@ -211,9 +203,9 @@ def _hadamard(device: torch.device) -> Tensor:
 # Bytes that this process has written to its peers, counted by the kernel at the process's own TCP sockets.
 #
 # gloo carries every collective of a CPU run over TCP, also between ranks of one node. For each connection the kernel
-# counts the bytes sent, those sent again, and those that still wait in its buffer (`TCP_INFO`, linux/tcp.h): the first
-# less the second, plus the third, is what was written to it, without the headers of TCP and IP. NCCL's traffic goes by
-# other ways, so that nothing is counted of a run on GPUs.
+# counts the bytes sent, those retransmitted, and those that still wait in its buffer (`TCP_INFO`, linux/tcp.h): the
+# first minus the second, plus the third, is what was written to it, without the headers of TCP and IP. NCCL's traffic
+# does not use these sockets, so that nothing is counted in a run on GPUs.
 
 
 NOT_SENT_OFFSET, SENT_OFFSET, RETRANSMITTED_OFFSET, INFO_BYTES = 144, 200, 208, 216
@@ -221,32 +213,31 @@ NOT_SENT_OFFSET, SENT_OFFSET, RETRANSMITTED_OFFSET, INFO_BYTES = 144, 200, 208, 
 LARGEST_INFO_BYTES = 512
 ESTABLISHED = 1
 """The first byte of `struct tcp_info`, the state (`TCP_ESTABLISHED`, net/tcp_states.h)."""
+LIBC = ctypes.CDLL(None)
 OTHER = "other"
 Connection = tuple[int, int]
-"""A descriptor and its inode, which together tell a connection from a later one."""
+"""A descriptor and its inode, which together distinguish a connection from a later one."""
 
 
 @dataclass
 class WireMeter:
-    """Divides what is written by purpose; `other` is all that no purpose claims.
-
-    Connections are asked by their descriptors and never held: a peer must notice when gloo lets go of one.
-    """
+    """Divides the written bytes by purpose; `other` is the rest. Connections are read through their descriptors and
+    never held: a peer must notice when gloo closes one."""
 
     counted: Counter[str] = field(default_factory=Counter)
     _written: dict[Connection, int] = field(default_factory=dict)
     _reserved: dict[Connection, str] = field(default_factory=dict)
-    """Connections whose bytes have a purpose, whatever goes on meanwhile."""
+    """Connections whose bytes have a purpose, whatever happens meanwhile."""
 
     def find_connections(self) -> None:
-        """Look for connections that are new, or gone; what the new ones have written so far is `other`."""
+        """Find connections that are new, or gone; what the new ones have written so far is `other`."""
         self._count(OTHER)
         self._written = {connection: self._written.get(connection, 0) for connection in open_connections()}
         self._count(OTHER)
 
     @contextmanager
     def purpose(self, name: str) -> Iterator[None]:
-        """Count what is written inside as `name`."""
+        """Count the bytes written during the block as `name`."""
         self._count(OTHER)
         try:
             yield
@@ -254,7 +245,8 @@ class WireMeter:
             self._count(name)
 
     def reserve(self, connections: Iterable[Connection], purpose: str) -> None:
-        """Count what is written to `connections` as `purpose` until `release`, beside all that others carry."""
+        """Count the bytes written to `connections` as `purpose` until `release`, in addition to what all others
+        carry."""
         self._count(OTHER)
         self._reserved |= dict.fromkeys(connections, purpose)
 
@@ -269,59 +261,45 @@ class WireMeter:
 
     def _count(self, name: str) -> None:
         for connection, before in self._written.items():
-            written = _written_bytes(connection)
-            if written is not None and written >= before:
+            info = read_tcp_info(connection)
+            if info is None:
+                continue
+            (waiting,) = struct.unpack_from("=I", info, NOT_SENT_OFFSET)
+            sent, again = struct.unpack_from("=QQ", info, SENT_OFFSET)
+            written = int(sent - again + waiting)
+            if written >= before:  # less if the kernel has given the descriptor to a new connection
                 self.counted[self._reserved.get(connection, name)] += written - before
                 self._written[connection] = written
 
 
 def open_connections() -> Iterator[Connection]:
-    """Yield the process's TCP connections, but for those to the rendezvous server, which carry no collectives."""
+    """Yield the process's TCP connections, except those to the rendezvous server, which carry no collectives."""
     server = os.environ.get(RENDEZVOUS, "").rpartition(":")[2]
-    with suppress(OSError):  # of a process without a descriptor to spare, say
+    with suppress(OSError):  # for example of a process without a free descriptor
         for entry in list(Path("/proc/self/fd").iterdir()) if sys.platform == "linux" else ():
-            with suppress(OSError):  # closed meanwhile, or no socket
-                if _peer_port(int(entry.name)) != server:
+            with suppress(OSError):  # closed meanwhile, or not a socket
+                with borrow(int(entry.name)) as end:
+                    end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)  # raises for a socket that is not TCP's
+                    is_of_peer = str(end.getpeername()[1]) != server
+                if is_of_peer:
                     yield int(entry.name), entry.stat().st_ino
 
 
 def end_connections() -> None:
-    """Shut the process's connections to its peers: whoever waits at one of them, here or there, gets an error."""
+    """Shut the process's connections to its peers: every wait on one of them, here or there, ends with an error."""
     for descriptor, _ in open_connections():
         with suppress(OSError), borrow(descriptor) as end:  # closed meanwhile
             end.shutdown(socket.SHUT_RDWR)
 
 
-def _peer_port(descriptor: int) -> str:
-    """Return the port at the other end of a TCP connection. Raises OSError for any other descriptor."""
-    with borrow(descriptor) as end:
-        end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
-        return str(end.getpeername()[1])
-
-
 @contextmanager
 def borrow(descriptor: int) -> Iterator[socket.socket]:
-    """Yield the socket of a descriptor, which stays open after it. Raises OSError where it is no socket."""
+    """Yield the socket of a descriptor, which stays open after it. Raises OSError if it is not a socket."""
     borrowed = socket.socket(fileno=descriptor)
     try:
         yield borrowed
     finally:
         borrowed.detach()
-
-
-def _written_bytes(connection: Connection) -> int | None:
-    """Return what was written to a TCP connection since it was opened; None where it is closed."""
-    info = read_tcp_info(connection)
-    if info is None:
-        return None
-    (waiting,) = struct.unpack_from("=I", info, NOT_SENT_OFFSET)
-    sent, again = struct.unpack_from("=QQ", info, SENT_OFFSET)
-    return int(sent - again + waiting)
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
 
 
 def is_established(connection: Connection) -> bool:
@@ -331,12 +309,12 @@ def is_established(connection: Connection) -> bool:
 
 
 def read_tcp_info(connection: Connection) -> bytes | None:
-    """Return the kernel's `struct tcp_info` of a connection, as long as this kernel makes it; None where it is closed,
-    even if another one has its descriptor by now, or the kernel older than 4.19."""
+    """Return the kernel's `struct tcp_info` of a connection, in this kernel's length; None if it is closed, even if
+    another one has its descriptor by now, or if the kernel is older than 4.19."""
     descriptor, inode = connection
     info = ctypes.create_string_buffer(LARGEST_INFO_BYTES)
     size = ctypes.c_uint(LARGEST_INFO_BYTES)
-    failed = _libc().getsockopt(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(size))
+    failed = LIBC.getsockopt(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(size))
     if failed or size.value < INFO_BYTES:
         return None
     with suppress(OSError):  # closed meanwhile

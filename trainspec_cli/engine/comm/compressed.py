@@ -1,14 +1,14 @@
 """Sums of gradients over ranks that travel in few bits, and are never added up in them.
 
-Each rank encodes what every other rank is to sum; all-to-all; each decodes what it got and adds it up in fp32, in the
+Each rank encodes the parts that the other ranks sum; all-to-all; each decodes what it got and sums it in fp32, in the
 order of ranks and its own part last, so that the same gradients give the same bits. For an all-reduce the sums are
-encoded and gathered likewise (ZeRO++, arXiv:2306.10209).
+encoded and gathered in the same way (ZeRO++, arXiv:2306.10209).
 
-What the encoding loses, the rank adds to its later gradients (error feedback). Where e is all that was lost and not
-sent since, q = Q(g + a e) is sent, and e becomes e + g - q: after any number of steps, what was sent and e together are
-the sum of all gradients, and e is at most 1 / a times what one encoding loses. If an encoding loses the mean square v,
-each time anew, q differs from g by v (1 + a / (2 - a)): by twice v where all comes back at once, by little more than v
-with a small a. Adam counts that as squares of gradients, and makes smaller updates for it.
+The rank adds the encoding's error to its later gradients (error feedback). With e the error that is not sent yet, q =
+Q(g + a e) is sent, and e becomes e + g - q: after any number of steps, what was sent and e together are the sum of all
+gradients, and e is at most 1 / a times the error of one encoding. If an encoding loses the mean square v, each time
+anew, q differs from g by v (1 + a / (2 - a)): by twice v if all of e comes back at once, by little more than v with a
+small a. Adam counts that as squares of gradients, and makes smaller updates for it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from trainspec_cli.engine.comm.codec import GRADIENT_CODECS, Codec
 from trainspec_cli.engine.comm.exchange import all_gather
 
 RETURNED = 1 / 8
-"""The part of what was lost that an exchange sends (a)."""
+"""The fraction of the error that an exchange sends (a)."""
 
 
 class RowExchange(Protocol):
-    """A carrier of rows of bytes between the ranks of a group."""
+    """Carries rows of bytes between the ranks of a group."""
 
     @property
     def size(self) -> int: ...
@@ -39,7 +39,7 @@ class RowExchange(Protocol):
     def rank(self) -> int: ...
 
     def swap_rows(self, sent_RB: Tensor) -> Tensor:
-        """Send row i to rank i, and return what the ranks have sent to this one, by rank."""
+        """Send row i to rank i, and return the rows that the ranks have sent to this one, by rank."""
         ...
 
     def gather_rows(self, own_B: Tensor) -> Tensor:
@@ -73,36 +73,36 @@ class GroupWire:
 
 
 class Feedback:
-    """The part that encoding has lost of one rank's gradients in one exchange, in bf16, to be added to the next ones.
+    """The encoding error of one rank's gradients in one exchange, in bf16, which is added to the next ones.
 
-    A step that does not count (not finite, or not agreed on) leaves it as it was before: what the step's exchanges lose
-    lies beside it until the step is settled.
+    A step that does not count (not finite, or not agreed on) leaves it as it was before: the errors of the step's
+    exchanges are kept separately until the step is committed or discarded.
     """
 
     def __init__(self, values: int, device: torch.device):
-        self.settled = torch.zeros(values, dtype=torch.bfloat16, device=device)
-        """As of the last update: what a checkpoint holds."""
-        self._running = torch.zeros_like(self.settled)
+        self.committed = torch.zeros(values, dtype=torch.bfloat16, device=device)
+        """As of the last update: the part that a checkpoint holds."""
+        self._running = torch.zeros_like(self.committed)
         self._is_running = False
 
     @property
     def newest(self) -> Tensor:
-        return self._running if self._is_running else self.settled
+        return self._running if self._is_running else self.committed
 
     def keep(self, lost: Tensor) -> None:
         self._running.copy_(lost)
         self._is_running = True
 
     def add(self, start: int, lost: Tensor) -> None:
-        """Add to what `keep` was given last, from `start` on; what lies beyond the end is padding."""
+        """Add to the last argument of `keep`, from `start` on; what lies beyond the end is padding."""
         place = self._running[start : start + len(lost)]
         place += lost[: len(place)].to(place.dtype)
 
-    def settle(self, skipped: Tensor) -> None:
-        """The step is over; `skipped` (a number on any device) is not 0 where it has updated nothing."""
+    def end_step(self, skipped: Tensor) -> None:
+        """The step is over; `skipped` (a number on any device) is not 0 if it has updated nothing."""
         if self._is_running:
-            stays = skipped.to(self.settled.device).bool()
-            self.settled.copy_(torch.where(stays, self.settled, self._running))
+            stays = skipped.to(self.committed.device).bool()
+            self.committed.copy_(torch.where(stays, self.committed, self._running))
         self._is_running = False
 
     def discard(self) -> None:
@@ -110,20 +110,20 @@ class Feedback:
         self._is_running = False
 
     def clear(self) -> None:
-        self.settled.zero_()
+        self.committed.zero_()
         self._is_running = False
 
 
 @dataclass(frozen=True)
 class CompressedSum:
-    """One exchange of a step, always of as many values."""
+    """One exchange of a step, always with the same number of values."""
 
     codec: Codec
     feedback: Feedback | None
-    """None for formats that lose too little."""
+    """None for formats whose error is too small."""
 
     def reduce_scatter(self, x_RN: Tensor, wire: RowExchange) -> Tensor:
-        """Return the sum over the ranks of the row of this one, (N,) in fp32; `x_RN` is a row for each rank."""
+        """Return the sum over the ranks of this rank's row, (N,) in fp32; `x_RN` is a row for each rank."""
         return self._sum_rows(x_RN, x_RN.numel(), wire)
 
     def all_reduce_(self, x: Tensor, wire: RowExchange) -> None:
@@ -137,7 +137,7 @@ class CompressedSum:
         x.copy_(self.codec.decode(wire.gather_rows(sent_1B[0]), row).view(-1)[:values].view_as(x))
 
     def _sum_rows(self, x_RN: Tensor, values: int, wire: RowExchange) -> Tensor:
-        """`values`: how many of `x_RN` are no padding."""
+        """`values`: how many of `x_RN` are not padding."""
         rows, row = x_RN.shape
         x_RN = x_RN.float()
         if self.feedback is None:
@@ -151,7 +151,7 @@ class CompressedSum:
         return self._sum_received(wanted_RN[wire.rank], sent_RB, wire)
 
     def _sum_received(self, own_N: Tensor, sent_RB: Tensor, wire: RowExchange) -> Tensor:
-        """Exchange rows and add up those for this rank: its own, which does not travel, is not encoded."""
+        """Exchange rows and sum those for this rank: its own, which does not travel, is not encoded."""
         received_RB = wire.swap_rows(sent_RB)
         others_RB = torch.cat([received_RB[: wire.rank], received_RB[wire.rank + 1 :]])
         return self.codec.sum(others_RB, len(own_N)).add_(own_N)
@@ -159,38 +159,39 @@ class CompressedSum:
 
 @dataclass(frozen=True)
 class Compression:
-    """The formats of a rank's exchanges of gradients, and what they have lost."""
+    """The formats of a rank's exchanges of gradients, and their errors."""
 
     inside: str = "full"
-    """The format where all ranks are of one node."""
+    """The format between ranks of one node."""
     across: str = "full"
     is_inside: Callable[[dist.ProcessGroup], bool] = lambda group: True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     feedbacks: dict[str, Feedback] = field(default_factory=dict)
     """Feedbacks by the exchange's name, which is the same in every start of the same layout."""
     saved_as: str = ""
-    """The beginning of a checkpoint's names of this rank's feedback: they hold the layout, in which alone it means
-    something. Empty where checkpoints do not hold it."""
+    """Prefix of a checkpoint's names of this rank's feedback: it contains the layout, since the feedback is valid only
+    in that. Empty where checkpoints do not hold it."""
 
     @property
     def is_off(self) -> bool:
-        """Return whether gradients travel as they are everywhere."""
+        """Return whether gradients are sent uncompressed everywhere."""
         return self.inside == self.across == "full"
 
     @property
     def feeds_back(self) -> bool:
-        """Return whether some format keeps what it loses."""
+        """Return whether some format has error feedback."""
         codecs = (GRADIENT_CODECS.get(name) for name in (self.inside, self.across))
         return any(codec is not None and codec.feeds_back for codec in codecs)
 
     @property
     def saved(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds, by name."""
+        """Return the entries for a checkpoint, by name."""
         names = self.feedbacks if self.saved_as else ()
-        return {f"feedback.{self.saved_as}.{name}": self.feedbacks[name].settled for name in names}
+        return {f"feedback.{self.saved_as}.{name}": self.feedbacks[name].committed for name in names}
 
     def of_group(self, name: str, values: int, group: dist.ProcessGroup) -> CompressedSum | None:
-        """Return the exchange `name` of `values` gradients over `group`; None where they travel as they are, or not."""
+        """Return the exchange `name` of `values` gradients over `group`; None where they are sent uncompressed, or not
+        at all."""
         return None if group.size() == 1 else self.of(name, values, inside=self.is_inside(group))
 
     def of(self, name: str, values: int, *, inside: bool) -> CompressedSum | None:
@@ -201,9 +202,9 @@ class Compression:
             self.feedbacks[name] = Feedback(values, self.device)
         return CompressedSum(codec, self.feedbacks.get(name))
 
-    def settle(self, skipped: Tensor) -> None:
+    def end_step(self, skipped: Tensor) -> None:
         for feedback in self.feedbacks.values():
-            feedback.settle(skipped)
+            feedback.end_step(skipped)
 
     def discard(self) -> None:
         for feedback in self.feedbacks.values():

@@ -22,13 +22,14 @@ Purpose = Literal["gradients", "parameters"]
 
 class TimeCollective(Protocol):
     """Called around an exchange with the bytes that this rank sends in it; None on every rank of the group for a
-    message next to nothing."""
+    negligible message."""
 
     def __call__(self, sent_bytes: float | None = None, /) -> AbstractContextManager[bool]:
-        """Yields whether the exchange has to be done inside, also one that could go on beside other work."""
+        """Yields whether the exchange must be complete at the end of the block, even if it could overlap with other
+        work."""
 
 
-# torch 2.13 renamed them; 2.11 has the old names alone.
+# torch 2.13 renamed them; 2.11 has only the old names.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -40,8 +41,8 @@ def is_on_gloo(group: dist.ProcessGroup | None = None) -> bool:
 def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup, **options: Any) -> None:
     """Sum `whole`, a row for each rank, over the ranks; each gets the sum of its own row in `output`.
 
-    On gloo the ranks swap rows and add up their own in fp32, in the order of ranks. gloo's own reduce-scatter is an
-    all-reduce, of twice the bytes, in which the order hangs on where in the message a value lies.
+    On gloo the ranks swap rows and sum their own in fp32, in the order of ranks. gloo's own reduce-scatter is an
+    all-reduce, with twice the bytes, in which the order depends on the position of a value in the message.
     """
     if not is_on_gloo(group):
         _reduce_scatter(output, whole, group=group, **options)
@@ -57,8 +58,8 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup, **op
 
 
 def all_reduce_(x: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum contiguous `x` over the ranks, in place. On gloo the sum is made in the order of ranks, wherever in a message
-    a value lies."""
+    """Sum contiguous `x` over the ranks, in place. On gloo the sum is made in the order of ranks, whatever the position
+    of a value in the message."""
     if is_on_gloo(group):
         _sum_by_rows(x, group, ())
     else:
@@ -75,7 +76,8 @@ def sum_in_tiers(x: Tensor, levels: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _sum_by_rows(x: Tensor, group: dist.ProcessGroup, beyond: Sequence[dist.ProcessGroup]) -> None:
-    """Sum contiguous `x` over the ranks, in place: each sums a row, over the levels beyond too, and all get them."""
+    """Sum contiguous `x` over the ranks, in place: each sums a row, also over the outer levels, and all get the
+    sums."""
     flat = x.view(-1)
     missing = -len(flat) % group.size()
     whole = pad(flat, (0, missing)) if missing else flat
@@ -83,20 +85,16 @@ def _sum_by_rows(x: Tensor, group: dist.ProcessGroup, beyond: Sequence[dist.Proc
     reduce_scatter(own, whole, group=group)
     if beyond:
         sum_in_tiers(own, beyond)
-    _gather_rows(whole, own, group)
-    if missing:
-        flat.copy_(whole[:-missing])
-
-
-def _gather_rows(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
     if is_on_gloo(group):  # in one step; gloo's own gather passes rows on, rank by rank
         swap_rows(whole.view(group.size(), -1), own.view(1, -1).expand(group.size(), -1), group)
     else:
         all_gather(whole, own, group=group)
+    if missing:
+        flat.copy_(whole[:-missing])
 
 
 def sent_bytes(whole_bytes: float, ranks: int) -> float:
-    """Return what one of so many ranks sends of the whole in a gather, a reduce-scatter or an all-to-all: all but its
+    """Return what one of `ranks` ranks sends of the whole in a gather, a reduce-scatter or an all-to-all: all but its
     own part. A sum over the ranks takes twice that."""
     return whole_bytes * (ranks - 1) / ranks
 
@@ -104,7 +102,7 @@ def sent_bytes(whole_bytes: float, ranks: int) -> float:
 def swap_rows(received_RB: Tensor, sent_RB: Tensor, group: dist.ProcessGroup) -> None:
     """Send row i to rank i and fill the rows received, by rank; on gloo.
 
-    Receives are posted first: between two ranks, gloo's own all-to-all queues the word that it is ready to receive
+    Receives are posted first: gloo's own all-to-all queues, between two ranks, the notice that it is ready to receive
     behind the data that it sends, so that one direction often waits for the other.
     """
     rank = group.rank()
@@ -119,14 +117,12 @@ def swap_rows(received_RB: Tensor, sent_RB: Tensor, group: dist.ProcessGroup) ->
 
 @dataclass(frozen=True)
 class Tiers:
-    """The ranks of a group that lies on several elements of the network's tiers, as many of them on each: a sum is made
-    inside elements first, so that each rank exchanges its part alone with others (Thakur et al. 2005 in each tier).
-
-    Ranks are added up in another order than by one all-reduce over all of them.
-    """
+    """The ranks of a group on several elements of the network's tiers, the same number on each: a sum is made inside
+    elements first, so that each rank exchanges only its part with others (Thakur et al. 2005 in each tier). The order
+    of the sum differs from one all-reduce over all of them."""
 
     levels: tuple[dist.ProcessGroup, ...]
-    """This rank's groups, innermost first: those of its own element, then of each tier those of its number in every
+    """This rank's groups, innermost first: those of its own element, then for each tier those with its number in every
     element of the tier below."""
 
     def sum_(self, x: Tensor) -> None:
@@ -150,7 +146,7 @@ class Peers:
     group: dist.ProcessGroup
     time: TimeCollective
     tiers: Tiers | None = None
-    """Tiers in which `sum_` adds up; None: one all-reduce."""
+    """Tiers of `sum_`; None: one all-reduce."""
 
     @property
     def size(self) -> int:

@@ -1,8 +1,8 @@
 """Workers that torchrun forks after it has imported the engine once, instead of starting Python for each of them.
 
-Importing torch and the engine takes some three seconds of CPU in every process, and as many reads of a shared file
-system. A forked worker begins in milliseconds, and the ranks of a node share the memory of what was imported. Nothing
-may start a thread or touch a GPU before the fork: the parent imports, and does no more.
+Importing torch and the engine takes about three seconds of CPU in every process, and as many reads of a shared file
+system. A forked worker begins in milliseconds, and the ranks of a node share the memory of the imports. Nothing may
+start a thread or touch a GPU before the fork: the parent only imports.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import NoReturn
 import torch
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.numa.binding import NumaOptions
 
 from trainspec_cli.core.environment_names import RANK, rank_title
 from trainspec_cli.engine.accelerators import on_chip, own_stream, synchronise_stream
@@ -40,11 +39,11 @@ POLL_S = 0.01
 
 
 class ForkedProcess:
-    """A forked child with what torchrun uses of `subprocess.Popen`."""
+    """A forked child with the part of `subprocess.Popen` that torchrun uses."""
 
     def __init__(self, program: Callable[[], None], environment: Mapping[str, str], stdout: int, stderr: int):
-        """Run `program` in a child of this process that leads a session of its own, with this environment and these
-        descriptors for its output. Returns when the child is a session's leader and bears its rank's title."""
+        """Run `program` in a child of this process that leads its own session, with this environment and these
+        descriptors for its output. Returns when the child is a session's leader and has its rank's title."""
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
@@ -81,13 +80,20 @@ def _run_as_process(
     outputs: tuple[int, int],
     mask: set[int | signal.Signals],
 ) -> NoReturn:
-    """Run `program` as a new process would, with nothing left of the parent's signal handlers and files, and exit."""
+    """Run `program` as a new process would, without the parent's signal handlers and files, and exit."""
     code = 1
     try:
         os.setsid()
         Path("/proc/self/comm").write_text(rank_title(environment[RANK]))
-        _redirect(outputs)
-        _reset_signals(mask)
+        for descriptor, own in zip(outputs, (sys.stdout, sys.stderr), strict=True):
+            os.dup2(descriptor, own.fileno())
+            own.reconfigure(write_through=True)  # type: ignore[union-attr]
+        # The parent waits for one of the other descriptors, and a peer must see that the parent is gone.
+        os.closerange(3, 1 + max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()))
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.environ.clear()
         os.environ.update(environment)
         code = _exit_code_of(program)
@@ -99,22 +105,6 @@ def _run_as_process(
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     finally:
         os._exit(code)
-
-
-def _redirect(outputs: tuple[int, int]) -> None:
-    """Write to the two descriptors from now on, and close all others: the parent waits for one, and the other end of a
-    connection is to see that the parent is gone."""
-    for descriptor, own in zip(outputs, (sys.stdout, sys.stderr), strict=True):
-        os.dup2(descriptor, own.fileno())
-        own.reconfigure(write_through=True)  # type: ignore[union-attr]
-    os.closerange(3, 1 + max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()))
-
-
-def _reset_signals(mask: set[int | signal.Signals]) -> None:
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _exit_code_of(program: Callable[[], None]) -> int:
@@ -135,57 +125,41 @@ def _exit_code_of(program: Callable[[], None]) -> int:
 ENGINE = "trainspec_cli.engine"
 TOOLS = "trainspec_cli.engine.tools"
 WITHOUT_CUDA_CONTEXT = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""The variable with which a query for a GPU leaves CUDA alone, which does not survive a fork once it has begun."""
+"""The variable with which a GPU query does not initialise CUDA, which does not survive a fork afterwards."""
 
 
 def fork_workers(module: str, arguments: Sequence[str]) -> None:
-    """Let torchrun fork its workers where `module` is the engine's own; any other program is started as ever.
-
-    Only on Linux: elsewhere system libraries do not survive a fork.
-    """
+    """Let torchrun fork its workers where `module` is the engine's own; it starts any other program as usual. Only on
+    Linux: elsewhere system libraries do not survive a fork."""
     if sys.platform != "linux" or module not in (ENGINE, TOOLS):
         return
     os.environ.setdefault(WITHOUT_CUDA_CONTEXT, "1")
-    with contextlib.suppress(Exception):  # the workers meet the same error, and say so where a worker's errors belong
+    with contextlib.suppress(Exception):  # the workers meet the same error, and report it in a worker's place
         import_module(f"{ENGINE}.run.worker" if module == ENGINE else f"{TOOLS}.{arguments[0]}")
-    gc.freeze()  # the workers' collections leave alone what they all share
-    api.get_subprocess_handler = _forking_handler
+    gc.freeze()  # garbage collection in the workers does not touch what they all share
+    api.get_subprocess_handler = _ForkingHandler  # type: ignore[assignment]  # torch gives every argument by its name
 
 
 class _ForkingHandler(SubprocessHandler):
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> ForkedProcess:  # type: ignore[override]
         assert self._stdout and self._stderr, "torchrun is asked to write both outputs to files"
         module = args.index("-m") + 1
-        return ForkedProcess(
-            lambda: _run_module(args[module], args[module + 1 :]), env, self._stdout.fileno(), self._stderr.fileno()
-        )
+
+        def program() -> None:
+            sys.argv = list(args[module:])
+            runpy.run_module(args[module], run_name="__main__", alter_sys=True)
+
+        return ForkedProcess(program, env, self._stdout.fileno(), self._stderr.fileno())
 
 
-def _forking_handler(
-    entrypoint: str,
-    args: tuple[str, ...],
-    env: dict[str, str],
-    stdout: str,
-    stderr: str,
-    local_rank_id: int,
-    numa_options: NumaOptions | None = None,
-) -> SubprocessHandler:
-    return _ForkingHandler(entrypoint, args, env, stdout, stderr, local_rank_id, numa_options)
-
-
-def _run_module(module: str, arguments: Sequence[str]) -> None:
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-# Work in a thread of its own, one piece after another, while the main thread computes.
+# Work in another thread, one piece after another, while the main thread computes.
 
 
 UNHEARD_S = 10.0
 
 
 class Background:
-    """Runs what it is given in the order in which it came. The end of the process does not wait for it."""
+    """Runs its tasks in order. The end of the process does not wait for it."""
 
     def __init__(
         self,
@@ -195,8 +169,8 @@ class Background:
         give_up: Callable[[], object] | None = None,
     ):
         """`note` is called with the times when each piece began and ended, on the host's clock. `start` waits while
-        `most_waiting` pieces have not begun; 0: it never does. `give_up` is called where the main thread has not heard
-        of an error for `UNHEARD_S`: it may wait for other ranks, and they for what was not run."""
+        `most_waiting` pieces have not begun; 0: it never does. `give_up` is called if the main thread has not received
+        an error for `UNHEARD_S`: it may wait for other ranks, and they for what was not run."""
         self._device = device
         self._note = note
         self._give_up = give_up
@@ -206,8 +180,8 @@ class Background:
         self._error: BaseException | None = None
 
     def start(self, act: Callable[[], None], after: Callable[[], object] = lambda: None) -> None:
-        """Run `act` after what was started before it, once the device has done what the current stream has to do, and
-        when `after` has returned. Raises the first error of what was started before."""
+        """Run `act` after the pieces that were started before it, once the device has finished the work of the current
+        stream, and when `after` has returned. Raises the first error of an earlier piece."""
         if self._error is not None:
             self.wait()
         if self._thread is None:
@@ -217,13 +191,13 @@ class Background:
         self._given.put(lambda: self._run(act, reached, after))
 
     def wait(self) -> None:
-        """Wait until all is done. Raises the first error; what was started after it has not been run."""
+        """Wait until all is done. Raises the first error; pieces that were started after it have not been run."""
         self._given.join()
         if (error := self.take_error()) is not None:
             raise error
 
     def take_error(self) -> BaseException | None:
-        """Return the first error, which nobody has to hear of any more."""
+        """Return the first error, which is then considered handled."""
         error = self._error
         self._error = None
         if self._unheard is not None:
@@ -244,15 +218,12 @@ class Background:
                         act()
                 except BaseException as error:  # the main thread raises it
                     self._error = error
-                    self._await_main()
+                    if self._give_up is not None:
+                        self._unheard = threading.Timer(UNHEARD_S, self._give_up)
+                        self._unheard.daemon = True
+                        self._unheard.start()
                 del act  # it holds tensors
                 self._given.task_done()
-
-    def _await_main(self) -> None:
-        if self._give_up is not None:
-            self._unheard = threading.Timer(UNHEARD_S, self._give_up)
-            self._unheard.daemon = True
-            self._unheard.start()
 
     def _run(self, act: Callable[[], None], reached: Mark, after: Callable[[], object]) -> None:
         wait_for(reached)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
-import struct
 import sys
 import tempfile
-from contextlib import suppress
-from dataclasses import dataclass
+import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from types import NoneType
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,14 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from trainspec_cli.core.environment_names import STORE_FILE
+from trainspec_cli.core.environment_names import RENDEZVOUS, SECRET_FILE, STORE_FILE
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.core.wire import rendezvous as messages
+from trainspec_cli.core.wire.rendezvous import JsonClient
 from trainspec_cli.engine.accelerators import enter, process_group_backends
-from trainspec_cli.engine.comm.codec import Connection, borrow, open_connections, read_tcp_info
 from trainspec_cli.engine.comm.forking import fork_workers
-from trainspec_cli.engine.comm.rendezvous import RendezvousStore
-from trainspec_cli.run.folder.event_types.events import ConnectionCounts
+from trainspec_cli.recipe.records import read_record
+from trainspec_cli.run.folder.generations import read_secret
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _stores: list[dist.Store] = []
@@ -48,13 +50,11 @@ def join_processes(device_type: str) -> torch.device:
 
 
 def _open_store(world_size: int) -> dist.Store:
-    """Return a store: a private file on a single node, else a client of the rendezvous server (torchrun.py)."""
+    """Return a store: a private file on a single node, else a client of the rendezvous server."""
     if STORE_FILE in os.environ:
         file_store = dist.FileStore(os.environ[STORE_FILE], world_size)
         file_store.set_timeout(COLLECTIVE_TIMEOUT)
         return file_store
-    from trainspec_cli.engine.comm.rendezvous import RendezvousStore
-
     store = RendezvousStore(COLLECTIVE_TIMEOUT)
     _stores.append(store)
     return dist.PrefixStore(f"workers/{os.environ['TORCHELASTIC_RUN_ID']}", store)
@@ -63,7 +63,7 @@ def _open_store(world_size: int) -> dist.Store:
 def leave_processes() -> NoReturn:
     """Leave the process group and exit with 0; exit handlers run, but the interpreter is not finalised.
 
-    Gloo's threads need its lock to drop the tensors of finished work. A thread that asks for it during finalisation
+    Gloo's threads need its lock to drop the tensors of finished work. A thread that requests it during finalisation
     aborts the process (pytorch/pytorch#179291), and the run would look failed at its very end. Destroying the groups
     stops only the threads of groups without references.
     """
@@ -74,20 +74,20 @@ def leave_processes() -> NoReturn:
     os._exit(0)
 
 
-# `python -m trainspec_cli.engine.comm.torchrun OPTIONS -m MODULE ARGUMENTS`: torchrun with a private rendezvous.
+# `python -m trainspec_cli.engine.comm.joining OPTIONS -m MODULE ARGUMENTS`: torchrun with a private rendezvous.
 #
-# torchrun's own rendezvous unpickles data from a store that anyone who reaches the port can write, and hands that
-# store to the workers. Here a single node opens no port: its workers use a file that only their user can read.
-# Several nodes use the job's rendezvous server, which requires the job's secret.
+# torchrun's own rendezvous unpickles data from a store that anyone who reaches the port can write, and gives that store
+# to the workers. Here a single node opens no port: its workers use a file that only their user can read. Several nodes
+# use the job's rendezvous server, which requires the job's secret.
 
 
 BACKEND = "trainspec"
 NOWHERE = RendezvousStoreInfo("127.0.0.1", 0)
-"""A dummy: torchrun passes the workers the address of a TCP store, and there is none."""
+"""A dummy: torchrun passes the workers the address of a TCP store, which nobody opens here."""
 
 
 class PrivateRendezvous(RendezvousHandler):
-    """A rendezvous with known members: each node's number, and how many there are, are given."""
+    """A rendezvous with known members: each node's number, and the number of nodes, are given."""
 
     def __init__(self, parameters: RendezvousParameters):
         self._node = parameters.get_as_int("node", 0) or 0
@@ -138,102 +138,122 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+# The store of a job on several nodes: a client of the job's rendezvous server.
+#
+# torch's own TCPStore listens on every interface and trusts every connection. This one proves the job's secret first
+# (`core/wire/handshake.py`); the server is `run/rendezvous/server.py`.
+
+
+T = TypeVar("T")
+
+CONNECT_TIMEOUT_S = 60.0
+"""Long enough for a restart of the server."""
+ANSWER_TIMEOUT_S = 60.0
+"""The server answers at once; the timeout of a wait is added."""
+
+
+def connect() -> JsonClient:
+    """Return a connection to the job's rendezvous server. Raises OSError, MachineError."""
+    return JsonClient(os.environ[RENDEZVOUS], read_secret(Path(os.environ[SECRET_FILE])), CONNECT_TIMEOUT_S)
+
+
+class RendezvousStore(dist.Store):
+    """torch.distributed's store; each thread has its own connection, so that one can wait while another writes.
+
+    Process groups hold only the C++ half: their creator must keep a reference to this object.
+    """
+
+    timeout: timedelta
+    """The time limit for waiting on a key; a property of the C++ half."""
+
+    def __init__(self, timeout: timedelta):
+        super().__init__()
+        self.set_timeout(timeout)
+        self._secret = read_secret(Path(os.environ[SECRET_FILE]))
+        self._connections: dict[int, JsonClient] = {}
+        """Connections by native thread id: torch's own threads have no persistent Python state."""
+        self._clones: list[RendezvousStore] = []
+        self._ask(messages.CheckKeys(()), bool)
+
+    def clone(self) -> RendezvousStore:
+        self._clones.append(RendezvousStore(self.timeout))
+        return self._clones[-1]
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(messages.SetKey(key, _as_text(value)), NoneType)
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [_as_bytes(value) for value in self._await(messages.GetKeys(tuple(keys), self.timeout.total_seconds()))]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        limit = self.timeout if timeout is None else timeout
+        self._await(messages.AwaitKeys(tuple(keys), limit.total_seconds()))
+
+    def add(self, key: str, value: int) -> int:
+        return self._ask(messages.AddToKey(key, value), int)
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._ask(messages.AppendToKey(key, _as_text(value)), NoneType)
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        expected = _as_text(expected_value)
+        value = _as_text(desired_value)
+        return _as_bytes(self._ask(messages.CompareAndSetKey(key, expected, value), str))
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask(messages.DeleteKey(key), bool)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._ask(messages.CheckKeys(tuple(keys)), bool)
+
+    def num_keys(self) -> int:
+        return self._ask(messages.CountKeys(), int)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def _await(self, request: messages.WaitRequest) -> tuple[str, ...]:
+        answer = self._answer(request, request.timeout_s + ANSWER_TIMEOUT_S)
+        if "missing" in answer:
+            raise dist.DistStoreError(f"no process has set `{answer['missing']}` within {request.timeout_s:g} s")
+        return read_record(messages.KeyValues, answer).values
+
+    def _ask(self, request: messages.KeyRequest, kind: type[T]) -> T:
+        """Return the value of the server's answer, which is of `kind`."""
+        value = self._answer(request, ANSWER_TIMEOUT_S)["value"]
+        if not isinstance(value, kind):
+            raise dist.DistNetworkError(f"the job's rendezvous server has answered {value!r}, no {kind.__name__}")
+        return value
+
+    def _answer(self, request: messages.KeyRequest | messages.WaitRequest, timeout_s: float) -> JsonObject:
+        thread = threading.get_native_id()
+        try:
+            if thread not in self._connections:
+                self._connections[thread] = JsonClient(os.environ[RENDEZVOUS], self._secret, CONNECT_TIMEOUT_S)
+            return self._connections[thread].ask(messages.to_json(request), timeout_s)
+        except BaseException as error:
+            if client := self._connections.pop(thread, None):
+                client.close()  # a late answer must not be taken for the answer to the next request
+            if not isinstance(error, OSError):
+                raise
+            raise dist.DistNetworkError(f"the job's rendezvous server, {os.environ[RENDEZVOUS]}: {error}") from error
+
+
+def _as_text(value: str | bytes | Sequence[int]) -> str:
+    """Map every byte to the character of its number."""
+    return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
+
+
+def _as_bytes(value: str) -> bytes:
+    return value.encode("latin-1")
+
+
 if __name__ == "__main__":
     main()
-
-
-# How this process's connections do: bytes, segments sent again and round-trip times, counted by the kernel.
-#
-# Both ends of a connection know it by the same two addresses, so that a reader of all ranks' counts finds out between
-# which ranks it goes.
-
-
-TIMEOUTS_OFFSET = 240
-"""`tcpi_total_rto` in `struct tcp_info`, since Linux 6.7."""
-NEEDLESS_OFFSET = 216
-"""`tcpi_dsack_dups`, since Linux 4.19: segments that had arrived when they were sent again; a process that had no
-processor to acknowledge them lets them seem lost."""
-FIELDS = struct.Struct("=68xI28xI52xI8xQ24xQQ")
-"""Of `struct tcp_info`: round-trip time in us, segments sent again, data segments, busy time in us, bytes sent, bytes
-sent again."""
-COUNTED = 2**32
-"""The kernel counts segments up to this, and then from 0."""
-LISTED_EVERY = 16
-"""Connections are looked for again after so many windows; most are opened at a run's start."""
-REPORTED = 6
-"""The connections that sent most are reported."""
-
-
-@dataclass(frozen=True)
-class ConnectionState:
-    """A connection's counters since it was opened."""
-
-    rtt_s: float
-    resent: int
-    segments: int
-    sent_bytes: int
-    busy_s: float
-    timeouts: int
-
-
-class ConnectionCounter:
-    def __init__(self) -> None:
-        self._cuts = 0
-        self._ends: dict[Connection, tuple[str, str]] = {}
-        self._before: dict[Connection, ConnectionState] = {}
-
-    def cut(self) -> tuple[ConnectionCounts, ...]:
-        """Return what was counted since the last call, of the connections that sent most."""
-        if self._cuts % LISTED_EVERY == 0:
-            self._find()
-        self._cuts += 1
-        counted = [counts for connection in list(self._ends) if (counts := self._count(connection)) is not None]
-        return tuple(sorted(counted, key=lambda one: one.sent_bytes, reverse=True)[:REPORTED])
-
-    def _find(self) -> None:
-        connections = list(open_connections())
-        self._ends = {one: self._ends.get(one) or ends_of(one[0]) for one in connections}
-        self._before = {one: self._before[one] for one in connections if one in self._before}
-
-    def _count(self, connection: Connection) -> ConnectionCounts | None:
-        now = state_of(connection)
-        before = self._before.get(connection)
-        if now is None:
-            return None
-        self._before[connection] = now
-        if before is None or now.sent_bytes <= before.sent_bytes:
-            return None
-        local, peer = self._ends[connection]
-        return ConnectionCounts(
-            local=local,
-            peer=peer,
-            sent_bytes=now.sent_bytes - before.sent_bytes,
-            segments=(now.segments - before.segments) % COUNTED,
-            resent=max(0, now.resent - before.resent),
-            timeouts=max(0, now.timeouts - before.timeouts),
-            busy_s=max(0.0, now.busy_s - before.busy_s),
-            rtt_s=now.rtt_s,
-        )
-
-
-def ends_of(descriptor: int) -> tuple[str, str]:
-    """Return the addresses of both ends; empty texts where it is closed."""
-    with suppress(OSError), borrow(descriptor) as end:
-        return _shown(end.getsockname()), _shown(end.getpeername())
-    return "", ""
-
-
-def _shown(address: tuple[object, ...]) -> str:
-    """Return `10.0.0.1:29500`; an IPv4 address within IPv6 is shown as itself."""
-    return f"{str(address[0]).removeprefix('::ffff:')}:{address[1]}"
-
-
-def state_of(connection: Connection) -> ConnectionState | None:
-    """Return a connection's counters; None where it is closed."""
-    info = read_tcp_info(connection)
-    if info is None:
-        return None
-    rtt_us, resent, segments, busy_us, sent, again = FIELDS.unpack_from(info)
-    (timeouts,) = struct.unpack_from("=H", info, TIMEOUTS_OFFSET) if len(info) >= TIMEOUTS_OFFSET + 2 else (0,)
-    (needless,) = struct.unpack_from("=I", info, NEEDLESS_OFFSET) if len(info) >= NEEDLESS_OFFSET + 4 else (0,)
-    return ConnectionState(rtt_us / 1e6, resent - needless, segments, sent - again, busy_us / 1e6, timeouts)

@@ -1,7 +1,7 @@
 """Collectives over JSON: ranks exchange small values, and errors, as UTF-8 text in tensors of bytes.
 
 Nothing that a peer sends is unpickled. A reader converts the parsed JSON into the caller's type, and rejects everything
-else. The tensors are on the CPU, for which every process group has gloo.
+else. The tensors are on the CPU, since every process group has gloo.
 """
 
 from __future__ import annotations

@@ -24,11 +24,10 @@ from trainspec_cli.run.recovery.watch import READING_THREAD
 
 # Staging of batches to the device, in memory that is reused.
 #
-# On a GPU a batch is assembled in pinned host memory and copied from there on its own stream, steps before it is
-# needed: the computation waits for the copy on the device, and the host never waits. On a CPU nothing has to be
-# copied.
+# On a GPU a batch is assembled in pinned host memory and copied from there on a separate stream, steps before it is
+# needed: the computation waits for the copy on the device, and the host never waits. On a CPU nothing is copied.
 #
-# The life of a slot: free -> filled by the loader's thread -> taken by a step -> free when the next batch is taken.
+# The life of a slot: free -> filled by the loader's thread -> read by a step -> free when the next batch is read.
 
 
 PREFETCHED_STEPS = 2
@@ -41,7 +40,7 @@ class Traffic:
     h2d_copies: int = 0
     h2d_bytes: int = 0
     allocations: int = 0
-    """Buffers allocated, on the host and on the device: none once every slot has held the largest batch."""
+    """Buffers allocated, on the host and on the device: no more once every slot has held the largest batch."""
 
     def add(self, other: Traffic) -> None:
         self.h2d_copies += other.h2d_copies
@@ -60,7 +59,7 @@ class Slot:
         if self.on_gpu:
             self.copied, self.used = (torch.Event(device, enable_timing=False) for _ in range(2))
         self.batch: list[MicroBatch] = []
-        """The batch on the device, once it is copied."""
+        """Return the batch on the device, once it is copied."""
         self.traffic = Traffic()
 
     def fill(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -69,21 +68,23 @@ class Slot:
         if self.on_gpu:
             self.copied.synchronize()
             self.used.wait()
-        tensors = [tensor for part in micro_batches for tensor in part]
-        brought = iter([self._bring(place, tensor) for place, tensor in enumerate(tensors)])
-        self.batch = [tuple(next(brought) for _ in part) for part in micro_batches]
+        place = 0
+        self.batch = []
+        for part in micro_batches:
+            brought = []
+            for tensor in part:
+                buffer = self._buffer(self._host, place, tensor, pin_memory=self.on_gpu)
+                buffer.copy_(tensor)
+                if self.on_gpu:
+                    host = buffer
+                    buffer = self._buffer(self._chip, place, tensor, device=self._device)
+                    buffer.copy_(host, non_blocking=True)
+                    self.traffic.add(Traffic(h2d_copies=1, h2d_bytes=tensor.nbytes))
+                brought.append(buffer)
+                place += 1
+            self.batch.append(tuple(brought))
         if self.on_gpu:
             self.copied.record()
-
-    def _bring(self, place: int, tensor: Tensor) -> Tensor:
-        host = self._buffer(self._host, place, tensor, pin_memory=self.on_gpu)
-        host.copy_(tensor)
-        if not self.on_gpu:
-            return host
-        chip = self._buffer(self._chip, place, tensor, device=self._device)
-        chip.copy_(host, non_blocking=True)
-        self.traffic.add(Traffic(h2d_copies=1, h2d_bytes=tensor.nbytes))
-        return chip
 
     def _buffer(self, buffers: list[Tensor], place: int, like: Tensor, **where: object) -> Tensor:
         """Return the buffer of this index, or a new one if the shape of batches has changed."""
@@ -142,10 +143,8 @@ class Staging:
 
 
 def positions_of(own: OwnSamples) -> np.ndarray:
-    """Return the positions to read for `own`, one micro-batch after another.
-
-    Of a rank that has no samples one position, whose sample shows the shapes of its empty micro-batches.
-    """
+    """Return the positions to read for `own`, one micro-batch after another. For a rank without samples return one
+    position, whose sample shows the shapes of its empty micro-batches."""
     runs = [np.arange(start, start + size, dtype=np.int64) for start, size in zip(own.starts, own.sizes, strict=True)]
     return np.concatenate(runs) if own.samples else np.array(own.starts[:1])
 
@@ -180,7 +179,7 @@ class BatchReader:
     def take(self, wanted: OwnSamples, following: Iterable[OwnSamples]) -> list[MicroBatch]:
         """Return the micro-batches of `wanted`, valid until the next call, and start to read what may follow.
 
-        `following` are the samples of the next steps, as far as they are foreseen: `PREFETCHED_STEPS` at most.
+        `following` are the expected samples of the next steps: `PREFETCHED_STEPS` at most.
         """
         if not self._ahead or self._ahead[0][0] != wanted:
             self.forget()
@@ -194,7 +193,7 @@ class BatchReader:
         self._ahead.append((own, self._pool.submit(lambda: self._staging.stage(self._read(own)))))
 
     def forget(self) -> None:
-        """Drop what was read ahead: it is not wanted any more."""
+        """Drop what was read ahead, which is no longer wanted."""
         while self._ahead:
             _, slot = self._ahead.pop()
             if not slot.cancel() and slot.exception() is None:

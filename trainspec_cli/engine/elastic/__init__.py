@@ -1,1 +1,1 @@
-"""Replica groups that survive one another: who takes part in a step, what they exchange, how one heals."""
+"""Replica groups that survive failures of others: who takes part in a step, what they exchange, how a group heals."""

@@ -36,7 +36,7 @@ from torch import Tensor
 from trainspec_cli.engine.accelerators import physical_device
 from trainspec_cli.engine.comm.codec import is_established, open_connections
 from trainspec_cli.engine.comm.forking import Background
-from trainspec_cli.engine.comm.rendezvous import RendezvousStore
+from trainspec_cli.engine.comm.joining import RendezvousStore
 from trainspec_cli.engine.cuda_only import open_nccl
 from trainspec_cli.engine.shares import Share
 
@@ -44,20 +44,20 @@ HEAL_TAG = 0
 LARGE_BYTES = 2**20
 """Tensors of this size are summed as they are; smaller ones travel together, in packets of this size."""
 LOOK_S = 0.05
-"""Time between two looks at the peers' connections while a device works."""
+"""Seconds between two checks of the peers' connections while a device works."""
 SHORTEST_PAUSE_S = 2e-5
 LONGEST_PAUSE_S = 1e-3
-"""Pauses between two questions whether the device has finished: each is twice the one before it."""
+"""Pauses between two checks whether the device has finished: each is twice the previous one."""
 
 
 def exchange_backend(device_type: str) -> str:
-    """Return the backend that carries the tensors of such devices between replica groups: torch's default one of that
+    """Return the backend that carries the tensors of such devices between replica groups: torch's default for that
     kind, or gloo where this torch has none."""
     try:
         name = dist.get_default_backend_for_device(device_type)
     except ValueError:  # no plugin has registered one
         return "gloo"
-    exchanges_nothing = name == "fake"  # what importing torch's own test tools registers for kinds without a plugin
+    exchanges_nothing = name == "fake"  # the backend that torch's own test tools register for kinds without a plugin
     return "gloo" if exchanges_nothing or not dist.is_backend_available(name) else name
 
 
@@ -65,10 +65,8 @@ class CrossGroupComm:
     """Every call blocks until it is done. Raises RuntimeError where a peer is lost or does not come in time."""
 
     def __init__(self, name: str, rank: int, size: int, timeout_s: float, device: torch.device):
-        """All peers meet under `name`, which no other exchange of the run has had.
-
-        Raises OSError where the rendezvous server is not reached, RuntimeError where a peer does not come.
-        """
+        """All peers meet under `name`, which no other exchange of the run has had. Raises OSError where the rendezvous
+        server is not reached, RuntimeError where a peer does not come."""
         timeout = timedelta(seconds=timeout_s)
         self.rank = rank
         self.size = size
@@ -77,33 +75,33 @@ class CrossGroupComm:
         self._own: Any = None
         """The process group of the device's own backend; None where gloo carries all."""
         self.staged_because = ""
-        """Why the device's tensors travel through the host's memory; empty where they do not."""
-        self._store = RendezvousStore(timeout)  # the process groups hold its C++ half alone
+        """The reason why the device's tensors travel through the host's memory; empty where they do not."""
+        self._store = RendezvousStore(timeout)  # process groups hold only its C++ half
         before = set(open_connections())
         self._host: Any = dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/host", self._store), rank, size, timeout)
         """None once this is closed."""
         opened = set(open_connections()) - before
         self._peers = opened if len(opened) == size - 1 else set()
         """The connections to the other hosts; empty where other threads have opened some meanwhile, so that the peers'
-        are not known: the timeout alone then ends an exchange on the device."""
+        are unknown: then only the timeout ends an exchange on the device."""
         backend = exchange_backend(device.type)
         if backend == "gloo" and device.type != "cpu":
             self.staged_because = f"this torch has no backend of its own for {device.type}"
-        elif size > 1 and self._share_devices(device):
+            return
+        if size == 1:
+            return
+        # All together: the peers compare their devices, as far as these are identified by their place on the bus.
+        place = physical_device(device) if device.type != "cpu" else None
+        number = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], signed=True) if place else 0
+        known = [int(other) for other in self.gather(torch.tensor([number])) if int(other)]
+        if len(set(known)) < len(known):
             self.staged_because = "several of them share a device"
-        elif size > 1 and backend != "gloo":
+        elif backend != "gloo":
             try:
                 self._open_own(backend, dist.PrefixStore(f"{name}/device", self._store), timeout, device)
             except BaseException:
                 self.close()
                 raise
-
-    def _share_devices(self, device: torch.device) -> bool:
-        """Return whether two peers are on one device. Called by all together."""
-        place = physical_device(device) if device.type != "cpu" else None
-        own = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], signed=True) if place else 0
-        known = [int(other) for other in self.gather(torch.tensor([own])) if int(other)]
-        return len(set(known)) < len(known)
 
     def _open_own(self, backend: str, store: dist.Store, timeout: timedelta, device: torch.device) -> None:
         if backend == "nccl":
@@ -122,17 +120,15 @@ class CrossGroupComm:
                 self._own = plugin.creator_fn(asked, None)
             else:
                 self._own = plugin.creator_fn(store, self.rank, self.size, timeout)
-        if backend in ("nccl", "xccl"):  # now, and not in the first exchange: a peer that is gone shows up here
+        if backend in ("nccl", "xccl"):  # now, and not in the first exchange: a lost peer is detected here
             self._own.eager_connect_single_device(device)
 
     def close(self) -> None:
-        """End what is under way, also in other threads, and the connections: peers that wait on them notice at once.
-
-        Raises RuntimeError where the device's backend cannot end its collectives: then this process must end.
-        """
+        """End all exchanges, also in other threads, and the connections: peers that wait on them notice at once. Raises
+        RuntimeError where the device's backend cannot end its collectives: then this process must end."""
         own = self._own
         self._own = None
-        self._host = None  # first: a thread that waits for aborted work sees that it is worth nothing
+        self._host = None  # first: a thread that waits for aborted work sees that its result is invalid
         if own is not None:
             own.abort()
 
@@ -151,7 +147,7 @@ class CrossGroupComm:
         looked_s = started_s
         pause_s = SHORTEST_PAUSE_S
         while not work.is_completed():
-            self._host_group()  # closed by another thread: what is left of it is not waited for
+            self._host_group()  # closed by another thread: the rest is not waited for
             now_s = time.monotonic()
             if now_s - started_s > self._timeout_s:
                 self.close()
@@ -164,7 +160,7 @@ class CrossGroupComm:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         self._host_group()  # aborted work counts as completed
-        work.wait()  # raises the error of a collective that failed; the current stream goes on after it
+        work.wait()  # raises the error of a failed collective; the current stream continues after it
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum over all peers, in place."""
@@ -177,7 +173,7 @@ class CrossGroupComm:
             tensor.copy_(on_host)
 
     def swap_rows(self, sent_RB: Tensor) -> Tensor:
-        """Send row i to peer i, and return what the peers have sent to this one, by peer."""
+        """Send row i to peer i, and return the rows that the peers have sent to this one, by peer."""
         if (own := self._own_group(sent_RB)) is not None:
             received = torch.empty_like(sent_RB, memory_format=torch.contiguous_format)
             self._finish(own.alltoall_base(received, sent_RB.contiguous(), [], []))
@@ -222,7 +218,7 @@ class CrossGroupComm:
 
 
 def packets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the places of the tensors that are exchanged at once, of one type each."""
+    """Yield the places of the tensors that are exchanged together, each time of one type."""
     small: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
         if tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous():
@@ -247,10 +243,10 @@ def sum_as_one(packet: Sequence[Tensor], sum_: Callable[[Tensor], None]) -> None
         tensor.copy_(part.view_as(tensor))
 
 
-# Gradients on their way to the other replica groups: packets that go while the backward pass still runs.
+# Gradients for the other replica groups: packets that are sent while the backward pass still runs.
 #
-# Which gradients share a packet, and the order of the packets, hang on the layout alone, so that all groups send the
-# same ones, whatever their micro-batches. A packet goes when its gradients, and those of all packets before it, are
+# Which gradients share a packet, and the order of the packets, depend on the layout alone, so that all groups send the
+# same ones, whatever their micro-batches. A packet is sent when its gradients, and those of all packets before it, are
 # final.
 
 
@@ -266,11 +262,9 @@ class Packet:
 
 
 def packets_in_order(shares: Sequence[Share], outside: Collection[str], late: Collection[str]) -> list[Packet]:
-    """Return what is trained of `shares` in packets, in about the order in which a backward pass ends with them.
-
-    That of the last block is done first, parameters `outside` of the blocks come when all blocks are done, and those in
-    `late`, by name, are not final before all passes are.
-    """
+    """Return the trained part of `shares` in packets, in about the order in which a backward pass finishes them. The
+    last block is finished first, parameters `outside` of the blocks when all blocks are done, and those in `late`, by
+    name, are not final before all passes are."""
     trained = [share for share in shares if share.is_trained]
     made = [
         Packet(number, tuple(trained[place] for place in places))
@@ -306,10 +300,9 @@ class GradientPackets:
         beside: Background,
         await_sums: Callable[[], Callable[[], object]] = lambda: lambda: None,
     ):
-        """`sum_` is given a packet's number and its gradients in one piece, to be summed over the groups in place.
-
-        `await_sums` returns what waits for the sums within the group that have begun: a packet goes after them.
-        """
+        """`sum_` gets a packet's number and its gradients in one piece, and sums them over the groups in place.
+        `await_sums` returns a function that waits for the sums within the group that have begun: a packet is sent after
+        them."""
         self._packets = ordered
         self._sum = sum_
         self._beside = beside
@@ -318,7 +311,7 @@ class GradientPackets:
         self._left: dict[int, int] = {}
         """The exchanges within the group that the gradient of each share still waits for; empty between steps."""
         self._next = len(ordered)
-        """The packet that goes next."""
+        """The next packet to send."""
         self._hooks = [
             share.parameter.register_post_accumulate_grad_hook(self._noting(share))
             for share in shares
@@ -326,14 +319,14 @@ class GradientPackets:
         ]
 
     def begin(self, exchanges: int) -> None:
-        """Begin a step in which each gradient is exchanged within the group so many times. 0: its packets are held back
-        until `finish`."""
-        self._beside.wait()  # for what a step that was abandoned has left
+        """Begin a step with `exchanges` exchanges of each gradient within the group. 0: its packets are held back until
+        `finish`."""
+        self._beside.wait()  # for the remains of an abandoned step
         self._next = 0
         self._left = {id(share): exchanges for packet in self._packets for share in packet.shares if exchanges}
 
     def finish(self) -> None:
-        """Send what is left, and wait until all is summed."""
+        """Send what is left, and wait until all packets are summed."""
         for packet in self._packets[self._next :]:
             self._send(packet)
         self._next = len(self._packets)
@@ -348,7 +341,7 @@ class GradientPackets:
         return sent > 0
 
     def detach(self) -> None:
-        """Look at the gradients no more."""
+        """Stop watching the gradients."""
         for hook in self._hooks:
             hook.remove()
 
@@ -356,17 +349,14 @@ class GradientPackets:
         def note(_parameter: Tensor) -> None:
             if id(share) in self._left:
                 self._left[id(share)] -= 1
-                self._send_final()
+                while self._next < len(self._packets):
+                    packet = self._packets[self._next]
+                    if any(self._left.get(id(other)) != 0 for other in packet.shares):
+                        break  # its gradients are not final
+                    self._send(packet)
+                    self._next += 1
 
         return note
-
-    def _send_final(self) -> None:
-        while self._next < len(self._packets) and self._is_final(self._packets[self._next]):
-            self._send(self._packets[self._next])
-            self._next += 1
-
-    def _is_final(self, packet: Packet) -> bool:
-        return all(self._left.get(id(share)) == 0 for share in packet.shares)
 
     def _send(self, packet: Packet) -> None:
         if gradients := packet.gradients:

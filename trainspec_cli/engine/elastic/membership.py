@@ -1,8 +1,8 @@
 """The replica groups that take part in a step: agreed on before it, voted on after it.
 
 Rank 0 of a group asks the job's rendezvous server for the quorum and passes it on to the group's other ranks. On the
-first error of an exchange between the groups its connections are closed at once; healing copies plain tensors in
-place, and nothing is unpickled.
+first error of an exchange between the groups its connections are closed at once; healing copies plain tensors in place,
+and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor
 from trainspec_cli.core.wire.rendezvous import FormedQuorum, GroupBeat, JoinQuorum, JsonClient, QuorumRequest, to_json
 from trainspec_cli.engine.comm.codec import Connection, open_connections
 from trainspec_cli.engine.comm.compressed import CompressedSum
+from trainspec_cli.engine.comm.joining import connect
 from trainspec_cli.engine.comm.json_collectives import broadcast_json
-from trainspec_cli.engine.comm.rendezvous import connect
 from trainspec_cli.engine.elastic.cross_group import CrossGroupComm
 from trainspec_cli.recipe.records import from_plain, read_record, to_plain
 from trainspec_cli.run.recovery.reliability import plan_healing
 
 BEAT_INTERVAL_S = 0.1
 ANSWER_TIMEOUT_S = 30 * 60.0
-"""A quorum waits for groups that live but are busy (writing, evaluating)."""
+"""Seconds that a quorum waits for groups that are alive but busy (writing, evaluating)."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,20 @@ class GroupRank:
 
 @dataclass(frozen=True)
 class Participation:
-    """This group's part in the step to come."""
+    """This group's part in the next step."""
 
     groups: tuple[int, ...]
     """The groups that take part, in order."""
     rank: int
     """This group's place among them."""
     step: int
-    """Updates that the run has made; where it is more than this group had, the state was healed."""
+    """Updates that the run has made; if that is more than this group had, the state was healed."""
     healed: bool
     names: frozenset[str]
-    """Names of the groups and of their very start: one that died and came back has another."""
+    """Names of the groups and of their current starts: a restarted group has another name."""
 
     def changes_since(self, before: Participation) -> list[tuple[str, int | None]]:
-        """Return ("left" or "joined", group) for each group that was there before and is not now, or the reverse."""
+        """Return ("left" or "joined", group) for each group that was present before and is not now, or the reverse."""
         changes = (("left", before.names - self.names), ("joined", self.names - before.names))
         return [(change, _group_of(name)) for change, names in changes for name in sorted(names)]
 
@@ -70,7 +70,7 @@ def _group_of(name: str) -> int:
 
 
 class HealFailedError(RuntimeError):
-    """The state is half one group's and half another's: this process must end."""
+    """The state is partly one group's and partly another's: this process must end."""
 
 
 class Membership:
@@ -93,23 +93,27 @@ class Membership:
         self._error: Exception | None = None
         self._failures = 0
         self.failed_anywhere = False
-        """Any rank of this group had met an error when they last settled."""
+        """Any rank of this group had met an error at the last vote."""
         self._name = broadcast_json(f"{own.group:05d}:{uuid.uuid4()}", str)
         self._client: QuorumClient | None = None
         """Rank 0's connection to the server, opened by the first `agree`: from then on the others wait for this group,
-        so all that takes time must be done before."""
+        so slow work must be done before."""
 
     def agree(self, step: int) -> Participation:
-        """Wait for the groups that are there, and connect to them; heal from one that has come further than `step`."""
+        """Wait for the connected groups, and connect to them; heal from one that has more updates than `step`."""
         self._error = None
         quorum = self._join(step)
         place = quorum.names.index(self._name)
         self._connect(quorum, place)
         healing = plan_healing(quorum.steps, place, self.own.rank)
-        if healing.gives_to:
-            self._give_state(healing.gives_to)
-        if healing.takes_from is not None:
-            self._take_state(healing.takes_from)
+        for rank in healing.gives_to:
+            self._try(lambda comm, to=rank: comm.send(self._state(), to))  # type: ignore[misc]
+        source = healing.takes_from
+        if source is not None:
+            with torch.no_grad():
+                self._try(lambda comm: comm.receive_(self._state(), source))
+            if self.failed:
+                raise HealFailedError(f"the group that this one healed from was lost: {self._error}") from self._error
         groups = tuple(map(_group_of, quorum.names))
         return Participation(groups, place, max(quorum.steps), healing.takes_from is not None, frozenset(quorum.names))
 
@@ -136,7 +140,7 @@ class Membership:
 
     @property
     def staged_because(self) -> str:
-        """Why gradients go to other groups through the host's memory; empty where they do not."""
+        """Return why gradients go to other groups through the host's memory; empty where they do not."""
         return "" if self._comm is None else self._comm.staged_because
 
     @property
@@ -144,8 +148,8 @@ class Membership:
         """This rank has met an error since `agree`."""
         return self._error is not None
 
-    def settle(self, counts: Tensor) -> None:
-        """Give every rank of this group the greatest of its ranks' counts, and find whether any met an error."""
+    def agree_on_counts(self, counts: Tensor) -> None:
+        """Give every rank of this group the largest of its ranks' counts, and find whether any met an error."""
         greatest = torch.cat([counts, torch.tensor([float(self.failed)])])
         if self.own.group_size > 1:
             dist.all_reduce(greatest, dist.ReduceOp.MAX)
@@ -162,7 +166,7 @@ class Membership:
         return committed
 
     def fail(self, reason: str) -> None:
-        """Let the step fail in all groups: the others cannot have what they wait for."""
+        """Make the step fail in all groups: the others cannot get what they wait for."""
         self._drop(RuntimeError(reason))
 
     def leave(self) -> None:
@@ -171,10 +175,8 @@ class Membership:
             self._client.close()
 
     def _connect(self, quorum: FormedQuorum, place: int) -> None:
-        """Connect to the quorum's other groups, unless that was done before.
-
-        The name they meet under holds all that a server which starts again may count anew.
-        """
+        """Connect to the quorum's other groups, unless that was done before. The name they meet under contains
+        everything that a restarted server may count anew."""
         members = hashlib.sha256("\n".join(quorum.names).encode()).hexdigest()[:12]
         name = f"groups/{quorum.quorum}-{max(quorum.steps)}-{members}/{self.own.rank}"
         peers = f"{quorum.quorum}-{members}"
@@ -189,16 +191,6 @@ class Membership:
         except (RuntimeError, OSError, dist.DistError) as error:
             self._drop(error)
 
-    def _give_state(self, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            self._try(lambda comm, to=rank: comm.send(self._state(), to))  # type: ignore[misc]
-
-    def _take_state(self, rank: int) -> None:
-        with torch.no_grad():
-            self._try(lambda comm: comm.receive_(self._state(), rank))
-        if self.failed:
-            raise HealFailedError(f"the group that this one healed from was lost: {self._error}") from self._error
-
     def _try(self, act: Callable[[CrossGroupComm], None]) -> None:
         comm = self._comm
         if comm is None:
@@ -209,7 +201,7 @@ class Membership:
             self._drop(error)
 
     def _drop(self, error: Exception) -> None:
-        """Close the connections: peers that still wait on them notice at once, and no one waits for a timeout."""
+        """Close the connections: peers that still wait on them notice at once, without a timeout."""
         self._error = error.with_traceback(None)  # its frames would keep the connections open
         self._close()
 
@@ -221,10 +213,10 @@ class Membership:
 
 
 class QuorumClient:
-    """Sends heartbeats from a thread of its own until `close`."""
+    """Sends heartbeats from a separate thread until `close`."""
 
     def __init__(self, name: str, connect: Callable[[], JsonClient]):
-        """`name` is this very start's. `connect` is called again where the server has been started again."""
+        """`name` is that of this start. `connect` is called again after a restart of the server."""
         self._name = name
         self._connect = connect
         self._connection = connect()
@@ -240,7 +232,7 @@ class QuorumClient:
             try:
                 self._send(connection, JoinQuorum(self._name, step, failures, self._asked))
                 while (answer := _receive(connection)).number != self._asked:
-                    pass  # what was asked on a connection that was lost
+                    pass  # the request was lost with its connection
             except TimeoutError:
                 raise
             except OSError:
@@ -258,11 +250,11 @@ class QuorumClient:
             try:
                 self._send(connection, GroupBeat(self._name))
             except OSError:
-                with contextlib.suppress(OSError):  # `join` raises what is wrong
+                with contextlib.suppress(OSError):  # `join` raises the error
                     self._replace(connection)
 
     def _replace(self, broken: JsonClient) -> None:
-        """Connect anew to a server that has ended and starts again on the same port, unless that is done already."""
+        """Reconnect to a server that was restarted on the same port, unless that is done already."""
         with self._lock:
             if self._connection is broken:
                 broken.close()

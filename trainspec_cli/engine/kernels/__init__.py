@@ -1,1 +1,1 @@
-"""Alternative kernels for operations of models and the optimizer: plain functions, equivalent to the default's."""
+"""Alternative kernels for operations of models and the optimizer: plain functions, equivalent to the defaults."""

@@ -1,4 +1,4 @@
-"""Kernels that save less for the backward than the default's do.
+"""Kernels that save less for the backward than the defaults.
 
 Shapes: B samples, S tokens per sample, H heads, E rotated size; D the normalised size, the last dim of x.
 """

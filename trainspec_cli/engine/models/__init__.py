@@ -1,1 +1,1 @@
-"""Models as plain modules. They publish their blocks as data and know nothing about layouts."""
+"""Models as plain modules. They publish their blocks as data and do not depend on layouts."""

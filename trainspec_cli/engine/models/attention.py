@@ -50,7 +50,7 @@ class CausalCore(nn.Module):
         k = k_BSKE.transpose(1, 2)
         v = v_BSKE.transpose(1, 2)
         value_size = v.shape[-1]
-        if value_size < q.shape[-1]:  # the fused kernels take heads of one size
+        if value_size < q.shape[-1]:  # the fused kernels support heads of one size
             v = F.pad(v, (0, q.shape[-1] - value_size))
         if mask_B1SS is not None and self.window is not None:
             row = torch.arange(q.shape[2], device=q.device)
@@ -58,7 +58,7 @@ class CausalCore(nn.Module):
         if mask_B1SS is None and self.window is not None and self.window < q.shape[2]:
             mixed = self._windowed(q, k, v, self.window)
         else:
-            # Positions need not restart in each document of a row: the rotation depends on distances alone.
+            # Positions need not restart in each document of a row: the rotation depends only on distances.
             mixed = self._attend(q, k, v, mask_B1SS)
         return mixed[..., :value_size].transpose(1, 2)
 

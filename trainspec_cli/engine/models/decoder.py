@@ -26,7 +26,7 @@ class Block(nn.Module):
         attention = Attention if model.mla is None else MultiHeadLatentAttention
         self.attention_norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
         self.attention = attention(model, model.window_of(layer))
-        # Beside the attention and not in it: where heads are spread over ranks, it is added once to their sum.
+        # Outside of the attention: where heads are spread over ranks, it is added once to their sum.
         self.attention_bias = nn.Parameter(torch.empty(model.hidden_size)) if model.attention_bias == "all" else None
         self.ffn_norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
         self.ffn = MixtureOfExperts(model) if model.is_expert_layer(layer) else dense_feed_forward(model)

@@ -71,7 +71,7 @@ class _Take(torch.autograd.Function):
 
 def grouped_matmul(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
     """Return (M, F): each expert's rows times its matrix; rows beyond the counts are undefined."""
-    if x_MD.dtype == torch.float64:  # the grouped kernels take 32 bits at most
+    if x_MD.dtype == torch.float64:  # the grouped kernels support 32 bits at most
         return matmul_in_turn(x_MD, weight_EDF, counts_E)
     if x_MD.device.type == "cpu" or x_MD.dtype != torch.bfloat16:
         return _grouped_mm_eagerly(x_MD, weight_EDF, counts_E)
@@ -194,7 +194,7 @@ class Router(nn.Module):
         scores_BSE = self.score(precise(logits_BSE))
         indices_BSK = self._choose(scores_BSE.detach())
         weights_BSK = scores_BSE.gather(-1, indices_BSK)
-        if self.spec.normalise_weights:  # sigmoid's scores may all round to 0
+        if self.spec.normalise_weights:  # all sigmoid scores may round to 0
             weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + 1e-20)
         weights_BSK = weights_BSK * self.spec.weight_scale
         if torch.is_grad_enabled():
@@ -206,7 +206,7 @@ class Router(nn.Module):
         return indices_BSK, weights_BSK
 
     def _choose(self, scores_BSE: Tensor) -> Tensor:
-        """Choose the K best experts; with groups, from the best groups alone (DeepSeek-V3's node-limited routing)."""
+        """Choose the K best experts; with groups, only from the best groups (DeepSeek-V3's node-limited routing)."""
         if self.balance_bias_E is not None:
             scores_BSE = scores_BSE + self.balance_bias_E
         groups = self.spec.num_groups

@@ -38,7 +38,7 @@ class HybridBlock(nn.Module):
 
 
 class Hybrid(LanguageModel):
-    """A hybrid model. State-space layers need no positions, and nor do the layers between them."""
+    """A hybrid model. State-space layers need no positions, nor do the layers between them."""
 
     writes_per_layer: ClassVar[int] = 1
 

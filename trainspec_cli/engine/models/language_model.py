@@ -24,14 +24,14 @@ INIT_STD = 0.02
 
 
 class PublishedModel(nn.Module):
-    """A model publishes the modules that techniques are applied to, and where its parameters may be cut."""
+    """A model publishes the modules for techniques to work on, and where its parameters may be cut."""
 
     tensor_cuts: ClassVar[dict[str, int]] = {}
     """The dim of each parameter that tensor parallelism cuts; the first matching pattern decides."""
     tensor_partial: ClassVar[tuple[str, ...]] = ()
     """Whole parameters inside regions: a rank's gradient is its share."""
     seed: int = 0
-    """The run's seed, for first values that are not drawn parameter by parameter."""
+    """The run's seed, for initial values that are not drawn parameter by parameter."""
 
     def block_modules(self) -> Sequence[nn.Module]:
         """Return the units that are sharded and recomputed as one."""
@@ -180,7 +180,7 @@ class LanguageModel(PublishedModel):
         if leaf.endswith("bias") or leaf == "lora_b":
             full.zero_()
         elif leaf == "lora_a":
-            # Uniform of variance 1 / 3D, D its inputs, as published adapters start.
+            # Uniform of variance 1 / 3D, D its inputs, as published adapters are initialised.
             bound = 1 / math.sqrt(full.shape[1])
             full.uniform_(-bound, bound, generator=generator)
         elif full.dim() == 1 and leaf != "sinks":

@@ -1,5 +1,5 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685), trained beside frozen matrices, which may be kept in 4 bits (QLoRA,
-arXiv:2305.14314) and are then dequantised wherever they are multiplied by.
+"""Low-rank adapters (LoRA, arXiv:2106.09685), trained in addition to frozen matrices, which may be kept in 4 bits
+(QLoRA, arXiv:2305.14314) and are then dequantised for each product.
 
 Shapes: W (F, D); of its adapter A (R, D) and B (F, R).
 """
@@ -31,7 +31,8 @@ class QuantisedLinear(nn.Module):
         held = shapes_of(linear.out_features, linear.in_features)
         self.bias = linear.bias
         tables = (torch.empty(256, 2, device="meta"), torch.empty(256, device="meta"))
-        # Not persistent: a checkpoint has them as shares (`shares.quantised_parameters`), and the tables not at all.
+        # Not persistent: a checkpoint has them as shares (`shares.quantised_parameters`), and does not contain the
+        # tables.
         for name, tensor in zip((*TENSORS, "nf4_pairs", "nf4_levels"), (*held, *tables), strict=True):
             self.register_buffer(name, tensor, persistent=False)
         self._place = Place()
@@ -41,7 +42,7 @@ class QuantisedLinear(nn.Module):
         self.nf4_levels.copy_(magnitude_table(self.nf4_levels.device))
 
     def place(self, cut: Cut) -> None:
-        """Note how the magnitudes, and the weights with them, are cut over ranks."""
+        """Record how the magnitudes, and the weights with them, are cut over ranks."""
         columns = cut.full_size if cut.dim == 1 else self.nf4_magnitudes.shape[1]
         row, column = (cut.start, 0) if cut.dim == 0 else (0, cut.start)
         self._place = Place(row, column, columns)
@@ -53,7 +54,7 @@ class QuantisedLinear(nn.Module):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """Keeps the 4 bits alone for the backward, which dequantises them again."""
+    """Keeps only the 4 bits for the backward, which dequantises them again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, place: Place, *held: Tensor) -> Tensor:

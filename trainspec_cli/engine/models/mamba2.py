@@ -94,11 +94,8 @@ class CausalConv(nn.Module):
 
 
 class Mamba2(nn.Module):
-    """The mixer of one layer.
-
-    Each of its parts has its own matrix and convolution, so that heads and groups can be cut over ranks; their numbers
-    follow from the matrices.
-    """
+    """The mixer of one layer. Each of its parts has a separate matrix and convolution, so that heads and groups can be
+    cut over ranks; their numbers follow from the matrices."""
 
     ssd_scan = staticmethod(selective_scan)
 
@@ -138,7 +135,7 @@ class Mamba2(nn.Module):
 
 
 def init_scan(leaf: str, full: Tensor, generator: torch.Generator) -> bool:
-    """Set a parameter of `Mamba2` to its first values, as in the reference implementation; return False for matrices
+    """Set a parameter of `Mamba2` to its initial values, as in the reference implementation; return False for matrices
     and ones, which begin as everywhere."""
     if leaf.startswith("conv_"):
         full.uniform_(-(CONV_TAPS**-0.5), CONV_TAPS**-0.5, generator=generator)

@@ -1,9 +1,9 @@
-"""User-defined blocks (`model.block=FILE.py:make`) between our embedding, final norm and head, and a user-defined loss
-(`train.loss=FILE.py:NAME`) in the place of cross-entropy.
+"""User-defined blocks (`model.block=FILE.py:make`) between the engine's embedding, final norm and head, and a
+user-defined loss (`train.loss=FILE.py:NAME`) in place of cross-entropy.
 
-A block's parameters have the values that its own code gives them, on a CPU and with a seed of the block's own: they
-depend neither on the layout nor on the devices. A loss gives each token's, from that token's logits and target alone,
-and the engine takes the mean: so it is the same in every layout.
+A block's parameters get the values of its own code, on a CPU and with a seed for each block: they depend neither on the
+layout nor on the devices. A loss returns each token's, from only that token's logits and target, and the engine
+computes the mean: so it is the same in every layout.
 
 Shapes: T tokens, D hidden size, V vocabulary, C tokens of one chunk.
 """
@@ -32,7 +32,7 @@ PREFIX = "blocks."
 
 
 class OwnLanguageModel(LanguageModel):
-    """A language model whose blocks are the user's own."""
+    """A language model with user-defined blocks."""
 
     writes_per_layer: ClassVar[int] = 1
 
@@ -41,7 +41,7 @@ class OwnLanguageModel(LanguageModel):
         super().__init__(model, layers, maker.make)
         self.maker = maker
         self._whole: tuple[tuple[int, int], nn.Module] | None = None
-        """The block whose first values were asked for last, by layer and seed."""
+        """The last initialised block, by layer and seed."""
 
     def forward(
         self, tokens_or_x: Tensor, targets_BS: Tensor | None = None, documents_BS: Tensor | None = None
@@ -67,7 +67,7 @@ class OwnLanguageModel(LanguageModel):
         self._whole = None
 
     def _with_values(self, layer: int) -> nn.Module:
-        """Return a layer's block with its first values; that of one layer at a time is kept."""
+        """Return a layer's block with its initial values; one block at a time is kept."""
         if self._whole is None or self._whole[0] != (layer, self.seed):
             self._whole = None
             self._whole = (layer, self.seed), self.maker.make_with_values(layer, self.seed)
@@ -75,7 +75,7 @@ class OwnLanguageModel(LanguageModel):
 
 
 class BlockMaker:
-    """Calls the code that a recipe names, and checks what it returns. Raises RecipeError."""
+    """Calls the recipe's code, and checks its result. Raises RecipeError."""
 
     def __init__(self, model: OwnModel):
         (self.extension,) = BLOCK.named(model.block, model.options)
@@ -92,7 +92,7 @@ class BlockMaker:
         for message, hint in _faults(block):
             raise refused(self.extension, f"made a block whose {message}", hint)
         found = sum(parameter.numel() for parameter in block.parameters())
-        if self.model.block_params not in (None, found):  # None: it is made to be counted
+        if self.model.block_params not in (None, found):  # None: the block is created to be counted
             path = "model.block_params"
             message = f"`{path}` is {self.model.block_params}, and {self.extension.text} makes layer {layer} with"
             message += f" {found} parameters"
@@ -100,7 +100,7 @@ class BlockMaker:
         return block
 
     def make_with_values(self, layer: int, seed: int) -> nn.Module:
-        """Return the block of a layer on the CPU, with values that depend on the seed and the layer alone."""
+        """Return the block of a layer on the CPU, with values that depend only on the seed and the layer."""
         digest = hashlib.sha256(f"{seed}/{PREFIX}{layer}".encode()).digest()
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -108,13 +108,16 @@ class BlockMaker:
 
 
 def _faults(block: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield what cannot be sharded, saved or moved of a block, with what to do."""
+    """Yield the parts of a block that cannot be sharded, saved or moved, with what to do."""
     names = dict(block.named_parameters(remove_duplicate=False))
     if len(names) != len(list(block.parameters())):
-        yield "parameters include one under two names", "give each place a parameter of its own"
+        yield "parameters include one under two names", "give each place its own parameter"
     for name, parameter in names.items():
         if parameter.dtype != torch.float32:
-            yield f"parameter `{name}` is {parameter.dtype}", "make it torch.float32: precision.compute says the rest"
+            yield (
+                f"parameter `{name}` is {parameter.dtype}",
+                "make it torch.float32: precision.compute sets the compute format",
+            )
         elif not parameter.dim():
             yield f"parameter `{name}` has no dimension, and cannot be sharded", "give it the shape (1,)"
         elif not parameter.requires_grad:
@@ -124,7 +127,7 @@ def _faults(block: nn.Module) -> Iterator[tuple[str, str]]:
             if isinstance(value, Tensor):
                 path = f"{place}.{name}".lstrip(".")
                 yield (
-                    f"attribute `{path}` is a tensor of no parameter or buffer",
+                    f"attribute `{path}` is a tensor that is neither parameter nor buffer",
                     f"self.register_buffer({name!r}, ...)",
                 )
 
@@ -134,7 +137,7 @@ LossOfTokens = Callable[[Tensor, Tensor], Tensor]
 
 
 class OwnLinearLoss(LinearCrossEntropy):
-    """Returns the summed user-defined loss where gradients are computed; an evaluation has cross-entropy. Logits exist
+    """Returns the summed user-defined loss where gradients are computed; an evaluation uses cross-entropy. Logits exist
     one chunk of tokens at a time, and once more in the backward."""
 
     def __init__(self, loss: LossOfTokens):
@@ -156,7 +159,7 @@ class OwnLinearLoss(LinearCrossEntropy):
         return total
 
     def _sum_chunk(self, x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor) -> Tensor:
-        """Sum one chunk's losses; tokens without a target count nothing."""
+        """Sum one chunk's losses; tokens without a target do not count."""
         loss_C = self.own(precise(F.linear(x_CD, weight_VD)), targets_C.clamp_min(0))
         return torch.where(targets_C != IGNORED_TARGET, loss_C, 0.0).sum()
 

@@ -1,12 +1,13 @@
 """Measure the parts of a step's time.
 
 At any moment one part is running; entering a part pauses the one around it, so the parts always sum to the whole.
-On a GPU the marks are events on the compute stream, read only after the step: nothing waits for them.
-There the parts run in the order of the host's marks; collectives run on streams of their own and are not marked,
-so exposed communication stays inside forward and backward.
 
-An exchange that another thread makes beside the computation is no part: its begin and end are noted, on a CPU, and held
-against the parts (`intervals.py`).
+On a GPU the marks are events on the compute stream, read only after the step: nothing waits for them. There the parts
+run in the order of the host's marks; collectives run on other streams and are not marked, so exposed communication
+stays inside forward and backward.
+
+An exchange that another thread makes during the computation is not a part: on a CPU its begin and end are recorded, and
+compared with the parts (`exchange_time`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -25,32 +26,14 @@ from trainspec_cli.engine.accelerators import on_chip
 from trainspec_cli.engine.digest import Mark, elapsed_s, mark, wait_for
 from trainspec_cli.run.folder.event_types.events import PARTS
 
-# The exposed part of a step's exchanges: the time in which they went on and nothing was computed beside them.
-
-
 Interval = tuple[float, float]
 """(begin, end) in seconds of one clock."""
+Bounds = TypeVar("Bounds", int, float)
 
 
-@dataclass(frozen=True)
-class ExchangeTime:
-    seconds: float
-    """Time in which at least one exchange went on."""
-    exposed_s: float
-    """The part of it in which nothing was computed."""
-
-
-def exchange_time(exchanges: Iterable[Interval], computing: Iterable[Interval]) -> ExchangeTime:
-    """Return how long the exchanges took and how much of that was exposed; intervals may overlap, in any order."""
-    going_on = _union(exchanges)
-    busy = _union(computing)
-    seconds = _length_s(going_on)
-    return ExchangeTime(seconds, seconds - _common_s(going_on, busy))
-
-
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
+def union(intervals: Iterable[tuple[Bounds, Bounds]]) -> list[tuple[Bounds, Bounds]]:
     """Return disjoint intervals that cover the same time, in order."""
-    joined: list[Interval] = []
+    joined: list[tuple[Bounds, Bounds]] = []
     for begin, end in sorted(intervals):
         if joined and begin <= joined[-1][1]:
             joined[-1] = joined[-1][0], max(end, joined[-1][1])
@@ -59,22 +42,14 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
     return joined
 
 
-def _length_s(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
-
-
-def _common_s(first: list[Interval], second: list[Interval]) -> float:
-    """Return how long the time is that lies in both, each of which is a union."""
-    common_s = 0.0
-    place = 0
-    for begin, end in first:
-        while place < len(second) and second[place][1] <= begin:
-            place += 1
-        at = place
-        while at < len(second) and second[at][0] < end:
-            common_s += min(end, second[at][1]) - max(begin, second[at][0])
-            at += 1
-    return common_s
+def exchange_time(exchanges: Sequence[Interval], computing: Sequence[Interval]) -> tuple[float, float]:
+    """-> (seconds with at least one exchange in progress, those of them without compute); intervals may overlap, in any
+    order."""
+    going_on_s, both_s, busy_s = (
+        sum(end - begin for begin, end in union(intervals))
+        for intervals in (exchanges, [*exchanges, *computing], computing)
+    )
+    return going_on_s, both_s - busy_s
 
 
 # The main thread's time on a processor, and its time of waiting for one, as the kernel counts them (`schedstat`).
@@ -85,7 +60,8 @@ LINE_BYTES = 80
 
 
 class ProcessorClock:
-    """Opened by the process that it is about: a forked one opens its own. Elsewhere than on Linux all is 0."""
+    """Opened by the process that it measures: a forked one opens its own. On other systems than Linux all values are
+    0."""
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -94,7 +70,7 @@ class ProcessorClock:
             self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def read(self) -> tuple[float, float]:
-        """Return (seconds that the main thread has run, seconds that it could run and had no processor)."""
+        """Return (seconds that the main thread has run, seconds that it was runnable and had no processor)."""
         if self._descriptor < 0:
             return 0.0, 0.0
         ran_ns, queued_ns, _ = os.pread(self._descriptor, LINE_BYTES, 0).split()
@@ -110,7 +86,7 @@ COMPUTING = ("forward", "backward", "optimizer")
 
 
 class QueuedTime(NamedTuple):
-    """Time of a step in which the main thread could run and had no processor."""
+    """Time of a step while the main thread was runnable and had no processor."""
 
     own_s: float
     exposed_s: float
@@ -148,7 +124,7 @@ class StepClock:
 
     @contextmanager
     def collective(self, _sent_bytes: float | None = None) -> Iterator[bool]:
-        """Count the time inside as exposed communication, if the host can see it; how fast it is is not looked at."""
+        """Count the block as exposed communication, if the host can see it; its bandwidth is not measured."""
         if self.on_gpu:
             yield False
             return
@@ -159,8 +135,8 @@ class StepClock:
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Count the time inside as exposed communication, and remember it as the `agreement`; what a GPU is only asked
-        for takes no time here."""
+        """Count the block as exposed communication, and record it as the `agreement`; the launch of GPU work takes no
+        time here."""
         began_s = time.perf_counter()
         with self.collective():
             yield
@@ -168,7 +144,7 @@ class StepClock:
             self.agreement = time.perf_counter() - began_s, time.time()
 
     def note_beside(self, begin_s: float, end_s: float) -> None:
-        """Note an exchange that went on beside the parts, on the host's clock. Any thread may call it."""
+        """Record an exchange that overlapped with the parts, on the host's clock. Any thread may call it."""
         self._beside.append((begin_s, end_s))
 
     def restart(self) -> None:
@@ -197,39 +173,38 @@ class StepClock:
         return QueuedTime(max(0.0, whole_s - exposed_s), exposed_s)
 
 
+@dataclass(frozen=True)
 class Segments:
-    def __init__(
-        self,
-        marks: list[tuple[str, Mark]],
-        end: Mark,
-        beside: Sequence[Interval] = (),
-        queued: QueuedTime = QueuedTime(0.0, 0.0),  # noqa: B008 - it is immutable
-    ):
-        self._marks = marks
-        self._end = end
-        self._beside = beside
-        self.queued = queued
+    """The marks of a step; their times are read from the device late."""
 
-    def exchange_time(self) -> ExchangeTime | None:
-        """Return how long the step's exchanges took and how much of that was exposed; None where none went on beside
-        the computation, so that all of it was."""
-        if not self._beside:
+    marks: list[tuple[str, Mark]]
+    """The part that ran from each mark on."""
+    end: Mark
+    beside: Sequence[Interval]
+    queued: QueuedTime
+
+    def exchange_time(self) -> tuple[float, float] | None:
+        """Return the duration of the step's exchanges and the exposed part of it; None where none overlapped with
+        compute, so that all of it was exposed."""
+        if not self.beside:
             return None
-        parts = [(name, float(begin), float(end)) for name, begin, end in self._segments()]  # type: ignore[arg-type]
-        waiting = [(begin, end) for name, begin, end in parts if name == "exposed_comm"]
-        computing = [(begin, end) for name, begin, end in parts if name in COMPUTING]
-        return exchange_time([*self._beside, *waiting], computing)
+        waiting = list[Interval]()
+        computing = list[Interval]()
+        for name, begin, end in self._parts():
+            if name == "exposed_comm" or name in COMPUTING:
+                (computing if name in COMPUTING else waiting).append((float(begin), float(end)))  # type: ignore[arg-type]
+        return exchange_time([*self.beside, *waiting], computing)
 
     def parts_s(self) -> dict[str, float]:
         """Return seconds by part; wait for the device to reach the step's end."""
-        wait_for(self._end)
+        wait_for(self.end)
         parts = dict.fromkeys(PARTS, 0.0)
-        for name, start, end in self._segments():
+        for name, start, end in self._parts():
             parts[name] += elapsed_s(start, end)
         return parts
 
-    def _segments(self) -> Iterator[tuple[str, Mark, Mark]]:
+    def _parts(self) -> Iterator[tuple[str, Mark, Mark]]:
         """Yield (part, begin, end)."""
-        ends = [start for _, start in self._marks[1:]] + [self._end]
-        for (name, start), end in zip(self._marks, ends, strict=True):
+        ends = [start for _, start in self.marks[1:]] + [self.end]
+        for (name, start), end in zip(self.marks, ends, strict=True):
             yield name, start, end

@@ -1,9 +1,8 @@
 """Counters of the operating system and the interpreter for this process, read at a step's end every few steps.
 
-The main thread makes the step: the kernel counts its processor time (`schedstat`), for how long its control group was
-held back by a quota (`cpu.stat`), pages read back from disk, and what became of the segments of its connections
-(`TCP_INFO`). The interpreter tells of garbage collection. A counter that this system does not have is 0; where it
-cannot be told from 0, it is left out.
+The main thread makes the step: the kernel counts its processor time (`schedstat`), for how long a quota throttled its
+control group (`cpu.stat`), pages read back from disk, and losses of its connections (`TCP_INFO`). The interpreter
+reports garbage collection. A counter that this system does not have is 0; where 0 could be a real value, it is omitted.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ import gc
 import math
 import os
 import resource
+import struct
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,22 +28,22 @@ import torch
 from trainspec_cli.core.node import cpu_name
 from trainspec_cli.core.printable import format_bytes
 from trainspec_cli.engine.accelerators import allocator_count, chip_name, device_memory, on_chip, synchronise
-from trainspec_cli.engine.comm.joining import ConnectionCounter
+from trainspec_cli.engine.comm.codec import Connection, borrow, open_connections, read_tcp_info
 from trainspec_cli.engine.digest import MicroBatch
 from trainspec_cli.engine.observe.clock import ProcessorClock, QueuedTime
 from trainspec_cli.recipe.records import ABSENT
-from trainspec_cli.run.folder.event_types.events import CountersEvent
+from trainspec_cli.run.folder.event_types.events import ConnectionCounts, CountersEvent
 from trainspec_cli.run.recovery.watch import WINDOW, slope_per_step, steps_until_full
 
 WINDOW_S = 0.5
-"""The counters are read so often at the most: reading and writing take a thousandth of that."""
+"""The shortest interval between readings: reading and writing take a thousandth of it."""
 REMEMBERED_STEPS = 8
 CGROUPS = Path("/sys/fs/cgroup")
 PAGE_BYTES = resource.getpagesize()
 
 
 class GarbageClock:
-    """Adds up the processor time that the interpreter collects garbage in: what other processes take is none of it."""
+    """Sums the processor time of the interpreter's garbage collection, without that of other processes."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -71,7 +71,7 @@ class GarbageClock:
 
 @dataclass(frozen=True)
 class Counts:
-    """Counters that only grow, as they stand."""
+    """The current values of counters that only grow."""
 
     cpu_s: float = 0.0
     throttled_s: float = 0.0
@@ -84,29 +84,8 @@ class Counts:
     allocator_retries: int = 0
 
     def since(self, before: Counts) -> Counts:
-        """Return by how much each has grown; 0 where it was set back, as a virtual machine's may be when it moves."""
+        """Return the growth of each; 0 where a counter was set back, as a virtual machine's may be when it moves."""
         return Counts(**{name: max(0, now - getattr(before, name)) for name, now in vars(self).items()})
-
-
-@dataclass
-class WindowWork:
-    """Work that the batches of a window ask of a rank."""
-
-    samples: int = 0
-    tokens: int = 0
-    attended: int = 0
-    """The sum of the squares of the lengths within which tokens attend to one another."""
-
-    def add(self, micro_batches: Sequence[MicroBatch]) -> None:
-        for tokens, *others in micro_batches:
-            self.samples += tokens.shape[0]
-            self.tokens += tokens.numel()
-            documents = others[1] if len(others) > 1 else None
-            if documents is None or on_chip(documents.device):
-                self.attended += tokens.numel() * tokens.shape[-1]
-            else:
-                rows = documents.reshape(-1, documents.shape[-1])
-                self.attended += sum(int(torch.bincount(row - row.min()).square().sum()) for row in rows)
 
 
 @dataclass
@@ -116,20 +95,37 @@ class Window:
     before: Counts
     began_s: float
     steps: int = 0
-    work: WindowWork = field(default_factory=WindowWork)
-    agreed_s: list[float] = field(default_factory=list)
+    samples: int = 0
+    tokens: int = 0
+    attended: int = 0
+    """The sum of the squares of the lengths within which tokens attend to one another."""
+    agreed_s: float = math.inf
+    """The least duration of the exchange that ends each step."""
     own_s: float = 0.0
     queued_s: float = 0.0
+
+    def add_work(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Add the work of this rank's batches."""
+        for tokens, *others in micro_batches:
+            self.samples += tokens.shape[0]
+            self.tokens += tokens.numel()
+            documents = others[1] if len(others) > 1 else None
+            if documents is None or on_chip(documents.device):  # the host does not wait for a device to count
+                self.attended += tokens.numel() * tokens.shape[-1]
+            else:
+                rows = documents.reshape(-1, documents.shape[-1])
+                self.attended += sum(int(torch.bincount(row - row.min()).square().sum()) for row in rows)
 
 
 class StepCounters:
     """`note_step` is called by every rank after each step."""
 
     def __init__(self, device: torch.device):
-        self._device, self.garbage = device, GarbageClock()
+        self._device = device
+        self.garbage = GarbageClock()
         self._connections = ConnectionCounter()
         self._recent_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
-        self._process, self._processor = ProcessCounters(), ProcessorClock()
+        self._processor = ProcessorClock()
         self._window = Window(self._counts(), time.perf_counter())
 
     def note_step(
@@ -140,25 +136,25 @@ class StepCounters:
         micro_batches: Sequence[MicroBatch],
         agreement: tuple[float, float],
     ) -> CountersEvent | None:
-        """Take in a step; return the counts of the window that ends with it, if one does.
+        """Record a step; return the counts of the window that ends with it, if one does.
 
         `agreement`: the seconds of the exchange that ends each step, and the Unix time when this rank left it.
         """
-        window, (agreed_s, left_at) = self._window, agreement
+        agreed_s, left_at = agreement
+        window = self._window
         self._recent_s.append(sum(parts_s.values()))
         window.steps += 1
-        window.work.add(micro_batches)
-        window.agreed_s.append(agreed_s)
+        window.add_work(micro_batches)
+        window.agreed_s = min(window.agreed_s, agreed_s)
         window.queued_s += queued.exposed_s
         window.own_s += sum(seconds for part, seconds in parts_s.items() if part != "exposed_comm")
         if step % window_steps(median(self._recent_s)):
             return None
         now = self._counts()
         self._window = Window(now, time.perf_counter())
-        return self._event(step, window, now, left_at)
-
-    def _event(self, step: int, window: Window, now: Counts, left_at: float) -> CountersEvent:
-        memory = self._process.memory()
+        resident = _read("/proc/self/statm").split()
+        swapped = _read("/proc/self/status").partition("VmSwap:")[2].split()
+        available = available_bytes()
         return CountersEvent(
             step=step,
             steps=window.steps,
@@ -166,29 +162,31 @@ class StepCounters:
             own_s=window.own_s,
             queued_s=window.queued_s,
             **vars(now.since(window.before)),
-            rss_bytes=memory.rss_bytes,
-            swap_bytes=memory.swap_bytes,
-            available_bytes=ABSENT if memory.available_bytes is None else memory.available_bytes,
-            samples=window.work.samples,
-            tokens=window.work.tokens,
-            attended=window.work.attended,
-            agreed_s=min(window.agreed_s),
+            rss_bytes=int(resident[1]) * PAGE_BYTES if resident else 0,
+            swap_bytes=int(swapped[0]) * 1024 if swapped else 0,
+            available_bytes=ABSENT if available is None else available,
+            samples=window.samples,
+            tokens=window.tokens,
+            attended=window.attended,
+            agreed_s=window.agreed_s,
             left_at=left_at,
             connections=self._connections.cut(),
         )
 
     def _counts(self) -> Counts:
-        process = self._process
+        ticks = _read("/proc/stat").partition("\n")[0].split()
+        stalls = _read("/proc/pressure/memory").partition("\n")[0]  # of some process of the node
+        dynamo = sys.modules.get("torch._dynamo.utils")  # not imported for this: it takes seconds
         return Counts(
             cpu_s=self._processor.read()[0],
-            throttled_s=process.throttled_s(),
-            steal_s=process.steal_s(),
-            memory_stall_s=process.memory_stall_s(),
+            throttled_s=throttled_s(),
+            steal_s=int(ticks[8]) / os.sysconf("SC_CLK_TCK") if len(ticks) > 8 else 0.0,
+            memory_stall_s=int(stalls.rpartition("total=")[2]) / 1e6 if "total=" in stalls else 0.0,
             major_faults=resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
             gc_s=self.garbage.seconds,
             gc_runs=self.garbage.runs,
-            compiles=_compiles(),
-            allocator_retries=_allocator_retries(self._device),
+            compiles=int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0,
+            allocator_retries=allocator_count(self._device, "num_alloc_retries"),
         )
 
     def close(self) -> None:
@@ -197,50 +195,23 @@ class StepCounters:
 
 
 def window_steps(step_s: float) -> int:
-    """Return after how many steps the counters are read: a power of two, so that ranks whose steps differ a little
-    end most of their windows with the same step."""
+    """Return the number of steps between readings: a power of two, so that ranks whose steps differ slightly end most
+    of their windows with the same step."""
     steps = 1
     while 2 * steps * step_s <= WINDOW_S and steps < 1024:
         steps *= 2
     return steps
 
 
-@dataclass(frozen=True)
-class MemoryState:
-    rss_bytes: int = 0
-    swap_bytes: int = 0
-    available_bytes: int | None = None
-    """Memory that the process may still take: the least of the node's and of its control groups'."""
-
-
-class ProcessCounters:
-    """Counters of this process in /proc and /sys; elsewhere than on Linux all are 0."""
-
-    def throttled_s(self) -> float:
-        """Return how long quotas have held back the control group of this process, and those above it."""
-        total_s = 0.0
-        for folder in _control_groups("cpu"):
-            for line in _read(folder / "cpu.stat").splitlines():
-                name, _, value = line.partition(" ")
-                if name in THROTTLED:
-                    total_s += int(value) * THROTTLED[name]
-        return total_s
-
-    def steal_s(self) -> float:
-        """Return the time for which the node's processors were taken by other virtual machines."""
-        ticks = _read("/proc/stat").partition("\n")[0].split()
-        return int(ticks[8]) / os.sysconf("SC_CLK_TCK") if len(ticks) > 8 else 0.0
-
-    def memory_stall_s(self) -> float:
-        """Return for how long some process of the node has waited for memory to be freed or read back."""
-        some = _read("/proc/pressure/memory").partition("\n")[0]
-        return int(some.rpartition("total=")[2]) / 1e6 if "total=" in some else 0.0
-
-    def memory(self) -> MemoryState:
-        fields = _read("/proc/self/statm").split()
-        status = _read("/proc/self/status").partition("VmSwap:")[2].split()
-        rss_bytes = int(fields[1]) * PAGE_BYTES if fields else 0
-        return MemoryState(rss_bytes, int(status[0]) * 1024 if status else 0, _available_bytes())
+def throttled_s() -> float:
+    """Return for how long quotas have throttled the control group of this process, and those above it."""
+    total_s = 0.0
+    for folder in _control_groups("cpu"):
+        for line in _read(folder / "cpu.stat").splitlines():
+            name, _, value = line.partition(" ")
+            if name in THROTTLED:
+                total_s += int(value) * THROTTLED[name]
+    return total_s
 
 
 THROTTLED = {"throttled_usec": 1e-6, "throttled_time": 1e-9}
@@ -248,7 +219,8 @@ THROTTLED = {"throttled_usec": 1e-6, "throttled_time": 1e-9}
 LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
-def _available_bytes() -> int | None:
+def available_bytes() -> int | None:
+    """Return the memory that this process may still allocate: the least of the node's and of its control groups'."""
     free = _read("/proc/meminfo").partition("MemAvailable:")[2].split()
     left = [int(free[0]) * 1024] if free else []
     for folder in _control_groups("memory"):
@@ -278,35 +250,123 @@ def _control_groups(controller: str) -> list[Path]:
 
 def _read(path: Path | str) -> str:
     """Return the text of a small file of the kernel; empty where this system has none."""
-    with suppress(OSError), open(path, encoding="ascii", errors="replace") as file:  # noqa: PTH123 - a str is quicker
+    with suppress(OSError), open(path, encoding="ascii", errors="replace") as file:  # noqa: PTH123 - faster with a str
         return file.read()
     return ""
 
 
-def _compiles() -> int:
-    """Return how many graphs torch has compiled."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
+# Counters of this process's connections: bytes, retransmitted segments and round-trip times, from the kernel.
+#
+# Both ends of a connection know it by the same two addresses, so that a reader of all ranks' counts can find the ranks
+# of each connection.
 
 
-def _allocator_retries(device: torch.device) -> int:
-    return allocator_count(device, "num_alloc_retries")
+TIMEOUTS_OFFSET = 240
+"""`tcpi_total_rto` in `struct tcp_info`, since Linux 6.7."""
+NEEDLESS_OFFSET = 216
+"""`tcpi_dsack_dups`, since Linux 4.19: segments that had arrived when they were retransmitted; a process without a
+processor acknowledges them too late."""
+FIELDS = struct.Struct("=68xI28xI52xI8xQ24xQQ")
+"""From `struct tcp_info`: round-trip time in us, retransmitted segments, data segments, busy time in us, bytes sent,
+bytes retransmitted."""
+COUNTED = 2**32
+"""The kernel counts segments up to this, and then from 0."""
+LISTED_EVERY = 16
+"""Connections are searched again after this number of windows; most are opened at a run's start."""
+REPORTED = 6
+"""The number of connections that are reported: those that sent most."""
 
 
-# The device of this rank: its name, its speed, the memory used.
+@dataclass(frozen=True)
+class ConnectionState:
+    """A connection's counters since it was opened."""
+
+    rtt_s: float
+    resent: int
+    segments: int
+    sent_bytes: int
+    busy_s: float
+    timeouts: int
+
+
+class ConnectionCounter:
+    def __init__(self) -> None:
+        self._cuts = 0
+        self._ends: dict[Connection, tuple[str, str]] = {}
+        self._before: dict[Connection, ConnectionState] = {}
+
+    def cut(self) -> tuple[ConnectionCounts, ...]:
+        """Return the counts since the last call, of the connections that sent most."""
+        if self._cuts % LISTED_EVERY == 0:
+            self._find()
+        self._cuts += 1
+        counted = [counts for connection in list(self._ends) if (counts := self._count(connection)) is not None]
+        return tuple(sorted(counted, key=lambda one: one.sent_bytes, reverse=True)[:REPORTED])
+
+    def _find(self) -> None:
+        connections = list(open_connections())
+        self._ends = {one: self._ends.get(one) or ends_of(one[0]) for one in connections}
+        self._before = {one: self._before[one] for one in connections if one in self._before}
+
+    def _count(self, connection: Connection) -> ConnectionCounts | None:
+        now = state_of(connection)
+        before = self._before.get(connection)
+        if now is None:
+            return None
+        self._before[connection] = now
+        if before is None or now.sent_bytes <= before.sent_bytes:
+            return None
+        local, peer = self._ends[connection]
+        return ConnectionCounts(
+            local=local,
+            peer=peer,
+            sent_bytes=now.sent_bytes - before.sent_bytes,
+            segments=(now.segments - before.segments) % COUNTED,
+            resent=max(0, now.resent - before.resent),
+            timeouts=max(0, now.timeouts - before.timeouts),
+            busy_s=max(0.0, now.busy_s - before.busy_s),
+            rtt_s=now.rtt_s,
+        )
+
+
+def ends_of(descriptor: int) -> tuple[str, str]:
+    """Return the addresses of both ends; empty texts if it is closed."""
+    with suppress(OSError), borrow(descriptor) as end:
+        return _shown(end.getsockname()), _shown(end.getpeername())
+    return "", ""
+
+
+def _shown(address: tuple[object, ...]) -> str:
+    """Return `10.0.0.1:29500`; an IPv4 address within IPv6 is shown as itself."""
+    return f"{str(address[0]).removeprefix('::ffff:')}:{address[1]}"
+
+
+def state_of(connection: Connection) -> ConnectionState | None:
+    """Return a connection's counters; None if it is closed."""
+    info = read_tcp_info(connection)
+    if info is None:
+        return None
+    rtt_us, resent, segments, busy_us, sent, again = FIELDS.unpack_from(info)
+    (timeouts,) = struct.unpack_from("=H", info, TIMEOUTS_OFFSET) if len(info) >= TIMEOUTS_OFFSET + 2 else (0,)
+    (needless,) = struct.unpack_from("=I", info, NEEDLESS_OFFSET) if len(info) >= NEEDLESS_OFFSET + 4 else (0,)
+    return ConnectionState(rtt_us / 1e6, resent - needless, segments, sent - again, busy_us / 1e6, timeouts)
+
+
+# The device of this rank: its name, its speed, its memory in use.
 
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 PRODUCTS: tuple[Product, ...] = (lambda a, b: a @ b, lambda a, b: a @ b.T, lambda a, b: a.T @ b)
-"""A layer's products, forward and backward. CPUs differ in them, tenfold in a format that they do not have."""
+"""Sizes of a layer's products, forward and backward. CPUs differ in them, tenfold in a format without native
+support."""
 MATMUL_SIZES = (1024, 2048)
 CHIP_MATMUL_SIZES = (4096, 8192)
 MATMUL_ROUNDS, MATMUL_ROUND_S = 10, 0.02
-"""A size is tried in so many rounds, of one product at least; the best counts."""
+"""Number of rounds for each size, each of at least one product; the best counts."""
 MATMUL_LIMIT_S = 1.0
-"""No round begins after so long, and no size is tried whose product takes longer: a CPU that has no bf16 makes some
-1 GFLOP a second in it."""
+"""No round begins after this many seconds, and no size is measured whose product takes longer: a CPU without bf16 makes
+about 1 GFLOP per second in it."""
 
 
 @dataclass(frozen=True)
@@ -344,7 +404,7 @@ def matmul_flops(
     limit_s: float = math.inf,
     product: Product = PRODUCTS[0],
 ) -> float:
-    """Return the FLOP/s of a square product in the quickest round."""
+    """Return the FLOP/s of a square product in the fastest round."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / quickest_s(lambda: product(a, b), device, rounds, round_s, limit_s)
 
@@ -352,36 +412,30 @@ def matmul_flops(
 def quickest_s(
     call: Callable[[], Any], device: torch.device, rounds: int, round_s: float = 0.0, limit_s: float = math.inf
 ) -> float:
-    """Return the seconds of a call in the quickest round, after one call that does not count.
-
-    A round makes calls for `round_s`, and one at least: what another program takes away is not the call's own. None but
-    the first begins after `limit_s`.
-    """
+    """Return the seconds of a call in the fastest round, after one call that does not count. A round makes calls for
+    `round_s` seconds, at least one, so that load of other programs has little effect. Only the first may begin after
+    `limit_s`."""
     call()
     quickest = math.inf
-    started = time.perf_counter()
+    began_s = time.perf_counter()
     for _ in range(rounds):
-        quickest = min(quickest, _round_s(call, device, round_s))
-        if time.perf_counter() - started > limit_s:
+        synchronise(device)
+        calls = 0
+        taken_s = 0.0
+        started_s = time.perf_counter()
+        while not calls or taken_s < round_s:
+            call()
+            synchronise(device)
+            calls += 1
+            taken_s = time.perf_counter() - started_s
+        quickest = min(quickest, taken_s / calls)
+        if time.perf_counter() - began_s > limit_s:
             break
     return quickest
 
 
-def _round_s(call: Callable[[], Any], device: torch.device, round_s: float) -> float:
-    synchronise(device)
-    calls = 0
-    taken_s = 0.0
-    started = time.perf_counter()
-    while not calls or taken_s < round_s:
-        call()
-        synchronise(device)
-        calls = calls + 1
-        taken_s = time.perf_counter() - started
-    return taken_s / calls
-
-
 def free_bytes(device: torch.device) -> float:
-    """Return the memory that this process may still take: of a GPU all that is free, of a host its part of it."""
+    """Return the memory that this process may still allocate: on a GPU all that is free, on a host its part of it."""
     if on_chip(device):
         return float(device_memory(device).available)
     return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -407,12 +461,6 @@ SETTLING_STEPS = 10
 """The first steps, which allocate memory that later ones reuse."""
 
 
-@dataclass
-class Readings:
-    steps: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    used_bytes: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-
-
 class MemoryWatch:
     """Takes a reading every few steps, so that a window spans a fraction of the run, whatever its length."""
 
@@ -421,13 +469,16 @@ class MemoryWatch:
         self._last_step = last_step
         self._first_step = first_step + SETTLING_STEPS
         self._every_steps = max(1, (last_step - first_step) // (4 * WINDOW))
-        self._readings: dict[str, Readings] = {}
+        self._readings = defaultdict[str, deque[tuple[int, float]]](lambda: deque(maxlen=WINDOW))
+        """(step, bytes used) by the kind of memory."""
         self._sizes = set[int]()
         self._process = psutil.Process()
 
     def check(self, step: int, micro_batch_size: int = 0) -> str | None:
-        """Return a warning if one kind of memory grows so fast that it will run out before the last step. A step whose
-        largest micro-batch has another size than any before it allocates anew, as the first ones do."""
+        """Return a warning if one kind of memory grows so fast that it will run out before the last step.
+
+        A step whose largest micro-batch has a new size allocates again, as the first steps do.
+        """
         if micro_batch_size not in self._sizes:
             if self._sizes and self._first_step <= self._last_step:
                 self._first_step = max(self._first_step, step + SETTLING_STEPS)
@@ -436,16 +487,16 @@ class MemoryWatch:
         if step < self._first_step or step % self._every_steps:
             return None
         for kind, (used_bytes, free_bytes) in self._usage().items():
-            readings = self._readings.setdefault(kind, Readings())
-            readings.steps.append(step)
-            readings.used_bytes.append(used_bytes)
-            left = steps_until_full(list(readings.steps), list(readings.used_bytes), free_bytes)
+            self._readings[kind].append((step, used_bytes))
+            steps = [at for at, _ in self._readings[kind]]
+            used = [taken_bytes for _, taken_bytes in self._readings[kind]]
+            left = steps_until_full(steps, used, free_bytes)
             if left is not None and step + left < self._last_step:
                 self._first_step = self._last_step + 1
-                slope = slope_per_step(list(readings.steps), list(readings.used_bytes))
+                slope = slope_per_step(steps, used)
                 return (
                     f"{kind} memory grows by {format_bytes(slope)} a step and will be full at about step "
-                    f"{step + left:.0f}, before the last one ({self._last_step}): something keeps what it should free"
+                    f"{step + left:.0f}, before the last one ({self._last_step}): memory that should be freed is kept"
                 )
         return None
 

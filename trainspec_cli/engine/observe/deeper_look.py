@@ -1,7 +1,7 @@
-"""A deeper look at this rank for a few steps, when the supervisor asks for it because of a new verdict.
+"""A profile of this rank for a few steps (a deeper look), when the supervisor requests it because of a new verdict.
 
-A thread waits for that, so steps take no longer before. While it looks, torch's profiler runs over whole steps, and the
-thread samples the stack; what they show is an event, and a trace in the run folder.
+A thread waits for the request, which costs the steps nothing. During the profile torch's profiler runs over whole
+steps, and the thread samples the stack; the result is an event, and a trace in the run folder.
 """
 
 from __future__ import annotations
@@ -10,26 +10,25 @@ import threading
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch.autograd import profiler
 
 from trainspec_cli.core.errors import WorkerError
-from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.engine.accelerators import KINDS
-from trainspec_cli.engine.observe.journal import GroupJournal, Journal
+from trainspec_cli.engine.observe.clock import union
+from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.observe.stack_samples import (
     PySpy,
     StackSample,
     code_lines,
     is_in_exchange,
     sample_thread,
-    thread_named,
 )
 from trainspec_cli.engine.observe.watch import recorded_collectives
 from trainspec_cli.recipe.json_text import json_text
@@ -44,7 +43,7 @@ from trainspec_cli.run.folder.paths import RunDir
 
 
 MOST_OPERATIONS = 200_000
-"""Operations beyond so many are not looked at."""
+"""Operations beyond this number are ignored."""
 NAMED_OPERATIONS = 5
 TRACE_BYTES = 2**20
 TRACE_VERSION = 1
@@ -56,7 +55,7 @@ Span = tuple[int, int]
 
 
 class Operation(NamedTuple):
-    """An operation as torch's profiler saw it; times in ns, Unix time."""
+    """An operation as torch's profiler recorded it; times in ns, Unix time."""
 
     name: str
     begin_ns: int
@@ -65,37 +64,8 @@ class Operation(NamedTuple):
     on_device: bool
 
 
-class StepProfile:
-    """The profiler, from its start until `end`; both are called by the thread that trains."""
-
-    def __init__(self, device: torch.device):
-        # torch.profiler.profile would import all of torch._inductor first, which takes seconds
-        use_device = device.type if KINDS[device.type].is_profiled else None
-        self._profile = profiler.profile(use_cpu=True, use_device=use_device)
-        self._profile.__enter__()
-
-    def end(self) -> None:
-        self._profile.__exit__(None, None, None)
-
-    def operations(self) -> list[Operation]:
-        """Return the operations that were seen, by the time of their begin. Any thread may ask once it has ended."""
-        results = self._profile.kineto_results
-        events = islice(results.events(), MOST_OPERATIONS) if results is not None else ()
-        found = [
-            Operation(
-                one.name(),
-                one.start_ns(),
-                one.start_ns() + one.duration_ns(),
-                one.start_thread_id(),
-                one.device_type() != torch.autograd.DeviceType.CPU,
-            )
-            for one in events
-        ]
-        return sorted(found, key=lambda one: one.begin_ns)
-
-
 def heaviest(operations: Sequence[Operation], steps: int) -> tuple[OperationTime, ...]:
-    """Return the operations with most time of their own; those of the device where it has some, else the host's."""
+    """Return the operations with the most self time; those of the device if it has any, else the host's."""
     on_device = any(one.on_device for one in operations)
     own_ns = defaultdict[str, int](int)
     calls = defaultdict[str, int](int)
@@ -115,7 +85,8 @@ def heaviest(operations: Sequence[Operation], steps: int) -> tuple[OperationTime
 
 
 def own_times(operations: Iterable[Operation]) -> list[tuple[Operation, int]]:
-    """Return each operation with the ns in which none that it calls runs; they come by the time of their begin."""
+    """Return each operation with its self time in ns (none of the operations that it calls runs); they are ordered by
+    their begin."""
     open_of = defaultdict[int, list[int]](list)
     found: list[tuple[Operation, int]] = []
     for one in operations:
@@ -130,19 +101,6 @@ def own_times(operations: Iterable[Operation]) -> list[tuple[Operation, int]]:
     return found
 
 
-def busy_ns(operations: Iterable[Operation]) -> list[Span]:
-    """Return the disjoint times in which the host ran some operation, in order."""
-    joined: list[Span] = []
-    for one in operations:
-        if one.on_device:
-            continue
-        if joined and one.begin_ns <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], one.end_ns)
-        else:
-            joined.append((one.begin_ns, one.end_ns))
-    return joined
-
-
 def is_within(at_ns: int, spans: Sequence[Span]) -> bool:
     """Return whether a time lies within one of the spans, which are disjoint and in order."""
     place = bisect_right(spans, at_ns, key=lambda span: span[0]) - 1
@@ -150,7 +108,7 @@ def is_within(at_ns: int, spans: Sequence[Span]) -> bool:
 
 
 def trace_text(operations: Sequence[Operation], rank: int, about: JsonObject, most_bytes: int = TRACE_BYTES) -> str:
-    """Return the trace as Perfetto and chrome://tracing open it: the longest operations, as many as have room."""
+    """Return the trace in the format of Perfetto and chrome://tracing: the longest operations, as many as fit."""
     begin_ns = operations[0].begin_ns if operations else 0
     left = most_bytes - len(json_text(about, indent=None)) - 64
     drawn = []
@@ -177,28 +135,32 @@ def trace_text(operations: Sequence[Operation], rank: int, about: JsonObject, mo
 
 POLL_S = 1.0
 LOOK_STEPS, LOOK_S = 3, 2.0
-"""So many steps are looked at, and no further one after so many seconds."""
+"""The most steps of a profile, and the seconds after which no further step is profiled."""
 STALLED_S = 1.0
-"""A rank that hangs makes no step: its stack is sampled for so long."""
+"""A rank that hangs makes no step: its stack is sampled for this time."""
 HOST_CAUSES = ("host_bound", "slow_loader", "garbage_collection", "recompilation", "hang")
-"""Causes that lie in the program: py-spy looks too."""
+"""Causes inside the program; py-spy samples these too."""
 KEPT_COLLECTIVES = 64
 COLLECTIVE_FIELDS = ("profiling_name", "process_group", "collective_seq_id", "state", "time_created_ns", "input_sizes")
 
 
 class StepsInView:
-    """Counts the steps that are looked at: one thread trains and makes them, the one that looks waits for the last."""
+    """Torch's profiler over the profiled steps. The thread that trains creates it and adds the steps; the sampling
+    thread waits for the last."""
 
     def __init__(self, device: torch.device):
         began_s = time.perf_counter()
-        self._profile = StepProfile(device)
+        # torch.profiler.profile would import all of torch._inductor first, which takes seconds
+        use_device = device.type if KINDS[device.type].is_profiled else None
+        self._profile = profiler.profile(use_cpu=True, use_device=use_device)
+        self._profile.__enter__()
         self._began_s = time.perf_counter()
         self.cost_s = self._began_s - began_s
         self.first_step = self.last_step = 0
         self.is_over = threading.Event()
 
     def add(self, step: int) -> None:
-        """Count a step that was made; the last one ends the view."""
+        """Count a step; the last one ends the profile."""
         self.first_step = self.first_step or step
         self.last_step = step
         made = step - self.first_step + 1
@@ -208,43 +170,35 @@ class StepsInView:
 
     def end(self) -> None:
         began_s = time.perf_counter()
-        self._profile.end()
+        self._profile.__exit__(None, None, None)
         self.cost_s += time.perf_counter() - began_s
         self.is_over.set()
 
     def operations(self) -> list[Operation]:
-        return self._profile.operations()
-
-
-class NoLook:
-    """Stands in the place of `DeeperLook` where the recipe wants none."""
-
-    def start(self) -> None:
-        pass
-
-    def after_step(self, step: int) -> None:
-        pass
-
-    def looked_at(self, step: int) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
+        """Return the recorded operations, ordered by their begin. Any thread may call it after the end."""
+        results = self._profile.kineto_results
+        events = islice(results.events(), MOST_OPERATIONS) if results is not None else ()
+        found = [
+            Operation(
+                one.name(),
+                one.start_ns(),
+                one.start_ns() + one.duration_ns(),
+                one.start_thread_id(),
+                one.device_type() != torch.autograd.DeviceType.CPU,
+            )
+            for one in events
+        ]
+        return sorted(found, key=lambda one: one.begin_ns)
 
 
 class DeeperLook(threading.Thread):
-    """Looks at this rank where the supervisor asks for it. The thread that trains calls `after_step`, before the step's
-    time is cut."""
+    """Profiles this rank at the supervisor's request. The thread that trains calls `after_step` before the step's time
+    is cut."""
 
     def __init__(
-        self,
-        run_dir: RunDir,
-        journal: Journal | GroupJournal,
-        supervisor: SupervisorConnection,
-        rank: int,
-        device: torch.device,
+        self, run_dir: RunDir, journal: Journal, supervisor: SupervisorConnection, rank: int, device: torch.device
     ):
-        """`rank`: those of replica groups are counted through."""
+        """`rank`: among the ranks of all replica groups."""
         super().__init__(name="deeper look", daemon=True)
         self._run_dir = run_dir
         self._journal = journal
@@ -255,7 +209,7 @@ class DeeperLook(threading.Thread):
         self._step = 0
         self._is_wanted, self._has_begun = threading.Event(), threading.Event()
         self._begun: StepsInView | None = None
-        """The steps in view, or those that were last."""
+        """The steps of the current profile, or of the last one."""
 
     # The thread that trains
 
@@ -265,15 +219,12 @@ class DeeperLook(threading.Thread):
             self._begun.add(step)
         elif self._is_wanted.is_set():
             self._is_wanted.clear()
-            self._begin()
+            is_free = not torch.autograd._profiler_enabled()  # the model's own code may profile: torch has one profiler
+            self._begun = StepsInView(self._device) if is_free else None
+            self._has_begun.set()
 
-    def _begin(self) -> None:
-        is_free = not torch.autograd._profiler_enabled()  # the model's own code may profile: torch has one profiler
-        self._begun = StepsInView(self._device) if is_free else None
-        self._has_begun.set()
-
-    def looked_at(self, step: int) -> bool:
-        """Return whether this step was made in view: it took longer than it needs."""
+    def was_profiled(self, step: int) -> bool:
+        """Return whether this step was profiled: it took longer than usual."""
         return self._begun is not None and 0 < self._begun.first_step <= step <= self._begun.last_step
 
     def close(self) -> None:
@@ -281,51 +232,61 @@ class DeeperLook(threading.Thread):
         if self._begun is not None and not self._begun.is_over.is_set():
             self._begun.end()
 
-    # The thread that looks
+    # The sampling thread
 
     def run(self) -> None:
         while not self._closed.wait(POLL_S):
             try:
-                for order in self._supervisor.take(LookOrder):
-                    self._look(order)
-            except (WorkerError, OSError) as error:  # no training ends for want of a look
+                for order in self._supervisor.receive(LookOrder):
+                    self._profile(order)
+            except (WorkerError, OSError) as error:  # a failed profile does not end the training
                 self._warn(str(error))
 
     def _warn(self, why: str) -> None:
-        """Write down that there is no look; a newer start that owns the run, or a full disk, prevents that too."""
+        """Record that there is no profile; a newer start that owns the run, or a full disk, prevents that too."""
         with suppress(WorkerError, OSError):
             self._journal.write(WarningEvent(step=self._step, message=f"no deeper look is taken: {why}"))
 
-    def _look(self, order: LookOrder) -> None:
-        """Look, and write down what was found; nothing where the run ends before."""
-        view = None if order.cause == "hang" else self._ask_for_view()
-        if self._closed.is_set() or (view is None and order.cause != "hang"):
-            return
-        thread = thread_named("loader") if order.cause == "slow_loader" else threading.main_thread()
+    def _profile(self, order: LookOrder) -> None:
+        """Profile, and record the result; nothing if the run ends before."""
+        view = None
+        if order.cause != "hang":  # a rank that hangs makes no step
+            self._has_begun.clear()
+            self._is_wanted.set()
+            while not self._has_begun.wait(POLL_S / 4):
+                if self._closed.is_set():
+                    return
+            view = self._begun
+            if view is None:
+                self._warn("torch's profiler is in use")
+                return
+        thread = threading.main_thread()
+        if order.cause == "slow_loader":
+            readers = (one for one in threading.enumerate() if one.name.startswith("loader"))
+            thread = next(readers, thread)
         notes: list[str] = []
-        spy = _start_spy(order, self._run_dir.looks_folder, notes)
-        samples = sample_thread(thread.ident or 0, self._end_of(view))
-        spied = _spied(spy, thread.native_id or 0, notes)
+        spy = None
+        spied: list[StackSample] = []
+        program = PySpy.find() if order.cause in HOST_CAUSES else None
+        try:
+            spy = PySpy(program, self._run_dir.looks_folder) if program is not None else None
+        except OSError as error:
+            notes.append(f"py-spy could not be started: {error.strerror}")
+
+        end_s = time.monotonic() + STALLED_S
+
+        def is_over() -> bool:
+            if view is None:
+                return time.monotonic() > end_s
+            return view.is_over.is_set() or self._closed.is_set()
+
+        samples = sample_thread(thread.ident or 0, is_over)
+        try:
+            spied = spy.samples(thread.native_id or 0) if spy is not None else []
+        except OSError as error:
+            notes.append(f"py-spy could not look: {error}")
         if not self._closed.is_set():
             self._report(order, view, samples, spied, notes)
-
-    def _ask_for_view(self) -> StepsInView | None:
-        """Return the steps in view when the first of them begins; None where there are none."""
-        self._has_begun.clear()
-        self._is_wanted.set()
-        while not self._has_begun.wait(POLL_S / 4):
-            if self._closed.is_set():
-                return None
-        if self._begun is None:
-            self._warn("torch's profiler is in use")
-        return self._begun
-
-    def _end_of(self, view: StepsInView | None) -> Callable[[], bool]:
-        """Return what tells that a look is over."""
-        if view is not None:
-            return lambda: view.is_over.is_set() or self._closed.is_set()
-        end_s = time.monotonic() + STALLED_S
-        return lambda: time.monotonic() > end_s
 
     def _report(
         self,
@@ -336,11 +297,25 @@ class DeeperLook(threading.Thread):
         notes: list[str],
     ) -> None:
         operations = view.operations() if view is not None else []
-        busy = busy_ns(operations)
+        busy = union((one.begin_ns, one.end_ns) for one in operations if not one.on_device)
         first, last = (view.first_step, view.last_step) if view is not None else (self._step + 1, self._step)
         seen = [one for one in spied or samples if order.cause == "hang" or not is_in_exchange(one.files)]
         outside = [one for one in seen if not one.at_ns or not is_within(one.at_ns, busy)]
         total = sum(one.times for one in seen)
+        path = self._run_dir.look_trace(order.number)
+        file = None
+        newest = sorted(recorded_collectives(), key=lambda entry: -entry["time_created_ns"])[:KEPT_COLLECTIVES]
+        about: JsonObject = {
+            "version": TRACE_VERSION,
+            "order": to_plain(order),
+            "collectives": [{name: entry.get(name) for name in COLLECTIVE_FIELDS} for entry in newest],
+            "displayTimeUnit": "ms",
+        }
+        try:
+            write_text(path, trace_text(operations, self._rank, about))
+            file = str(path.relative_to(self._run_dir.root))
+        except OSError as error:
+            notes.append(f"the trace could not be written: {error.strerror}")
         look = Look(
             order=order,
             first_step=first,
@@ -351,46 +326,7 @@ class DeeperLook(threading.Thread):
             samples=total,
             sampled_by="py-spy" if spied else "trainspec",
             cost_s=view.cost_s if view is not None else 0.0,
-            file=self._write_trace(order, operations, notes),
+            file=file,
             notes=tuple(notes),
         )
         self._journal.write(LookEvent(step=self._step, look=look))
-
-    def _write_trace(self, order: LookOrder, operations: Sequence[Operation], notes: list[str]) -> str | None:
-        path = self._run_dir.look_trace(order.number)
-        about: JsonObject = {
-            "version": TRACE_VERSION,
-            "order": to_plain(order),
-            "collectives": _newest_collectives(),
-            "displayTimeUnit": "ms",
-        }
-        try:
-            write_text(path, trace_text(operations, self._rank, about))
-        except OSError as error:
-            notes.append(f"the trace could not be written: {error.strerror}")
-            return None
-        return str(path.relative_to(self._run_dir.root))
-
-
-def _start_spy(order: LookOrder, folder: Path, notes: list[str]) -> PySpy | None:
-    """Return py-spy at work, where it is installed and the cause lies in the program."""
-    program = PySpy.find() if order.cause in HOST_CAUSES else None
-    try:
-        return None if program is None else PySpy(program, folder)
-    except OSError as error:
-        notes.append(f"py-spy could not be started: {error.strerror}")
-        return None
-
-
-def _spied(spy: PySpy | None, thread: int, notes: list[str]) -> list[StackSample]:
-    try:
-        return [] if spy is None else spy.samples(thread)
-    except OSError as error:
-        notes.append(f"py-spy could not look: {error}")
-        return []
-
-
-def _newest_collectives() -> list[JsonValue]:
-    """Return the newest collectives of torch's flight recorder, without their stacks."""
-    entries = sorted(recorded_collectives(), key=lambda entry: -entry["time_created_ns"])[:KEPT_COLLECTIVES]
-    return [{name: entry.get(name) for name in COLLECTIVE_FIELDS} for entry in entries]

@@ -1,4 +1,4 @@
-"""A worker's journal: its events, and those of rank 0 in the trackers that the recipe asks for too."""
+"""A worker's journal: its events, and for rank 0 also the trackers of the recipe."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ NO_REPORTS = {
     "wandb": {"WANDB_ERROR_REPORTING": "false"},
     "mlflow": {"MLFLOW_DISABLE_TELEMETRY": "true"},
 }
-"""Trackers report on their own use to their makers unless these variables say no."""
+"""Trackers report their own use to their makers unless these variables disable it."""
 
 
 def _send_no_reports(tracker: str) -> None:
-    """Say no, before the tracker is imported, where the user has said nothing."""
+    """Disable it before the tracker is imported, unless the user has set the variable."""
     for name, value in NO_REPORTS[tracker].items():
         os.environ.setdefault(name, value)
 
@@ -116,7 +116,7 @@ class WandbLog:
 
 
 class MlflowLog:
-    """The run as MLflow keeps it: in the run folder unless MLFLOW_TRACKING_URI names a server."""
+    """The run in MLflow: in the run folder unless MLFLOW_TRACKING_URI names a server."""
 
     def __init__(self, run_dir: RunDir, spec: RunSpec):
         _send_no_reports("mlflow")
@@ -145,91 +145,95 @@ TRACKERS: dict[str, Callable[[RunDir, RunSpec], Tracker]] = {
     "wandb": WandbLog,
     "mlflow": MlflowLog,
 }
-"""Trackers by the key of `tracking` that asks for each."""
+"""Trackers by their key in `tracking`."""
 
 
 class Journal:
-    def __init__(self, run_dir: RunDir, rank: int, spec: RunSpec | None):
+    """The events of one rank, in its own file. That of rank 0 is the run's log, whose events go to the trackers too.
+
+    A process of a replica group writes to a file of its group, and rank 0 of the group that leads writes the run's log
+    as well.
+    """
+
+    def __init__(self, run_dir: RunDir, rank: int, spec: RunSpec | None, group: int | None = None):
         """Open the journal; without a spec no tracker is used."""
         self._run_dir = run_dir
-        self._events = EventWriter(run_dir.events(rank), rank)
-        self._fence = Fence.of_worker(run_dir)
-        tracked = spec if rank == 0 else None
-        self._trackers: list[Tracker] = [
-            make(run_dir, tracked) for key, make in TRACKERS.items() if tracked and getattr(tracked.tracking, key)
-        ]
-        self._trackers += watchers_of(spec, run_dir, rank) if spec else []
+        self._rank = rank
+        self._spec = spec
+        self._group = group
+        self._start: StartEvent | None = None
+        self._log: EventWriter | None = None
+        self._trackers: list[Tracker] = []
+        self._of_group: EventWriter | None = None
+        if group is None:
+            self._open_log()
+        else:
+            self._of_group = EventWriter(self.events_of(rank), rank)
+
+    def _open_log(self) -> None:
+        self._log = EventWriter(self._run_dir.events(self._rank), self._rank)
+        self._fence = Fence.of_worker(self._run_dir)
+        spec = self._spec
+        if spec is not None and self._rank == 0:
+            wanted = (make for key, make in TRACKERS.items() if getattr(spec.tracking, key))
+            self._trackers += [make(self._run_dir, spec) for make in wanted]
+        self._trackers += watchers_of(spec, self._run_dir, self._rank) if spec else []
+
+    def lead(self, leads: bool, step: int) -> None:
+        """Write the run's log from `step` on if this group leads; a new leader begins with its own `start` event."""
+        if leads and self._rank == 0 and self._log is None:
+            self._open_log()
+            if self._start:
+                self._write_log(replace(self._start, step=step))
+        elif not leads:
+            self._close_log()
 
     def write(self, event: Event) -> None:
         """Raises WorkerError where a newer start owns the run."""
+        if isinstance(event, StartEvent):
+            self._start = event
+        if self._of_group is not None:
+            self._of_group.write(event)
+        self._write_log(event)
+
+    def _write_log(self, event: Event) -> None:
+        if self._log is None:
+            return
         self._fence.check_now_and_then()
-        self._events.write(event)
+        self._log.write(event)
         for tracker in self._trackers.copy():
             try:
                 tracker.record(event)
             except OptionalCodeError as error:
                 self._trackers.remove(tracker)
-                self._events.write(WarningEvent(step=getattr(event, "step", 0), message=str(error)))
+                self._log.write(WarningEvent(step=getattr(event, "step", 0), message=str(error)))
 
     def events_of(self, rank: int) -> Path:
-        """Return the file that another rank writes its events to."""
-        return self._run_dir.events(rank)
+        """Return the file of a rank's events, of the same group where there are several."""
+        return self._run_dir.events(rank) if self._group is None else self._run_dir.group_events(self._group, rank)
 
-    def close(self) -> None:
+    def _close_log(self) -> None:
+        log = self._log
+        self._log = None
         try:
             for tracker in self._trackers:
                 with suppress(OptionalCodeError):
                     tracker.close()
         finally:
-            self._events.close()
-
-
-class GroupJournal:
-    """The journal of a process of a replica group: its own events, and while its group leads, the run's log too."""
-
-    def __init__(self, run_dir: RunDir, group: int, rank: int, spec: RunSpec):
-        self._run_dir = run_dir
-        self._writes_log = rank == 0
-        self._spec = spec
-        self._own = EventWriter(run_dir.group_events(group, rank), rank)
-        self._group = group
-        self._log: Journal | None = None
-        self._start: StartEvent | None = None
-
-    def events_of(self, rank: int) -> Path:
-        """Return the file that another rank of the same group writes its events to."""
-        return self._run_dir.group_events(self._group, rank)
-
-    def write(self, event: Event) -> None:
-        if isinstance(event, StartEvent):
-            self._start = event
-        self._own.write(event)
-        if self._log:
-            self._log.write(event)
-
-    def lead(self, leads: bool, step: int) -> None:
-        """Write the run's log from `step` on where this group leads; a new leader begins with a `start` of its own."""
-        if leads and self._writes_log and self._log is None:
-            self._log = Journal(self._run_dir, 0, self._spec)
-            if self._start:
-                self._log.write(replace(self._start, step=step))
-        elif not leads:
-            self._close_log()
-
-    def _close_log(self) -> None:
-        if self._log:
-            self._log.close()
-            self._log = None
+            self._trackers = []
+            if log is not None:
+                log.close()
 
     def close(self) -> None:
         self._close_log()
-        self._own.close()
+        if self._of_group is not None:
+            self._of_group.close()
 
 
 class DirectiveLog:
     """Writes the scheduler's decisions to `directives.jsonl` and then to the journal."""
 
-    def __init__(self, run_dir: RunDir, journal: Journal | GroupJournal):
+    def __init__(self, run_dir: RunDir, journal: Journal):
         self._run_dir = run_dir
         self._journal = journal
         self._file: EventWriter | None = None

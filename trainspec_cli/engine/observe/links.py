@@ -1,11 +1,10 @@
-"""Time exchanges by mesh axis: the transfer, apart from the waiting for the last rank.
+"""Time exchanges by mesh axis: the transfer, without the wait for the last rank.
 
-In a sampled step the ranks of an exchange meet before it, at a barrier. How long a rank waits there is how much earlier
-it came than the last one, which waits least. What follows is the transfer, of all ranks at once. Where every rank ends
-with the last byte, the least time of a rank in the exchange as a whole would do without a barrier; on gloo a rank whose
-line out is slow ends first, since the kernel has taken what it sends.
-
-Exchanges on a GPU run on streams of their own, and are not timed.
+In a sampled step the ranks of an exchange meet before it, at a barrier. The time that a rank waits there is how much
+earlier it arrived than the last one, which waits least. After it comes the transfer, of all ranks at once. Where every
+rank ends with the last byte, the least time of a rank in the whole exchange would be sufficient without a barrier; on
+gloo a rank with a slow outgoing link ends first, since the kernel buffers what it sends. Exchanges on a GPU run on
+separate streams, and are not timed.
 """
 
 from __future__ import annotations
@@ -26,10 +25,11 @@ GROUPS = "groups"
 
 
 class LinkTimer:
-    """Called around each exchange of one process group, by all its ranks alike, with the bytes that a rank sends."""
+    """Called around each exchange of one process group, by all its ranks in the same way, with the bytes that a rank
+    sends."""
 
     def __init__(self, clock: StepClock, group: dist.ProcessGroup, *, is_hidden: bool = False):
-        """`is_hidden`: other work goes on beside the exchanges, unless they are timed."""
+        """`is_hidden`: other work overlaps with the exchanges, unless they are timed."""
         self._clock = clock
         self._group = group
         self._is_hidden = is_hidden
@@ -42,10 +42,12 @@ class LinkTimer:
 
     @contextmanager
     def __call__(self, sent_bytes: float | None = None) -> Iterator[bool]:
-        """Count what is inside as exposed communication; yields whether it is timed, and has to be done when it is
-        left. That may not depend on how many bytes there are, which experts' ranks do not have in common."""
+        """Count the block as exposed communication; yields whether it is timed, and must then be complete at its end.
+        That may not depend on the number of bytes, which differs between experts' ranks."""
         with self._clock.collective():
-            if sent_bytes is None or not self._is_next_timed():
+            if sent_bytes is not None:
+                self._calls += 1
+            if sent_bytes is None or not self._is_sampled or (self._calls - 1) % self._stride:
                 yield False
                 return
             waited_s = self._meet()
@@ -55,12 +57,8 @@ class LinkTimer:
             yield True
             self._timed.append((sent_bytes, time.perf_counter() - started_s, waited_s))
 
-    def _is_next_timed(self) -> bool:
-        self._calls += 1
-        return self._is_sampled and (self._calls - 1) % self._stride == 0
-
     def _meet(self) -> float:
-        """Wait for all ranks; return how long that took."""
+        """Wait for all ranks; return the seconds."""
         started_s = time.perf_counter()
         dist.barrier(self._group)
         return time.perf_counter() - started_s
@@ -71,7 +69,7 @@ class LinkTimer:
         self._timed.clear()
 
     def end(self) -> None:
-        """End a step: the next sampled one times as many of its exchanges as are wanted."""
+        """End a step: the next sampled one times the wanted number of its exchanges."""
         self._is_sampled, self._stride = False, max(1, -(-self._calls // TIMED_EXCHANGES))
 
     @property
@@ -81,34 +79,38 @@ class LinkTimer:
 
     @property
     def cost_s(self) -> float:
-        """Return what the sample took that the step would not have: its meetings, and exchanges that are hidden
-        otherwise."""
+        """Return the additional time of the sample: its barriers, and exchanges that are hidden otherwise."""
         meetings_s = (len(self._timed) + 1) * self._meeting_s if self._timed else 0.0
         return meetings_s + (sum(seconds for _, seconds, _ in self._timed) if self._is_hidden else 0.0)
 
 
 class LinkTimers:
-    """The timers of a train state, by axis. Each process group has a timer of its own, also where two are of one axis:
-    at its barrier ranks meet in the thread, and in the order, in which they call that group alone."""
+    """The timers of a train state, by axis.
+
+    Each process group has its own timer, also where two groups have the same axis: at its barrier ranks meet in the
+    thread, and in the order, in which they call that group alone.
+    """
 
     def __init__(self, clock: StepClock):
         self._clock = clock
         self._timers: dict[tuple[str, str], LinkTimer] = {}
         self._across = Transfer()
         self._held_back_bytes = Counter[str]()
-        """Bytes that this rank sends in a sampled step along each axis, and beside other work in any other."""
+        """Bytes that this rank sends along each axis in a sampled step, and hidden by other work in any other."""
         self.is_due: Callable[[int], bool] = lambda _step: False
-        """True where the step after so many updates is to be sampled; other replica groups hear of it before."""
+        """Given the number of updates: True if the next step is to be sampled; other replica groups learn that
+        before."""
 
     def of(self, axis: str, group: dist.ProcessGroup, *, is_hidden: bool = False) -> TimeCollective:
-        """Return what times the exchanges of `group`, one of this rank's along `axis`; the same one every time."""
+        """Return the timer for the exchanges of `group`, one of this rank's along `axis`; the same one every time."""
         if self._clock.on_gpu or group.size() == 1:
             return self._clock.collective
         key = axis, group.group_name
         return self._timers.setdefault(key, LinkTimer(self._clock, group, is_hidden=is_hidden))
 
     def of_held_back(self, axis: str, group: dist.ProcessGroup) -> TimeCollective:
-        """Return what times exchanges that go on beside other work but for sampled steps, which is what these cost."""
+        """Return the timer for exchanges that overlap with other work except in sampled steps, which is the cost of
+        these."""
         time_exchange = self.of(axis, group)
 
         @contextmanager
@@ -131,11 +133,11 @@ class LinkTimers:
             timer.end()
 
     def note_across(self, sent_bytes: float, seconds: float, waited_s: float) -> None:
-        """Take in an exchange between replica groups, all held back until they had met, which took `waited_s`."""
+        """Record an exchange between replica groups, all held back until they had met, which took `waited_s`."""
         self._across = Transfer(sent_bytes, seconds, waited_s)
 
     def transfer(self, axis: str) -> Transfer:
-        """Return what the last sampled step has shown of `axis`."""
+        """Return the measurements of `axis` in the last sampled step."""
         if axis == GROUPS:
             return self._across
         return transfer_of(

@@ -1,7 +1,7 @@
-"""Callbacks and trackers of one's own: classes that are told of a run's events, and cannot change its numbers.
+"""User-defined callbacks and trackers: classes that receive a run's events, and cannot change its numbers.
 
-They get the events as the run folder has them, and not the model; what they draw from random generators is put back. So
-a run trains the same bits with them and without.
+They get the events as in the run folder, and not the model; the state of the random generators is restored after each
+call. So a run trains the same bits with them and without.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ TRACKER_METHODS = ("record", "close")
 
 
 class OptionalCodeError(Exception):
-    """Raised where code that is marked `optional` has failed: the run goes on without it."""
+    """Raised where code that is marked `optional` has failed: the run continues without it."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts of their run that callbacks and trackers are given."""
+    """The facts about the run that callbacks and trackers receive."""
 
     folder: Path
     """The run folder."""
@@ -46,7 +46,7 @@ class RunFacts:
 
 
 class OwnWatcher:
-    """Tells an object of one's own of events, for which it has methods."""
+    """Passes events to a user-defined object that has methods for them."""
 
     def __init__(self, extension: Extension, made: Any, methods: Mapping[str, Callable[[Event], object]]):
         """`methods` are those called for an event, by its type; "" stands for all types."""
@@ -55,7 +55,7 @@ class OwnWatcher:
         self._methods = methods
 
     def record(self, event: Event) -> None:
-        """Raises WorkerError where the code fails, OptionalCodeError where the run is to go on without it."""
+        """Raises WorkerError where the code fails, OptionalCodeError where the run continues without it."""
         method = self._methods.get(event.type) or self._methods.get("")
         if method is not None:
             self._call(f"at {event.type} of step {getattr(event, 'step', 0)}", lambda: method(event))
@@ -70,13 +70,13 @@ class OwnWatcher:
                 call()
         except WorkerError as error:
             if getattr(self._made, "optional", False):
-                raise OptionalCodeError(f"{error}; the run goes on without it") from error
+                raise OptionalCodeError(f"{error}; the run continues without it") from error
             raise
 
 
 def watchers_of(spec: RunSpec, run_dir: RunDir, rank: int) -> list[OwnWatcher]:
-    """Make the callbacks and trackers that the recipe names for this rank: rank 0 has all, the others those whose class
-    says `every_rank = True`. Raises RecipeError for classes that are wrong."""
+    """Create the recipe's callbacks and trackers for this rank: rank 0 has all, the others those whose class says
+    `every_rank = True`. Raises RecipeError for invalid classes."""
     facts = RunFacts(run_dir.root.resolve(), rank, to_plain(spec))
     named = list(worker_code_of(spec))
     found = [_make_callback(extension, facts, spec) for extension in named if extension.kind is CALLBACK]
@@ -97,7 +97,7 @@ def _make_callback(extension: Extension, facts: RunFacts, spec: RunSpec) -> OwnW
         raise RecipeError(Problem("missing_value", message, extension.path, "such as def on_step(self, event): ..."))
     on_every_rank = getattr(made_of, "every_rank", False)
     if on_every_rank and spec.resilience.mode == "elastic":
-        message = f"`{extension.path}`: {extension.text} is for every rank, and with resilience=elastic one is told"
+        message = f"`{extension.path}`: {extension.text} asks for every rank, which resilience=elastic does not support"
         raise RecipeError(Problem("unsupported", message, extension.path, "type resilience=restart"))
     if facts.rank and not on_every_rank:
         return None
@@ -126,7 +126,7 @@ def _make(extension: Extension, made_of: Callable[..., Any], facts: RunFacts) ->
 
 @contextmanager
 def keeping_generators() -> Iterator[None]:
-    """Put the random generators of Python, numpy and torch back to where they were before the block."""
+    """Restore the random generators of Python, numpy and torch to their state before the block."""
     numpy: Any = sys.modules.get("numpy")
     kind = started_kind()
     devices = range(torch.accelerator.device_count()) if kind else ()

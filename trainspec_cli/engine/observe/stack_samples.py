@@ -1,7 +1,7 @@
-"""Samples of a thread's stack: where it stands again and again, and which line of code most of them share.
+"""Samples of a thread's stack, and the lines of code that most of them share.
 
-The process samples itself, so a thread that holds the interpreter lock in native code is seen when it gives it back.
-Where py-spy is installed (the extra `sampling`), it samples from outside.
+The process samples itself, so a thread that holds the interpreter lock in native code is seen when it releases the
+lock. If py-spy is installed (the extra `sampling`), it samples from outside.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +28,7 @@ from trainspec_cli.recipe.results.verdict import CodeLine
 
 PERIOD_S = 0.005
 MOST_SAMPLES = 4000
-"""Nothing is sampled after so many."""
+"""The most samples."""
 MOST_FRAMES = 60
 NAMED_LINES = 3
 MOST_CHARACTERS = 120
@@ -39,7 +38,7 @@ DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 SPY_RATE = 100
 SPY_S = 1
 SPY_ENDS_S = 10.0
-"""py-spy is given up so long after it should have ended."""
+"""py-spy is abandoned this many seconds after its expected end."""
 _SPY_FRAME = re.compile(r"(?P<function>.*) \((?P<file>.*):(?P<line>\d+)\)")
 
 
@@ -62,7 +61,7 @@ class StackSample(NamedTuple):
 
 
 def sample_thread(thread: int, is_over: Callable[[], bool]) -> list[StackSample]:
-    """Return samples of a thread, by its identifier, until `is_over`; none of a thread that has ended."""
+    """Return samples of a thread, by its identifier, until `is_over`; none for a thread that has ended."""
     samples: list[StackSample] = []
     while not is_over():
         if len(samples) < MOST_SAMPLES and (frame := sys._current_frames().get(thread)) is not None:
@@ -76,9 +75,9 @@ def sample_thread(thread: int, is_over: Callable[[], bool]) -> list[StackSample]
 
 
 def is_in_exchange(files: Sequence[str]) -> bool:
-    """Return whether a stack stands in an exchange with other ranks, by the files of its frames, outermost first.
+    """Return whether a stack is in an exchange with other ranks, by the files of its frames, outermost first.
 
-    Only what the innermost line outside of libraries calls counts: torch's launcher, from which a worker is forked, is
+    Only what the innermost line outside of libraries calls counts: torch's launcher, the parent of a forked worker, is
     further out in every stack.
     """
     inner = list(takewhile(_is_library, reversed(files)))
@@ -87,27 +86,27 @@ def is_in_exchange(files: Sequence[str]) -> bool:
 
 
 def code_lines(samples: Iterable[StackSample], total: int) -> tuple[CodeLine, ...]:
-    """Return the lines at which most of the samples stand, most first, as parts of `total` samples.
-
-    A line is the innermost one outside of Python's library and torch.
-    """
+    """Return the lines of most samples, most frequent first, as fractions of `total` samples. A line is the innermost
+    one outside of Python's library and torch."""
     counts = Counter[Frame]()
     for sample in samples:
         own = [frame for frame in sample.stack if not _is_library(frame.file)]
         if own:
             counts[own[-1]] += sample.times
-    return tuple(_code_line(frame, count / total) for frame, count in counts.most_common(NAMED_LINES))
+    lines = []
+    for frame, times in counts.most_common(NAMED_LINES):
+        text = linecache.getline(frame.file, frame.line).strip()[:MOST_CHARACTERS]
+        share = min(1.0, times / total)
+        lines.append(
+            CodeLine(file=_shown(frame.file), line=frame.line, function=frame.function, text=text, share=share)
+        )
+    return tuple(lines)
 
 
 def _is_library(file: str) -> bool:
     if file.startswith("<"):
         return True
     return file.startswith(LIBRARIES) and (file.startswith(LIBRARIES[1]) or not file.startswith(INSTALLED))
-
-
-def _code_line(frame: Frame, share: float) -> CodeLine:
-    text = linecache.getline(frame.file, frame.line).strip()[:MOST_CHARACTERS]
-    return CodeLine(file=_shown(frame.file), line=frame.line, function=frame.function, text=text, share=min(1.0, share))
 
 
 def _shown(file: str) -> str:
@@ -120,7 +119,7 @@ def _shown(file: str) -> str:
 
 
 class PySpy:
-    """Starts py-spy beside this process for a second; it does not pause it, and writes below `folder`."""
+    """Starts py-spy for a second, without pausing this process; py-spy writes below `folder`."""
 
     def __init__(self, program: str, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,44 +133,36 @@ class PySpy:
 
     @classmethod
     def find(cls) -> str | None:
-        """Return where py-spy is installed; None where it is not."""
+        """Return the path of py-spy; None if it is not installed."""
         beside = str(Path(sys.executable).parent)
         return shutil.which("py-spy", path=os.pathsep.join((beside, os.environ.get("PATH", ""))))
 
     def samples(self, thread: int) -> list[StackSample]:
-        """Return what it has seen of a thread, by its native id. Raises OSError where it could not look: a process may
-        be kept from looking into its parent (`kernel.yama.ptrace_scope`)."""
+        """Return the samples of a thread, by its native id. Raises OSError where py-spy was not allowed to read the
+        process (`kernel.yama.ptrace_scope`)."""
         try:
             _, error = self._process.communicate(timeout=SPY_S + SPY_ENDS_S)
             if self._process.returncode:
                 said = error.decode(errors="replace").strip().splitlines()
                 raise OSError(said[-1][:MOST_CHARACTERS] if said else f"it ended with {self._process.returncode}")
-            return list(_read_stacks(self._output.read_text(errors="replace"), thread))
+            return read_stacks(self._output.read_text(errors="replace"), thread)
         except subprocess.TimeoutExpired as error:
             raise OSError("it did not end") from error
         finally:
-            self.close()
-
-    def close(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.communicate()
-        self._folder.cleanup()
+            if self._process.poll() is None:
+                self._process.kill()
+                self._process.communicate()
+            self._folder.cleanup()
 
 
-def _read_stacks(text: str, thread: int) -> Iterator[StackSample]:
-    """Yield the stacks of a thread in py-spy's raw format: `thread (ID): NAME;FUNCTION (FILE:LINE);... COUNT`."""
+def read_stacks(text: str, thread: int) -> list[StackSample]:
+    """Return the stacks of a thread in py-spy's raw format: `thread (ID): NAME;FUNCTION (FILE:LINE);... COUNT`."""
+    samples = []
     for line in text.splitlines():
         stack, _, count = line.rpartition(" ")
         name, *frames = stack.split(";")
         if count.isdigit() and name.startswith(f"thread ({thread})"):
             found = [match for frame in frames if (match := _SPY_FRAME.fullmatch(frame))]
-            yield StackSample(
-                0, tuple(Frame(one["file"], int(one["line"]), one["function"]) for one in found), int(count)
-            )
-
-
-def thread_named(prefix: str) -> threading.Thread:
-    """Return the first thread whose name begins so; the main thread where there is none."""
-    named = (thread for thread in threading.enumerate() if thread.name.startswith(prefix))
-    return next(named, threading.main_thread())
+            own = tuple(Frame(one["file"], int(one["line"]), one["function"]) for one in found)
+            samples.append(StackSample(0, own, int(count)))
+    return samples

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.comm import forking as background
-from trainspec_cli.engine.observe.journal import GroupJournal, Journal
+from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.observe.stack_samples import is_in_exchange
 from trainspec_cli.run.folder.event_types.events import HangEvent, LateStepEvent, StallEvent, WarningEvent
 from trainspec_cli.run.folder.events import tail_events
@@ -56,22 +56,21 @@ OTHERS_S = 5.0
 
 
 class StepWatch(threading.Thread):
-    """The watch.
-
-    The main thread calls `beat` at every step's end; the time between calls must stay below the deadline.
-    """
+    """The watch. The main thread calls `beat` at every step's end; the time between calls must stay below the
+    deadline."""
 
     def __init__(
         self,
         run_dir: RunDir,
-        journal: Journal | GroupJournal,
+        journal: Journal,
         floor_s: float | None,
         first_s: float | None,
         end: Callable[[int], Any] = os._exit,
     ):
-        """Make a watch; with `floor_s` None a step may take forever, and with `first_s` None the first ones may."""
+        """With `floor_s` None a step may take forever, and with `first_s` None the first ones may."""
         super().__init__(name="watch", daemon=True)
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._rank = dist.get_rank()
+        self._world_size = dist.get_world_size()
         self._run_dir = run_dir
         self._journal = journal
         self._end = end
@@ -79,7 +78,10 @@ class StepWatch(threading.Thread):
         self._first_s = math.inf if first_s is None else first_s
         self._main = threading.main_thread().ident or 0
         self._recent_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
-        self._step, self._last_beat, self._fresh = 0, time.monotonic(), True
+        self._step = 0
+        self._last_beat = time.monotonic()
+        self._fresh = True
+        """The time since `_last_beat` is not a step's and is not learned from."""
         self._deadline_s = self._first_s
         self._stall_s = math.inf
         self._note_s = NOTE_S
@@ -100,14 +102,15 @@ class StepWatch(threading.Thread):
 
     @contextmanager
     def between_steps(self, *, for_ever: bool = False) -> Iterator[None]:
-        """Allow the long limit inside, for example for an evaluation, whose length is not learned from steps; or any
-        time, for what others decide on."""
+        """Allow the long limit during the block, for example for an evaluation, whose length is not learned from steps;
+        or any time, where others decide on it."""
         self._allow(for_ever=for_ever)
         yield
         self._allow()
 
     def _allow(self, *, for_ever: bool = False) -> None:
-        self._fresh, self._last_beat = True, time.monotonic()
+        self._fresh = True
+        self._last_beat = time.monotonic()
         self._deadline_s = math.inf if for_ever else max(self._first_s, self._floor_s)
         self._note_s = math.inf
         self._stall_s = math.inf
@@ -124,25 +127,23 @@ class StepWatch(threading.Thread):
             if now - last_tick > STOPPED_S:
                 self._last_beat += now - last_tick
             last_tick = now
-            if now - self._last_beat > self._stall_s:
-                self._tell(now - self._last_beat)
-            if now - self._last_beat > self._note_s:
-                self._note(now - self._last_beat)
-            if now - self._last_beat > self._deadline_s:
-                self._report(now - self._last_beat)
+            waited_s = now - self._last_beat
+            if waited_s > self._stall_s:
+                self._stall_s = math.inf
+                event = self._late_step(StallEvent, waited_s, usual_s=max(self._recent_s, default=0.0))
+                # A full disk or a newer start prevents this report, and then the report of the hang too, which ends the
+                # run nevertheless.
+                with suppress(OSError, WorkerError):
+                    self._journal.write(event)
+            if waited_s > self._note_s:
+                self._note(waited_s)
+            if waited_s > self._deadline_s:
+                self._report(waited_s)
                 return
 
-    def _tell(self, waited_s: float) -> None:
-        """Write down where this rank is in a step that takes far longer than usual. What prevents that (a full disk, a
-        newer start) prevents the report of the hang too, which ends the run all the same."""
-        self._stall_s = math.inf
-        event = self._late_step(StallEvent, waited_s, usual_s=max(self._recent_s, default=0.0))
-        with suppress(OSError, WorkerError):
-            self._journal.write(event)
-
     def _note(self, waited_s: float) -> None:
-        """Write down what the first step waits for: on rank 0, whose events are shown, and on each rank that waits for
-        no other."""
+        """Record what the first step waits for: on rank 0, whose events are shown, and on each rank that waits for no
+        other."""
         self._note_s = math.inf
         place = whereabouts(self._main)
         if place.waiting and self._rank:
@@ -155,52 +156,44 @@ class StepWatch(threading.Thread):
             self._journal.write(WarningEvent(step=self._step, message=message))
 
     def _report(self, waited_s: float) -> None:
-        """Report the hang; the first rank that did so ends the run, and so does one that cannot write its report."""
+        """Report the hang; the first rank that has done so ends the run, and so does one that cannot write its
+        report."""
         ends = True
         try:
             began = time.time()
             own = self._late_step(HangEvent, waited_s, deadline_s=self._deadline_s)
             self._journal.write(own)
             time.sleep(OTHERS_S)
-            reports = {self._rank: own} | self._read_reports(began - 2 * OTHERS_S)
+            reports = {self._rank: own}
+            for rank in range(self._world_size):
+                for event in tail_events(self._journal.events_of(rank)):
+                    if isinstance(event, HangEvent) and event.time >= began - 2 * OTHERS_S:
+                        reports[rank] = event
             ends = self._rank == min(reports)
-            if ends:
-                self._write_error(reports, waited_s)
+            if ends:  # the hang is this worker's error, which the supervisor shows and acts on
+                message, detail = describe(reports, self._world_size, self._step + 1, waited_s, self._deadline_s)
+                key = "first_step_s" if self._deadline_s == self._first_s else "hang_floor_s"
+                record = WorkerErrorRecord(
+                    rank=self._rank,
+                    host=socket.gethostname(),
+                    time=time.time(),
+                    type="Hang",
+                    message=message,
+                    code="hang",
+                    exit_code=WorkerError.exit_code,
+                    hint=f"raise resilience.{key} if a step may take longer than that",
+                    step=self._step + 1,
+                    traceback=detail,
+                )
+                write_error(self._run_dir.error(self._rank), record)
         finally:
             if ends:
                 self._end(WorkerError.exit_code)
 
     def _late_step(self, kind: Callable[..., Late], waited_s: float, **own: float) -> Late:
-        """Return an event that says where this rank is."""
+        """Return an event with the position of this rank."""
         place = vars(whereabouts(self._main))
         return kind(step=self._step + 1, waited_s=waited_s, host=socket.gethostname(), **place, **own)
-
-    def _read_reports(self, since: float) -> dict[int, HangEvent]:
-        """Return the newest report of each rank that has left one."""
-        reports = {}
-        for rank in range(self._world_size):
-            for event in tail_events(self._journal.events_of(rank)):
-                if isinstance(event, HangEvent) and event.time >= since:
-                    reports[rank] = event
-        return reports
-
-    def _write_error(self, reports: dict[int, HangEvent], waited_s: float) -> None:
-        """Write the hang as this worker's error, for the supervisor to show and act on."""
-        message, detail = describe(reports, self._world_size, self._step + 1, waited_s, self._deadline_s)
-        key = "first_step_s" if self._deadline_s == self._first_s else "hang_floor_s"
-        record = WorkerErrorRecord(
-            rank=self._rank,
-            host=socket.gethostname(),
-            time=time.time(),
-            type="Hang",
-            message=message,
-            code="hang",
-            exit_code=WorkerError.exit_code,
-            hint=f"raise resilience.{key} if a step may take longer than that",
-            step=self._step + 1,
-            traceback=detail,
-        )
-        write_error(self._run_dir.error(self._rank), record)
 
 
 @dataclass(frozen=True)
@@ -215,57 +208,40 @@ class StackPosition:
     stack: str
 
 
-@dataclass(frozen=True)
-class EnteredCollective:
-    """The newest collective of a process group."""
-
-    group: str
-    number: int
-    name: str
-    unfinished_on_device: bool
-    created_ns: int
-
-
 def whereabouts(thread: int) -> StackPosition:
     """Return the position of this process's `thread`."""
-    frames = traceback.extract_stack(sys._current_frames()[thread])
-    entered = last_collectives()
-    unfinished = [entry for entry in entered if entry.unfinished_on_device]
+    stacks = sys._current_frames()
+    frames = traceback.extract_stack(stacks[thread])
+    newest = {"/".join(entry["process_group"]): entry for entry in recorded_collectives() if not entry["is_p2p"]}
+    of_device = (entry for entry in newest.values() if not entry["profiling_name"].startswith("gloo:"))
+    unfinished = [entry for entry in of_device if entry["state"] != "completed"]
     for_sums = any(frame.filename == background.__file__ for frame in frames)
-    reading = _reading_frames() if any(_is_data_wait(frame) for frame in frames) else []
     waiting = bool(unfinished) or for_sums or is_in_exchange([frame.filename for frame in frames])
-    newest = max(unfinished or entered, key=lambda entry: entry.created_ns, default=None)
-    waits_in = newest.name if newest and waiting else DATA if reading and not waiting else None
     stack = "".join(traceback.format_list(frames[-STACK_FRAMES:]))
-    if reading:
-        stack += "the thread that reads its data was at\n" + "".join(traceback.format_list(reading[-STACK_FRAMES:]))
-    return StackPosition(
-        waiting,
-        "sums of gradients" if for_sums else waits_in,
-        {entry.group: entry.number for entry in entered},
-        stack,
-    )
+    waits_in = None
+    if any(frame.filename == _LOADER and frame.name == "take" for frame in frames):
+        readers = [one for one in threading.enumerate() if one.name.startswith(READING_THREAD) and one.ident in stacks]
+        if readers:
+            reading = traceback.extract_stack(stacks[readers[0].ident or 0])[-STACK_FRAMES:]
+            stack += "the thread that reads its data was at\n" + "".join(traceback.format_list(reading))
+            waits_in = None if waiting else DATA
+    if waiting and newest:
+        latest = max(unfinished or newest.values(), key=lambda entry: entry["time_created_ns"])
+        sizes = ", ".join("x".join(map(str, size)) or "1" for size in latest["input_sizes"])
+        waits_in = f"{latest['profiling_name']} of {sizes}"
+    if for_sums:
+        waits_in = "sums of gradients"
+    return StackPosition(waiting, waits_in, {group: one["collective_seq_id"] for group, one in newest.items()}, stack)
 
 
 DATA = "its data"
-"""What a rank waits for whose batch has not been read."""
+"""What a rank waits for while its batch is not read yet."""
 _LOADER = str(Path(background.__file__).parents[1] / "data" / "loader.py")
 """The file whose `take` waits for the thread that reads batches."""
 
 
-def _is_data_wait(frame: traceback.FrameSummary) -> bool:
-    return frame.filename == _LOADER and frame.name == "take"
-
-
-def _reading_frames() -> list[traceback.FrameSummary]:
-    """Return the stack of the thread that reads batches; empty if it has ended."""
-    stacks = sys._current_frames()
-    threads = [one for one in threading.enumerate() if one.name.startswith(READING_THREAD) and one.ident in stacks]
-    return list(traceback.extract_stack(stacks[threads[0].ident or 0])) if threads else []
-
-
 def innermost_line(stack: str) -> str:
-    """Return `FILE:LINE in FUNCTION` of a stack as it is printed."""
+    """Return `FILE:LINE in FUNCTION` of a printed stack."""
     lines = [line for line in stack.splitlines() if line.startswith("  File ")]
     found = _FRAME.match(lines[-1]) if lines else None
     return f"{found[1]}:{found[2]} in {found[3]}" if found else "no line of Python"
@@ -274,38 +250,14 @@ def innermost_line(stack: str) -> str:
 _FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
 
 
-def last_collectives() -> list[EnteredCollective]:
-    """Return the newest collective of each process group from the flight recorder; none if it is off."""
-    newest: dict[str, EnteredCollective] = {}
-    for entry in recorded_collectives():
-        if not entry["is_p2p"]:
-            name = entry["profiling_name"]
-            group = "/".join(entry["process_group"])
-            newest[group] = EnteredCollective(
-                group,
-                entry["collective_seq_id"],
-                f"{name} of {_sizes(entry['input_sizes'])}",
-                not name.startswith("gloo:") and entry["state"] != "completed",
-                entry["time_created_ns"],
-            )
-    return list(newest.values())
-
-
 def recorded_collectives() -> Iterator[Any]:
-    """Yield the entries of torch's flight recorder; none if it is off."""
-    return _recorded() if os.environ.get("TORCH_FR_BUFFER_SIZE") else iter(())
-
-
-def _recorded() -> Iterator[Any]:
-    """Yield torch's records of the collectives of gloo and NCCL, which it keeps separately."""
+    """Yield the entries of torch's flight recorder, which has separate ones for gloo and NCCL; none if it is off."""
+    if not os.environ.get("TORCH_FR_BUFFER_SIZE"):
+        return
     c10d = torch._C._distributed_c10d  # type: ignore[attr-defined]
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         if dump := getattr(c10d, name, None):
             yield from json.loads(dump(True, False)).get("entries", [])
-
-
-def _sizes(sizes: list[list[int]]) -> str:
-    return ", ".join("x".join(map(str, size)) or "1" for size in sizes)
 
 
 def describe(

@@ -1,1 +1,1 @@
-"""Optimizers, which move the parameters."""
+"""Optimizers, which update the parameters."""

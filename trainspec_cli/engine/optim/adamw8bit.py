@@ -25,11 +25,11 @@ from trainspec_cli.recipe.keys.training import BLOCK, QUANTISED_ROW, QUANTISED_S
 EXPONENTS = 7
 """Powers of ten that the map covers."""
 CHUNK_VALUES = 2**24
-"""Values that are updated at a time, in fp32."""
+"""The number of values that are updated at a time, in fp32."""
 
 
 def is_quantised(share: Share) -> bool:
-    """Return whether the moments of a parameter are kept in 8 bits, which is alike in all layouts."""
+    """Return whether the moments of a parameter are kept in 8 bits, which is the same in all layouts."""
     shape = share.full_shape
     return len(shape) > 1 and shape.numel() >= QUANTISED_SIZE and math.prod(shape[row_dim(shape) :]) >= QUANTISED_ROW
 
@@ -43,8 +43,8 @@ def row_dim(shape: torch.Size) -> int:
 def dynamic_map(device: torch.device, *, signed: bool) -> Tensor:
     """Return the 256 values of the dynamic tree of 8 bits, in order (arXiv:2110.02861, section 1.3).
 
-    In each power of ten from 1e-7 to 1 are twice as many as in the one below, evenly spread: the magnitudes' bits after
-    the exponent; those without a sign have one bit more. Besides there are 0 and 1.
+    Each power of ten from 1e-7 to 1 has twice as many as the one below, evenly spread: the magnitudes' bits after the
+    exponent; those without a sign have one bit more. 0 and 1 are added.
     """
     values = [0.0, 1.0]
     for exponent in range(EXPONENTS):
@@ -57,11 +57,11 @@ def dynamic_map(device: torch.device, *, signed: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Codebook:
-    """The values that codes stand for, by which moments are quantised."""
+    """The values of the codes for quantised moments."""
 
     values: Tensor
     borders: Tensor
-    """The limits between the values, above each of which the next one is nearer."""
+    """The limits between neighbouring values: above a limit the upper value is nearer."""
     signed: bool
 
     @staticmethod
@@ -72,8 +72,8 @@ class Codebook:
     def quantise(self, values_RC: Tensor) -> tuple[Tensor, Tensor]:
         """Return (codes_RC of uint8, scales_RN): the code of each value is that of the nearest in the map.
 
-        Without a sign, nothing but a block of zeros becomes 0: the root of a second moment divides the first, and a
-        first moment beside it may be left.
+        Without a sign, only a block of zeros becomes 0: the root of a second moment divides the first, which may not be
+        0 in the same element.
         """
         blocks_RNK = _blocks(values_RC)
         scales_RN = blocks_RNK.abs().amax(-1)
@@ -94,7 +94,7 @@ def _blocks(x_RC: Tensor) -> Tensor:
 
 
 class AdamW8bit(GuardedOptimizer):
-    """Trains groups with a rule by moments of 8 bits, and the others by AdamW as it is."""
+    """Trains groups with a rule with moments of 8 bits, and the others by plain AdamW."""
 
     def __init__(self, groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, lr, betas, eps)

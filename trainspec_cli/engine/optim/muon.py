@@ -30,8 +30,8 @@ RMS = 0.2
 
 
 def is_hidden_matrix(share: Share) -> bool:
-    """Return whether a parameter is a matrix inside of a block, or a stack of them; the taps of convolutions, which
-    mix no channels, and stacked biases are none."""
+    """Return whether a parameter is a matrix inside of a block, or a stack of them; the taps of convolutions, which mix
+    no channels, and stacked biases are not."""
     *owner, leaf = share.name.split(".")
     depthwise = any(part.startswith("conv_") for part in owner)
     return owner[:1] == ["blocks"] and len(share.full_shape) in (2, 3) and not leaf.endswith("bias") and not depthwise
@@ -52,7 +52,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class Muon(GuardedOptimizer):
-    """Updates by Muon the groups with that rule; `shares` are those of their parameters, in order."""
+    """Updates the groups with that rule by Muon; `shares` are those of their parameters, in order."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Muon(GuardedOptimizer):
                 guard.set_(weight, (weight * (1 - lr * group["weight_decay"])).sub_(update, alpha=scaled))
 
     def _take_gradient(self, weight: Tensor, momentum: float, guard: Guard) -> Tensor:
-        """Add the gradient to the momentum; return Nesterov's, in the format that is computed in."""
+        """Add the gradient to the momentum; return Nesterov's, in the compute format."""
         buffer = self.state[weight]["momentum_buffer"]
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad / guard.scale
         averaged = buffer.lerp(gradient, 1 - momentum)

@@ -2,7 +2,7 @@
 
 Both happen inside the fused kernel, through the two tensors that it takes for mixed precision: `grad_scale` divides
 every gradient, `found_inf` makes the update (and its step count) a no-op. So the host never waits to decide. Optimizers
-written here (`guarded.py`) take the same two.
+written here (`whole.py`) take the same two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainspec_cli.recipe.keys.training import OptimSpec
 
 
 def fused(groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
-    """One kernel for all parameters, clipping and the guard in it (`guarded_update`)."""
+    """One kernel for all parameters, including clipping and the guard (`guarded_update`)."""
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
@@ -39,16 +39,32 @@ def build_optimizer(
     time: TimeCollective = untimed,
     compute: torch.dtype | None = None,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of the recipe; matrices decay, norms and biases do not. `moment_like` makes the state of a
-    parameter from a tensor of its shape and dtype; `time` is called around exchanges that an update makes; `compute` is
-    the format of the run's matrix products, and of muon's."""
+    """Return the optimizer of the recipe; matrices decay, norms and biases do not.
+
+    `moment_like` makes the state of a parameter from a tensor of its shape and dtype; `time` is called around exchanges
+    that an update makes; `compute` is the format of the run's matrix products, and of muon's.
+    """
+    betas = (optim.beta1, optim.beta2)
     if optim.name in _RULES:
-        return _build_guarded(shares, optim, moment_like, time, compute)
+        by_rule = [share for share in shares if _RULES[optim.name](share)]
+        rest = [share for share in shares if not _RULES[optim.name](share)]
+        own = [group | {"rule": optim.name, "momentum": optim.momentum} for group in parameter_groups(by_rule, optim)]
+        groups = [*own, *parameter_groups(rest, optim)]
+        guarded: GuardedOptimizer
+        if optim.name == "muon":
+            guarded = Muon(groups, by_rule, optim.lr, betas, optim.eps, time, compute)
+        else:
+            guarded = AdamW8bit(groups, optim.lr, betas, optim.eps)
+        guarded.start_state(moment_like)
+        return guarded
     groups = parameter_groups(shares, optim)
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, fused=True)
-    optimizer = adamw(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-    _start_moments(optimizer, moment_like)
+    optimizer: torch.optim.AdamW = adamw(groups, lr=optim.lr, betas=betas, eps=optim.eps)
+    # The moments that the first update would make: a checkpoint can be loaded before any update.
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = start_adamw(parameter, moment_like)
     return optimizer
 
 
@@ -64,35 +80,7 @@ def parameter_groups(shares: Sequence[Share], optim: OptimSpec) -> list[Group]:
 
 
 _RULES: dict[str, Callable[[Share], bool]] = {"adamw8bit": is_quantised, "muon": is_hidden_matrix}
-"""Optimizers that update some parameters by a rule of their own, and which; all others train by AdamW."""
-
-
-def _build_guarded(
-    shares: Sequence[Share],
-    optim: OptimSpec,
-    moment_like: Callable[[Tensor], Tensor],
-    time: TimeCollective,
-    compute: torch.dtype | None,
-) -> GuardedOptimizer:
-    by_rule = [share for share in shares if _RULES[optim.name](share)]
-    rest = [share for share in shares if not _RULES[optim.name](share)]
-    own = [group | {"rule": optim.name, "momentum": optim.momentum} for group in parameter_groups(by_rule, optim)]
-    groups = [*own, *parameter_groups(rest, optim)]
-    betas = (optim.beta1, optim.beta2)
-    optimizer: GuardedOptimizer
-    if optim.name == "muon":
-        optimizer = Muon(groups, by_rule, optim.lr, betas, optim.eps, time, compute)
-    else:
-        optimizer = AdamW8bit(groups, optim.lr, betas, optim.eps)
-    optimizer.start_state(moment_like)
-    return optimizer
-
-
-def _start_moments(optimizer: torch.optim.AdamW, moment_like: Callable[[Tensor], Tensor]) -> None:
-    """Make the moments that the first update would make, so that a checkpoint can be loaded before any update."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = start_adamw(parameter, moment_like)
+"""Optimizers that update some parameters by another rule, and those parameters; all others train by AdamW."""
 
 
 def without_memory(parameter: Tensor) -> Tensor:
@@ -109,10 +97,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def squared_norm(shares: Sequence[Share]) -> Tensor:
-    """This rank's share of the gradients' squared Euclidean norm (fp64): the ranks' shares sum to it.
-
-    Each part counts once, however many ranks hold it.
-    """
+    """This rank's share of the gradients' squared Euclidean norm (fp64): the ranks' shares sum to it. Each part counts
+    once, however many ranks hold it."""
     by_copies: dict[int, list[Tensor]] = {}
     for share in shares:
         if share.gradient is not None:
@@ -127,9 +113,9 @@ def squared_norm(shares: Sequence[Share]) -> Tensor:
 def guarded_update(
     optimizer: torch.optim.Optimizer, shares: Sequence[Share], norm: Tensor, loss: Tensor, clip_norm: float | None
 ) -> Tensor:
-    """Update the parameters; -> 1.0 where the update was skipped, else 0.0.
+    """Update the parameters; -> 1.0 if the update was skipped, else 0.0.
 
-    `norm` and `loss` (fp32) are the same on every rank (already reduced), so every rank decides alike.
+    `norm` and `loss` (fp32) are the same on every rank (already reduced), so every rank decides in the same way.
     """
     skipped = (~(torch.isfinite(norm) & torch.isfinite(loss))).float().to(shares[0].local.device)
     optimizer.found_inf = skipped  # type: ignore[attr-defined]

@@ -1,12 +1,12 @@
-"""An optimizer of one's own (`optim.name=FILE.py:make`), with what the engine asks of any: updates that are skipped or
+"""A user-defined optimizer (`optim.name=FILE.py:make`), extended by what the engine needs: updates that are skipped or
 clipped as a whole, and state that is saved and loaded in every layout.
 
-The engine hands it this rank's part of each parameter, so it has to be elementwise: an element's update may depend on
-the element, its gradient and its state alone. That, and the state that it keeps, are tried on small tensors before the
-run begins (`try_out`), not believed.
+The engine gives it this rank's part of each parameter, so it has to be elementwise: an element's update may depend only
+on the element, its gradient and its state. That, and the state that it keeps, are tested on small tensors before the
+run begins (`try_out`).
 
-Most optimizers make their state in the first update. A checkpoint may have to be loaded before, so the state lies ready
-here in the same entries, with a flag that says whether the optimizer has begun to keep it.
+Most optimizers make their state in the first update. A checkpoint may have to be loaded before that, so the same
+entries are allocated here, with a flag that says whether the optimizer has begun to keep them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from trainspec_cli.engine.optim.optimizer import parameter_groups
 from trainspec_cli.engine.own_code import is_no_fault
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.keys.training import OptimSpec
 from trainspec_cli.recipe.user_code import OPTIMIZER, Extension, arguments, load, user_code_errors
 
 Entry = Tensor | int | float | bool
@@ -36,8 +35,8 @@ OWN_TO_THE_ENGINE = ("params", "lr")
 TRIAL_UPDATES = 3
 TRIAL_SIDE = 6
 AGREEMENT = 1e-5
-"""The relative difference to which an update of a whole tensor and of its parts have to agree: vectorised kernels round
-the ends of tensors differently."""
+"""The largest relative difference between updates of a whole tensor and of its parts: vectorised kernels round the ends
+of tensors differently."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class StateForm:
     """It has the parameter's shape; else a number, or a tensor that holds one."""
     dtype: torch.dtype
     kind: type = Tensor
-    """What the optimizer keeps it as: a tensor, or a number of Python's, which is saved as fp64."""
+    """The optimizer's type for it: a tensor, or a Python number, which is saved as fp64."""
     device: str = "cpu"
     """The kind of device that a tensor lies on."""
 
@@ -64,7 +63,7 @@ class Trial:
     """The behaviour of an optimizer on small tensors."""
 
     forms: Mapping[int, Mapping[str, StateForm]]
-    """The entries of its state, for a parameter of so many dimensions."""
+    """The entries of its state, by a parameter's number of dimensions."""
     state_bytes: float
     """The bytes of state that it keeps of each parameter; of matrices, where these differ."""
 
@@ -72,8 +71,8 @@ class Trial:
 def build_own_optimizer(
     shares: Sequence[Share], spec: RunSpec, zeros: Callable[[Tensor], Tensor] = torch.zeros_like
 ) -> OwnOptimizer:
-    """Build the optimizer that the recipe names, after a trial. `zeros` makes the state's memory. Raises RecipeError
-    for code that is wrong, or that cannot be trained with in parts."""
+    """Build the recipe's optimizer, after a trial. `zeros` makes the state's memory. Raises RecipeError for code that
+    is wrong, or that cannot train parts of parameters."""
     extension = OPTIMIZER.named(spec.optim.name, spec.optim.options)[0]
     optim = spec.optim
     call = load(extension)
@@ -88,24 +87,13 @@ def build_own_optimizer(
 
     device = shares[0].local.device if shares else torch.device("cpu")
     trial = try_out(make, extension, {2} | {share.parameter.dim() for share in shares}, device)
-    _check_state_bytes(extension, optim, trial.state_bytes)
+    if optim.state_bytes != trial.state_bytes:
+        path = "optim.state_bytes"
+        found = f"{extension.text} keeps {trial.state_bytes:g} bytes of each parameter"
+        message = f"`{path}` is {optim.state_bytes:g}, and {found}"
+        raise RecipeError(Problem("contradiction", message, path, f"type {path}={trial.state_bytes:g}"))
     groups = parameter_groups(shares, optim)
     made = make([dict(group) for group in groups])
-    _check_groups(extension, made, groups)
-    return OwnOptimizer(made, extension, trial, zeros)
-
-
-def _check_state_bytes(extension: Extension, optim: OptimSpec, found_bytes: float) -> None:
-    if optim.state_bytes != found_bytes:
-        path = "optim.state_bytes"
-        message = (
-            f"`{path}` is {optim.state_bytes:g}, and {extension.text} keeps {found_bytes:g} bytes of each parameter"
-        )
-        raise RecipeError(Problem("contradiction", message, path, f"type {path}={found_bytes:g}"))
-
-
-def _check_groups(extension: Extension, made: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise where the optimizer does not update exactly the parameters that it was given."""
     given = {id(parameter) for group in groups for parameter in group["params"]}
     taken = [id(parameter) for group in made.param_groups for parameter in group["params"]]
     if set(taken) != given:
@@ -113,10 +101,11 @@ def _check_groups(extension: Extension, made: torch.optim.Optimizer, groups: Seq
             f"`{extension.path}`: {extension.text} updates {len(taken)} of the {len(given)} parameters it was given"
         )
         raise RecipeError(Problem("wrong_type", message, extension.path, "pass its groups on to torch.optim.Optimizer"))
+    return OwnOptimizer(made, extension, trial, zeros)
 
 
 class OwnOptimizer(torch.optim.Optimizer):
-    """Updates by one's own optimizer; `state` holds what is saved, as tensors."""
+    """Updates by the user-defined optimizer; `state` holds what is saved, as tensors."""
 
     def __init__(
         self,
@@ -140,7 +129,7 @@ class OwnOptimizer(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _saved(self, parameter: nn.Parameter, zeros: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return what is saved of a parameter's state before the first update."""
+        """Return the saved entries of a parameter's state before the first update."""
         saved = {STARTED: torch.zeros(())}
         own = self._inner.state.get(parameter, {})
         for name, form in self._forms(parameter).items():
@@ -158,7 +147,8 @@ class OwnOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update, unless `found_inf` is 1; gradients are divided by `grad_scale`. The host waits to read the first."""
+        """Update, unless `found_inf` is 1; gradients are divided by `grad_scale`. The host waits for the value of
+        `found_inf`."""
         found_inf = self.found_inf
         grad_scale = self.grad_scale
         self.found_inf = None
@@ -173,13 +163,15 @@ class OwnOptimizer(torch.optim.Optimizer):
         settings = _settings(self._inner)
         with user_code_errors(self._extension, "in an update", passes=is_no_fault):
             self._inner.step()
-        if changed := _first_difference(settings, _settings(self._inner)):
-            raise self._refuse(f"changed `{changed}` of its parameter groups, which no checkpoint holds", changed)
+        for before, after in zip(settings, _settings(self._inner), strict=True):
+            for name, value in after.items():
+                if before.get(name) != value:
+                    raise self._refuse(f"changed `{name}` of its parameter groups, which no checkpoint holds", name)
         for parameter in parameters:
             self._take_over(parameter)
 
     def _hand_over(self, parameter: nn.Parameter) -> None:
-        """Give the optimizer the state that is saved, which may have been loaded; none before its first update."""
+        """Give the optimizer the saved state, which may have been loaded; nothing before its first update."""
         saved = self.state[parameter]
         own = self._inner.state[parameter]
         if not saved[STARTED].item():
@@ -190,7 +182,7 @@ class OwnOptimizer(torch.optim.Optimizer):
             own[name] = saved[name] if form.kind is Tensor else form.kind(saved[name].item())
 
     def _take_over(self, parameter: nn.Parameter) -> None:
-        """Save what the optimizer keeps by now. Raises WorkerError where that has another form than in its trial."""
+        """Save the optimizer's current state. Raises WorkerError where it has another form than in the trial."""
         saved = {STARTED: torch.ones(())}
         forms = self._forms(parameter)
         for name, value in _kept(self._inner.state[parameter]).items():
@@ -212,12 +204,12 @@ def _shape(value: Entry) -> torch.Size:
 
 
 def _kept(state: Mapping[str, Any]) -> dict[str, Entry]:
-    """Return the entries of a parameter's state that hold something."""
+    """Return the entries of a parameter's state that have a value."""
     return {str(name): value for name, value in state.items() if value is not None}
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
-    """Return the numbers in the groups of parameters, but for those that the engine sets."""
+    """Return the numbers in the groups of parameters, except those that the engine sets."""
     return [
         {
             name: value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
@@ -226,11 +218,6 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
         }
         for group in optimizer.param_groups
     ]
-
-
-def _first_difference(before: Sequence[Mapping[str, object]], after: Sequence[Mapping[str, object]]) -> str:
-    names = (name for one, other in zip(before, after, strict=True) for name in other if one.get(name) != other[name])
-    return next(names, "")
 
 
 # The trial
@@ -242,8 +229,8 @@ def try_out(
     dims: Iterable[int],
     device: torch.device,
 ) -> Trial:
-    """Make some updates of small tensors of so many dimensions, whole and cut into two parts. Raises RecipeError where
-    the parts come to other values than the whole, or the state is of a kind that cannot be saved."""
+    """Make some updates of small tensors of each number of dimensions, whole and cut into two parts. Raises RecipeError
+    where the parts get other values than the whole, or the state cannot be saved."""
     forms = {}
     for dim in sorted(dims):
         whole, forms[dim] = _train(make, extension, dim, 1, device)
@@ -266,7 +253,7 @@ def _train(
     parts: int,
     device: torch.device,
 ) -> tuple[Tensor, dict[str, StateForm]]:
-    """Make `TRIAL_UPDATES` updates of a tensor in so many parts. -> (its values, the entries of the state)."""
+    """Make `TRIAL_UPDATES` updates of a tensor in `parts` parts. -> (its values, the entries of the state)."""
     generator = torch.Generator().manual_seed(dim)
 
     def draw() -> list[Tensor]:

@@ -1,6 +1,6 @@
-"""Whole matrices out of the parts that ranks hold, each on one rank, and their parts back to the ranks.
+"""Assemble whole matrices from the parts that ranks hold, each on one rank, and send the parts back to the ranks.
 
-Of so many matrices as ranks hold parts, each rank gets one: what is done to them is divided among the ranks, and a rank
+Of as many matrices as ranks hold parts, each rank gets one: the work on them is divided among the ranks, and a rank
 receives as much as it sends.
 """
 
@@ -21,10 +21,10 @@ from trainspec_cli.engine.shares import Split
 
 
 def gather_own(parts: Sequence[Tensor], splits: Sequence[Sequence[Split]], time: TimeCollective) -> list[Tensor]:
-    """Return the whole matrices that are this rank's, put together from every rank's `parts`.
+    """Return the whole matrices of this rank, assembled from every rank's `parts`.
 
     `splits[i]` says how matrix i is split, innermost first, over the same groups for all; rank r of a group gets every
-    matrix whose number is r, counted round and round. Called together by the ranks of the groups.
+    matrix with number r, counted round robin. Called together by the ranks of the groups.
     """
     if not splits or not splits[0]:
         return list(parts)
@@ -34,7 +34,7 @@ def gather_own(parts: Sequence[Tensor], splits: Sequence[Sequence[Split]], time:
     rank = group.rank()
     sent = [[parts[number] for number in range(to, len(parts), ranks)] for to in range(ranks)]
     mine = range(rank, len(parts), ranks)
-    shapes = [_shapes(parts[number], own[number]) for number in mine]
+    shapes = [[_resized(parts[number], own[number].dim, size) for size in own[number].sizes] for number in mine]
     received = _swap(
         sent, [[of_ranks[sender] for of_ranks in shapes] for sender in range(ranks)], parts[0], group, time
     )
@@ -48,7 +48,7 @@ def gather_own(parts: Sequence[Tensor], splits: Sequence[Sequence[Split]], time:
 def scatter_own(
     wholes: Sequence[Tensor], like: Sequence[Tensor], splits: Sequence[Sequence[Split]], time: TimeCollective
 ) -> list[Tensor]:
-    """Return this rank's parts, of the shapes of `like`, of the matrices that `gather_own` gave to the ranks."""
+    """Return this rank's parts, with the shapes of `like`, of the matrices that `gather_own` gave to the ranks."""
     if not splits or not splits[0]:
         return list(wholes)
     group = splits[0][0].group
@@ -56,7 +56,7 @@ def scatter_own(
     ranks = group.size()
     rank = group.rank()
     mine = range(rank, len(like), ranks)
-    inner = [like[number].new_empty(_joined(like[number], own[number])) for number in mine]
+    inner = [like[number].new_empty(_resized(like[number], own[number].dim, own[number].size)) for number in mine]
     held = scatter_own(wholes, inner, [splits[number][1:] for number in mine], time)
     cut = [whole.split(own[number].sizes, own[number].dim) for number, whole in zip(mine, held, strict=True)]
     numbers = [list(range(sender, len(like), ranks)) for sender in range(ranks)]
@@ -72,15 +72,6 @@ def scatter_own(
     return [by_number[number] for number in range(len(like))]
 
 
-def _shapes(part: Tensor, split: Split) -> list[torch.Size]:
-    """Return the shape of each rank's part."""
-    return [_resized(part, split.dim, size) for size in split.sizes]
-
-
-def _joined(part: Tensor, split: Split) -> torch.Size:
-    return _resized(part, split.dim, split.size)
-
-
 def _resized(part: Tensor, dim: int, size: int) -> torch.Size:
     return torch.Size([size if place == dim else length for place, length in enumerate(part.shape)])
 
@@ -92,7 +83,7 @@ def _swap(
     group: dist.ProcessGroup,
     time: TimeCollective,
 ) -> list[list[Tensor]]:
-    """Send `sent[r]` to rank r; return what came from each rank, of `shapes`, all in the format of `like`. A rank may
+    """Send `sent[r]` to rank r; return the tensors from each rank, of `shapes`, all in the format of `like`. A rank may
     have nothing to send."""
     out = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
     out_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
@@ -106,7 +97,7 @@ def _swap(
     ]
 
 
-# What optimizers written here share: the guard of `guarded_update`, and AdamW for what they leave to it.
+# Shared by the optimizers written here: the guard of `guarded_update`, and AdamW for the other parameters.
 
 
 Group = dict[str, Any]
@@ -114,8 +105,7 @@ Group = dict[str, Any]
 
 @dataclass(frozen=True)
 class Guard:
-    """Says whether an update is skipped, and what divides the gradients; on the device, so that the host never
-    waits."""
+    """Whether an update is skipped, and the divisor of the gradients; on the device, so that the host never waits."""
 
     skipped: Tensor
     """True where something is not finite: then nothing changes."""
@@ -123,7 +113,7 @@ class Guard:
 
     @staticmethod
     def take_from(optimizer: torch.optim.Optimizer, device: torch.device) -> Guard:
-        """Return the guard that stands on the optimizer, where one does, for one step."""
+        """Return the guard that is set on the optimizer, if any, for one step."""
         found_inf = getattr(optimizer, "found_inf", None)
         scale = getattr(optimizer, "grad_scale", None)
         optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined]
@@ -136,7 +126,7 @@ class Guard:
 
 
 class GuardedOptimizer(torch.optim.Optimizer):
-    """Updates by `update_group` the groups that have a `rule`, and by AdamW, in one kernel, those that have none."""
+    """Updates the groups that have a `rule` by `update_group`, and those without one by AdamW, in one kernel."""
 
     def __init__(self, groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "rule": ""})
@@ -160,30 +150,27 @@ class GuardedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if group["rule"]:
                 self.update_group(group, guard)
-            else:
-                self._update_by_adamw(group, guard)
-
-    def _update_by_adamw(self, group: Group, guard: Guard) -> None:
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        states = [self.state[parameter] for parameter in parameters]
-        adamw(
-            parameters,
-            [parameter.grad for parameter in parameters],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            grad_scale=guard.scale,
-            found_inf=guard.skipped.float(),
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+                continue
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            states = [self.state[parameter] for parameter in parameters]
+            adamw(
+                parameters,
+                [parameter.grad for parameter in parameters],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                grad_scale=guard.scale,
+                found_inf=guard.skipped.float(),
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
 
 
 def start_adamw(parameter: Tensor, like: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

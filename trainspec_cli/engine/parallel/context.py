@@ -89,7 +89,7 @@ def _pair_of(rank: int, source: int, seq: int) -> ChunkPair:
     whole = slice(0, seq)
     if source == rank:
         return ChunkPair(whole, whole, causal=True)
-    if source < rank:  # both of the own chunks come after the source's first, and before its second
+    if source < rank:  # both of this rank's chunks come after the source's first, and before its second
         return ChunkPair(whole, slice(0, seq // 2), causal=False)
     return ChunkPair(slice(seq // 2, seq), whole, causal=False)
 
@@ -101,12 +101,12 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, peers: Peers, scale: float | None) -> Tensor:
         out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=_precise(q), device=q.device)
         log_total = torch.full(q.shape[:3], -torch.inf, dtype=_precise(q), device=q.device)
-        travelling = torch.stack((k, v))  # one message a turn, which comes in while this one is worked on
+        travelling = torch.stack((k, v))  # one message per turn, which arrives during this turn's computation
         for turn in range(peers.size):
             coming = _Passage(travelling, peers) if turn < peers.size - 1 else None
             pair = _pair_of(peers.rank, (peers.rank - turn) % peers.size, q.shape[2])
             part, part_log = _attend(q, travelling[0], travelling[1], pair, scale)
-            # Fold the pair's attention into the sum, both weighted by their shares of the softmax's total.
+            # Add the pair's attention to the sum, both weighted by their shares of the softmax's total.
             earlier_log = log_total[:, :, pair.queries]
             merged_log = torch.logaddexp(earlier_log, part_log)
             own_out = out[:, :, pair.queries].mul_((earlier_log - merged_log).exp()[..., None])
@@ -140,7 +140,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _Passage:
-    """A send to the next rank of the ring and a receive from the one before, while something else is computed."""
+    """A send to the next rank of the ring and a receive from the previous one, during other computation."""
 
     def __init__(self, x: Tensor, peers: Peers):
         self._peers, self._sent, self._received = peers, x, torch.empty_like(x)
@@ -168,7 +168,7 @@ class _Passage:
 
 
 def _precise(x: Tensor) -> torch.dtype:
-    """Return the dtype that sums over blocks are kept in: fp32 at least."""
+    """Return the dtype of sums over blocks: fp32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -188,7 +188,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, pair: ChunkPair, scale: float | Non
     if q.device.type == "cpu":
         attend = aten._scaled_dot_product_flash_attention_for_cpu
         return attend(q, k, v, 0.0, pair.causal, attn_mask=None, scale=scale)
-    if q.dtype == torch.float32:  # the flash kernel takes 16 bits alone
+    if q.dtype == torch.float32:  # the flash kernel supports only 16 bits
         part = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, pair.causal, scale=scale)
     else:
         part = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, pair.causal, False, scale=scale)
@@ -228,16 +228,13 @@ def _attend_backward(
 # Tensor parallelism (arXiv:1909.08053) with sequence parallelism and a vocabulary-parallel loss.
 #
 # A model publishes which dimension of which parameter may be cut, and which modules are regions. Here the parameters
-# become smaller plain tensors, and hooks carry the exchange in and out of the regions; the model's own code is the
-# same.
+# become smaller plain tensors, and hooks exchange the inputs and outputs of regions; the model's own code is unchanged.
 
 
 def apply_tensor_parallel(model: Any, peers: Peers, cuts: dict[str, Cut], *, sequence_parallel: bool) -> list[str]:
-    """Cut `model` (on meta) in place, and add to `cuts`, which has those of other axes, how each part lies in it.
-
-    Return the names of whole parameters whose gradient on a rank is only its share: inside regions always, outside them
-    where the sequence is cut.
-    """
+    """Cut `model` (on meta) in place, and add the place of each part to `cuts`, which has those of other axes. Return
+    the names of whole parameters whose gradient on a rank is only its share: inside regions always, outside them where
+    the sequence is cut."""
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         dim = next((dim for pattern, dim in model.tensor_cuts.items() if fnmatchcase(name, pattern)), None)
         if dim is None:

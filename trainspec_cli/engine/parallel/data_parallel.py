@@ -1,11 +1,10 @@
-"""Data parallelism: FSDP2 over the shard axes, an all-reduce of our own across replicas.
+"""Data parallelism: FSDP2 over the shard axes, an all-reduce across replicas in a hook.
 
 One mechanism serves every data-parallel layout: dp_shard=1 is plain DDP, dp_replicate=1 plain FSDP, else HSDP. The hook
-is ours so that it can be timed, compressed or replaced by another transport. `comm.gradients` compresses both exchanges
-(`comm/compressed.py`). With NCCL they go on FSDP2's streams, with gloo in a thread (`gradient_sums.py`).
-
-Gradients are sums, never means: the loss is divided by the global number of tokens before the backward, which is
-exact however samples are divided over ranks.
+allows the all-reduce to be timed, compressed or replaced by another transport. `comm.gradients` compresses both
+exchanges (`comm/compressed.py`). With NCCL they run on FSDP2's streams, with gloo in a thread (`gradient_sums.py`).
+Gradients are sums, never means: the loss is divided by the global number of tokens before the backward, which is exact
+however samples are divided over ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from trainspec_cli.engine.parallel.noise import Columns, Held, NoiseProbe
 
 Look = Callable[[Tensor], None]
 TimeExchange = Callable[[Purpose, str, dist.ProcessGroup], TimeCollective]
-"""(purpose, axis, group) -> what times and counts its exchanges."""
+"""(purpose, axis, group) -> the timer and byte counter of its exchanges."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class DataParallel:
     free_after_forward: bool
     """ZeRO-3; without it, parameters are gathered once a step."""
     offload: bool
-    """Shards, gradients and optimizer state live in host memory; the update runs there."""
+    """Shards, gradients and optimizer state are in host memory; the update runs there."""
     replicas: Peers
     time: TimeExchange
     noise: NoiseProbe
@@ -60,24 +59,24 @@ class DataParallel:
     """How the gradient of each parameter is held, by its name."""
     compression: Compression = field(default_factory=Compression)
     parameter_codec: Codec | None = None
-    """None: parameters are gathered as they are computed with."""
+    """None: parameters are gathered in the format of the computation."""
     sums: GradientSums | None = None
     """The sums of gradients on gloo; None: FSDP2 and its hooks make them."""
     routes: Mapping[str, Route | None] = field(default_factory=dict)
-    """Ways of `sums`, by the axis of the shards (dp_shard or expert_shard); None where one rank has all."""
+    """Routes of `sums`, by the axis of the shards (dp_shard or expert_shard); None where one rank has all."""
     losses: list[ModuleLosses] = field(default_factory=list)
-    """The losses of the modules' compressed exchanges; they are added here as they are sharded."""
+    """The errors of the modules' compressed exchanges; they are added here as they are sharded."""
     name: str = "stage0"
-    """A name that tells the exchanges of this module from those of others on the same rank."""
+    """A name that distinguishes the exchanges of this module from those of others on the same rank."""
 
 
 def apply_data_parallel(
     model: Any, experts: Sequence[nn.Module], shard: DeviceMesh, expert_shard: DeviceMesh | None, how: DataParallel
 ) -> None:
-    """Shard `model` (on meta) in place; `experts`, where they are spread, over what their spreading leaves."""
+    """Shard `model` (on meta) in place; `experts`, where they are spread, over the axes that their spreading leaves."""
     if expert_shard is not None:
         for number, module in enumerate(experts):
-            # Experts are few: where they do not divide over the ranks, each expert's rows do.
+            # Experts are few: if they do not divide over the ranks, each expert's rows do.
             divide = all(parameter.shape[0] % expert_shard.size() == 0 for parameter in module.parameters())
             axis = "expert_shard"
             _shard(module, f"experts{number}", axis, expert_shard, how, free=how.free_after_forward, dim=1 - divide)
@@ -109,7 +108,7 @@ def _shard(
         return Columns(ranks, sizes, held, experts=axis == "expert_shard")
 
     def look(gradients: Tensor) -> None:
-        """Show the noise probe the module's gradients before the first sum that they go into."""
+        """Pass the module's gradients to the noise probe before their first sum."""
         how.noise.add(gradients, columns())
 
     row = sum(sizes)
@@ -118,7 +117,7 @@ def _shard(
     over_shards, over_replicas = (None if one is None else one.feedback for one in (shards, replicas))
     if over_shards is not None or over_replicas is not None:
         how.losses.append(ModuleLosses(module, group, how.replicas.group, over_shards, over_replicas))
-    if ranks > 1:  # over one rank there is nothing to divide by, and setting it costs a pass
+    if ranks > 1:  # over one rank the divisor is 1, and setting it costs a pass
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     route = how.routes.get(axis)
@@ -148,7 +147,7 @@ def _sum_in_hooks(
     over_shards: CompressedSum | None,
     over_replicas: CompressedSum | None,
 ) -> None:
-    """Let FSDP2 sum over the shards, and a hook over the replicas: on a GPU beside the backward."""
+    """Let FSDP2 sum over the shards, and a hook over the replicas: on a GPU during the backward."""
 
     def sum_over_replicas(gradient: Tensor) -> None:
         if ranks == 1:
@@ -180,7 +179,7 @@ def _gather_compressed(
     **_options: Any,
 ) -> None:
     """Gather as FSDP2's all-gather does: matrices encoded, this rank's own too, so that all compute with the same
-    values; norms and biases as they are. `columns`: (number, whether they are a matrix's), by parameter."""
+    values; norms and biases unchanged. `columns`: (number, whether they are a matrix's), by parameter."""
     sizes = [size for size, _ in columns]
     parts = list(zip(own.split(sizes), columns, strict=True))
     matrices = torch.cat([part for part, (_, is_matrix) in parts if is_matrix] or [own[:0]])
@@ -198,18 +197,18 @@ def _gather_compressed(
 
 
 def _keep_for_this_stream(buffer: Tensor) -> None:
-    """Keep `buffer` until this stream has read it: on a GPU, casts and offloading still do when FSDP2 lets it go."""
+    """Keep `buffer` until this stream has read it: on a GPU, casts and offloading still read it when FSDP2 frees it."""
     if on_chip(buffer.device):
         buffer.record_stream(torch.accelerator.current_stream(buffer.device))
 
 
 class _TimedCollective:
-    """A collective of FSDP2 with a stopwatch around it; on a CPU the call returns when it is done."""
+    """A collective of FSDP2 with a timer around it; on a CPU the call returns when it is done."""
 
     def __init__(
         self, collective: Any, time_collective: TimeCollective, look: Look | None = None, *, encodes: bool = False
     ):
-        """`encodes`: it computes beside the transfer, and so shows no link's speed."""
+        """`encodes`: it computes during the transfer, and so does not show a link's speed."""
         self._collective = collective
         self._time_collective = time_collective
         self._look = look
@@ -227,7 +226,7 @@ class _TimedCollective:
 
 
 class _NothingToReduce:
-    """A reduction over one rank: FSDP2 copies gradients together and the result to where it stays. Here both are one
+    """A reduction over one rank: FSDP2 copies gradients together and the result to its destination. Here both are one
     buffer, and the second copy, of a tensor onto itself, does nothing."""
 
     def __init__(self) -> None:
@@ -251,21 +250,19 @@ class _NothingToReduce:
 
 
 def exchange_in_backward(model: FSDPModule, exchange: bool) -> None:
-    """Set whether the backwards that follow exchange gradients or only add them up."""
+    """Set whether the following backwards exchange gradients or only accumulate them."""
     model.set_requires_gradient_sync(exchange)
     model.set_is_last_backward(exchange)
 
 
 def keep_parameters(model: FSDPModule, keep: bool) -> None:
-    """Set whether the backwards that follow leave parameters gathered for the next micro-batch."""
+    """Set whether the following backwards leave parameters gathered for the next micro-batch."""
     model.set_reshard_after_backward(not keep)
 
 
 def exchange_now(model: Any) -> None:
-    """Exchange what was added up, where weights' gradients came after their backward (split pipeline schedules).
-
-    FSDP2 has no public call for it; this is what torch's own pipeline schedules do (as of torch 2.13).
-    """
+    """Exchange the accumulated gradients, where weights' gradients came after their backward (split pipeline
+    schedules). FSDP2 has no public call for it; this is what torch's own pipeline schedules do (as of torch 2.13)."""
     exchange_in_backward(model, True)
     keep_parameters(model, False)
     root = fully_shard.state(model)  # type: ignore[attr-defined]
@@ -273,7 +270,8 @@ def exchange_now(model: Any) -> None:
         if not isinstance(module, FSDPModule):
             continue
         for group in _groups_of(module):
-            # Gradients that a backward left are in the format of the exchange, those that came after it as computed.
+            # Gradients of a backward are in the format of the exchange, those that came after it in that of the
+            # computation.
             for parameter in group.fsdp_params:
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
@@ -282,7 +280,7 @@ def exchange_now(model: Any) -> None:
 
 
 def abandon_passes(model: Any) -> None:
-    """Bring FSDP2 back to where a step begins, after passes that an error has cut short; their gradients are lost."""
+    """Reset FSDP2 to the beginning of a step after passes that an error has interrupted; their gradients are lost."""
     model.reset_iter_state()
     for module in model.modules():
         if not isinstance(module, FSDPModule):
@@ -320,20 +318,20 @@ def _parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _columns(parameter: Any, ranks: int) -> int:
-    """Return the columns of a parameter in a row: one that is cut along its first dimension is filled up to whole rows
-    on each rank."""
+    """Return the columns of a parameter in a row: one that is cut along its first dimension is padded to whole rows on
+    each rank."""
     size: torch.Size = parameter._orig_size
     if parameter.fsdp_placement.dim or not size:
         return -(-size.numel() // ranks)
     return -(-size[0] // ranks) * size[1:].numel()
 
 
-# What the compressed exchanges of a module have lost, as shares of its parameters: the form that fits any layout.
+# The errors of a module's compressed exchanges, as shares of its parameters: a form that fits any layout.
 #
-# Each rank keeps what its own encoding has lost of the gradients that it sent (`comm/compressed.py`), which belongs
-# to the rows of one layout. Their sum over the ranks is what the sums of gradients lack so far, and has the shape of
-# the gradients: a rank's share of it moves to another layout as a moment does. There the rank keeps it for its own
-# row, which no exchange over shards encodes.
+# Each rank keeps the encoding error of the gradients that it sent (`comm/compressed.py`), which belongs to the rows of
+# one layout. Their sum over the ranks is what the sums of gradients still lack, and has the shape of the gradients: a
+# rank's share of it moves to another layout as a moment does. There the rank keeps it for its own row, which no
+# exchange over shards encodes.
 
 
 @dataclass(frozen=True)
@@ -348,24 +346,22 @@ class ModuleLosses:
 
     @torch.no_grad()
     def sum_up(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with what the sums of its gradients lack, this rank's share, flat, in fp32.
-
-        Called by the ranks of both groups together.
-        """
+        """Yield each parameter with this rank's share of what the sums of its gradients lack, flat, in fp32. Called by
+        the ranks of both groups together."""
         feedback = self.over_shards or self.over_replicas
         assert feedback is not None, "a module without feedback has lost nothing"
-        own_N = torch.zeros(sum(self._sizes), device=feedback.settled.device)
+        own_N = torch.zeros(sum(self._sizes), device=feedback.committed.device)
         if self.over_shards is not None:
-            reduce_scatter(own_N, self.over_shards.settled.float().view(self.shards.size(), -1), self.shards)
+            reduce_scatter(own_N, self.over_shards.committed.float().view(self.shards.size(), -1), self.shards)
         if self.over_replicas is not None:
-            own_N += self.over_replicas.settled
+            own_N += self.over_replicas.committed
         if self.replicas.size() > 1:
             all_reduce_(own_N, self.replicas)
         yield from zip(_parameters(self.module), own_N.split(self._sizes), strict=True)
 
     @torch.no_grad()
     def take(self, share_of: Callable[[nn.Parameter], Tensor]) -> None:
-        """Keep, in the place of what was kept, `share_of` each parameter; the replicas keep an equal part of it."""
+        """Replace the errors by `share_of` each parameter; the replicas keep equal parts of it."""
         parts = []
         for parameter, columns in zip(_parameters(self.module), self._sizes, strict=True):
             share = share_of(parameter).float().flatten() / self.replicas.size()
@@ -373,11 +369,11 @@ class ModuleLosses:
         own_N = torch.cat(parts)
         if self.over_shards is not None:
             self.over_shards.clear()
-            self.over_shards.settled.view(self.shards.size(), -1)[self.shards.rank()] = own_N.bfloat16()
+            self.over_shards.committed.view(self.shards.size(), -1)[self.shards.rank()] = own_N.bfloat16()
         if self.over_replicas is not None:
             self.over_replicas.clear()
             if self.over_shards is None:
-                self.over_replicas.settled.copy_(own_N)
+                self.over_replicas.committed.copy_(own_N)
 
     @property
     def _sizes(self) -> list[int]:

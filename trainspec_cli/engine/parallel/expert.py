@@ -1,9 +1,10 @@
-"""Expert parallelism: each rank holds some of the experts, and tokens travel to theirs and back (arXiv:2006.16668).
+"""Expert parallelism: each rank holds some of the experts, and tokens travel to their experts and back
+(arXiv:2006.16668).
 
 Ranks of ep see different tokens, so a routed token is sent once, to the rank that holds its expert. Experts stay whole.
 
-Shapes: T tokens of this rank, K experts a token, M copies of tokens sorted by expert, E experts, N copies received,
-L experts held here (E / n), D hidden size.
+Shapes: T tokens of this rank, K experts per token, M copies of tokens sorted by expert, E experts, N copies received, L
+experts held here (E / n), D hidden size.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from trainspec_cli.recipe.keys.run import Recompute
 
 
 def apply_expert_parallel(model: Any, peers: Peers, sort: Sort) -> dict[str, Cut]:
-    """Keep this rank's experts of `model` (on meta) in place; -> how each cut parameter lies in the whole one."""
+    """Keep this rank's experts of `model` (on meta) in place; -> the place of each cut parameter in the whole one."""
     cuts: dict[str, Cut] = {}
     names = {module: name for name, module in model.named_modules()}
     for mixture in model.expert_modules():
@@ -45,7 +46,8 @@ Sort = Callable[[Tensor, Tensor, int], Any]
 
 
 class SpreadDispatch(nn.Module):
-    """Sort by expert; send to the experts' ranks; sort what came by expert again; and all the way back."""
+    """Sort by expert; send to the experts' ranks; sort the received copies by expert again; and the reverse on the way
+    back."""
 
     def __init__(self, num_experts: int, peers: Peers, sort: Sort):
         super().__init__()
@@ -62,9 +64,9 @@ class SpreadDispatch(nn.Module):
         with self.peers.time():
             dist.all_to_all_single(came_nL, counts_nL.contiguous(), group=self.peers.group)
         sent, came = self.read_splits(counts_nL, came_nL, len(copies.x_MD))
-        taken = sum(sent)  # dropped copies stand last and stay here
+        taken = sum(sent)  # dropped copies are last and stay here
         x_ND = self._rows(copies.x_MD[:taken], sent, came)
-        # Rows stand by sender and then by expert; this says where to take them from to stand by expert.
+        # Rows are ordered by sender and then by expert; these indices order them by expert.
         expert_nL = torch.arange(came_nL.shape[1], device=came_nL.device).expand_as(came_nL)
         order_N = expert_nL.flatten().repeat_interleave(came_nL.flatten(), output_size=len(x_ND)).argsort(stable=True)
         y_ND = experts(x_ND[order_N], came_nL.sum(0))
@@ -100,10 +102,10 @@ def even_splits(counts_nL: Tensor, _came_nL: Tensor, copies: int) -> Splits:
 
 
 # Linear layers that multiply in fp8, by torchao (extra `float8`): inputs and weights rounded to e4m3, gradients of
-# outputs to e5m2, one scale a tensor, sums in fp32 (arXiv:2209.05433).
+# outputs to e5m2, one scale per tensor, sums in fp32 (arXiv:2209.05433).
 #
-# Parameters stay what they are: sharding, checkpoints and the optimizer see no difference. A rank's scales are those
-# of its own parts. On a CPU the rounding is exact and the product is one of fp32: right in numbers, slow.
+# Parameters are unchanged: sharding, checkpoints and the optimizer see no difference. A rank's scales are those of its
+# own parts. On a CPU the rounding is exact and the product is one of fp32: correct numbers, but slow.
 
 
 def apply_float8(blocks: Sequence[nn.Module], *, emulate: bool) -> None:
@@ -111,7 +113,7 @@ def apply_float8(blocks: Sequence[nn.Module], *, emulate: bool) -> None:
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
-    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)  # kernels take multiples of 16
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)  # kernels need multiples of 16
     for block in blocks:
         linears = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
         for name, linear in linears:
@@ -121,7 +123,7 @@ def apply_float8(blocks: Sequence[nn.Module], *, emulate: bool) -> None:
 
 # Activations that are computed again in the backward instead of being kept (arXiv:1604.06174).
 #
-# `full` keeps a block's input alone. `selective` keeps what matrix products and attention computed and repeats the
+# `full` keeps only a block's input. `selective` keeps the results of matrix products and attention and repeats the
 # cheap rest: norms, rotations, activation functions, casts.
 
 
@@ -153,8 +155,8 @@ def apply_recompute(blocks: Sequence[nn.Module], recompute: Recompute, *, compil
     for block in blocks:
         forward = block.forward
         if compiled and recompute == "full":
-            # A compiler leaves the whole of a checkpoint alone whose inside it cannot take in one graph: with tp, ep
-            # or a split backward. Then it compiles the parts inside; else it takes both at once, as without this.
+            # A compiler skips a whole checkpoint whose inside it cannot capture in one graph: with tp, ep or a split
+            # backward. Then it compiles the parts inside; else it compiles both at once, as without this.
             forward = torch.compile(forward)
         block.forward = _recomputed(forward, options)  # type: ignore[method-assign]
 
@@ -174,7 +176,7 @@ def _keep_and_recall() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 
 class _Costly(TorchDispatchMode):
     """Around the first pass, it keeps the results of costly operations; around the second, in which these come in the
-    same order, it gives them out."""
+    same order, it returns them."""
 
     def __init__(self, kept: deque[Any], *, recalls: bool):
         super().__init__()

@@ -1,9 +1,9 @@
-"""Sums of gradients over data-parallel ranks, which go while the backward pass still runs (gloo).
+"""Sums of gradients over data-parallel ranks, which run during the backward pass (gloo).
 
-On a CPU FSDP2 waits for every collective. Here it takes an exchange for done once its module's gradients are in a
-bucket. A thread sums the buckets one after another, over process groups of their own, while the backward computes the
-gradients of the blocks before; the step waits for the last of them. Each value is summed in the order of ranks, so that
-neither the thread nor the size of buckets changes a bit.
+On a CPU FSDP2 waits for every collective. Here an exchange counts as done for FSDP2 once its module's gradients are in
+a bucket. A thread sums the buckets one after another, over separate process groups, while the backward computes the
+gradients of the previous blocks; the step waits for the last of them. Each value is summed in the order of ranks, so
+that neither the thread nor the size of buckets changes a bit.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from trainspec_cli.engine.comm.exchange import Peers, TimeCollective, all_reduce
 from trainspec_cli.engine.comm.forking import Background
 
 MOST_WAITING = 2
-"""Buckets that wait while one is summed: enough that the link is never idle for want of one, and all the memory that
-gradients on their way take."""
+"""Buckets that wait while one is summed: enough to keep the link busy, and the limit of the memory of queued
+gradients."""
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The ranks that sum a module's gradients: first those of the shards, each of which keeps a row, then replicas."""
+    """The ranks that sum a module's gradients: first those of the shards, where each keeps a row, then replicas."""
 
     shards: Peers | None
     replicas: Peers | None
@@ -47,18 +47,18 @@ class Summand:
 
     route: Route
     rows_RN: Tensor
-    """A row for each rank of the shards, in the format in which sums travel."""
+    """A row for each rank of the shards, in the format of the exchange."""
     sum_N: Tensor
     """Memory of the sum of this rank's row; that of `rows_RN` itself, where there is one row of this format."""
     earlier_N: Tensor | None
-    """The sum of the step's backwards before, which is added to it."""
+    """The sum of the step's previous backwards, which is added to it."""
     over_shards: CompressedSum | None
     over_replicas: CompressedSum | None
 
 
 @torch.no_grad()
 def sum_together(summands: Sequence[Summand], *, timed: bool) -> None:
-    """Sum summands of one route together; one that is compressed goes alone. Only the main thread times exchanges."""
+    """Sum summands of one route together; a compressed one goes alone. Only the main thread times exchanges."""
     first = summands[0]
     shards = first.route.shards
     rows_RN = torch.cat([summand.rows_RN for summand in summands], dim=1) if len(summands) > 1 else first.rows_RN
@@ -82,7 +82,7 @@ def sum_together(summands: Sequence[Summand], *, timed: bool) -> None:
 
 
 def sum_over_replicas_(x: Tensor, replicas: Peers, compressed: CompressedSum | None, *, timed: bool = True) -> None:
-    """Sum over the replicas, in place. Where encoding takes time as well, no link's speed is shown."""
+    """Sum over the replicas, in place. Where encoding takes time as well, no link's speed is measured."""
     time_exchange = replicas.time if timed else _untimed
     if compressed is not None:
         with time_exchange():
@@ -122,23 +122,23 @@ class GradientSums:
         self._time_wait = time_wait
         self._beside = Background(torch.device("cpu"), note_beside, MOST_WAITING, give_up=end_connections)
         self._bucket, self._sent = Bucket(), Bucket()
-        """The one that is being filled, and the last one that was given to the thread."""
+        """The bucket that is being filled, and the last one that was given to the thread."""
         self._sent.summed.set_result(None)
         self.modules = list[ModuleSums]()
         self.bucket_bytes = 0
-        """A bucket is summed once it has so many bytes; 0: each module's gradients by themselves."""
+        """A bucket is summed once it has this many bytes; 0: each module's gradients by themselves."""
         self.holds_back = False
-        """Every exchange is waited for at once: such a step shows how fast the links are. One that encodes shows
-        nothing, and goes on as ever."""
+        """Every exchange is waited for at once, so that such a step measures the links. An exchange that encodes
+        measures nothing, and runs as usual."""
         self.sizes_bytes = list[int]()
         """The gradients that the last step has summed, each module's after each backward, in their order."""
         self.can_join = True
-        """False where gradients travel in fewer bits, each module's in blocks of its own."""
+        """False where gradients are compressed, in separate blocks for each module."""
         self.waited_s = 0.0
         """The time that the last step has waited for sums."""
 
     def add(self, summand: Summand) -> None:
-        """Sum a module's gradients, of whose result nobody may ask before `finish`. All ranks add alike."""
+        """Sum a module's gradients; the result may be read only after `finish`. All ranks add in the same order."""
         self.sizes_bytes.append(summand.rows_RN.nbytes)
         is_compressed = summand.over_shards is not None or summand.over_replicas is not None
         self.can_join = self.can_join and not is_compressed
@@ -167,11 +167,12 @@ class GradientSums:
             module.earlier = None  # the step's gradients are summed
 
     def take_error(self) -> BaseException | None:
-        """Return the first error of an exchange, which explains what other errors a step has."""
+        """Return the first error of an exchange, which explains a step's other errors."""
         return self._beside.take_error()
 
     def await_added(self) -> Callable[[], object]:
-        """Return what waits, in any thread, until all that was added so far is summed; it raises what the sum did."""
+        """Return a function that waits, in any thread, until all that was added so far is summed; it raises the sum's
+        error."""
         return (self._bucket if self._bucket.summands else self._sent).summed.result
 
     def close(self) -> None:
@@ -203,7 +204,7 @@ class ModuleSums:
         over_shards: CompressedSum | None,
         over_replicas: CompressedSum | None,
     ):
-        """`trained` returns the module's parameters; `look` is shown their gradients before they are summed."""
+        """`trained` returns the module's parameters; `look` is called with their gradients before they are summed."""
         self._sums = sums
         self._route = route
         self._trained = trained
@@ -217,7 +218,7 @@ class ModuleSums:
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2 asks for the input, in the format of the exchange, then for the output, which it would cast to the
-        parameters' format too early: it is of this format at once."""
+        parameters' format too early: the output has this format at once."""
         held = self._trained()[0].dtype
         if self._input is None:
             self._input = torch.empty(*size, dtype=dtype, device=device)
@@ -227,10 +228,10 @@ class ModuleSums:
         return torch.empty(*size, dtype=held, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_options: Any) -> None:
-        """Stand for the reduce-scatter: `add` has what it was given."""
+        """Replace the reduce-scatter: `add` has the input already."""
 
     def add(self, output: Tensor) -> None:
-        """Give what FSDP2 has copied together to be summed into `output`."""
+        """Sum FSDP2's copied gradients into `output`."""
         assert self._input is not None, "FSDP2 has asked for it"
         rows_RN = self._input.view(self._route.rows, -1)
         self._input = None

@@ -21,8 +21,8 @@ from trainspec_cli.engine.comm.exchange import Peers, reduce_scatter, sent_bytes
 from trainspec_cli.engine.mesh import Mesh
 
 Held = Literal["own", "copied", "partial", "twin"]
-"""own: this rank of tp alone has this part of the parameter. copied: every rank of tp has the whole gradient. partial:
-the ranks' gradients sum to it. twin: those of the pipeline's two ends do, of a tied embedding."""
+"""own: only this rank of tp has this part of the parameter. copied: every rank of tp has the whole gradient. partial:
+the ranks' gradients sum to it. twin: those of the pipeline's two ends do, for a tied embedding."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class SampleParts:
         return sum(self.own[taken]) / self.step_samples, sum(self.expert[taken]) / self.step_samples
 
     def count(self, *, every_micro_batch: bool) -> tuple[int, int]:
-        """Return how many parts have samples, of (this rank, the ranks that share experts)."""
+        """Return the number of parts with samples, of (this rank, the ranks that share experts)."""
         both = (self.own, self.expert)
         first, second = (sum(map(bool, sizes)) if every_micro_batch else int(any(sizes)) for sizes in both)
         return first, second
 
 
 def parts_of(division: Division, mesh: Mesh, samples: int, step_samples: int) -> SampleParts:
-    """Return the parts of a step of `step_samples`, of which `division` divides this replica group's `samples`."""
+    """Return the parts of a step of `step_samples`; `division` divides this replica group's `samples`."""
     sizes = [division.of_rank(rank, 0, samples).sizes for rank in mesh.expert_data_ranks]
     of_experts = [sum(turn) for turn in zip(*sizes, strict=True)] if mesh.experts else []
     return SampleParts(step_samples, division.of_rank(mesh.data_rank, 0, samples).sizes, of_experts)
@@ -57,8 +57,8 @@ def parts_of(division: Division, mesh: Mesh, samples: int, step_samples: int) ->
 
 @dataclass(frozen=True)
 class Columns:
-    """How the gradients of an FSDP2 group lie in the buffer that is reduced: a row for each rank, in which each
-    parameter has neighbouring columns."""
+    """The place of an FSDP2 group's gradients in the reduced buffer: a row for each rank, with neighbouring columns for
+    each parameter."""
 
     ranks: int
     sizes: tuple[int, ...]
@@ -68,7 +68,7 @@ class Columns:
 
 
 class NoiseProbe:
-    """Adds up |G|^2 / w over the parts that this rank computes, alone or with others: the ranks' sums add up to all."""
+    """Sums |G|^2 / w over the parts that this rank computes, alone or with others: the ranks' sums add up to all."""
 
     def __init__(self, device: torch.device, cp: Peers, tp: Peers, ends: Peers):
         self._cp = cp
@@ -81,20 +81,21 @@ class NoiseProbe:
         self._twins: list[Tensor] = []
 
     def begin(self, parts: SampleParts | None) -> None:
-        """Begin a step; None: its gradients are not looked at."""
+        """Begin a step; None: its gradients are not measured."""
         self.sums.zero_()
         self._twins.clear()
         self._parts = parts
         self._weights = (0.0, 0.0)
 
     def weigh(self, micro_batch: int | None) -> None:
-        """Say which part the gradients are of that are exchanged next."""
+        """Set the part of the next exchanged gradients."""
         if self._parts is not None:
             self._weights = self._parts.weights(micro_batch)
 
     @torch.no_grad()
     def add(self, gradients: Tensor, columns: Columns) -> None:
-        """Look at what is about to be reduced. Called by all ranks of a part alike: they may have to exchange."""
+        """Measure gradients that are about to be reduced. Called by all ranks of a part in the same order: they may
+        have to exchange."""
         weight = self._weights[columns.experts]
         if weight == 0.0:
             return
@@ -112,7 +113,7 @@ class NoiseProbe:
         self.sums[0] += self._squared_norm(rows, columns) / weight
 
     def _squared_norm(self, rows: Tensor, columns: Columns) -> Tensor:
-        """This rank's share of it, but for twins."""
+        """Return this rank's share of it, except for twins."""
         if set(columns.held) <= {"own"}:
             return _square(rows)
         by_kind: dict[Held, list[Tensor]] = {}
@@ -127,10 +128,8 @@ class NoiseProbe:
 
     @torch.no_grad()
     def end(self, *, every_micro_batch: bool, ranks_of_part: int, ranks_of_experts: int) -> None:
-        """Take in what is known after the last exchange: twins, and this rank's share of the number of parts.
-
-        `ranks_of_part` compute a part together, `ranks_of_experts` one of the experts'.
-        """
+        """Add what is known after the last exchange: twins, and this rank's share of the number of parts.
+        `ranks_of_part` compute a part together, `ranks_of_experts` one of the experts'."""
         if self._parts is None:
             return
         if self._twins:

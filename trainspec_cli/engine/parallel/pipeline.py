@@ -1,7 +1,7 @@
-"""Messages between the stages of a pipeline, and weight gradients put off until a stage would wait.
+"""Messages between the stages of a pipeline, and weight gradients that are delayed until a stage would wait.
 
-Who sends what to whom in which order follows from the schedule, which every rank knows whole; so a receiver posts its
-receives in the sender's order, and no message needs a tag (NCCL has none).
+Sender, receiver and order of messages follow from the schedule, which every rank knows as a whole; so a receiver posts
+its receives in the sender's order, and no message needs a tag (NCCL has none).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Message(NamedTuple):
 
 
 def message_after(layout: Layout, action: Action) -> Message | None:
-    """Return the message that `action` sends, if it sends one."""
+    """Return the message that `action` sends, if any."""
     if action.kind == "forward" and action.stage + 1 < layout.num_stages:
         return Message(action.stage + 1, action.micro_batch, is_gradient=False)
     if action.kind in ("backward", "backward_input") and action.stage > 0:
@@ -60,7 +60,7 @@ def message_after(layout: Layout, action: Action) -> Message | None:
 
 @dataclass(frozen=True)
 class Lines:
-    """One group carries what goes to higher ranks, the other what goes to lower ones: neither waits for the other."""
+    """One group carries messages to higher ranks, the other those to lower ones: neither waits for the other."""
 
     up: dist.ProcessGroup
     down: dist.ProcessGroup
@@ -105,7 +105,7 @@ class Mailbox:
             self._here[message] = tensor
             return
         tensor = tensor.contiguous()
-        # What is under way is kept: its memory is read until it has been sent.
+        # Pending sends are kept: their memory is read until they are complete.
         self._sent = [(sent, work) for sent, work in self._sent if not work.is_completed()]
         self._sent.append((tensor, dist.isend(tensor, group=self.lines.to(receiver), group_dst=receiver)))
 
@@ -117,7 +117,7 @@ class Mailbox:
         while message not in self._posted:
             self._post(sender)
         tensor, work = self._posted.pop(message)
-        if self._expected[sender]:  # the next one may come while this one is worked on
+        if self._expected[sender]:  # the next one may arrive during the computation on this one
             self._post(sender)
         with self.time():
             work.wait()
@@ -130,7 +130,7 @@ class Mailbox:
         self._posted[message] = (tensor, work)
 
     def end(self) -> None:
-        """Every message has been taken."""
+        """Every message has been received."""
         with self.time():
             for _, work in self._sent:
                 work.wait()
@@ -138,11 +138,8 @@ class Mailbox:
 
 
 class WeightQueue:
-    """Weight gradients that a split schedule computes later.
-
-    While `holding` is set, the backward of a linear layer gives its input's gradient and leaves the weight's product
-    in the queue.
-    """
+    """Weight gradients that a split schedule computes later. While `holding` is set, the backward of a linear layer
+    computes its input's gradient and leaves the weight's product in the queue."""
 
     def __init__(self) -> None:
         self.holding: list[Callable[[], None]] | None = None
@@ -150,14 +147,14 @@ class WeightQueue:
 
     def apply(self, model: nn.Module) -> None:
         for module in model.modules():
-            # Heirs may do more than to multiply by a weight that is their parameter.
+            # Subclasses may do more than multiply by a weight that is their parameter.
             is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
             if is_plain and "weight" in module._parameters:
                 module.forward = self._linear(module)  # type: ignore[arg-type, assignment, method-assign]
 
     def _linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
-        # A compiler traces the backward together with the forward, when nothing is held back yet, and would put the
-        # weight's product into it for good. It would also reuse the memory of `x` and `dout`, which the queue keeps.
+        # A compiler traces the backward together with the forward, when nothing is delayed yet, and would fix the
+        # weight's product in it. It would also reuse the memory of `x` and `dout`, which the queue keeps.
         @torch.compiler.disable
         def forward(x: Tensor) -> Tensor:
             product = _SplitLinear.apply(x, module.weight, self)
@@ -207,7 +204,7 @@ def _weight_gradient(x: Tensor, dout: Tensor) -> Tensor:
     return dout.flatten(0, -2).T @ x.flatten(0, -2)
 
 
-# Keeps experts evenly visited: counts of the global batch, and the routers' update after each step.
+# Balances the visits of experts: counts of the global batch, and the routers' update after each step.
 
 
 def routers_of(parts: Sequence[Any]) -> list[Any]:
@@ -249,26 +246,23 @@ def update_balance(routers: Sequence[Any], peers: Peers) -> None:
         router.update_balance(counts_E)
 
 
-# Time the messages between neighbouring stages of a pipeline, when none are under way.
+# Time the messages between neighbouring stages of a pipeline, when no others are in flight.
 #
-# Within a step a message arrives while its receiver computes, and neither end sees how long it took. So after a
-# sampled step neighbours send one of the same size each way, to a peer that waits for it; a receipt of one number
-# comes back.
+# Within a step a message arrives while its receiver computes, and neither end sees how long it took. So after a sampled
+# step neighbours send one of the same size each way, to a peer that waits for it; a receipt of one number comes back.
 
 
 def neighbours(layout: Layout) -> list[tuple[int, int]]:
-    """Return the pairs of pipeline ranks of which the first sends forwards to the second, in the order that they are
-    timed in: first those that have no rank in common."""
+    """Return the pairs of pipeline ranks (sender forwards, receiver), in the order of timing: first those without a
+    rank in common."""
     pairs = [(rank, rank + 1) for rank in range(layout.pp - 1)]
     goes_round = 2 < layout.pp < layout.num_stages and layout.rank_of_stage(layout.pp) == 0
     return pairs[::2] + pairs[1::2] + ([(layout.pp - 1, 0)] if goes_round else [])
 
 
 def time_messages(layout: Layout, lines: Lines, message: Tensor) -> tuple[float, float]:
-    """Return the seconds that `message` takes to the next rank and to the one before; 0 where there is none.
-
-    Called by all ranks of a pipeline together.
-    """
+    """Return the seconds that `message` takes to the next rank and to the previous one; 0 where there is none. Called
+    by all ranks of a pipeline together."""
     rank = lines.up.rank()
     receipt = message.new_zeros(1)
     ahead_s = 0.0

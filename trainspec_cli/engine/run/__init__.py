@@ -1,1 +1,1 @@
-"""A run: the trainer and what it assembles from the other folders."""
+"""A run: the trainer, and the parts that it assembles from the other folders."""

@@ -1,4 +1,4 @@
-"""The run's checkpoints: when one is due, begun then, put off while another is being written, awaited at the end."""
+"""The run's checkpoints: begun when due, postponed while another is being written, awaited at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.memory import CopyLocation, clear
 from trainspec_cli.engine.checkpoint.saver import Restored, Saved, Saver, load_newest
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, raise_together
-from trainspec_cli.engine.observe.journal import GroupJournal, Journal
+from trainspec_cli.engine.run.training_run import TrainingRun
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.records import ABSENT, convert, read_record, to_plain
 from trainspec_cli.recipe.results.plan import Plan
@@ -33,7 +33,6 @@ from trainspec_cli.run.folder.event_types.events import (
 )
 from trainspec_cli.run.folder.events import read_sound
 from trainspec_cli.run.folder.memory import make_memory_folder
-from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.recovery.reliability import (
     AUTO_SHORTEST_S,
     auto_interval_s,
@@ -44,46 +43,56 @@ from trainspec_cli.run.recovery.reliability import (
 )
 
 MEASURING_STEPS = 3
-"""`auto` learns from so many steps how long one takes."""
+"""`auto` measures the time of a step over this number of steps."""
 REMEMBERED_STEPS = 50
 
 
 class Checkpoints:
     """One rank's checkpoints; every rank makes the same calls at the same steps, and decides by what all agreed on."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        run_dir: RunDir,
-        state: TrainState,
-        recipe_digest: str,
-        journal: Journal | GroupJournal,
-        pace: Callable[[], BatchPace | None] = lambda: None,
-    ):
-        """`pace` says where a batch stands that follows the gradients' noise."""
-        self._plan = plan
-        self._run_dir = run_dir
-        self._state = state
-        self._recipe_digest = recipe_digest
-        self._journal = journal
+    def __init__(self, run: TrainingRun, pace: Callable[[], BatchPace | None] = lambda: None):
+        """`pace` returns the state of a batch that follows the gradients' noise."""
+        self._run = run
+        self._spec = run.plan.spec.checkpoint
         self._pace = pace
-        self._memory = find_place(run_dir) if plan.spec.checkpoint.memory_interval_steps else None
-        self._saver = self._make_saver()
-        self._cadence = Cadence(plan, read_sound(run_dir.supervisor_events))
+        self._memory: CopyLocation | None = None
+        if self._spec.memory_interval_steps:
+            world_size = dist.get_world_size()
+            ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # torchrun sets it
+            folder = make_memory_folder(run.run_dir)
+            self._memory = CopyLocation(folder, dist.get_rank(), world_size, ranks_per_node)
+        self._made: tuple[TrainState, Saver] | None = None
+        self._cadence = Cadence(run.plan, read_sound(run.run_dir.supervisor_events))
         self._saved_step = -1
         self._kept_before: int | None = None
-        """The step that was kept before the one that is now: it is again if that cannot be written."""
+        """The step that was kept before the current one: it is kept again if the current one cannot be written."""
         self._due_since: int | None = None
         self._put_off = False
         self._begun: int | None = None
         """The step whose checkpoint may still be being written, as far as all ranks know."""
         self._newest: Saved | None = None
 
+    @property
+    def _saver(self) -> Saver:
+        """The saver of the state in force. A change of the layout waits until no checkpoint is being written; after it
+        the ranks agree again on who writes what."""
+        state = self._run.state
+        if self._made is None or self._made[0] is not state:
+            before = self._made
+            saver = Saver(self._run.run_dir, state.held, state.device, self._spec.keep_last, self._memory)
+            self._made = state, saver
+            if before is not None:
+                saver.slot = before[1].slot
+                saver.kept_step = before[1].kept_step
+                before[1].close()
+        return self._made[1]
+
     def resume(self) -> Restored | None:
-        """Restore the newest whole checkpoint; None where there is none."""
-        restored = load_newest(self._run_dir, self._state.held, self._state.device, self._memory)
+        """Restore the newest whole checkpoint; None where no checkpoint exists."""
+        state = self._run.state
+        restored = load_newest(self._run.run_dir, state.held, state.device, self._memory)
         if restored:
-            if len(self._state.compression.feedbacks) > restored.feedback:
+            if len(state.compression.feedbacks) > restored.feedback:
                 lost = (
                     "what compressed gradients had lost is not in the checkpoint for this layout: it starts from zero"
                 )
@@ -92,13 +101,13 @@ class Checkpoints:
             if restored.slot is None:
                 self._saved_step = restored.manifest.step
             else:
-                self._saver.keep_slot(restored.slot)
-        if self._plan.spec.checkpoint.interval_steps not in (None, AUTO):
+                self._saver.slot = 1 - restored.slot
+        if self._spec.interval_steps not in (None, AUTO):
             self._prepare()
         return restored
 
     def _prepare(self) -> None:
-        if self._plan.spec.checkpoint.mode == "async":
+        if self._spec.mode == "async":
             self._saver.prepare()
 
     def agree(self) -> None:
@@ -106,17 +115,12 @@ class Checkpoints:
         self._saver.agree()
 
     def save_where_it_stands(self, step: int, samples: int, kept: Mapping[str, Tensor]) -> None:
-        """Write this rank's part of the state after `step`, unless a checkpoint of it has begun, and wait for what is
-        being written. Each rank is to do so by itself. `kept`: as of `Saver.save_alone`."""
+        """Write this rank's part of the state after `step`, unless a checkpoint of it has begun, and wait until it is
+        written. Each rank does so without the others. `kept`: as for `Saver.save_alone`."""
         if self._saved_step == step:
             self._saver.wait()
         else:
             self._saver.save_alone(self._about(step, samples), kept)
-
-    def _make_saver(self) -> Saver:
-        state = self._state
-        keep_last = self._plan.spec.checkpoint.keep_last
-        return Saver(self._run_dir, state.held, state.device, keep_last, self._memory)
 
     def finish_writing(self) -> None:
         """Wait until no checkpoint is being written. Called by every rank together."""
@@ -125,39 +129,28 @@ class Checkpoints:
             self._begun = None
             self._end(finished)
 
-    def adopt(self, plan: Plan, state: TrainState) -> None:
-        """Go on in another layout; no checkpoint is being written."""
-        self._plan = plan
-        self._state = state
-        before = self._saver
-        self._saver = self._make_saver()
-        self._saver.keep_slot(before.newest_slot)
-        self._saver.kept_step = before.kept_step
-        before.close()
-
     @property
     def writing(self) -> bool:
-        """True while this rank is writing one; each step passes that on to the other ranks."""
+        """True while this rank is writing a checkpoint; each step shares that with the other ranks."""
         return self._saver.busy
 
     def note_step(self, step: int, step_time_s: float, *, writing: bool) -> None:
-        """Learn from a step's figures, the same on every rank: `writing` is whether any rank was when it ended."""
+        """Record a step's figures, the same on every rank: `writing` is whether any rank was writing when the step
+        ended."""
         first = self._cadence.note_step(step_time_s, writing=writing)
-        if first is not None and first <= self._plan.total_steps:
+        if first is not None and first <= self._run.plan.total_steps:
             self._prepare()
         if self._begun is not None and step > self._begun and not writing:
-            # Every rank said in that step that it was not writing, so each of them has finished, and all end it at the
-            # same step without an exchange of their own.
+            # In that step every rank reported that it was not writing, so each has finished, and all end the checkpoint
+            # at the same step without another exchange.
             self._begun = None
             finished = self._saver.take_finished()
             assert finished is not None, "no rank was writing"
             self._end(finished)
 
     def after_step(self, step: int, samples: int, *, writes: bool = True) -> None:
-        """Begin a checkpoint where one is due and none is being written.
-
-        `samples` have been taken so far, by all ranks; not `writes`: another replica group does it for this one.
-        """
+        """Begin a checkpoint if one is due and none is being written. `samples`: samples of all ranks so far. Without
+        `writes` another replica group writes it."""
         if self._cadence.is_due(step) and self._due_since is None:
             self._due_since = step
         if not writes:
@@ -165,19 +158,22 @@ class Checkpoints:
         if self._begun is not None or not writes:
             return
         if self._due_since is None:
-            interval = self._plan.spec.checkpoint.memory_interval_steps
+            interval = self._spec.memory_interval_steps
             if interval and step % interval == 0:
-                # A copy in memory alone. One that falls due while another is written is left out, not put off: the next
-                # one is due soon, and the copy before it still serves.
+                # A copy in memory alone. If it is due while another is being written it is skipped, not postponed: the
+                # next one is due soon, and the previous copy is still valid.
                 self._begun = step
                 self._saver.begin(self._about(step, samples), to_disk=False)
             return
-        if self._due_since < step:
-            self._warn_put_off(self._due_since, step)
+        if self._due_since < step and not self._put_off:
+            self._put_off = True
+            message = f"the checkpoint due at step {self._due_since} was put off to step {step}: the one before it was "
+            message += "still being written; a longer checkpoint.interval_steps avoids that"
+            self._warn(step, message)
         self._write(step, samples)
 
     def keep(self, step: int) -> None:
-        """Keep the checkpoint of `step` beside the last ones, in place of another that was kept."""
+        """Keep the checkpoint of `step` in addition to the last ones, in place of the one that was kept before."""
         self._saver.kept_step = step
 
     def save_kept(self, step: int, samples: int) -> None:
@@ -185,7 +181,7 @@ class Checkpoints:
         if self._saved_step == step:
             self.keep(step)
         else:
-            self.finish_writing()  # its end would remove what was kept before
+            self.finish_writing()  # its end would remove the checkpoint that was kept before
             self._kept_before = self._saver.kept_step
             self.keep(step)
             self._cadence.start_at(step)
@@ -194,14 +190,14 @@ class Checkpoints:
     def _write(self, step: int, samples: int) -> None:
         self._due_since = None
         self._saved_step = step
-        if self._plan.spec.checkpoint.mode == "async":
+        if self._spec.mode == "async":
             self._begun = step
             self._saver.begin(self._about(step, samples))
         else:
             self._end(self._saver.save(self._about(step, samples)))
 
     def save_last(self, step: int, samples: int) -> None:
-        """Write the last step's state, whole on disk when this returns. Raises MachineError where that cannot be."""
+        """Write the last step's state; it is whole on disk when this returns. Raises MachineError if that fails."""
         started = time.perf_counter()
         finished = self._saver.wait()
         waited_s = time.perf_counter() - started
@@ -216,17 +212,17 @@ class Checkpoints:
             clear(self._memory)
 
     def _about(self, step: int, samples: int) -> About:
-        return About(step, samples, self._plan.spec.train.seed, self._recipe_digest, self._pace())
+        return About(step, samples, self._run.plan.spec.train.seed, self._run.recipe_digest, self._pace())
 
     def _end(self, saved: Saved) -> None:
         if saved.in_memory:
             return
         self._report(saved)
         if chosen := self._cadence.learn(saved):
-            self._journal.write(chosen)
+            self._run.journal.write(chosen)
 
     def _report(self, saved: Saved, waited_s: float = 0.0) -> None:
-        """Record a checkpoint; one that failed is a warning, and training goes on. `waited_s`: outside any step."""
+        """Record a checkpoint; a failed one is a warning, and training continues. `waited_s`: outside any step."""
         self._newest = saved
         step = saved.about.step
         if saved.error:
@@ -234,10 +230,10 @@ class Checkpoints:
                 self._saver.kept_step = self._kept_before
             self._warn(step, f"{saved.error}; the checkpoints before it are whole")
             return
-        self._journal.write(
+        self._run.journal.write(
             CheckpointEvent(
                 step=step,
-                path=str(self._run_dir.checkpoint(step)),
+                path=str(self._run.run_dir.checkpoint(step)),
                 bytes=saved.bytes,
                 seconds=saved.blocked_s,
                 written_s=saved.written_s,
@@ -245,32 +241,20 @@ class Checkpoints:
             )
         )
 
-    def _warn_put_off(self, due: int, step: int) -> None:
-        """Warn the first time alone."""
-        if not self._put_off:
-            self._warn(
-                step,
-                f"the checkpoint due at step {due} was put off to step {step}: the one before it was still being "
-                "written; a longer checkpoint.interval_steps avoids that",
-            )
-        self._put_off = True
-
     def _warn(self, step: int, message: str) -> None:
-        self._journal.write(WarningEvent(step=step, message=message))
+        self._run.journal.write(WarningEvent(step=step, message=message))
 
 
 class Cadence:
-    """Decides when a checkpoint is due: every so many steps, or as its measured cost and the failure rate ask for.
-
-    The same on every rank: it goes by steps and by what rank 0 has measured.
-    """
+    """Decides when a checkpoint is due: every `interval_steps` steps, or as its measured cost and the failure rate
+    demand. The same on every rank: it depends on steps and on rank 0's measurements."""
 
     def __init__(self, plan: Plan, marks: Iterable[Event] = ()):
-        """`marks`: the supervisor's, by which the failures of earlier starts are counted."""
+        """`marks`: the supervisor's, which show the failures of earlier starts."""
         self._plan = plan
         self._failures = 0
         self._earlier_s = 0.0
-        """The time that earlier starts ran."""
+        """Running time of the earlier starts."""
         self._launched_at: float | None = None
         for mark in marks:
             if isinstance(mark, LaunchMark):
@@ -290,10 +274,8 @@ class Cadence:
         self._last_due = step
 
     def note_step(self, step_time_s: float, *, writing: bool) -> int | None:
-        """Note how long a step took. Of `auto` return, once, the step of the first checkpoint, by rank 0's figures.
-
-        Called by every rank together.
-        """
+        """Record the time of a step. For `auto` return, once, the step of the first checkpoint, by rank 0's figures.
+        Called by every rank together."""
         if not self._is_auto:
             return None
         (self._beside_s if writing else self._usual_s).append(step_time_s)
@@ -305,7 +287,7 @@ class Cadence:
         return self._last_due + self._interval_steps
 
     def is_due(self, step: int) -> bool:
-        """Return whether one is due after `step`. Called once a step."""
+        """Return whether a checkpoint is due after `step`. Called once per step."""
         if self._interval_steps is None:
             return False
         due = step - self._last_due >= self._interval_steps if self._is_auto else step % self._interval_steps == 0
@@ -314,10 +296,9 @@ class Cadence:
         return due
 
     def learn(self, saved: Saved) -> CadenceEvent | None:
-        """Choose the interval for `auto` by how long the newest checkpoint blocked and was written, unless it failed.
-
-        Called by every rank together; rank 0's figures count. -> the interval and its grounds, where it is a new one.
-        """
+        """Choose the interval for `auto` by how long the newest checkpoint blocked training and was written, unless it
+        failed. Called by every rank together; rank 0's figures count. -> the interval and its grounds, if it is a new
+        one."""
         if not self._is_auto:
             return None
         own = None if saved.error or dist.get_rank() else to_plain(self._best(saved))
@@ -329,7 +310,7 @@ class Cadence:
         return chosen
 
     def _best(self, saved: Saved) -> CadenceEvent:
-        """Return Daly's interval for the time that training waited and that steps beside the writing took longer."""
+        """Return Daly's interval for the time that training waited and that steps took longer during the writing."""
         usual_s = median(self._usual_s or self._beside_s)
         drag_s = max(0.0, sum(self._beside_s) - usual_s * len(self._beside_s))
         plan = self._plan
@@ -338,7 +319,7 @@ class Cadence:
         mtbf_s = rollback_mtbf_s(plan.spec.resilience, reliability, any_s, plan.replica_groups)
         running_s = 0.0 if self._launched_at is None else max(0.0, time.time() - self._launched_at)
         observed_s = self._earlier_s + running_s
-        # The marks do not say whether a failure of replica groups was one of all groups, which alone costs a rollback.
+        # The marks do not show whether all replica groups failed, and only that costs a rollback.
         counts = bool(self._failures) and mtbf_s == any_s
         if counts:
             mtbf_s = updated_mtbf_s(mtbf_s, self._failures, observed_s)
@@ -354,11 +335,3 @@ class Cadence:
             failures=self._failures if counts else ABSENT,
             observed_s=observed_s if counts else ABSENT,
         )
-
-
-def find_place(run_dir: RunDir) -> CopyLocation:
-    """Return where this rank stands among the nodes: torchrun says how many ranks one has."""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return CopyLocation(make_memory_folder(run_dir), rank, world_size, ranks_per_node)

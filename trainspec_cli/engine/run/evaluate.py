@@ -1,8 +1,11 @@
-"""Evaluation: held-out loss and metrics, and text that the model writes. Blocks run eagerly: their shapes vary."""
+"""Evaluation: held-out loss and metrics, and text that the model writes. Blocks run eagerly, since their shapes
+vary."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -14,8 +17,7 @@ from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.json_collectives import broadcast_json
 from trainspec_cli.engine.data.loader import HeldoutLoss, SampleLoader, heldout_batches
 from trainspec_cli.engine.digest import REMEDY, held_part, is_finite
-from trainspec_cli.engine.heldout import HeldoutLosses
-from trainspec_cli.engine.observe.journal import GroupJournal, Journal
+from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.run.checkpoints import Checkpoints
 from trainspec_cli.engine.run.pipeline_run import forward_only
 from trainspec_cli.recipe.keys.run import RunSpec
@@ -27,13 +29,13 @@ from trainspec_cli.run.folder.paths import RunDir
 NO_TOKEN = -1
 
 SHORTEST_CONTEXT = 16
-"""Shorter ones are padded to this."""
+"""Shorter contexts are padded to this length."""
 
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
 def heldout_loss(state: TrainState, rows: Rows, *, num_bytes: int, batch_size: int) -> HeldoutLoss:
-    """Return the loss on held-out text of `num_bytes`, the same on every rank."""
+    """Return the loss on held-out text of `num_bytes` bytes, the same on every rank."""
     total = torch.zeros((), device=state.device)
     ranks = state.mesh.layout.data_parallel_size
     for part in heldout_batches(rows, batch_size, state.mesh.data_rank, ranks):
@@ -74,10 +76,8 @@ def heldout_metrics(state: TrainState, loader: SampleLoader, *, batch_size: int)
 def write_text(
     state: TrainState, prompt_ids: Sequence[int], *, count: int, temperature: float, max_context: int, seed: int
 ) -> list[int]:
-    """Write `count` tokens after the prompt. Every rank writes the same text: all take part in each forward.
-
-    Raises WorkerError, on all of them, where the logits are not finite.
-    """
+    """Write `count` tokens after the prompt. Every rank writes the same text: all take part in each forward. Raises
+    WorkerError on all of them if the logits are not finite."""
     generator = torch.Generator(state.device).manual_seed(seed)
     ids = list(prompt_ids)
     for _ in range(count):
@@ -96,7 +96,12 @@ def write_text(
 def _next_logits(state: TrainState, context: Sequence[int], seq_len: int) -> Tensor | None:
     """Return logits (V,) after `context`; None on ranks that hold neither the last stage nor its last token."""
     last = len(context) - 1
-    length = _padded_length(len(context), seq_len, state)
+    layout = state.mesh.layout
+    # Attention is causal, so padding after the context changes nothing. A text of 120 lengths would be 120 shapes of
+    # every matrix product, and the CPU's library keeps a kernel for each: 173 MiB for a 6M-parameter llama, more than
+    # its training took. So lengths are powers of two; cp needs the whole, tp parts of one length.
+    length = min(seq_len, max(SHORTEST_CONTEXT, 1 << last.bit_length()))
+    length = seq_len if layout.cp > 1 else length + -length % layout.tp
     tokens = torch.zeros((1, length), dtype=torch.int64, device=state.device)
     tokens[0, : len(context)] = torch.tensor(context, device=state.device)
     if state.positions_S is not None:
@@ -106,29 +111,12 @@ def _next_logits(state: TrainState, context: Sequence[int], seq_len: int) -> Ten
         return None
     index = last if state.positions_S is None else int((state.positions_S == last).int().argmax())
     mine = state.positions_S is None or last in state.positions_S
-    logits_V = _whole_vocabulary(logits_BSV[0, index], state)
+    logits_V = logits_BSV[0, index]
+    if layout.tp > 1:  # each rank of tp has the logits of its part of the vocabulary
+        parts = [torch.empty_like(logits_V) for _ in range(layout.tp)]
+        dist.all_gather(parts, logits_V.contiguous(), group=state.mesh.group("tp"))
+        logits_V = torch.cat(parts)
     return logits_V if mine else None
-
-
-def _padded_length(length: int, longest: int, state: TrainState) -> int:
-    """Round up to the next power of two: attention is causal, so what follows the context changes nothing in it.
-
-    A text of 120 lengths would be 120 shapes of every matrix product, and the CPU's library keeps a kernel for each:
-    173 MiB for a 6M-parameter llama, more than training it took.
-    """
-    if state.mesh.layout.cp > 1:
-        return longest
-    padded = min(longest, max(SHORTEST_CONTEXT, 1 << (length - 1).bit_length()))
-    return padded + -padded % state.mesh.layout.tp
-
-
-def _whole_vocabulary(logits_V: Tensor, state: TrainState) -> Tensor:
-    """Gather the logits of the whole vocabulary, of which each rank of tp holds a part."""
-    if state.mesh.layout.tp == 1:
-        return logits_V
-    parts = [torch.empty_like(logits_V) for _ in range(state.mesh.layout.tp)]
-    dist.all_gather(parts, logits_V.contiguous(), group=state.mesh.group("tp"))
-    return torch.cat(parts)
 
 
 def _choose(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
@@ -137,13 +125,13 @@ def _choose(logits_V: Tensor, temperature: float, generator: torch.Generator) ->
     return int(torch.multinomial((logits_V.float() / temperature).softmax(-1), 1, generator=generator))
 
 
-# What follows from the held-out losses of a run: a checkpoint that is kept, a warning, and an early end.
+# Consequences of a run's held-out losses: a checkpoint that is kept, a warning, and an early end.
 
 
 class HeldoutWatch:
-    """Follows the held-out losses; every rank makes the same calls at the same steps, and decides alike."""
+    """Tracks the held-out losses; every rank makes the same calls at the same steps, and decides in the same way."""
 
-    def __init__(self, spec: RunSpec, run_dir: RunDir, journal: Journal | GroupJournal, checkpoints: Checkpoints):
+    def __init__(self, spec: RunSpec, run_dir: RunDir, journal: Journal, checkpoints: Checkpoints):
         self._keeps_best = spec.checkpoint.keep_best
         self._patience = spec.train.early_stop_evals
         self._run_dir = run_dir
@@ -151,26 +139,30 @@ class HeldoutWatch:
         self._checkpoints = checkpoints
         self._losses = HeldoutLosses()
         self.ends_run = False
-        """The held-out loss has not fallen for as many evaluations as the recipe allows."""
+        """The held-out loss has not fallen for the number of evaluations that the recipe allows."""
 
     @property
     def last_step(self) -> int | None:
-        """The step of the last evaluation; None where there was none."""
+        """The step of the last evaluation; None before the first."""
         return self._losses.last_step
 
     def recall(self, step: int, *, is_last: bool) -> None:
-        """Go on from the evaluations up to a checkpoint of `step`. Where they had ended the run, it ends again: it may
-        have died before it was written down as done. `is_last`: the run is over at this step anyway."""
-        self._losses = _read_losses(self._run_dir, step)
+        """Continue from the evaluations up to a checkpoint of `step`. If they had ended the run, it ends again: it may
+        have died before its end was recorded. `is_last`: the run ends at this step anyway."""
+        read = read_heldout_losses(self._run_dir) if dist.get_rank() == 0 else {}  # rank 0 reads for all
+        recalled = HeldoutLosses()
+        for evaluated, loss in read.items():
+            recalled = recalled.after(evaluated, loss) if evaluated <= step else recalled
+        self._losses = broadcast_json(to_plain(recalled), lambda plain: read_record(HeldoutLosses, plain))
         if self._keeps_best and self._losses.best_step:
             self._checkpoints.keep(self._losses.best_step)
         self.ends_run = not is_last and self._losses.has_ended(self._patience)
         if self.ends_run:
-            self._warn_of_end(step, "; train.early_stop_evals=null trains on")
+            self._warn_of_end(step, "; train.early_stop_evals=null continues training")
 
     def note(self, step: int, samples: int, loss: float | None, *, is_last: bool) -> None:
-        """Take in the evaluation after `step`, after which so many samples have been trained."""
-        if step == self._losses.last_step:  # it is made again for the result of a run that had died
+        """Record the evaluation after `step`, after which `samples` samples have been trained."""
+        if step == self._losses.last_step:  # it is repeated for the result of a run that had died
             return
         before = self._losses
         self._losses = self._losses.after(step, loss)
@@ -193,10 +185,52 @@ class HeldoutWatch:
         self._journal.write(WarningEvent(step=step, message=message))
 
 
-def _read_losses(run_dir: RunDir, until_step: int) -> HeldoutLosses:
-    """Return the held-out losses that the run had up to a step, as rank 0 reads them. Called by every rank together."""
-    read = read_heldout_losses(run_dir) if dist.get_rank() == 0 else {}
-    recalled = HeldoutLosses()
-    for step, loss in read.items():
-        recalled = recalled.after(step, loss) if step <= until_step else recalled
-    return broadcast_json(to_plain(recalled), lambda plain: read_record(HeldoutLosses, plain))
+# The held-out losses of a run's evaluations: which was the best, whether they rise, and when to end the run.
+
+
+RISES = 2
+"""The loss rises if this number of evaluations in a row were each above the one before,"""
+MARGIN = 1.01
+"""and the last of them is above the best one by this factor."""
+
+
+@dataclass(frozen=True)
+class HeldoutLosses:
+    """The evaluations so far; the same on every rank."""
+
+    best_step: int | None = None
+    best_loss: float | None = None
+    last_loss: float | None = None
+    last_step: int | None = None
+    """The step of the last evaluation."""
+    since_best: int = 0
+    """Evaluations since the best one."""
+    rises: int = 0
+    """Evaluations up to the last one that were each above the one before."""
+
+    def after(self, step: int, loss: float | None) -> HeldoutLosses:
+        """Return the losses with one more, of the evaluation after `step`. A loss that is not finite is worse than any
+        other."""
+        rises = self.rises + 1 if self.last_loss is not None and _order(loss) > self.last_loss else 0
+        last = replace(self, last_loss=loss, last_step=step, rises=rises, since_best=self.since_best + 1)
+        if _order(loss) < _order(self.best_loss):
+            return replace(last, best_step=step, best_loss=loss, since_best=0)
+        return last
+
+    def has_ended(self, patience: int | None) -> bool:
+        """Return whether the run is to end, since none of the last `patience` evaluations was better than the best."""
+        return patience is not None and self.since_best >= patience
+
+    @property
+    def is_rising(self) -> bool:
+        return self.best_loss is not None and self.rises >= RISES and _order(self.last_loss) > MARGIN * self.best_loss
+
+    def describe_best(self) -> str:
+        """Return `lowest, 1.234, at step 40`; without a finite loss `never finite`."""
+        if self.best_loss is None:
+            return "never finite"
+        return f"lowest, {self.best_loss:.4g}, at step {self.best_step}"
+
+
+def _order(loss: float | None) -> float:
+    return math.inf if loss is None or math.isnan(loss) else loss

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +21,12 @@ from trainspec_cli.run.folder.paths import RunDir
 BY_SUPERVISOR = ("lighthouse",)
 
 
-class InjectedFault(RuntimeError):  # noqa: N818 - a fault, not an error of ours
+class InjectedFault(RuntimeError):  # noqa: N818 - a fault, not an error of trainspec
     """Raised by `fault=exception(...)`."""
 
 
 class Faults:
-    """The faults that the recipe plants in this rank."""
+    """The faults that the recipe injects into this rank."""
 
     def __init__(self, plan: Plan, run_dir: RunDir):
         own = (int(os.environ.get(GROUP, "0")), dist.get_rank())
@@ -39,7 +38,7 @@ class Faults:
         ]
 
     def inject(self, step: int, state: TrainState) -> None:
-        """Inject the faults that are due when `step` updates have been made."""
+        """Inject the faults that are due after `step` updates."""
         throttles = [fault for _, fault in self._mine if fault.kind == "throttle"]
         if throttles:
             due = (fault.seconds for fault in throttles if fault.lasts_at(step))
@@ -54,23 +53,23 @@ class Faults:
                 time.sleep(fault.seconds)
             elif fault.kind == "disk_full" and step == fault.step + fault.steps:
                 _limit_files(resource.RLIM_INFINITY)
-            elif fault.kind in _INJECTORS and fault.step == step and self._is_first(number, fault):
-                _INJECTORS[fault.kind](state)
+            elif fault.kind in INJECTED and fault.step == step and self._is_first(number, fault):
+                inject(fault.kind, state)
 
     def during_move(self, step: int) -> Callable[[int, int], None]:
-        """Return what a change of layout after `step` updates is to call before (bucket, number of buckets)."""
+        """Return the function that a change of layout after `step` updates calls before (bucket, number of buckets)."""
 
-        def inject(bucket: int, buckets: int) -> None:
+        def inject_between_buckets(bucket: int, buckets: int) -> None:
             for number, fault in self._mine:
                 kind = fault.kind.removeprefix("move_")
                 due = kind != fault.kind and fault.step == step and bucket == buckets // 2
                 if due and self._is_first(number, fault):
-                    _INJECTORS[kind](None)
+                    inject(kind)
 
-        return inject
+        return inject_between_buckets
 
     def _is_first(self, number: int, fault: Fault) -> bool:
-        """The mark is left before the fault, after which this process may no longer be able to leave it."""
+        """The mark is written before the fault, after which this process may be unable to write it."""
         self._folder.mkdir(exist_ok=True)
         try:
             (self._folder / f"{number}_{fault.kind}").touch(exist_ok=False)
@@ -79,47 +78,43 @@ class Faults:
         return True
 
 
-def _hang(_state: TrainState) -> None:
-    while True:
-        time.sleep(1)
+INJECTED = ("kill", "stop", "hang", "exception", "oom", "bitflip", "disk_full")
+"""Faults that happen at one moment."""
 
 
-def _raise(_state: TrainState) -> None:
-    raise InjectedFault("a fault that the recipe asked for")
-
-
-def _run_out_of_memory(_state: TrainState) -> None:
-    raise torch.OutOfMemoryError("a fault that the recipe asked for: no memory is left")
-
-
-def _flip_bit(state: TrainState) -> None:
-    """Flip the lowest bit of the exponent of one value."""
-    values = state.shares[0].local.detach().view(torch.int32).flatten()
-    values[values.numel() // 2] ^= 1 << 23
+def inject(kind: str, state: TrainState | None = None) -> None:
+    """Inject one of the faults in `INJECTED` into this process."""
+    match kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+            while True:
+                time.sleep(1)
+        case "exception":
+            raise InjectedFault("a fault that the recipe asked for")
+        case "oom":
+            raise torch.OutOfMemoryError("a fault that the recipe asked for: no memory is left")
+        case "bitflip":  # the lowest bit of the exponent of one value
+            assert state is not None, "no fault of a move flips a bit"
+            values = state.shares[0].local.detach().view(torch.int32).flatten()
+            values[values.numel() // 2] ^= 1 << 23
+        case "disk_full":
+            _limit_files(resource.getpagesize())
 
 
 def _limit_files(largest_bytes: int) -> None:
-    """Writing beyond this fails as on a full disk (EFBIG), for this process alone."""
+    """Writing beyond this size fails as on a full disk (EFBIG), for this process alone."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_bytes, hard))
 
 
-_INJECTORS: dict[str, Callable[[Any], None]] = {
-    "kill": lambda _state: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda _state: os.kill(os.getpid(), signal.SIGSTOP),
-    "hang": _hang,
-    "exception": _raise,
-    "oom": _run_out_of_memory,
-    "bitflip": _flip_bit,
-    "disk_full": lambda _state: _limit_files(resource.getpagesize()),
-}
-
-
-# A request to stop: SIGTERM, SIGINT or SIGUSR2 sets a flag that the next step carries to every rank.
+# A request to stop: SIGTERM, SIGINT or SIGUSR2 sets a flag that the next step shares with every rank.
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-"""SIGUSR2 is the warning of a batch system; NCCL keeps SIGUSR1 for itself."""
+"""SIGUSR2 is the warning of a batch system; NCCL uses SIGUSR1 itself."""
 
 
 class StopRequest:

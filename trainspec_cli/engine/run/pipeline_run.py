@@ -19,7 +19,7 @@ from trainspec_cli.planner.pipeline import Action, Kind
 
 
 class PipelineRun:
-    """Runs a schedule once. `loss` is the sum over this rank's micro-batches, zero unless it holds the last stage."""
+    """Runs a schedule once. `loss` is the sum over this rank's micro-batches, zero on ranks without the last stage."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class PipelineRun:
         self._last = stages.layout.num_stages - 1
 
     def run(self) -> Tensor:
-        """Run this rank's actions and return the loss, with the gradients in place."""
+        """Run this rank's actions and return the loss; the gradients are then in place."""
         for action in self._own:
             samples = len(self.micro_batches[action.micro_batch][0])
             with self.stages.clock.part("forward" if action.kind == "forward" else "backward"):
@@ -121,10 +121,8 @@ def _place(action: Action) -> tuple[int, int]:
 
 @torch.no_grad()
 def forward_only(stages: Stages, tokens: Tensor, *others: Tensor) -> Tensor | None:
-    """Run one micro-batch through all stages and return what the last gives, on its rank alone.
-
-    That is the summed loss, or without targets the logits.
-    """
+    """Run one micro-batch through all stages and return the output of the last, on its rank alone: the summed loss, or
+    without targets the logits."""
     layout = stages.layout
     last = layout.num_stages - 1
     schedule = [

@@ -1,8 +1,8 @@
 """The coordinator of one replica group among several.
 
-Before each step the groups agree on who takes part; a group that is behind heals from one that is not. Each takes its
-portion of the samples, gradients are summed over the groups, and the step counts when no exchange has failed; else the
-groups that are left make it again.
+Before each step the groups agree on who takes part; a group that is behind heals from one that is not. Each group reads
+its portion of the samples, gradients are summed over the groups, and the step counts when no exchange has failed;
+otherwise the remaining groups make it again.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
@@ -20,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.balance.batch.division import Portion, lr_factor, take_portion, weighted_counts
+from trainspec_cli.balance.batch.division import lr_factor, take_portion, weighted_counts
 from trainspec_cli.balance.decisions.shares import describe_rates, group_weights
-from trainspec_cli.core.environment_names import GROUP, START
+from trainspec_cli.core.environment_names import START
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.exchange import sent_bytes
@@ -30,8 +28,10 @@ from trainspec_cli.engine.comm.forking import Background
 from trainspec_cli.engine.digest import diverging_groups, local_digest
 from trainspec_cli.engine.elastic.cross_group import GradientPackets, names_outside_blocks, packets_in_order, sum_as_one
 from trainspec_cli.engine.elastic.membership import NOBODY, GroupRank, Membership, Participation
-from trainspec_cli.engine.observe.journal import DirectiveLog, GroupJournal
-from trainspec_cli.engine.run.coordinator import GroupBatches, RunContext, StepSamples, StepStart, TrainProgress
+from trainspec_cli.engine.observe.journal import DirectiveLog
+from trainspec_cli.engine.run.coordinator import Coordinator, StepSamples, StepStart
+from trainspec_cli.engine.run.sources import DataSource
+from trainspec_cli.engine.run.training_run import TrainingRun, TrainProgress
 from trainspec_cli.run.channel.messages import ExpectGroups
 from trainspec_cli.run.folder.event_types.events import DirectiveEvent, RecoveryEvent, RetryEvent, WarningEvent
 from trainspec_cli.run.recovery.recovery import enough_groups
@@ -40,76 +40,56 @@ WAIT_S = 0.1
 HEALS_WITHOUT_LOST = "what this replica group's compressed gradients had lost is in no other group: it starts from zero"
 STAGED = "replica groups exchange through the hosts' memory, over gloo, which no prediction counts: "
 USUAL_STEPS = 20
-"""A stall is the time of a step beyond the median of so many before it."""
+"""A stall is the time of a step above the median of this number of steps before it."""
 
 
-def own_rank() -> GroupRank:
-    """Return the place among the replica groups that the launcher gave this process."""
-    return GroupRank(int(os.environ[GROUP]), dist.get_rank(), dist.get_world_size())
-
-
-@dataclass(frozen=True)
-class RollCall:
-    """The groups' agreement before a step; the same on every rank of every group."""
-
-    enough: bool
-    """The groups that are present can make the step."""
-    stop: bool
-    """True where a rank was asked to stop."""
-    holds_back: bool
-    """Some group measures the links in this step: all exchange gradients when their passes are done."""
-    rates: tuple[float, ...]
-    """Samples that each of them computes a second; 0 where that is not known."""
-
-
-class ReplicaGroups:
+class ReplicaGroups(Coordinator):
     waits_for_groups = True
-    merges_at_end = False
-    stop_flag = False
-    """Requests to stop are agreed on before the step, over all groups."""
 
-    def __init__(self, run: RunContext, own: GroupRank):
-        plan = run.plan
-        self._run = run
-        self._spec = plan.spec
-        self._own = own
-        self.group = own.group
-        self.journal = GroupJournal(run.run_dir, own.group, own.rank, plan.spec)
-        self._directives = DirectiveLog(run.run_dir, self.journal)
+    def __init__(self, run: TrainingRun, source: DataSource):
+        super().__init__(run, source)
+        assert run.group is not None, "the launcher has numbered the groups"
+        self._own = GroupRank(run.group, dist.get_rank(), dist.get_world_size())
+        self._directives = DirectiveLog(run.run_dir, run.journal)
         self.restores_at_start = os.environ[START] == "1"
-        """A group that comes back heals, and looks for a checkpoint only where nobody holds the state any more."""
+        """A group that comes back heals, and restores a checkpoint only if no group holds the state any more."""
         self._has_restored = self.restores_at_start
         self.leads = False
-        self.finished_without = False
         self._progress = TrainProgress()
         self._samples = torch.tensor([0])
         """`TrainProgress.samples` as a tensor, which a healing group copies with the state."""
-        self.batches = GroupBatches(run)
-        self._portion = Portion(0, 0, 0)
         self._rates: tuple[float, ...] = ()
+        """Samples that each of the groups computes per second; 0 where that is unknown."""
         self._weights: tuple[float, ...] = ()
         device = run.state.device
-        self._membership = Membership(own, self._healed_tensors, self._spec.resilience.exchange_timeout_s, device)
+
+        def healed() -> Sequence[Tensor]:
+            """Return all tensors that a healing group copies from another, always in the same order."""
+            return [self._samples, *run.state.held.tensors()]
+
+        self._membership = Membership(self._own, healed, self._spec.resilience.exchange_timeout_s, device)
         self._is_staged = False
         self._beside = Background(device, run.state.clock.note_beside)
         self._packets: tuple[TrainState, GradientPackets] | None = None
         self._holds_back = False
+        """Some group measures the links in this step: all exchange gradients after their passes."""
         self._taking_part = NOBODY
         self._committed: Participation | None = None
         """The groups of the last step that counted."""
         self._committed_at = time.perf_counter()
         self._recent_s: deque[float] = deque(maxlen=USUAL_STEPS)
         self._failed_tries = 0
-        self._expected_groups = plan.replica_groups
-        """As the supervisor has said it last: fewer where some do not come."""
+        self._expected_groups = run.plan.replica_groups
+        """As the supervisor reported last: fewer if some groups do not come."""
         self._tenure_steps = 0
         """The group with the longest tenure leads."""
 
-    def _healed_tensors(self) -> Sequence[Tensor]:
-        """Return all tensors that a group which comes back takes from another, always in the same order."""
-        return [self._samples, *self._run.state.held.tensors()]
+    @property
+    def stop_flag(self) -> bool:
+        """Requests to stop are agreed on before the step, over all groups."""
+        return False
 
-    # Who takes part
+    # Agree on the groups that take part
 
     def begin(self, progress: TrainProgress, restore: Callable[[], TrainProgress]) -> StepStart:
         while True:
@@ -117,95 +97,99 @@ class ReplicaGroups:
             self._taking_part = self._membership.agree(progress.step)
             if self._taking_part.healed:
                 progress = TrainProgress(self._taking_part.step, int(self._samples))
-                self._begin_without_losses(progress.step)
+                # What its compressed gradients had lost is gone with this group; the others keep theirs.
+                self._run.state.compression.clear()
+                if self._run.state.compression.feeds_back:
+                    self._run.journal.write(WarningEvent(step=progress.step, message=HEALS_WITHOUT_LOST))
                 self._go_on_from(progress)
             elif not self._taking_part.step and not self._has_restored:  # every group has died
-                self._has_restored, progress = True, restore()
+                self._has_restored = True
+                progress = restore()
                 continue
-            roll = self._call_roll()
+            is_enough, stop = self._call_roll()
             if self._membership.failed_anywhere:
                 self.commit()
-            elif roll.enough:
-                self.journal.lead(self.leads, progress.step)
+            elif is_enough:
+                self._run.journal.lead(self.leads, progress.step)
                 why = self._membership.staged_because
                 if why and not self._is_staged:
-                    self.journal.write(WarningEvent(step=progress.step, message=STAGED + why))
+                    self._run.journal.write(WarningEvent(step=progress.step, message=STAGED + why))
                 self._is_staged = bool(why)
-                self._rates = roll.rates
-                self._holds_back = roll.holds_back and self._run.state.compression.is_off  # encoding takes time too
-                return StepStart(progress, roll.stop)
+                return StepStart(progress, stop)
             else:
                 self.finished_without = self._committed is None and self._run.run_dir.result_json.exists()
-                if roll.stop or self.finished_without:
+                if stop or self.finished_without:
                     return StepStart(progress, stop=True)
                 time.sleep(WAIT_S)
-
-    def _begin_without_losses(self, step: int) -> None:
-        """Begin without what this group's compressed gradients had lost, which is gone with it; the others keep
-        theirs."""
-        compression = self._run.state.compression
-        compression.clear()
-        if compression.feeds_back:
-            self.journal.write(WarningEvent(step=step, message=HEALS_WITHOUT_LOST))
 
     def _go_on_from(self, progress: TrainProgress) -> None:
         self._progress = progress
         self._samples.fill_(progress.samples)
 
-    def _call_roll(self) -> RollCall:
-        """A run that has not made a step yet waits for all the groups that its supervisor expects."""
+    def _call_roll(self) -> tuple[bool, bool]:
+        """Agree over all groups on the next step: -> (the connected groups can make it, some rank was asked to stop). A
+        run that has not made a step yet waits for all the groups that its supervisor expects."""
         present = len(self._taking_part.groups)
         resilience = self._spec.resilience
         stepped = self._committed is not None or self._taking_part.healed
-        for message in self._run.supervisor.take(ExpectGroups):
+        for message in self._run.supervisor.receive(ExpectGroups):
             self._expected_groups = message.groups
         complete = stepped or present >= self._expected_groups
         tenures = [0.0] * present
         tenures[self._taking_part.rank] = float(self._tenure_steps)
         rates = [0.0] * present
-        rates[self._taking_part.rank] = self.batches.rate
+        rates[self._taking_part.rank] = self.rate
         holds_back = self._run.state.links.is_due(self._progress.step)
         flags = [float(stepped), float(complete), float(self._run.stop.requested), float(holds_back)]
         roll = torch.tensor([*flags, *tenures, *rates], dtype=torch.float64)
         self._membership.sum_(roll)
-        self._compare_digests()
-        self._membership.settle(roll)
+        interval = self._spec.resilience.sdc_check
+        if interval is not None and self._progress.step % interval == 0:
+            self._compare_digests()
+        self._membership.agree_on_counts(roll)
         has_stepped, is_complete, stop, holds_back = (bool(count) for count in roll[: len(flags)])
         tenures, rates = roll[len(flags) :].view(2, present).tolist()
         self.leads = tenures.index(max(tenures)) == self._taking_part.rank
-        enough = (has_stepped or is_complete) and enough_groups(resilience, present)
-        return RollCall(enough, stop, holds_back, tuple(rates))
+        self._rates = tuple(rates)
+        self._holds_back = holds_back and self._run.state.compression.is_off  # encoding takes time too
+        return (has_stepped or is_complete) and enough_groups(resilience, present), stop
 
     def _compare_digests(self) -> None:
         """Raise WorkerError in every group where one's parameters differ."""
-        interval = self._spec.resilience.sdc_check
-        step = self._progress.step
-        if interval is None or step % interval:
-            return
         diverging = diverging_groups(self._membership.gather(local_digest(self._run.state.shares)))
         found = torch.zeros(self._run.plan.replica_groups)
         for place in diverging:
             found[self._taking_part.groups[place]] = 1
         dist.all_reduce(found, dist.ReduceOp.MAX)
         if found.any():
-            raise _diverged(found.nonzero().flatten().tolist(), step)
+            groups = found.nonzero().flatten().tolist()
+            named = f"group {groups[0]} differ" if len(groups) == 1 else f"groups {', '.join(map(str, groups))} differ"
+            raise WorkerError(
+                f"the parameters of {named} from the others' after step {self._progress.step}: a value changed without "
+                "an update",
+                code="diverged",
+                hint="test that group's memory and devices; continue from a checkpoint before the last comparison that "
+                "agreed",
+            )
 
-    # What the step takes and exchanges
+    # The samples and exchanges of a step
 
     def take(self, steps: Sequence[tuple[int, int]]) -> StepSamples:
-        batching, present, (position, total) = self._spec.batching, self._taking_part, steps[0]
+        batching = self._spec.batching
+        present = self._taking_part
+        position, total = steps[0]
         groups = self._run.plan.replica_groups
         weights = group_weights(self._rates, self._spec.scheduler.change)
-        self._portion = portion = take_portion(batching, total, weights, groups, position, present.rank)
+        portion = take_portion(batching, total, weights, groups, position, present.rank)
         taken = portion.step_samples
         self._note_weights(weights, taken)
-        following = (portion.start + taken, portion.samples)  # for as long as the groups stay the same
-        own, micro_batches = self.batches.take((portion.start, portion.samples), following)
+        following = (portion.start + taken, portion.samples)  # while the groups stay the same
+        own, micro_batches = self.read((portion.start, portion.samples), following)
         return StepSamples(
             micro_batches,
             own,
-            self.batches.division,
-            global_tokens=self.batches.count_targets(position, taken),
+            self.division,
+            global_tokens=self.count_targets(position, taken),
             step_samples=taken,
             group_samples=portion.samples,
             lr_factor=lr_factor(batching.shrink_lr, taken, total),
@@ -215,15 +199,13 @@ class ReplicaGroups:
         )
 
     def _note_weights(self, weights: tuple[float, ...], samples: int) -> None:
-        """The leading group writes down that the groups' shares of a step's samples have changed."""
+        """Record, in the leading group, that the groups' shares of a step's samples have changed."""
         before = self._weights
         self._weights = weights
         if len(before) != len(weights) or not self.leads or self._own.rank:
             return
-        # in samples a second
         step = self._progress.step
-        rates = weights
-        was = weighted_counts(samples, before)
+        was = weighted_counts(samples, before)  # weights are samples per second
         counts = weighted_counts(samples, weights)
         if was == counts:
             return
@@ -234,15 +216,15 @@ class ReplicaGroups:
                 kind="group_shares",
                 applied=True,
                 counts=counts,
-                reason=describe_rates(self._taking_part.groups, rates),
-                before_s=max(count / rate for count, rate in zip(was, rates, strict=True)),
-                expected_s=max(count / rate for count, rate in zip(counts, rates, strict=True)),
+                reason=describe_rates(self._taking_part.groups, weights),
+                before_s=max(count / rate for count, rate in zip(was, weights, strict=True)),
+                expected_s=max(count / rate for count, rate in zip(counts, weights, strict=True)),
             )
         )
 
     def begin_passes(self, state: TrainState, micro_batches: int) -> None:
         exchanges = micro_batches if state.mesh.layout.exchanges_every_backward else 1
-        state.wire.find_connections()  # those to the groups are new whenever the groups change
+        state.wire.find_connections()  # the connections to the groups are new whenever the groups change
         state.wire.reserve(self._membership.connections, "gradients")
         self._packets_of(state).begin(0 if self._holds_back else exchanges)
 
@@ -252,8 +234,8 @@ class ReplicaGroups:
             self._membership.fail("the passes were cut short when some gradients had been sent")
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
-        """Sum gradients and the loss over the groups. A step that shows the links begins with the small sum: then comes
-        the transfer alone."""
+        """Sum gradients and the loss over the groups. A step that measures the links begins with the small sum, so that
+        the transfer can be timed alone."""
         if not self._holds_back:
             self._finish_packets(state)
             self._sum_scalars(state, loss)
@@ -304,11 +286,11 @@ class ReplicaGroups:
             self._tenure_steps += 1
         else:
             self._failed_tries += 1
-            self.journal.write(RetryEvent(step=self._progress.step + 1))
+            self._run.journal.write(RetryEvent(step=self._progress.step + 1))
         return committed
 
     def note_step(self, step: int, step_time_s: float) -> None:
-        """Write which groups left or came since the last step, and what that cost."""
+        """Record which groups have left or joined since the last step, and the cost."""
         now = time.perf_counter()
         before = self._committed
         self._committed = self._taking_part
@@ -324,27 +306,12 @@ class ReplicaGroups:
         lost = tries
         for change, group in self._taking_part.changes_since(before) or [("retried", None)]:
             event = RecoveryEvent(step=step, change=change, group=group, stall_s=stall_s, lost_steps=lost)
-            self.journal.write(event)
+            self._run.journal.write(event)
             # several at once cost as much as one
             stall_s = 0.0
             lost = 0
 
-    def bring_together(self, progress: TrainProgress) -> None:
-        pass
-
-    def merged(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def leave(self) -> None:
-        self.batches.close()
+        super().leave()
         self._directives.close()
         self._membership.leave()
-
-
-def _diverged(groups: list[int], step: int) -> WorkerError:
-    named = f"group {groups[0]} differ" if len(groups) == 1 else f"groups {', '.join(map(str, groups))} differ"
-    return WorkerError(
-        f"the parameters of {named} from the others' after step {step}: a value changed without an update",
-        code="diverged",
-        hint="test that group's memory and devices; go on from a checkpoint before the last comparison that agreed",
-    )

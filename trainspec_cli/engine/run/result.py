@@ -1,4 +1,4 @@
-"""How a run ends: done with finite figures, stopped on request, or diverged.
+"""The end of a run: done with finite figures, stopped on request, or diverged.
 
 Steps whose loss or gradients are not finite update nothing; some of them do no harm. A run is done when its last loss,
 its held-out loss and its weights are finite, and fewer than half of its steps were skipped in a row at its end.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
@@ -17,15 +17,14 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.core.errors import EXIT_DONE, Stopped, WorkerError
-from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.files import Held
 from trainspec_cli.engine.comm.codec import OTHER
 from trainspec_cli.engine.comm.json_collectives import raise_together
 from trainspec_cli.engine.digest import REMEDY, is_finite, weights_sha256
 from trainspec_cli.engine.observe.counters import Peak, peak_memory_bytes
 from trainspec_cli.engine.run.sources import DataSource
+from trainspec_cli.engine.run.training_run import TrainingRun
 from trainspec_cli.recipe.records import ABSENT, Absent
-from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder import record
 from trainspec_cli.run.folder.accounting import account_run, measure_throughput
 from trainspec_cli.run.folder.event_types.events import EvalEvent, StepEvent
@@ -42,9 +41,9 @@ Steps = Sequence[StepEvent]
 
 @dataclass
 class RunTally:
-    """Figures that the result needs, gathered while the run goes on."""
+    """Figures for the result, collected during the run."""
 
-    peak: Peak = field(default_factory=lambda: Peak(0.0, "unknown"))
+    peak: Peak
     steps: list[StepEvent] = field(default_factory=list)
     """This start's step events."""
     heldout: EvalEvent | None = None
@@ -60,31 +59,35 @@ class Divergence:
         self._skipped_in_a_row = 0
 
     def note_step(self, step: int, *, skipped: bool) -> None:
-        """Raise where as many updates in a row were skipped as are allowed."""
+        """Raise if as many updates in a row were skipped as are allowed."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row == self._max_skipped_steps:
             what = "the loss or the gradients were not finite"
             self._raise([f"{what} for {self._max_skipped_steps} steps in a row, up to step {step}"], step)
 
     def check_end(self, step: int, tally: RunTally, held: Held) -> None:
-        """Raise where the run has made all its steps, up to `step`, and its model came to nothing."""
-        faults = [*self._faults_of_steps(step, tally.steps), *_faults_of_model(tally, held)]
-        self._raise(faults[:1], step)
-
-    def _faults_of_steps(self, step: int, own: Steps) -> Iterator[str]:
-        """`own` are those of this start; where they updated nothing, those before them count too."""
-        if any(not event.skipped for event in own):
-            events = own
-        else:
-            events = [*(event for event in read_sound(self._run_dir.events(0)) if isinstance(event, StepEvent)), *own]
+        """Raise if the run has made all its steps, up to `step`, and its model is useless."""
+        events = tally.steps
+        if all(event.skipped for event in events):  # this start has updated nothing: steps before it count too
+            logged = read_sound(self._run_dir.events(0))
+            events = [*(event for event in logged if isinstance(event, StepEvent)), *events]
+        faults: list[str] = []
         if events and not _is_finite(events[-1].loss):
-            yield f"the loss of the last step, {step}, is not finite"
+            faults.append(f"the loss of the last step, {step}, is not finite")
         skipped = sum(1 for _ in takewhile(lambda event: event.skipped, reversed(events)))
         if skipped and 2 * skipped >= step:
-            yield f"the loss or the gradients were not finite in the last {skipped} of {step} steps, at least half"
+            faults.append(
+                f"the loss or the gradients were not finite in the last {skipped} of {step} steps, at least half"
+            )
+        if tally.heldout and not _is_finite(tally.heldout.heldout_loss):
+            faults.append("the held-out loss after the last step is not finite")
+        if not faults:  # checking the weights takes time
+            parts = (part for part in held.parts() if part.name.startswith("model.") and not is_finite(part.tensor))
+            faults += [f"{part.name.removeprefix('model.')} is not finite after the last step" for part in parts]
+        self._raise(faults[:1], step)
 
     def _raise(self, faults: Sequence[str], step: int) -> None:
-        """Raise the first fault, if any, naming the newest checkpoint whose state has still made a finite step."""
+        """Raise the first fault, if any, naming the newest checkpoint that was followed by a finite step."""
         if not faults:
             raise_together(None)
             return
@@ -97,41 +100,34 @@ class Divergence:
         else:
             known = f"the newest checkpoint from before that is {self._run_dir.checkpoint(good)}"
             newer = ", ".join(self._run_dir.checkpoint(kept).name for kept in steps if kept > good)
-            hint = f"{f'remove {newer} beside it, and ' if newer else ''}go on from step {good}: {REMEDY}"
+            hint = f"{f'remove {newer} next to it, and ' if newer else ''}continue from step {good}: {REMEDY}"
         raise_together(WorkerError(f"{faults[0]}; {known}", code="not_finite", hint=hint))
 
 
-def _faults_of_model(tally: RunTally, held: Held) -> Iterator[str]:
-    if tally.heldout and not _is_finite(tally.heldout.heldout_loss):
-        yield "the held-out loss after the last step is not finite"
-    for part in held.parts():
-        if part.name.startswith("model.") and not is_finite(part.tensor):
-            yield f"{part.name.removeprefix('model.')} is not finite after the last step"
-
-
 def _is_finite(value: float | None) -> bool:
-    """An event has null for what is not finite."""
+    """An event has null for values that are not finite."""
     return value is not None and math.isfinite(value)
 
 
 def write_result(
-    run_dir: RunDir,
-    state: TrainState,
-    plan: Plan,
-    tally: RunTally,
-    source: DataSource,
-    *,
-    status: Literal["done", "stopped"],
-    step: int,
+    run: TrainingRun, tally: RunTally, source: DataSource, *, status: Literal["done", "stopped"], step: int
 ) -> str:
     """Write result.json and return the weights' SHA-256. Called by every rank together.
 
-    A run that nobody had asked to stop is left to its supervisor: it may start again.
+    A run that stopped without a request is left to its supervisor, which may restart it.
     """
+    plan = run.plan
+    state = run.state
+    run_dir = run.run_dir
     sha256 = weights_sha256(state.shares, state.mesh.group("pp"))
     memory = torch.tensor(peak_memory_bytes(state.device), dtype=torch.int64, device=state.device)
     dist.all_reduce(memory, dist.ReduceOp.MAX)
-    wire_bytes = _sum_wire_bytes(state)
+    wire_bytes: dict[str, int] | Absent = ABSENT
+    if not state.clock.on_gpu:  # NCCL's traffic cannot be counted
+        own = state.wire.totals()
+        summed = torch.tensor([own.get(purpose, 0) for purpose in WIRE_PURPOSES], dtype=torch.int64)
+        dist.all_reduce(summed)
+        wire_bytes = dict(zip(WIRE_PURPOSES, summed.tolist(), strict=True))
     throughput = measure_throughput(
         tally.steps, flops_per_token=plan.flops_per_token, peak_flops=tally.peak.flops, world_size=plan.world_size
     )
@@ -155,13 +151,3 @@ def write_result(
         )
         record.write_result(run_dir, source.summarise(result, tally.heldout))
     return sha256
-
-
-def _sum_wire_bytes(state: TrainState) -> dict[str, int] | Absent:
-    """Return what all ranks have written to one another in this start; nothing where it cannot be counted."""
-    if state.clock.on_gpu:
-        return ABSENT
-    own = state.wire.totals()
-    summed = torch.tensor([own.get(purpose, 0) for purpose in WIRE_PURPOSES], dtype=torch.int64)
-    dist.all_reduce(summed)
-    return dict(zip(WIRE_PURPOSES, summed.tolist(), strict=True))

@@ -1,9 +1,9 @@
-"""Save the state of a step's beginning where the memory of a rank runs out within the step.
+"""Save the state of a step's beginning when a rank runs out of memory within the step.
 
-The step's update needs an exchange that this rank does not reach, so no rank has made it: all of them hold the state of
-the step's beginning, in pieces. The others may wait in any collective, for ever. So the rank that failed tells the
-others through the supervisor, a thread of each hears it, and each rank writes its own piece without exchanging
-anything. With the last piece it is a checkpoint like any other, from which the run goes on.
+The step's update needs an exchange that this rank does not reach, so no rank has made it: together they still hold the
+state of the step's beginning. The others may wait in any collective, forever. So the failed rank informs the others
+through the supervisor, a thread of each receives the note, and each rank writes its own piece without exchanging
+anything. With the last piece this is a checkpoint like any other, from which the run continues.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.accelerators import device_memory, on_chip, own_stream, release_unused
-from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.files import kept_buffers
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, errors_together
 from trainspec_cli.engine.digest import Mark, mark, wait_for
@@ -36,36 +35,28 @@ from trainspec_cli.engine.optim.optimizer import clear_gradients
 from trainspec_cli.engine.parallel.data_parallel import abandon_passes
 from trainspec_cli.engine.parallel.pipeline import forget_visits
 from trainspec_cli.engine.run.checkpoints import Checkpoints
-from trainspec_cli.engine.run.coordinator import Coordinator, RunContext, TrainProgress
-from trainspec_cli.recipe.records import ABSENT, read_record, to_plain
+from trainspec_cli.engine.run.training_run import TrainingRun, TrainProgress
+from trainspec_cli.recipe.records import read_record, to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tables import MemorySetting, Relief, Shortage
 from trainspec_cli.run.channel.messages import ShortageNote
-from trainspec_cli.run.channel.worker import SupervisorConnection
 from trainspec_cli.run.folder.accounting import read_reliefs
 from trainspec_cli.run.folder.event_types.events import MemoryEvent, WarningEvent
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.recovery.memory import next_setting, rank_setting, with_reliefs
 
-LOOK_INTERVAL_S = 0.25
+POLL_S = 0.25
 OTHERS_S, OTHERS_TIMES = 30.0, 10.0
-"""The others' pieces are waited for so long, and so many times longer than the own one took."""
+"""Limit of the wait for the others' pieces: this many seconds plus this many times the time of this rank's piece."""
 
 
 class Emergency:
-    """One rank's part in it. The main thread calls `begin_step` before each step."""
+    """One rank's part in the emergency checkpoint. The main thread calls `begin_step` before each step."""
 
-    def __init__(
-        self,
-        run_dir: RunDir,
-        supervisor: SupervisorConnection,
-        state: TrainState,
-        checkpoints: Checkpoints,
-        watch: StepWatch,
-    ):
-        self._run_dir = run_dir
-        self._supervisor = supervisor
-        self._state = state
+    def __init__(self, run: TrainingRun, checkpoints: Checkpoints, watch: StepWatch):
+        self._run_dir = run.run_dir
+        self._supervisor = run.supervisor
+        self._state = run.state
         self._checkpoints = checkpoints
         self._watch = watch
         self._progress: TrainProgress | None = None
@@ -74,56 +65,52 @@ class Emergency:
         self._lock, self._closed = threading.Lock(), threading.Event()
         self.kept: dict[str, Tensor] = {}
         """Values that change within a step (running statistics), as they were when it began."""
-        self._buffers = [pair for part in state.parts for pair in kept_buffers(part)]
+        self.buffers = [pair for part in run.state.parts for pair in kept_buffers(part)]
         if dist.get_world_size() > 1:
-            threading.Thread(target=self._look_for_notes, name="emergency", daemon=True).start()
+            threading.Thread(target=self._await_notes, name="emergency", daemon=True).start()
 
     def begin_step(self, progress: TrainProgress) -> None:
-        """The state is that of `progress` until this step's update."""
-        self.kept = {f"model.{name}": buffer.clone() for name, buffer in self._buffers}
+        """From here until this step's update the state is that of `progress`."""
+        self.kept = {f"model.{name}": buffer.clone() for name, buffer in self.buffers}
         self._mark = mark(on_gpu=self._state.clock.on_gpu)
         self._progress = progress
-
-    def restore_kept(self) -> None:
-        """Set what changes within a step back to its beginning."""
-        for name, buffer in self._buffers:
-            buffer.copy_(self.kept[f"model.{name}"])
 
     def end_step(self) -> None:
         """The update is made: there is nothing to save until the next step begins."""
         self._progress = None
 
     def save(self) -> bool:
-        """Save this rank's piece, tell the others, and wait until the checkpoint is whole; False where it is not."""
+        """Save this rank's piece, inform the others, and wait until the checkpoint is whole; False if it is not."""
         progress = self._progress
         assert progress is not None, "a step has begun"
         started = time.monotonic()
         try:
             self._supervisor.send(ShortageNote(dist.get_rank(), progress.step))
             self._save_own(progress)
-        except OSError:  # of a full disk, say: the caller reports that nothing was saved
+        except OSError:  # for example of a full disk: the caller reports that nothing was saved
             return False
         own_s = time.monotonic() - started
         deadline = time.monotonic() + OTHERS_S + OTHERS_TIMES * own_s
         while not (whole := self._run_dir.manifest(progress.step).is_file()) and time.monotonic() < deadline:
-            time.sleep(LOOK_INTERVAL_S)
+            time.sleep(POLL_S)
         return whole
 
     def close(self) -> None:
         self._closed.set()
 
-    def _look_for_notes(self) -> None:
-        """This rank may still be in the step before the one in which memory ran out."""
+    def _await_notes(self) -> None:
+        """A note may be for the step after the one that this rank is still in."""
         notes: list[ShortageNote] = []
-        while not self._closed.wait(LOOK_INTERVAL_S):
-            notes += self._supervisor.take(ShortageNote)
+        while not self._closed.wait(POLL_S):
+            notes += self._supervisor.receive(ShortageNote)
             progress = self._progress
             if progress is not None and any(note.step == progress.step for note in notes):
                 self._save_own(progress)
                 return
 
     def _save_own(self, progress: TrainProgress) -> None:
-        """Save the own piece once. On a GPU by a stream of its own, since that of the step may wait for other ranks."""
+        """Save this rank's piece once. On a GPU that uses a separate stream, since the step's may wait for other
+        ranks."""
         with self._lock:
             if self._saved_step == progress.step:
                 return
@@ -134,7 +121,7 @@ class Emergency:
             self._saved_step = progress.step
 
 
-# Recognise that memory ran out, and say so to the supervisor with figures.
+# Recognise that memory ran out, and report it to the supervisor with figures.
 
 
 OUT_OF_MEMORY = "out_of_memory"
@@ -148,7 +135,7 @@ _MESSAGES = re.compile(
 """Texts of the errors that torch and its libraries raise as plain RuntimeErrors."""
 
 
-class OutOfMemory(WorkerError):  # noqa: N818 - the word of the field
+class OutOfMemory(WorkerError):  # noqa: N818 - the field's term
     """A rank ran out of memory, and its processes cannot go on."""
 
     def __init__(self, shortage: Shortage, message: str, hint: str):
@@ -172,7 +159,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def measure_shortage(plan: Plan, setting: MemorySetting, device: torch.device) -> Shortage:
-    """Return the shortage in the layout of `plan`, with what this process holds now, and may hold."""
+    """Return the shortage in the layout of `plan`, with the memory that this process holds now, and its limit."""
     layout = plan.layout.describe()
     if on_chip(device):
         memory = device_memory(device)
@@ -183,96 +170,69 @@ def measure_shortage(plan: Plan, setting: MemorySetting, device: torch.device) -
 
 
 def describe_cause(cause: BaseException) -> str:
-    """Return the first line of an error's message, or the error's name where it has none, like a bare MemoryError."""
+    """Return the first line of an error's message, or the error's name if it has none, like a bare MemoryError."""
     lines = str(cause).strip().splitlines()
     return lines[0] if lines else type(cause).__name__
 
 
 def out_of_memory(plan: Plan, shortage: Shortage, cause: BaseException) -> OutOfMemory:
-    """Return the error that ends this process; the supervisor starts the run again where something is left to take."""
+    """Return the error that ends this process; the supervisor restarts the run if a setting is left to try."""
     failed = shortage.failed
     message = f"memory ran out with {failed.describe()}: {describe_cause(cause)}"
     tried = [one for one in plan.memory_ladder if rank_setting(one) < rank_setting(failed)]
     if tried:
         message += f"; tried before: {'; '.join(one.describe() for one in tried)}"
-    return OutOfMemory(shortage, message, _hint(plan, failed))
-
-
-def _hint(plan: Plan, failed: MemorySetting) -> str:
+    hint = "a smaller model, a shorter data.seq_len, or more devices that share the state (layout.dp_shard) take less"
     if plan.spec.scheduler.mode == "off" and failed.micro_batch_size > 1:
         smaller = f"batching.micro_batch_size={failed.micro_batch_size // 2}"
-        return f"type {smaller}, or scheduler=advise, with which a run takes less memory by itself and goes on"
-    return "a smaller model, a shorter data.seq_len, or more devices that share the state (layout.dp_shard) take less"
+        hint = f"type {smaller}, or scheduler=advise, with which a run reduces its memory by itself and continues"
+    return OutOfMemory(shortage, message, hint)
 
 
-# Steps that go on where memory runs out: made again with smaller micro-batches, or saved for another start.
+# Steps after a memory shortage: made again with smaller micro-batches, or saved for another start.
 #
 # A rank that exchanges nothing with others makes the step again in place. Elsewhere the other ranks are inside
-# collectives that this one has left: they save the state of the step's beginning (`emergency.py`), all processes end,
-# and the supervisor starts them with the next setting of the plan's ladder (`run/recovery/memory.py`). Each
-# replica group is healed by the others instead.
+# collectives that this one has left: they save the state of the step's beginning (`Emergency`), all processes end, and
+# the supervisor starts them with the next setting of the plan's ladder (`run/recovery/memory.py`). With replica groups
+# the others heal the group instead.
 
 
 Made = TypeVar("Made")
-NOT_SAVED = "memory ran out, and the state could not be saved: the run goes on from an earlier checkpoint"
+NOT_SAVED = "memory ran out, and the state could not be saved: the run continues from an earlier checkpoint"
 
 
-def recall_reliefs(plan: Plan, run_dir: RunDir) -> list[Relief]:
-    """Return what the run has changed so far for want of memory. Rank 0 reads for all, since another replica group may
-    be writing. Raises MachineError, on every rank, where that cannot be followed."""
+def recall_reliefs(plan: Plan, run_dir: RunDir) -> Plan:
+    """Return `plan` with the changes that the run has made in its layout so far for lack of memory. Rank 0 reads for
+    all, since another replica group may be writing. Raises MachineError, on every rank, where a change cannot be
+    followed."""
     found: list[Relief] = []
     if not plan.memory_ladder:
-        return found
+        return plan
     with errors_together():
         if dist.get_rank() == 0:
             found = read_reliefs(run_dir, plan.layout.describe())
-    return broadcast_json(
-        [to_plain(relief) for relief in found], lambda lines: [read_record(Relief, line) for line in lines]
-    )
+    lines = [to_plain(relief) for relief in found]
+    return with_reliefs(plan, broadcast_json(lines, lambda lines: [read_record(Relief, line) for line in lines]))
 
 
 class MemoryRelief:
-    """Called by every rank of the replica group together."""
+    """Makes the steps of one layout. Called by every rank of the replica group together."""
 
-    def __init__(
-        self,
-        run: RunContext,
-        coordinator: Coordinator,
-        checkpoints: Checkpoints,
-        watch: StepWatch,
-        limit: Callable[[int], None],
-    ):
-        """`limit` lets no rank process more than this number of samples together from now on."""
-        self._run_dir = run.run_dir
-        self._checkpoints = checkpoints
-        self._watch = watch
-        self._group = coordinator.group
+    def __init__(self, run: TrainingRun, checkpoints: Checkpoints, watch: StepWatch, limit: Callable[[int], None]):
+        """`limit` sets the most samples that any rank processes together from now on."""
+        self._run = run
         self._limit = limit
-        self._journal = coordinator.journal
-        self._log = DirectiveLog(run.run_dir, self._journal)
-        self._emergency: Emergency | None = None
-        self.adopt(run)
-
-    def adopt(self, run: RunContext) -> None:
-        """Begin with the layout and the setting of the run's plan."""
-        self._plan = run.plan
-        self._state = run.state
+        self._log = DirectiveLog(run.run_dir, run.journal)
         self._setting = run.plan.memory_setting
-        if self._emergency:
-            self._emergency.close()
-            self._emergency = None
-        if run.plan.memory_ladder and self._group is None:
-            self._checkpoints.agree()
-            self._emergency = Emergency(run.run_dir, run.supervisor, run.state, self._checkpoints, self._watch)
-
-    def relieved(self, plan: Plan) -> Plan:
-        """Return `plan`, of another layout, with what the run has changed in that layout before."""
-        return with_reliefs(plan, recall_reliefs(plan, self._run_dir))
+        self._emergency: Emergency | None = None
+        if run.plan.memory_ladder and run.group is None:
+            checkpoints.agree()
+            self._emergency = Emergency(run, checkpoints, watch)
 
     def make_step(self, progress: TrainProgress, attempt: Callable[[], Made]) -> Made:
-        """Return what `attempt` does, which makes the step after `progress` and may be called several times.
+        """Return the result of `attempt`, which makes the step after `progress` and may be called several times.
 
-        Raises OutOfMemory where memory ran out and these processes cannot go on.
+        Raises OutOfMemory if memory ran out and these processes cannot continue.
         """
         while True:
             if self._emergency:
@@ -280,7 +240,7 @@ class MemoryRelief:
             try:
                 made = attempt()
             except PassesOutOfMemory as error:
-                failure = error  # what its frames hold is freed below, when it is handled no more
+                failure = error  # the memory that its frames hold is freed below, after the handler
             else:
                 if self._emergency:
                     self._emergency.end_step()
@@ -288,10 +248,11 @@ class MemoryRelief:
             self._relieve(progress, failure)
 
     def explain(self, error: Exception) -> OutOfMemory | None:
-        """Return the error that says so, with figures, where memory ran out elsewhere than in a step's passes."""
+        """Return the error with figures if memory ran out elsewhere than in a step's passes."""
         if not is_out_of_memory(error):
             return None
-        return out_of_memory(self._plan, measure_shortage(self._plan, self._setting, self._state.device), error)
+        shortage = measure_shortage(self._run.plan, self._setting, self._run.state.device)
+        return out_of_memory(self._run.plan, shortage, error)
 
     def close(self) -> None:
         self._log.close()
@@ -302,51 +263,45 @@ class MemoryRelief:
         """Prepare the step for another attempt, or save the state and raise OutOfMemory."""
         cause = failure.__cause__ or failure
         failed = replace(self._setting, micro_batch_size=failure.samples)
-        shortage = measure_shortage(self._plan, failed, self._state.device)
+        shortage = measure_shortage(self._run.plan, failed, self._run.state.device)
         traceback.clear_frames(cause.__traceback__)
         traceback.clear_frames(failure.__traceback__)
-        clear_gradients(self._state.shares)
-        if taken := self._in_place(failed):
+        clear_gradients(self._run.state.shares)
+        # These processes can make the step again if no other process waits for this rank, and if the same model needs
+        # less memory with the next setting: any other change needs another start.
+        alone = dist.get_world_size() == 1 and hasattr(FSDPModule, "reset_iter_state")  # torch 2.13 has it
+        taken = next_setting(self._run.plan.memory_ladder, failed)
+        if alone and taken and (taken.recompute, taken.offload) == (failed.recompute, failed.offload):
             self._begin_anew()
-            self._take(progress, shortage, taken, cause)
+            self._log.write(
+                MemoryEvent(
+                    step=progress.step,
+                    layout=shortage.layout,
+                    failed=shortage.failed,
+                    taken=taken,
+                    restarts=False,
+                    reason=f"memory ran out: {describe_cause(cause)}",
+                    used_bytes=shortage.used_bytes,
+                    limit_bytes=shortage.limit_bytes,
+                    group=self._run.group_field,
+                )
+            )
+            self._setting = taken
+            self._limit(taken.micro_batch_size)
             return
         if self._emergency and not self._emergency.save():
-            self._journal.write(WarningEvent(step=progress.step, message=NOT_SAVED))
-        raise out_of_memory(self._plan, shortage, cause)
-
-    def _in_place(self, failed: MemorySetting) -> MemorySetting | None:
-        """Return the setting with which these processes can make the step again; None where others wait for this rank,
-        or nothing less than another start takes less memory."""
-        taken = next_setting(self._plan.memory_ladder, failed)
-        alone = dist.get_world_size() == 1 and hasattr(FSDPModule, "reset_iter_state")  # torch 2.13 has it
-        same_model = taken and (taken.recompute, taken.offload) == (failed.recompute, failed.offload)
-        return taken if alone and same_model else None
+            self._run.journal.write(WarningEvent(step=progress.step, message=NOT_SAVED))
+        raise out_of_memory(self._run.plan, shortage, cause)
 
     def _begin_anew(self) -> None:
-        """Take back what the passes have changed."""
-        for part in self._state.parts:
+        """Undo what the passes have changed."""
+        for part in self._run.state.parts:
             abandon_passes(part)
-        clear_gradients(self._state.shares)
-        forget_visits(self._state.routers)
-        self._state.stages.noise.begin(None)
+        clear_gradients(self._run.state.shares)
+        forget_visits(self._run.state.routers)
+        self._run.state.stages.noise.begin(None)
         if self._emergency:
-            self._emergency.restore_kept()
+            for name, buffer in self._emergency.buffers:
+                buffer.copy_(self._emergency.kept[f"model.{name}"])
         gc.collect()
-        release_unused(self._state.device)
-
-    def _take(self, progress: TrainProgress, shortage: Shortage, taken: MemorySetting, cause: BaseException) -> None:
-        self._log.write(
-            MemoryEvent(
-                step=progress.step,
-                layout=shortage.layout,
-                failed=shortage.failed,
-                taken=taken,
-                restarts=False,
-                reason=f"memory ran out: {describe_cause(cause)}",
-                used_bytes=shortage.used_bytes,
-                limit_bytes=shortage.limit_bytes,
-                group=ABSENT if self._group is None else self._group,
-            )
-        )
-        self._setting = taken
-        self._limit(taken.micro_batch_size)
+        release_unused(self._run.state.device)

@@ -1,4 +1,4 @@
-"""The samples that a run trains on and is evaluated on: the trainer's only view of its data."""
+"""The samples that a run is trained and evaluated on: the trainer's only access to its data."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from trainspec_cli.data.corpus.labelled import LabelledSamples, open_samples
 from trainspec_cli.data.corpus.rows import first_text
 from trainspec_cli.data.corpus.sources import Collection
 from trainspec_cli.data.corpus.user_code import OwnTokenizer, tokenizer_sha256
-from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.loader import SampleLoader, Staging, read_tokens, total
 from trainspec_cli.engine.digest import MicroBatch
 from trainspec_cli.engine.run.evaluate import heldout_loss, heldout_metrics, write_text
+from trainspec_cli.engine.run.training_run import TrainingRun
 from trainspec_cli.recipe.records import ABSENT
-from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.event_types.events import EvalEvent, FirstTextEvent, SetFigures, TextPart
 from trainspec_cli.run.folder.record import RunResult
 
 MOST_PARTS, MOST_CHARS = 8, 600
-"""Parts of the first text that are kept, and characters of each."""
+"""Number of parts of the first text that are kept, and characters of each."""
 
 
 @dataclass(frozen=True)
@@ -39,70 +38,62 @@ class WrittenSample:
 
 
 class DataSource(Protocol):
-    """Called by every rank together, but for `summarise`."""
+    """Every rank calls each method together, except `summarise`."""
 
     staging: Staging
-    """Holds its batches until they are taken."""
+    """Holds its batches until they are read."""
 
     def read(self, own: OwnSamples) -> list[MicroBatch]:
         """Read the samples of `own` as micro-batches, on the host."""
 
     def counted(self, positions: np.ndarray) -> int:
-        """Count the targets that the loss of the samples at `positions` is the mean over."""
-
-    def adopt(self, plan: Plan, state: TrainState) -> None:
-        """Go on in another layout."""
+        """Return the number of targets in the samples at `positions`: the loss is the mean over them."""
 
     def evaluate(self, step: int) -> EvalEvent | None:
-        """Measure the model after update `step` on held-out samples; None where there are none."""
+        """Measure the model after update `step` on held-out samples; None where none are held out."""
 
     def summarise(self, result: RunResult, evaluated: EvalEvent | None) -> RunResult:
-        """Return `result` with what result.json holds of the last `evaluate`."""
+        """Return `result` with the figures of the last `evaluate`."""
 
     def write_sample(self) -> WrittenSample | None:
-        """Continue the recipe's prompt; None where none is wanted."""
+        """Continue the recipe's prompt; None if the recipe has none."""
 
     def first_text(self, position: int) -> FirstTextEvent | None:
-        """Show what is trained on of the sample at `position`; None where samples are no text. One rank calls it."""
+        """Return the text of the sample at `position` with the mask of its trained tokens; None where samples are no
+        text. One rank calls it."""
 
 
-def open_source(plan: Plan, folder: str | None, state: TrainState) -> DataSource:
-    """Open the plan's data in `folder` (phantoms have none)."""
-    if plan.spec.model.unit == "samples":
-        return SampleSource(
-            plan, open_samples(plan.spec.data, plan.spec.model, Path(folder) if folder else None), state
-        )
+def open_source(run: TrainingRun, folder: str | None) -> DataSource:
+    """Open the run's data in `folder` (phantoms have none)."""
+    spec = run.plan.spec
+    if spec.model.unit == "samples":
+        return SampleSource(run, open_samples(spec.data, spec.model, Path(folder) if folder else None))
     assert folder is not None, "tokens lie in a folder"
-    return TokenSource(plan, Collection.open(folder), state)
+    return TokenSource(run, Collection.open(folder))
 
 
 class TokenSource:
-    """Text as token shards, evaluated in bits per byte beside what xz comes to."""
+    """Text as token shards, evaluated in bits per byte and compared with xz."""
 
-    def __init__(self, plan: Plan, collection: Collection, state: TrainState):
-        self.spec = plan.spec
+    def __init__(self, run: TrainingRun, collection: Collection):
+        self.run = run
+        self.spec = run.plan.spec
         self.collection = collection
-        self.order = collection.order(plan.spec.data, plan.spec.train.seed)
-        self.evaluation_texts = collection.evaluation_texts(plan.spec.data)
-        self.staging = Staging(state.device)
-        self.adopt(plan, state)
-
-    def adopt(self, plan: Plan, state: TrainState) -> None:
-        self.plan = plan
-        self.state = state
-        self.positions_S = None if state.positions_S is None else state.positions_S.cpu()
+        self.order = collection.order(self.spec.data, self.spec.train.seed)
+        self.evaluation_texts = collection.evaluation_texts(self.spec.data)
+        self.staging = Staging(run.state.device)
 
     def counted(self, positions: np.ndarray) -> int:
         return max(1, self.order.counted(positions))
 
     def read(self, own: OwnSamples) -> list[MicroBatch]:
-        return read_tokens(self.order, own, self.positions_S)
+        return read_tokens(self.order, own, self.run.state.positions_S)
 
     def evaluate(self, step: int) -> EvalEvent | None:
         """Return the loss on all text held out of the training sets, else on the validation sets; and on each set."""
-        size = self.plan.micro_batch_size
+        size = self.run.plan.micro_batch_size
         losses = {
-            name: heldout_loss(self.state, text.rows, num_bytes=text.bytes, batch_size=size)
+            name: heldout_loss(self.run.state, text.rows, num_bytes=text.bytes, batch_size=size)
             for name, text in self.evaluation_texts.items()
         }
         if not losses:
@@ -155,7 +146,7 @@ class TokenSource:
         cuts = [0, *(np.flatnonzero(np.diff(learnt)) + 1)[: MOST_PARTS - 1].tolist(), len(ids)]
         parts = [ids[start:end].tolist() for start, end in pairwise(cuts)]
         folder = self.collection.tokenizer_folder
-        if folder is None or self.spec.data.tokenizer.code:  # user-defined code runs where text is asked for
+        if folder is None or self.spec.data.tokenizer.code:  # user-defined code runs only when text is written
             texts = [" ".join(map(str, part)) for part in parts]
         else:
             texts = decode_parts(folder, parts)
@@ -170,7 +161,7 @@ class TokenSource:
     def _continue(self, prompt_ids: list[int]) -> list[int]:
         """Return the tokens that the model writes after a prompt."""
         return write_text(
-            self.state,
+            self.run.state,
             prompt_ids or [self.collection.main.manifest.end_of_document_id],
             count=self.spec.sample.max_new_tokens,
             temperature=self.spec.sample.temperature,
@@ -182,14 +173,11 @@ class TokenSource:
 class SampleSource:
     """Images or volumes with labels, evaluated by accuracy or Dice."""
 
-    def __init__(self, plan: Plan, samples: LabelledSamples, state: TrainState):
-        self.plan, self.state, self.staging = plan, state, Staging(state.device)
+    def __init__(self, run: TrainingRun, samples: LabelledSamples):
+        self.run = run
+        self.staging = Staging(run.state.device)
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.loader = SampleLoader(samples, plan.spec.train.seed, (os.cpu_count() or 1) // processes)
-
-    def adopt(self, plan: Plan, state: TrainState) -> None:
-        self.plan = plan
-        self.state = state
+        self.loader = SampleLoader(samples, run.plan.spec.train.seed, (os.cpu_count() or 1) // processes)
 
     def read(self, own: OwnSamples) -> list[MicroBatch]:
         return self.loader.read(own)
@@ -198,7 +186,7 @@ class SampleSource:
         return len(positions)
 
     def evaluate(self, step: int) -> EvalEvent | None:
-        means = heldout_metrics(self.state, self.loader, batch_size=self.plan.micro_batch_size)
+        means = heldout_metrics(self.run.state, self.loader, batch_size=self.run.plan.micro_batch_size)
         if means is None:
             return None
         accuracy = means.get("accuracy", ABSENT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.optim.optimizer import clear_gradients, guarded_update, squared_norm
 from trainspec_cli.engine.parallel.noise import SampleParts
 from trainspec_cli.engine.parallel.pipeline import forget_visits, scale_balance_loss, update_balance
-from trainspec_cli.engine.run.coordinator import StepSamples
+from trainspec_cli.engine.run.coordinator import Coordinator, StepSamples
 from trainspec_cli.engine.run.pipeline_run import PipelineRun
 from trainspec_cli.engine.run.shortage import PassesOutOfMemory, is_out_of_memory
 from trainspec_cli.engine.run.step_report import StepReport
@@ -44,14 +43,14 @@ class StepOutcome:
     writing: Tensor
     """The number of ranks that were writing a checkpoint."""
     steps_to_sample: Tensor
-    """The next sample of the links is taken after so many steps; 0 where nothing was said of it."""
+    """The number of steps after which the links are sampled next; 0 if no rank has set it."""
     noise: Tensor
-    """What `NoiseProbe` has added up over all ranks, and of |g|^2 of the whole step's gradient what is experts', spread
-    by ep: (5,); zeros where it is not measured."""
+    """The sums of `NoiseProbe` over all ranks, and the experts' part, spread by ep, of |g|^2 of the whole step's
+    gradient: (5,); zeros where the noise is not measured."""
     figures: Tensor
     """(ranks, F): the parts of each rank's report; F is 0 where they report none."""
     own: StepReport
-    """This rank's report, whose parts say how to read the figures."""
+    """This rank's report, whose parts show how to read the figures."""
 
     def reports(self) -> list[StepReport]:
         """Return the parts that all ranks reported, by rank, and wait for the device; [] where they reported none."""
@@ -68,31 +67,19 @@ class StepOutcome:
         return StepOutcome(loss, norm, skipped, stop, writing, to_sample, noise, figures, self.own)
 
 
-class GroupExchange(Protocol):
-    """The part of a coordinator that a step needs: `coordinator.py` says what it does."""
-
-    def begin_passes(self, state: TrainState, micro_batches: int) -> None: ...
-
-    def abandon_passes(self, state: TrainState) -> None: ...
-
-    def reduce(self, state: TrainState, loss: Tensor) -> None: ...
-
-    def commit(self) -> bool: ...
-
-
 def train_step(
     state: TrainState,
     micro_batches: Sequence[MicroBatch],
     *,
     global_tokens: int,
     clip_norm: float | None,
-    groups: GroupExchange | None = None,
+    groups: Coordinator | None = None,
     report: StepReport = NOTHING_TO_REPORT,
     parts: SampleParts | None = None,
 ) -> StepOutcome | None:
-    """Make one update; return None where the replica groups did not agree on the step, and nothing was updated.
+    """Make one update; return None if the replica groups did not agree on the step, and nothing was updated.
 
-    `groups` None: there is one alone. `report` is this rank's, which the step brings to all ranks. `parts`: where the
+    `groups` None: there is one group. `report` is this rank's, which the step sends to all ranks. `parts`: where the
     noise of the gradients is to be measured.
     """
     if groups is not None:
@@ -121,11 +108,11 @@ def _update(state: TrainState, loss: Tensor, clip_norm: float | None, report: St
     with state.clock.part("optimizer"):
         squared = squared_norm(state.shares).to(loss.device)
         of_experts = squared_norm([one for one in state.shares if one.name in state.spread_experts]).to(loss.device)
-    # Numbers are filled in on the device: a copy from the host would wait for all that is queued before it.
+    # Numbers are filled in on the device: a copy from the host would wait for all queued work.
     sums = [loss.double(), squared, *(squared.new_full((), number) for number in report.sums)]
     noise = torch.cat([state.stages.noise.sums, of_experts[None]])
     row = report.row
-    reported = squared.new_zeros((dist.get_world_size(), len(row)))  # a sum with the others' zeros brings each row
+    reported = squared.new_zeros((dist.get_world_size(), len(row)))  # a sum with the others' zeros gathers each row
     for place, figure in enumerate(row):
         reported[dist.get_rank(), place].fill_(figure)
     agreed = torch.cat([torch.stack(sums), noise, reported.flatten()])
@@ -135,7 +122,7 @@ def _update(state: TrainState, loss: Tensor, clip_norm: float | None, report: St
     norm = agreed[1].sqrt().float()
     with state.clock.part("optimizer"):
         skipped = guarded_update(state.optimizer, state.shares, norm, mean_loss, clip_norm)
-    state.compression.settle(skipped)
+    state.compression.end_step(skipped)
     if state.routers:
         update_balance(state.routers, Peers(state.mesh.stage.get_group(), state.clock.collective))
     noise, figures_of_all = agreed[len(sums) :].split([len(noise), reported.numel()])
@@ -155,10 +142,10 @@ def _update(state: TrainState, loss: Tensor, clip_norm: float | None, report: St
 def compute_gradients(
     state: TrainState, micro_batches: Sequence[MicroBatch], global_tokens: int, parts: SampleParts | None = None
 ) -> Tensor:
-    """Compute the gradients of the global batch's mean loss, and return this rank's share of it.
+    """Compute the gradients of the global batch's mean loss, and return this rank's share of it. The ranks' shares sum
+    to the loss.
 
-    The ranks' shares sum to the loss. `parts`: where the noise of the gradients is to be measured.
-    Raises PassesOutOfMemory.
+    `parts`: where the noise of the gradients is to be measured. Raises PassesOutOfMemory.
     """
     layout = state.mesh.layout
     noise = state.stages.noise
@@ -189,7 +176,7 @@ def compute_gradients(
 
 
 def sum_late(late: LateSum) -> None:
-    """Sum all gradients of `late` in one exchange, in place; shares of one name on this rank count as one."""
+    """Sum all gradients of `late` in one exchange, in place; shares with the same name on this rank count as one."""
     by_name: dict[str, list[Tensor]] = {}
     for share in late.shares:
         if share.gradient is not None:
@@ -202,7 +189,7 @@ def sum_late(late: LateSum) -> None:
             gradient.copy_(part.view_as(gradient))
 
 
-# A step that was made, and the event that is written of it once its figures have come from the device.
+# A step that was made, and the event that is written once its figures have come from the device.
 
 
 @dataclass(frozen=True)
@@ -215,13 +202,13 @@ class DoneStep:
     segments: Segments
     samples: StepSamples
     traffic: Traffic
-    """Copies of its batch to the device, and allocations: there are none once all is warm."""
+    """Copies of its batch to the device, and allocations: 0 after the first steps."""
     noise_scale: float | None
-    """The noise scale of the gradients up to this step, where the next batch hangs on it."""
+    """The noise scale of the gradients up to this step, where the next batch depends on it."""
     agreement: tuple[float, float]
-    """The duration of the exchange that ended it, and the Unix time when this rank left that."""
+    """The duration of the exchange that ended it, and the Unix time when this rank left that exchange."""
     garbage_s: float
-    """It collected garbage for so long; 0 on a GPU, which computes meanwhile."""
+    """Seconds of garbage collection; 0 on a GPU, which computes meanwhile."""
 
     def event(self, data: DataSpec, noise_scale: float | None) -> StepEvent:
         """Return the event of the step, whose figures are read from the device. `noise_scale`: that of the gradients up
@@ -239,8 +226,8 @@ class DoneStep:
             samples=samples,
             step_time_s=sum(parts_s.values()),
             time_s=parts_s,
-            exchange_s=exchanged.seconds if exchanged else ABSENT,
-            exposed_s=exchanged.exposed_s if exchanged else ABSENT,
+            exchange_s=exchanged[0] if exchanged else ABSENT,
+            exposed_s=exchanged[1] if exchanged else ABSENT,
             queued_s=self.segments.queued.own_s,
             skipped=bool(outcome.skipped.item()),
             noise_scale=ABSENT if noise_scale is None else noise_scale,

@@ -1,6 +1,6 @@
-"""What each rank reports in a step, and how it travels: with the exchange that a step makes for its loss anyway.
+"""The report of each rank in a step, which travels with the exchange that a step makes for its loss anyway.
 
-A report of its own would be one more collective per step, which costs more than its few numbers. All ranks report the
+A separate exchange would be one more collective per step, which costs more than its few numbers. All ranks report the
 same parts in the same step, because they choose them by figures that all of them have.
 """
 
@@ -14,19 +14,19 @@ from trainspec_cli.balance.decisions.links import Transfer
 
 
 class SpeedFigures(NamedTuple):
-    """How fast a rank computes; `StepScheduler` makes them and learns from them."""
+    """The speed of a rank; `StepScheduler` makes these figures and learns from them."""
 
     fixed_s: float
     per_sample_s: float
     noise: float
     change_s: float
-    """What a change of shares was seen to cost it."""
+    """The measured cost of a change of shares."""
     last_s: float
-    """Its computing in its last step."""
+    """Its compute time in its last step."""
     waited_s: float
     """Its wait for the exchanges of each micro-batch."""
     proposal: float
-    """The number of the newest layout that the supervisor proposes, which rank 0 knows."""
+    """The number of the supervisor's newest proposal, which rank 0 knows."""
     shown_steps: float = 0.0
     """The steps that confirmed its speed as a change."""
     is_settled: float = 1.0
@@ -34,18 +34,18 @@ class SpeedFigures(NamedTuple):
 
 
 class LinkFigures(NamedTuple):
-    """A sample of the links; `StepLinks` makes them and learns from them."""
+    """A sample of the links; `StepLinks` makes it and learns from it."""
 
     transfers: tuple[Transfer, ...]
-    """One of each mesh axis, and of a pipeline one more for the way back."""
+    """One for each mesh axis, and in a pipeline one more for the way back."""
     cost_s: float
-    """What the sample cost this rank."""
+    """The cost of the sample for this rank."""
     step_s: float
-    """How long its steps take."""
+    """The time of its steps."""
 
 
 class BucketFigures(NamedTuple):
-    """What a size of gradient buckets came to; `StepBuckets` makes them and learns from them."""
+    """The result of a size of gradient buckets; `StepBuckets` makes it and learns from it."""
 
     bucket_bytes: float
     waited_s: float
@@ -58,22 +58,25 @@ class BucketFigures(NamedTuple):
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one rank reports in a step. Counts and requests are added up over the ranks; parts are kept for each rank,
-    and a part that is None is left out on every rank."""
+    """The report of one rank in a step.
+
+    Counts and requests are summed over the ranks; parts are kept for each rank, and a part that is None is omitted on
+    every rank.
+    """
 
     stop: bool = False
     """This rank was asked to stop."""
     writing: bool = False
     """It is writing a checkpoint."""
     steps_to_sample: int = 0
-    """The next sample of the links is taken after this number of steps; rank 0 alone says so, and 0 says nothing."""
+    """The next sample of the links is taken after this number of steps; only rank 0 sets it, and 0 changes nothing."""
     speed: SpeedFigures | None = None
     links: LinkFigures | None = None
     buckets: BucketFigures | None = None
 
     @property
     def sums(self) -> tuple[float, float, float]:
-        """Return the numbers that are added up over the ranks, as `StepOutcome` names them."""
+        """Return the numbers that are summed over the ranks, as `StepOutcome` names them."""
         return float(self.stop), float(self.writing), float(self.steps_to_sample)
 
     @property

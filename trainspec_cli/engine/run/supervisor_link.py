@@ -1,7 +1,7 @@
 """Report the run's speeds to the supervisor, and receive other layouts from it.
 
-The number of the newest proposal travels with the figures of the step's own exchange (`scheduling.py`), so that all
-ranks take it up before the same step.
+The number of the newest proposal travels with the figures of the step's own exchange (`step_report.py`), so that all
+ranks adopt it before the same step.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from trainspec_cli.run.channel.worker import SupervisorConnection
 
 
 class SupervisorLink:
-    """Every rank calls it; rank 0 alone speaks to the supervisor."""
+    """Every rank calls it; only rank 0 exchanges messages with the supervisor."""
 
     def __init__(self, supervisor: SupervisorConnection):
         self._supervisor = supervisor
         self.writes = dist.get_rank() == 0
-        self._told: tuple[object, ...] = ()
+        self._reported: tuple[object, ...] = ()
         self.links: tuple[MeasuredLink, ...] = ()
         """The links whose speeds are known, in the layout in force; they are reported with the ranks' speeds."""
         self._newest: Proposal | None = None
-        self._received = 0
-        """The number of the last proposal that the ranks have taken up."""
+        self.received = 0
+        """The number of the last proposal that the ranks have received."""
 
-    # Up
+    # To the supervisor
 
-    def tell(
+    def report(
         self,
         step: int,
         step_s: float,
@@ -43,12 +43,12 @@ class SupervisorLink:
         samples: Sequence[int],
         speeds: Sequence[Speed | None],
     ) -> None:
-        """Report the speeds of all ranks, and the samples that each has, where that is news and all are known."""
+        """Report the speeds of all ranks, and the samples of each, if they have changed and all are known."""
         known = [speed for speed in speeds if speed is not None]
         news = layout, micro_batches, tuple(samples), tuple(known), self.links
-        if not self.writes or len(known) < len(speeds) or news == self._told:
+        if not self.writes or len(known) < len(speeds) or news == self._reported:
             return
-        self._told = news
+        self._reported = news
         self._supervisor.send(
             SpeedsReport(
                 step=step,
@@ -62,21 +62,17 @@ class SupervisorLink:
             )
         )
 
-    # Down
+    # From the supervisor
 
-    def look(self) -> int:
-        """Return the number of the newest proposal; 0 where there is none, and on other ranks than 0."""
-        for proposal in self._supervisor.take(Proposal):
+    def newest_number(self) -> int:
+        """Return the number of the newest proposal; 0 without one, and on other ranks than 0."""
+        for proposal in self._supervisor.receive(Proposal):
             self._newest = proposal
         return self._newest.number if self._newest else 0
-
-    def is_news(self, number: int) -> bool:
-        """Return whether the ranks have not taken up this proposal yet."""
-        return number > self._received
 
     def receive(self) -> Proposal:
         """Return the newest proposal, which rank 0 knows. Called by every rank together."""
         plain = to_plain(self._newest) if self._newest else None
         proposal = broadcast_json(plain, lambda received: from_plain(Proposal, received))
-        self._received = proposal.number
+        self.received = proposal.number
         return proposal

@@ -1,4 +1,4 @@
-"""The run: steps from where the last checkpoint ends to the last step, and what is written on the way."""
+"""The run: the steps from the last checkpoint to the last step, and what is written meanwhile."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 
 from trainspec_cli.balance.batch.batch import PartSquares
-from trainspec_cli.engine.build.train_state import DTYPES, TrainState
+from trainspec_cli.engine.build.train_state import DTYPES
 from trainspec_cli.engine.data.loader import PREFETCHED_STEPS
 from trainspec_cli.engine.observe.counters import (
     MemoryWatch,
@@ -24,12 +23,12 @@ from trainspec_cli.engine.observe.counters import (
     device_name,
     measure_peak,
 )
-from trainspec_cli.engine.observe.deeper_look import DeeperLook, NoLook
+from trainspec_cli.engine.observe.deeper_look import DeeperLook
 from trainspec_cli.engine.observe.watch import StepWatch
 from trainspec_cli.engine.optim.optimizer import set_learning_rate
 from trainspec_cli.engine.parallel.noise import SampleParts, parts_of
 from trainspec_cli.engine.run.checkpoints import Checkpoints
-from trainspec_cli.engine.run.coordinator import Coordinator, RunContext, StepSamples, TrainProgress
+from trainspec_cli.engine.run.coordinator import Coordinator, StepSamples
 from trainspec_cli.engine.run.evaluate import HeldoutWatch
 from trainspec_cli.engine.run.faults import Faults
 from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
@@ -37,63 +36,71 @@ from trainspec_cli.engine.run.scheduling.directives import Directives, follows_e
 from trainspec_cli.engine.run.scheduling.links import StepLinks
 from trainspec_cli.engine.run.scheduling.relayout import DROPS_LOST, LayoutChanges
 from trainspec_cli.engine.run.scheduling.step_scheduler import StepBuckets, StepPace, StepScheduler
-from trainspec_cli.engine.run.shortage import MemoryRelief
+from trainspec_cli.engine.run.shortage import MemoryRelief, recall_reliefs
+from trainspec_cli.engine.run.sources import DataSource
 from trainspec_cli.engine.run.step import DoneStep, StepOutcome, train_step
 from trainspec_cli.engine.run.step_report import StepReport
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
-from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.engine.run.training_run import TrainingRun, TrainProgress
+from trainspec_cli.recipe.rules.run import noise_hindrance
 from trainspec_cli.run.folder.event_types.events import EndEvent, SampleEvent, StartEvent, WarningEvent
 
 
 class Trainer:
     """Trains by a plan; every rank runs the same code in lockstep.
 
-    What depends on there being one replica group or several is asked of the coordinator.
+    The coordinator handles what differs between one replica group and several.
     """
 
-    def __init__(self, run: RunContext, coordinator: Coordinator):
-        """Restore the newest checkpoint, where the state is to come from one."""
-        self.run_context = run
-        self.plan, self.spec, self.source, self.state = run.plan, run.plan.spec, run.source, run.state
-        self.clock = run.state.clock
-        self.run_dir = run.run_dir
+    def __init__(self, run: TrainingRun, source: DataSource, coordinator: Coordinator):
+        """Restore the newest checkpoint, if the state is to come from one."""
+        self.run = run
+        self.source = source
         self.coordinator = coordinator
-        self.journal = coordinator.journal
+        self.spec = run.plan.spec
+        self.clock = run.state.clock
+        self.journal = run.journal
+        device = run.state.device
         self.faults = Faults(run.plan, run.run_dir)
         limits = self.spec.resilience
         self.watch = StepWatch(run.run_dir, self.journal, limits.hang_floor_s, limits.first_step_s)
-        self.pace = StepPace(run.plan)
-        self.checkpoints = Checkpoints(
-            run.plan, run.run_dir, run.state, run.recipe_digest, self.journal, lambda: self.pace.kept
-        )
-        recalls = follows_earlier(run.plan, coordinator.group)
-        self.directives = Directives(run.run_dir, self.journal, run.plan.layout, recalls=recalls)
+        self.pace = StepPace(self.spec)
+        self.checkpoints = Checkpoints(run, lambda: self.pace.kept)
+        self.directives = Directives(run, recalls=follows_earlier(run.plan, run.group))
         self.link = SupervisorLink(run.supervisor)
-        self._begin_to_learn()
-        self.layouts = LayoutChanges(run.plan, run.state, self.directives)
-        self.relief = MemoryRelief(
-            run, coordinator, self.checkpoints, self.watch, lambda samples: self.scheduler.limit(samples)
-        )
+        self.layouts = LayoutChanges(run, self.directives)
         self.restored_from: str | None = None
         self.heldout = HeldoutWatch(self.spec, run.run_dir, self.journal, self.checkpoints)
         self.progress = TrainProgress()
         if coordinator.restores_at_start:
             self.progress = self._restore()
-        self.tally = RunTally(_peak(run.plan, run.state.device))
-        self.memory = MemoryWatch(run.state.device, self.progress.step, run.plan.total_steps)
-        self.counters = StepCounters(run.state.device)
-        self.deeper_look: DeeperLook | NoLook = NoLook()
-        if self.spec.observe.deeper_look:
-            rank = (coordinator.group or 0) * run.plan.group_size + dist.get_rank()
-            self.deeper_look = DeeperLook(run.run_dir, self.journal, run.supervisor, rank, run.state.device)
+        self._begin_layout()
+        if run.plan.peak_flops is None:
+            peak = measure_peak(device, DTYPES[run.plan.compute])
+        else:
+            peak = Peak(run.plan.peak_flops, run.plan.peak_source)
+        self.tally = RunTally(peak)
+        self.counters = StepCounters(device)
+        rank = (run.group or 0) * run.plan.group_size + dist.get_rank()
+        self.deeper_look = DeeperLook(run.run_dir, self.journal, run.supervisor, rank, device)
         self.divergence = Divergence(run.run_dir, self.spec.train.max_skipped_steps)
         self.unread: DoneStep | None = None
-        self.allocated = device_allocations(run.state.device)
-        """How often the device was asked for memory before this step."""
         self.stopping = False
 
+    def _begin_layout(self) -> None:
+        """Make the objects of the current layout: speeds, links, buckets and memory of another layout do not apply to
+        it."""
+        run = self.run
+        self.scheduler = StepScheduler(run, self.directives, self.link)
+        self.links = StepLinks(run, self.link)
+        self.buckets = StepBuckets(run, self.directives)
+        self.relief = MemoryRelief(run, self.checkpoints, self.watch, self.scheduler.limit)
+        self.memory = MemoryWatch(run.state.device, self.progress.step, run.plan.total_steps)
+        self.allocated = device_allocations(run.state.device)
+        """Allocations from the device before this step."""
+
     def _restore(self) -> TrainProgress:
-        """Load the newest whole checkpoint; where there is none the run goes on as it is."""
+        """Load the newest whole checkpoint; without one the run continues as it is."""
         if restored := self.checkpoints.resume():
             self.restored_from = str(restored.folder)
             self.pace.state = restored.manifest.about.pace or self.pace.state
@@ -102,13 +109,33 @@ class Trainer:
             return progress
         return self.progress
 
-    def run(self) -> None:
-        """Train to the last step or to a request to stop; a checkpoint is written either way."""
-        self._announce()
+    def train(self) -> None:
+        """Train to the last step or to a request to stop; a checkpoint is written in both cases."""
+        plan = self.run.plan
+        self.journal.write(
+            StartEvent(
+                step=self.progress.step,
+                world_size=plan.world_size,
+                device_name=device_name(self.run.state.device),
+                peak_flops=self.tally.peak.flops,
+                peak_source=self.tally.peak.source,
+                params=plan.params,
+                adapter_params=plan.adapter_params,
+                flops_per_token=plan.flops_per_token,
+                unit=self.spec.data.unit,
+                restored_from=self.restored_from,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+            )
+        )
+        is_new = self.progress.step == 0 and dist.get_rank() == 0
+        if is_new and (text := self.source.first_text(self.progress.samples)):
+            self.journal.write(text)
         self.watch.start()
-        self.deeper_look.start()
+        if self.spec.observe.deeper_look:
+            self.deeper_look.start()
         try:
-            self._train()
+            self._make_steps()
             if not self.coordinator.finished_without:
                 self._end()
         except Exception as error:
@@ -121,30 +148,9 @@ class Trainer:
             self.coordinator.leave()
         self.watch.close()
 
-    def _announce(self) -> None:
-        self.journal.write(
-            StartEvent(
-                step=self.progress.step,
-                world_size=self.plan.world_size,
-                device_name=device_name(self.state.device),
-                peak_flops=self.tally.peak.flops,
-                peak_source=self.tally.peak.source,
-                params=self.plan.params,
-                adapter_params=self.plan.adapter_params,
-                flops_per_token=self.plan.flops_per_token,
-                unit=self.spec.data.unit,
-                restored_from=self.restored_from,
-                pid=os.getpid(),
-                host=socket.gethostname(),
-            )
-        )
-        is_new = self.progress.step == 0 and dist.get_rank() == 0
-        if is_new and (text := self.source.first_text(self.progress.samples)):
-            self.journal.write(text)
-
     # One step after another
 
-    def _train(self) -> None:
+    def _make_steps(self) -> None:
         self.clock.restart()
         # The run may have been killed, or stopped, between a checkpoint and the evaluation of the same step.
         lacks_evaluation = self._is_evaluation_due and self.heldout.last_step != self.progress.step
@@ -156,7 +162,12 @@ class Trainer:
             if done is None:
                 self._bring_together()
                 continue
-            self._record_late(done)
+            # On a GPU a step is recorded after the next one has been started, so that reading its figures does not
+            # wait. Every rank reads the same figures at the same step, so all of them stop together.
+            self._record_unread()
+            self.unread = done
+            if not self.clock.on_gpu or self.coordinator.waits_for_groups:
+                self._record_unread()
             self._bring_together()
             if self._is_evaluation_due or self._is_sample_due:
                 self._record_unread()
@@ -169,7 +180,7 @@ class Trainer:
                 self.coordinator.bring_together(self.progress)
 
     def _step(self) -> DoneStep | None:
-        """Make one step; None where the run stops before it, the replica groups did not agree on it, or other runs that
+        """Make one step; None if the run stops before it, the replica groups did not agree on it, or other runs that
         train with this one have made all steps meanwhile."""
         with self._waiting_for_groups():
             start = self.coordinator.begin(self.progress, self._restore)
@@ -181,7 +192,7 @@ class Trainer:
             return None
         step = self.progress.step
         self._follow_layout(step)
-        self.faults.inject(step, self.state)
+        self.faults.inject(step, self.run.state)
         batch = self.pace.batch(self.progress)
         assert batch is not None, "the run is not over"
         lr, samples, outcome = self.relief.make_step(self.progress, partial(self._attempt, step, batch.lr))
@@ -189,14 +200,14 @@ class Trainer:
 
     def _attempt(self, step: int, lr: float) -> tuple[float, StepSamples, StepOutcome | None]:
         """Make the step after update `step`; -> (its learning rate, samples, outcome)."""
-        self.coordinator.batches.division = self.scheduler.divide(step)
+        self.coordinator.division = self.scheduler.divide(step)
         samples = self.coordinator.take(self.pace.coming(self.progress, 1 + PREFETCHED_STEPS))
         lr *= samples.lr_factor
-        set_learning_rate(self.state.optimizer, lr)
+        set_learning_rate(self.run.state.optimizer, lr)
         self.links.begin(step)
         self.buckets.begin()
         outcome = train_step(
-            self.state,
+            self.run.state,
             samples.micro_batches,
             global_tokens=samples.global_tokens,
             clip_norm=self.spec.optim.grad_clip_norm,
@@ -216,66 +227,48 @@ class Trainer:
         return lr, samples, outcome
 
     def _follow_layout(self, step: int) -> None:
-        """Change the layout where that is due; the time belongs to no step."""
+        """Change the layout if that is due; the time belongs to no step."""
         decided = self.scheduler.decided_layers
         self.scheduler.decided_layers = None
         proposed = self.scheduler.is_proposed
         self.scheduler.is_proposed = False
-        due = self.layouts.due(step, self.plan, decided, self.link.receive() if proposed else None)
+        due = self.layouts.due(step, decided, self.link.receive() if proposed else None)
         if due is None:
             return
         self._record_unread()
         with self.watch.between_steps():
             self.checkpoints.finish_writing()
-            plan = self.relief.relieved(self.plan.with_layout(due.planned))
-            done = self.layouts.change(step, due, self.plan, plan, self.state, self.faults.during_move(step))
+            after = recall_reliefs(self.run.plan.with_layout(due.planned), self.run.run_dir)
+            done = self.layouts.change(step, due, after, self.faults.during_move(step))
             if done is not None:
                 changed, directive = done
-                self._adopt(plan, changed.state)
+                self.relief.close()
+                self.run.plan = after
+                self.run.state = changed.state
+                self._begin_layout()
                 if changed.drops_lost:
                     self.journal.write(WarningEvent(step=step, message=DROPS_LOST))
                 if due.followed is None and directive.before_s:
                     self.scheduler.watch(directive)
         self.clock.restart()
 
-    def _adopt(self, plan: Plan, state: TrainState) -> None:
-        """Go on in another layout, which every rank has."""
-        self.plan = plan
-        self.state = state
-        self.run_context = replace(self.run_context, plan=plan, state=state)
-        self.source.adopt(plan, state)
-        self.coordinator.batches.adopt(self.run_context)
-        self.pace.adopt(plan)
-        self.checkpoints.adopt(plan, state)
-        self._begin_to_learn()
-        self.relief.adopt(self.run_context)
-        self.memory = MemoryWatch(state.device, self.progress.step, plan.total_steps)
-        self.allocated = device_allocations(state.device)
-
-    def _begin_to_learn(self) -> None:
-        """Begin with the layout in force: speeds, links and buckets of another one say nothing about it."""
-        group = self.coordinator.group
-        self.scheduler = StepScheduler(self.plan, self.state, self.directives, group, self.link)
-        self.links = StepLinks(self.plan, self.state, self.journal, group, self.link)
-        self.buckets = StepBuckets(self.plan, self.state, self.directives, group)
-
     def _parts(self, samples: StepSamples) -> SampleParts | None:
         """Return the parts of the step whose gradients show the noise; None where it is not measured."""
-        if not self.pace.measures_noise:
+        if not self.measures_noise:
             return None
-        return parts_of(samples.division, self.state.mesh, samples.group_samples, samples.step_samples)
+        return parts_of(samples.division, self.run.state.mesh, samples.group_samples, samples.step_samples)
 
     def _waiting_for_groups(self) -> AbstractContextManager[None]:
-        """The time that other replica groups take is no hang of this one; other runs may take any time."""
+        """Waiting for other replica groups is not a hang of this one; waiting for other runs may take any time."""
         for_ever = self.coordinator.merges_at_end
         return self.watch.between_steps(for_ever=for_ever) if self.coordinator.waits_for_groups else nullcontext()
 
     def _count(self, outcome: StepOutcome, lr: float, samples: StepSamples) -> DoneStep:
-        """The update is made; the checkpoint that may be due belongs to its step."""
+        """Count the update; the checkpoint that may be due belongs to its step."""
         self.progress = TrainProgress(self.progress.step + 1, self.progress.samples + samples.step_samples)
         step = self.progress.step
         noise_scale = None
-        if self.pace.follows_noise:  # the next step's batch hangs on it, and so does the checkpoint: the host waits
+        if self.pace.follows_noise:  # the next step's batch and the checkpoint depend on it: the host waits
             noise_scale = self._note_noise(step, outcome, samples)
         if self.clock.on_gpu:
             outcome = outcome.on_host()
@@ -288,32 +281,29 @@ class Trainer:
         segments = self.clock.cut()
         traffic = self.source.staging.cut()
         before = self.allocated
-        self.allocated = device_allocations(self.state.device)
+        self.allocated = device_allocations(self.run.state.device)
         traffic = replace(traffic, allocations=traffic.allocations + self.allocated - before)
         garbage_s = 0.0 if self.clock.on_gpu else self.counters.garbage.cut()
         return DoneStep(step, outcome, lr, segments, samples, traffic, noise_scale, agreement, garbage_s)
 
+    @property
+    def measures_noise(self) -> bool:
+        """Under cp measuring the noise needs an exchange of all gradients, which is skipped where nothing depends on
+        it."""
+        plan = self.run.plan
+        hindrance = noise_hindrance(self.spec.model, plan.layout, plan.replica_groups, plan.grad_accum_steps)
+        return not hindrance and (self.pace.follows_noise or plan.layout.cp == 1)
+
     def _note_noise(self, step: int, outcome: StepOutcome, samples: StepSamples) -> float | None:
         """Return the noise scale of the gradients up to this step; None where it is not measured, or not yet."""
-        if not self.pace.measures_noise:
+        if not self.measures_noise:
             return None
         weighted, of_experts, parts, expert_parts, experts_square = outcome.noise.tolist()
         square = outcome.grad_norm.item() ** 2 - experts_square
         squares = [PartSquares(weighted, square, round(parts))]
-        if self.plan.layout.ep > 1:
+        if self.run.plan.layout.ep > 1:
             squares.append(PartSquares(of_experts, experts_square, round(expert_parts)))
         return self.pace.note_step(step, samples.step_samples, squares)
-
-    def _record_late(self, done: DoneStep) -> None:
-        """Record a step: on a GPU when the next one has been started, so that reading its figures waits for nothing.
-
-        Every rank reads the same figures at the same step, so all of them stop together.
-        """
-        self._record_unread()
-        if self.clock.on_gpu and not self.coordinator.waits_for_groups:
-            self.unread = done
-        else:
-            self._record(done)
 
     def _record_unread(self) -> None:
         done = self.unread
@@ -351,17 +341,17 @@ class Trainer:
             parts_s,
             taken.group_samples,
             [one.speed for one in reports if one.speed is not None],
-            shows_speed=not self.deeper_look.looked_at(done.step),
+            shows_speed=not self.deeper_look.was_profiled(done.step),
             garbage_s=done.garbage_s,
         )
         of_links = [one.links for one in reports if one.links is not None]
         self.links.note_step(done.step, step_time_s, of_links, int(done.outcome.steps_to_sample.item()))
         of_buckets = [one.buckets for one in reports if one.buckets is not None]
         self.buckets.note_step(done.step, step_time_s, of_buckets)
-        self.coordinator.batches.rate = self.scheduler.rate
+        self.coordinator.rate = self.scheduler.rate
         self.coordinator.note_step(done.step, step_time_s)
 
-    # What is due between steps, and at the end
+    # Work between steps, and at the end
 
     @property
     def _is_last_step(self) -> bool:
@@ -386,7 +376,7 @@ class Trainer:
         self.clock.restart()
 
     def _evaluate(self) -> None:
-        """Measure how the model does on what was held out."""
+        """Measure the model on the held-out data."""
         started = time.perf_counter()
         with self.coordinator.merged():
             evaluated = self.source.evaluate(self.progress.step)
@@ -404,14 +394,14 @@ class Trainer:
             self.journal.write(SampleEvent(step=self.progress.step, prompt=sample.prompt, text=sample.text))
 
     def _end(self) -> None:
-        """Raise WorkerError where all steps are made and the model came to nothing, and leave no checkpoint of it."""
+        """Raise WorkerError if all steps are made and the model is useless, and leave no checkpoint of it."""
         if not self._is_last_step:
             self._checkpoint_last()
             self._finish("stopped")
             return
         if self.tally.heldout is None:
             self._evaluate()
-        self.divergence.check_end(self.progress.step, self.tally, self.state.held)
+        self.divergence.check_end(self.progress.step, self.tally, self.run.state.held)
         self._checkpoint_last()
         self._write_sample()
         self._finish("done")
@@ -422,17 +412,11 @@ class Trainer:
 
     def _finish(self, status: Literal["done", "stopped"]) -> None:
         step = self.progress.step
-        sha256 = write_result(self.run_dir, self.state, self.plan, self.tally, self.source, status=status, step=step)
+        sha256 = write_result(self.run, self.tally, self.source, status=status, step=step)
         self.directives.close()
         self.links.write_speeds(step)
         self.journal.write(EndEvent(step=step, status=status, weights_sha256=sha256))
         self.journal.close()
-
-
-def _peak(plan: Plan, device: torch.device) -> Peak:
-    if plan.peak_flops is None:
-        return measure_peak(device, DTYPES[plan.compute])
-    return Peak(plan.peak_flops, plan.peak_source)
 
 
 def _falls_on(interval: int | None, step: int) -> bool:

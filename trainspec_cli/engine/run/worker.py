@@ -11,17 +11,18 @@ from trainspec_cli.core.reading.files import read_field
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.initial import load_initial
 from trainspec_cli.engine.comm.joining import join_processes, leave_processes
-from trainspec_cli.engine.run.coordinator import RunContext, open_coordinator
+from trainspec_cli.engine.observe.journal import Journal
+from trainspec_cli.engine.run.coordinator import open_coordinator
 from trainspec_cli.engine.run.faults import StopRequest
 from trainspec_cli.engine.run.shortage import recall_reliefs
 from trainspec_cli.engine.run.sources import open_source
 from trainspec_cli.engine.run.trainer import Trainer
+from trainspec_cli.engine.run.training_run import TrainingRun
 from trainspec_cli.run.channel.worker import SupervisorConnection
 from trainspec_cli.run.folder.files import read_versioned
 from trainspec_cli.run.folder.own_code import check_code
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
-from trainspec_cli.run.recovery.memory import with_reliefs
 
 
 def work(run_dir: RunDir, stop: StopRequest) -> None:
@@ -31,14 +32,16 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
     data_dir = None if about["data_dir"] is None else read_field(run_dir.run_json, about, "data_dir", str)
     digest = read_field(run_dir.run_json, about, "digest", str)
     device = join_processes(plan.device)
-    rank = int(os.environ.get(GROUP, "0")) * plan.group_size + dist.get_rank()
-    supervisor = SupervisorConnection.of_worker(rank)  # now, so that it is there before the first step
-    plan = with_reliefs(plan, recall_reliefs(plan, run_dir))
+    group = int(os.environ[GROUP]) if plan.replica_groups > 1 else None
+    rank = (group or 0) * plan.group_size + dist.get_rank()
+    supervisor = SupervisorConnection.of_worker(rank)  # connect now, so that messages arrive before the first step
+    plan = recall_reliefs(plan, run_dir)
     check_code(plan.spec, run_dir)
     state = build_train_state(plan, device)
     if not run_dir.checkpoint_steps():
         load_initial(plan, state)
-    source = open_source(plan, data_dir, state)
-    run = RunContext(plan, run_dir, source, state, digest, stop, supervisor)
-    Trainer(run, open_coordinator(run)).run()
+    journal = Journal(run_dir, dist.get_rank(), plan.spec, group)
+    run = TrainingRun(plan, state, run_dir, digest, stop, journal, group, supervisor)
+    source = open_source(run, data_dir)
+    Trainer(run, source, open_coordinator(run, source)).train()
     leave_processes()

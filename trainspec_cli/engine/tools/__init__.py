@@ -1,1 +1,1 @@
-"""Programs beside training, each a process of its own: probes, traces, measurements, exports."""
+"""Programs outside of training, each in a separate process: probes, traces, measurements, exports."""

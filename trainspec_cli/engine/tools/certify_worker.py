@@ -1,14 +1,14 @@
 """The runs that `trainspec certify` judges: plans trained on samples that are drawn from their seed.
 
-Each leaves gradients.stage*.npz (every parameter's full gradient of the first step; of a run of the trainer, of the one
-after the last), weights.stage*.npz (every whole parameter after the last) and result.json (losses, digests, which
-samples were taken).
+Each writes gradients.stage*.npz (every parameter's full gradient of the first step; for a run of the trainer, of the
+step after the last), weights.stage*.npz (every whole parameter after the last step) and result.json (losses, digests,
+positions of the samples).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,21 +18,31 @@ from torch import Tensor
 
 from trainspec_cli.balance.batch.division import OwnSamples, even_division_of
 from trainspec_cli.engine.build.assemble import build_train_state
-from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.build.train_state import Allowance, TrainState
 from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.saver import Saver, load_newest
 from trainspec_cli.engine.comm.joining import join_processes
-from trainspec_cli.engine.digest import weights_sha256
+from trainspec_cli.engine.comm.json_collectives import gather_json
+from trainspec_cli.engine.data.loader import Staging, cut_micro_batches, positions_of
+from trainspec_cli.engine.digest import MicroBatch, held_part, weights_sha256
+from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.optim.optimizer import clear_gradients, set_learning_rate
-from trainspec_cli.engine.run.coordinator import TrainProgress
+from trainspec_cli.engine.run.coordinator import Coordinator, StepSamples, StepStart
+from trainspec_cli.engine.run.faults import Faults, StopRequest
 from trainspec_cli.engine.run.scheduling.relayout import Meshes
 from trainspec_cli.engine.run.scheduling.step_scheduler import StepPace
+from trainspec_cli.engine.run.shortage import OutOfMemory
+from trainspec_cli.engine.run.sources import WrittenSample
 from trainspec_cli.engine.run.step import compute_gradients, train_step
+from trainspec_cli.engine.run.trainer import Trainer
+from trainspec_cli.engine.run.training_run import TrainingRun, TrainProgress
 from trainspec_cli.engine.shares import Share, unique_shares
-from trainspec_cli.engine.tools.certify_batches import drawn_batch, drawn_tokens, taken_by_all, taken_positions
-from trainspec_cli.engine.tools.certify_live import run_live
+from trainspec_cli.planner.pipeline import Kind
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tables import Relief
 from trainspec_cli.recipe.results.tools import (
     DRAWN_BATCHES,
     DRAWN_TOKENS,
@@ -40,14 +50,18 @@ from trainspec_cli.recipe.results.tools import (
     CertifyResult,
     CertifyRun,
     CertifyRunResult,
+    LiveSteps,
     TrainedSteps,
 )
+from trainspec_cli.run.folder.event_types.events import EvalEvent
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import RunResult
+from trainspec_cli.run.recovery.memory import next_setting, with_reliefs
 
 
 def run(request: CertifyRequest) -> CertifyResult:
-    """Run all of the request's plans, which take as many processes, one after another."""
+    """Run all of the request's plans, which use the same number of processes, one after another."""
     device = join_processes(next(iter(request.runs.values())).plan.device)
     for name, wanted in request.runs.items():
         result = run_one(wanted, Path(request.folder), name, device)
@@ -62,11 +76,21 @@ def run_one(wanted: CertifyRun, folder: Path, name: str, device: torch.device) -
     plan = wanted.plan
     own = folder / name
     if wanted.live:
-        return run_and_leave(wanted, own, device)
+        trainer, trained, live = run_live(wanted, RunDir(own / "run"), device, MESHES)
+        state = trainer.run.state
+        write_parameters(state, own, "weights", lambda share: share.parameter)
+        if wanted.gradients:  # those that the next step would have
+            samples = (trainer.progress.samples, plan.spec.batching.global_batch_size)
+            following = trainer.coordinator.division.of_rank(state.mesh.data_rank, *samples)
+            leave_gradients(plan, state, own, following)
+        return CertifyRunResult(trained, None, live)
     mesh = MESHES.of(plan.layout, device.type)
     state = build_train_state(plan, device, mesh)
     if wanted.inputs:
-        leave_inputs(wanted, state, own)
+        write_parameters(state, own, "first", lambda share: share.parameter)
+        if dist.get_rank() == 0:
+            tokens = drawn_tokens(plan.spec, wanted.steps, wanted.clip_from)
+            np.savez(own / DRAWN_BATCHES, **{DRAWN_TOKENS: tokens})  # type: ignore[arg-type]
     if wanted.gradients:
         first = own_samples(wanted, state, 0, plan.spec.batching.global_batch_size)
         leave_gradients(plan, state, own, first, wanted.exchanges)
@@ -80,34 +104,14 @@ def run_one(wanted: CertifyRun, folder: Path, name: str, device: torch.device) -
     return CertifyRunResult(trained, resumed)
 
 
-def run_and_leave(wanted: CertifyRun, own: Path, device: torch.device) -> CertifyRunResult:
-    """Make a run of the trainer, and leave its last weights and the gradients that the next step would have."""
-    trainer, trained, live = run_live(wanted, RunDir(own / "run"), device, MESHES)
-    state = trainer.state
-    division = trainer.coordinator.batches.division
-    samples = trainer.progress.samples
-    write_parameters(state, own, "weights", lambda share: share.parameter)
-    if wanted.gradients:
-        following = division.of_rank(state.mesh.data_rank, samples, wanted.plan.spec.batching.global_batch_size)
-        leave_gradients(wanted.plan, state, own, following)
-    return CertifyRunResult(trained, None, live)
-
-
-def leave_inputs(wanted: CertifyRun, state: TrainState, folder: Path) -> None:
-    """Write the first weights, and what the run trains on."""
-    write_parameters(state, folder, "first", lambda share: share.parameter)
-    if dist.get_rank() == 0:
-        tokens = drawn_tokens(wanted.plan.spec, wanted.steps, wanted.clip_from)
-        np.savez(folder / DRAWN_BATCHES, **{DRAWN_TOKENS: tokens})  # type: ignore[arg-type]
-
-
 MESHES = Meshes()
-"""The groups of all runs: each group keeps threads, and some hundred meshes have thousands."""
+"""The groups of all runs: each group has threads, and a hundred meshes have thousands."""
 
 
 def leave_gradients(plan: Plan, state: TrainState, folder: Path, own: OwnSamples, exchanges: int = 1) -> None:
-    """Write the gradients of a batch, of which `own` is this rank's part: the mean of so many exchanges of them."""
-    means: dict[int, Tensor] = {}  # by share: a tied embedding stands twice under one name
+    """Write the gradients of a batch: the mean of `exchanges` exchanges of them. `own` is this rank's part of the
+    batch."""
+    means: dict[int, Tensor] = {}  # by share: a tied embedding exists twice with one name
     for _ in range(exchanges):
         compute_gradients(state, drawn_batch(plan.spec, state, own), plan.tokens_per_step)
         for share in state.shares:
@@ -115,16 +119,16 @@ def leave_gradients(plan: Plan, state: TrainState, folder: Path, own: OwnSamples
                 part = gradient.detach() / exchanges
                 means[id(share)] = means[id(share)] + part if id(share) in means else part
         clear_gradients(state.shares)
-        state.compression.settle(torch.zeros(()))
+        state.compression.end_step(torch.zeros(()))
     write_parameters(state, folder, "gradients", lambda share: means.get(id(share)))
     state.compression.clear()
 
 
 def train(wanted: CertifyRun, state: TrainState, folder: Path, source: Path | None) -> TrainedSteps:
-    """Train up to the last step, from the first or from the checkpoint in `source`; the recipe says how many samples
-    each step takes."""
+    """Train up to the last step, from the first or from the checkpoint in `source`; the recipe sets the number of
+    samples of each step."""
     spec = wanted.plan.spec
-    pace = StepPace(wanted.plan)
+    pace = StepPace(spec)
     progress = TrainProgress()
     if source is not None and (restored := load_newest(RunDir(source), state.held, state.device)):
         progress = TrainProgress(restored.manifest.step, restored.manifest.about.samples)
@@ -168,7 +172,7 @@ def own_samples(wanted: CertifyRun, state: TrainState, start: int, samples: int)
 
 
 def write_parameters(state: TrainState, folder: Path, name: str, tensor_of: Callable[[Share], Tensor | None]) -> None:
-    """Write what `tensor_of` gives for each parameter: each pipeline rank its stages'. A None is left out."""
+    """Write the result of `tensor_of` for each parameter: each pipeline rank those of its stages. None is skipped."""
     whole: dict[str, np.ndarray] = {}
     for share in unique_shares(state.shares):
         if (tensor := tensor_of(share)) is not None:
@@ -176,3 +180,247 @@ def write_parameters(state: TrainState, folder: Path, name: str, tensor_of: Call
     if state.mesh.stage.get_local_rank() == 0:
         np.savez(folder / f"{name}.stage{state.mesh.rank('pp')}.npz", **whole)  # type: ignore[arg-type]
     dist.barrier()
+
+
+# Runs of `trainspec certify` that the trainer makes as in a launch: with changes of layout, some of which fail or are
+# interrupted, and with memory that runs out.
+#
+# The processes serve many runs, so none of them may end. A kill is an exception on all ranks at once, after which only
+# the run's folder is left, and memory runs out on all ranks in one micro-batch. Then the run restarts, as its
+# supervisor would restart it.
+
+
+BUCKET_BYTES = 50_000
+"""Small models move in several buckets too, so that a change can be interrupted between them."""
+
+
+class Killed(BaseException):
+    """Ends a start of the run, on all ranks at once, as SIGKILL would."""
+
+
+class DrawnSource:
+    """The trainer's source of samples that are drawn from the seed; none are held out."""
+
+    def __init__(self, run: TrainingRun):
+        self.run = run
+        self.staging = Staging(run.state.device)
+
+    def read(self, own: OwnSamples) -> list[MicroBatch]:
+        return read_drawn(self.run.plan.spec, own, self.run.state.positions_S)
+
+    def counted(self, positions: np.ndarray) -> int:
+        return len(positions) * self.run.plan.spec.data.seq_len
+
+    def evaluate(self, step: int) -> None:
+        return None
+
+    def summarise(self, result: RunResult, evaluated: EvalEvent | None) -> RunResult:
+        return result
+
+    def write_sample(self) -> WrittenSample | None:
+        return None
+
+    def first_text(self, position: int) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class MadeStep:
+    """A step whose gradients were computed to the end."""
+
+    taken: Taken
+    layout: Layout
+    largest_micro_batch: int
+    """The largest micro-batch of this rank, in samples."""
+
+
+@dataclass
+class Trail:
+    """The figures of a run, over all its starts."""
+
+    steps: dict[int, MadeStep] = field(default_factory=dict)
+    """Steps by the updates made before; a step that is made again replaces the first."""
+    losses: dict[int, float | None] = field(default_factory=dict)
+    starts: list[int] = field(default_factory=list)
+    written_bytes: int = 0
+    """Growth of the run's folder in bytes, without logs, between a step's end and the passes of the next."""
+
+
+class WatchedGroup(Coordinator):
+    """One replica group that records what it does."""
+
+    def __init__(self, run: TrainingRun, source: DrawnSource, trail: Trail):
+        super().__init__(run, source)
+        self._trail = trail
+
+    def begin(self, progress: TrainProgress, restore: Callable[[], TrainProgress]) -> StepStart:
+        self._step = progress.step
+        self._held_bytes = _bytes_on_disk(self._run.run_dir)
+        return super().begin(progress, restore)
+
+    def take(self, steps: Sequence[tuple[int, int]]) -> StepSamples:
+        held_bytes = _bytes_on_disk(self._run.run_dir)
+        self._trail.written_bytes += held_bytes - self._held_bytes
+        self._held_bytes = held_bytes
+        samples = super().take(steps)
+        taken = self._run.state.mesh.data_rank, taken_positions(samples.own)
+        self._made = MadeStep(taken, self._run.plan.layout, max(samples.own.sizes))
+        return samples
+
+    def commit(self) -> bool:
+        self._trail.steps[self._step] = self._made
+        return super().commit()
+
+
+def _bytes_on_disk(run_dir: RunDir) -> int:
+    """Return the size of the run's folder without its logs; 0 on all ranks except the first, which ends a
+    checkpoint."""
+    if dist.get_rank() != 0:
+        return 0
+    return sum(path.stat().st_size for path in run_dir.root.rglob("*") if path.is_file() and path.suffix != ".jsonl")
+
+
+class LiveFaults(Faults):
+    """The recipe's faults, and a kill of all ranks when half of the state has moved."""
+
+    def __init__(self, plan: Plan, run_dir: RunDir, killed_at: int | None):
+        super().__init__(plan, run_dir)
+        self._killed_at = killed_at
+
+    def during_move(self, step: int) -> Callable[[int, int], None]:
+        others = super().during_move(step)
+
+        def inject(bucket: int, buckets: int) -> None:
+            others(bucket, buckets)
+            if step == self._killed_at and bucket == buckets // 2:
+                raise Killed
+
+        return inject
+
+
+class SharedAllowance(Allowance):
+    """Memory that runs out on all ranks: each leaves the step once the others have got its messages."""
+
+    def check(self, kind: Kind, samples: int) -> None:
+        try:
+            super().check(kind, samples)
+        except torch.OutOfMemoryError:
+            dist.barrier()
+            raise
+
+
+def run_live(
+    wanted: CertifyRun, run_dir: RunDir, device: torch.device, meshes: Meshes
+) -> tuple[Trainer, TrainedSteps, LiveSteps]:
+    """Train to the last step, in as many starts as needed; -> (the trainer of the last one, the steps, the record)."""
+    plan = wanted.plan
+    killed_at = wanted.killed_at
+    trail = Trail()
+    while True:
+        trainer = _start(plan, run_dir, device, meshes, trail, killed_at)
+        trail.starts.append(trainer.progress.step)
+        try:
+            trainer.train()
+            break
+        except Killed:
+            killed_at = None
+        except OutOfMemory as error:  # the next start follows the supervisor's rules
+            taken = next_setting(plan.memory_ladder, error.shortage.failed)
+            if taken is None:
+                raise
+            plan = with_reliefs(plan, [Relief(error.shortage.failed, taken)])
+        finally:  # also of a start that ended early
+            trail.losses |= {event.step: event.loss for event in trainer.tally.steps}
+            if trainer.unread:
+                trail.losses[trainer.unread.step] = trainer.unread.outcome.loss.item()
+            trainer.watch.close()
+    state = trainer.run.state
+    made = [trail.steps[step] for step in sorted(trail.steps)]
+    sha256 = weights_sha256(state.shares, state.mesh.group("pp"))
+    losses = tuple(trail.losses[step] for step in sorted(trail.losses))
+    trained = TrainedSteps(losses, None, sha256, taken_by_all([step.taken for step in made]))
+    layouts, sizes = zip(*((step.layout, step.largest_micro_batch) for step in made), strict=True)
+    return trainer, trained, LiveSteps(tuple(trail.starts), layouts, sizes, trail.written_bytes)
+
+
+def _start(
+    plan: Plan, run_dir: RunDir, device: torch.device, meshes: Meshes, trail: Trail, killed_at: int | None
+) -> Trainer:
+    state = build_train_state(plan, device, meshes.of(plan.layout, device.type))
+    state.stages = replace(state.stages, allowance=SharedAllowance())
+    journal = Journal(run_dir, dist.get_rank(), plan.spec)
+    run = TrainingRun(plan, state, run_dir, recipe_digest="", stop=StopRequest(), journal=journal)
+    source = DrawnSource(run)
+    trainer = Trainer(run, source, WatchedGroup(run, source, trail))
+    trainer.faults = LiveFaults(plan, run_dir, killed_at)
+    trainer.layouts.meshes = meshes
+    trainer.layouts.bucket_bytes = BUCKET_BYTES
+    return trainer
+
+
+# The samples of the runs of `trainspec certify`, drawn from their seed, and the part that each rank has read.
+
+
+Taken = tuple[int, tuple[int, ...]]
+"""The data rank of a process in a step, and the positions of the samples that it has read."""
+
+
+def drawn_batch(spec: RunSpec, state: TrainState, own: OwnSamples) -> list[MicroBatch]:
+    """Return the micro-batches of `own` on the device of `state`, as `read_drawn` draws them."""
+    drawn = read_drawn(spec, own, None)
+    whole = [tuple(tensor.to(state.device) for tensor in part) for part in drawn]
+    return [held_part(part, state.positions_S) for part in whole]
+
+
+def read_drawn(spec: RunSpec, own: OwnSamples, positions_S: Tensor | None) -> list[MicroBatch]:
+    """Return the micro-batches of `own` on the host; the sample at a position is the same for every layout and
+    division. `positions_S`: where a rank holds part of a sequence.
+
+    Samples are drawn in blocks of the first step's batch, each from a generator of its own.
+    """
+    positions = positions_of(own)
+    block_size = spec.batching.global_batch_size
+    blocks = range(int(positions.min()) // block_size, int(positions.max()) // block_size + 1)
+    seeds = (spec.train.seed * 1_000_003 + block for block in blocks)
+    drawn = zip(*(drawn_samples(spec, torch.Generator().manual_seed(seed)) for seed in seeds), strict=True)
+    mine = tuple(torch.cat(tensors)[positions - blocks[0] * block_size] for tensors in drawn)
+    return [held_part(part, positions_S) for part in cut_micro_batches(mine, own)]
+
+
+def drawn_samples(spec: RunSpec, generator: torch.Generator) -> MicroBatch:
+    """A global batch of tokens and those that follow, or of images and labels."""
+    model = spec.model
+    samples = spec.batching.global_batch_size
+    if model.unit == "samples":
+        images = torch.randn((samples, model.in_channels, *model.input_size), generator=generator)
+        labelled = model.input_size if model.segments else ()
+        return images, torch.randint(model.num_classes, (samples, *labelled), generator=generator)
+    drawn = torch.randint(model.vocab_size, (samples, spec.data.seq_len + 1), generator=generator)
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def drawn_tokens(spec: RunSpec, steps: int, clip_from: int | None) -> np.ndarray:
+    """Return the tokens of each step's whole batch, (steps, samples, length + 1) in int64; from `clip_from` on every
+    step sees one batch."""
+    blocks = [step if clip_from is None or step < clip_from else clip_from for step in range(steps)]
+    drawn = []
+    for block in blocks:
+        generator = torch.Generator().manual_seed(spec.train.seed * 1_000_003 + block)
+        inputs, targets, *_ = drawn_samples(spec, generator)
+        drawn.append(torch.cat((inputs, targets[:, -1:]), dim=1))
+    return torch.stack(drawn).numpy()
+
+
+def taken_positions(own: OwnSamples) -> tuple[int, ...]:
+    runs = (range(start, start + size) for start, size in zip(own.starts, own.sizes, strict=True))
+    return tuple(position for run in runs for position in run)
+
+
+def taken_by_all(taken: Sequence[Taken]) -> tuple[tuple[int, ...], ...]:
+    """Return the positions that all ranks together have read in each step; this one has read `taken`. Ranks that work
+    on the same samples must have read the same."""
+    of_ranks = gather_json(
+        taken, lambda of_rank: [(int(rank), tuple(map(int, positions))) for rank, positions in of_rank]
+    )
+    steps = (dict.fromkeys(step) for step in zip(*of_ranks, strict=True))
+    return tuple(tuple(sorted(position for _, own in step for position in own)) for step in steps)

@@ -1,4 +1,4 @@
-"""How fast a job's processes write a checkpoint of a plan's state to a disk, and read it back and verify it."""
+"""Measure how fast a job's processes write a checkpoint of a plan's state to a disk, and read it back and verify it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(request: CheckpointRatesRequest) -> CheckpointRates:
 
 
 def forget(folder: Path) -> None:
-    """Ask the system to forget what it holds of the files in memory, so that they are read from the disk."""
+    """Ask the system to drop its cache of the files, so that they are read from the disk."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in (path for path in folder.iterdir() if path.is_file()):

@@ -1,4 +1,4 @@
-"""Count the parameters of a user-defined block, which a plan has to know and its code alone says."""
+"""Count the parameters of a user-defined block, which a plan needs and only the block's code determines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainspec_cli.recipe.results.tools import BlockCount, BlockRequest
 
 
 def run(request: BlockRequest) -> BlockCount:
-    """Make the first block, without memory for its values, and count. What is wrong with it is the result's problem."""
+    """Create the first block, without memory for its values, and count. An error in it is the result's problem."""
     try:
         with torch.device("meta"):
             block = BlockMaker(request.model).make(0)

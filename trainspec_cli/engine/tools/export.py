@@ -1,17 +1,20 @@
 """A run's weights as a Hugging Face folder's safetensors files, by one process without a GPU.
 
-Parameters are read a file's worth at a time, so that a checkpoint larger than memory passes
-through. The files are named by an index where there is more than one.
+Parameters are read one file at a time, so that a checkpoint may be larger than memory. If there are several files, an
+index names them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from trainspec_cli.data.huggingface.safetensors import (
     ADAPTERS,
@@ -19,14 +22,15 @@ from trainspec_cli.data.huggingface.safetensors import (
     INDEX,
     SINGLE,
     Parameter,
+    Piece,
     adapters_of,
     make_header,
     parameters,
 )
-from trainspec_cli.data.weights.naming import other_tensors
+from trainspec_cli.data.weights.naming import OtherTensor, RowRange, other_tensors
+from trainspec_cli.data.weights.stored import Shape
 from trainspec_cli.engine.checkpoint.memory import DTYPES
 from trainspec_cli.engine.checkpoint.saver import read_weights
-from trainspec_cli.engine.tools.export_other import cut, reader, write_distributed, write_state
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import LITGPT_FILE
@@ -45,7 +49,12 @@ def run(request: ExportRequest) -> ExportResult:
         plan = replace(plan, spec=replace(plan.spec, lora=LoraSpec()))  # nothing is merged
     if request.format != "safetensors":
         return ExportResult(export_other(plan, request))
-    return ExportResult((export_adapters if request.what == "adapters" else export)(plan, request))
+    if request.what == "adapters":
+        adapters = [half for parameter in _parameters(plan) for half in adapters_of(parameter, plan.spec.lora)]
+        full = read(plan, Path(request.checkpoint), adapters)
+        write_file(Path(request.output) / ADAPTERS, adapters, full, request.dtype)
+        return ExportResult(1)
+    return ExportResult(export(plan, request))
 
 
 def export(plan: Plan, request: ExportRequest) -> int:
@@ -66,7 +75,7 @@ def export(plan: Plan, request: ExportRequest) -> int:
 
 
 def export_other(plan: Plan, request: ExportRequest) -> int:
-    """Write the weights as a project other than Hugging Face has them; return the number of files."""
+    """Write the weights in the format of a project other than Hugging Face; return the number of files."""
     model = plan.spec.model
     folder = Path(request.output)
     assert isinstance(model, DecoderModel), "other families are refused by name"
@@ -95,13 +104,6 @@ def _files(wanted: Sequence[Parameter], request: ExportRequest) -> Iterator[list
     yield held
 
 
-def export_adapters(plan: Plan, request: ExportRequest) -> int:
-    adapters = [half for parameter in _parameters(plan) for half in adapters_of(parameter, plan.spec.lora)]
-    full = read(plan, Path(request.checkpoint), adapters)
-    write_file(Path(request.output) / ADAPTERS, adapters, full, request.dtype)
-    return 1
-
-
 def _parameters(plan: Plan) -> list[Parameter]:
     assert isinstance(plan.spec.model, DecoderModel), "other families are refused by name"
     return parameters(plan.spec.model)
@@ -126,3 +128,102 @@ def write_file(path: Path, held: Sequence[Parameter], full: Mapping[str, Tensor]
         for name, piece in pieces:
             tensor = cut(full[name], piece).to(DTYPES[dtype]).contiguous()
             file.write(tensor.view(torch.uint8).numpy().data)
+
+
+# A run's weights in the formats of other projects: a distributed checkpoint of torch (DCP), and a file of torch.save.
+#
+# A distributed checkpoint is written box by box, a stack of layers one layer after another, so that a checkpoint may be
+# larger than memory. A file of torch.save is assembled in memory.
+
+
+ReadTensor = Callable[[str], Tensor]
+"""Given the name of a Hugging Face tensor, return it."""
+
+
+@dataclass(frozen=True)
+class WrittenBox:
+    """A part of a tensor that is written at once."""
+
+    tensor: OtherTensor
+    start: Shape
+    shape: Shape
+    rows: tuple[RowRange, ...]
+
+    def read(self, read: ReadTensor, dtype: torch.dtype) -> Tensor:
+        """Assemble the box from Hugging Face's tensors."""
+        whole = torch.empty(self.shape, dtype=dtype)
+        box = whole if self.rows[0].layer is None else whole[0]
+        tensors = {name: read(name) for name in dict.fromkeys(rows.tensor for rows in self.rows)}
+        for rows in self.rows:
+            box[rows.at : rows.at + rows.step * rows.count : rows.step].copy_(
+                tensors[rows.tensor][rows.start : rows.start + rows.count]
+            )
+        return whole
+
+
+def boxes_of(tensor: OtherTensor) -> Iterator[WrittenBox]:
+    """Yield the whole tensor, or one layer of a stack after another."""
+    layers = list(dict.fromkeys(rows.layer for rows in tensor.rows))
+    for layer in layers:
+        if layer is None:
+            yield WrittenBox(tensor, (0,) * len(tensor.shape), tensor.shape, tensor.rows)
+        else:
+            start = (layer, *(0 for _ in tensor.shape[1:]))
+            rows = tuple(rows for rows in tensor.rows if rows.layer == layer)
+            yield WrittenBox(tensor, start, (1, *tensor.shape[1:]), rows)
+
+
+def write_distributed(tensors: Sequence[OtherTensor], read: ReadTensor, dtype: torch.dtype, folder: Path) -> int:
+    """Write a distributed checkpoint; return the number of its files of weights."""
+    planner = _Planner([box for tensor in tensors for box in boxes_of(tensor)], read, dtype)
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
+    dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    return len(list(folder.glob("*.distcp")))
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Plans one item for each box, and reads it when it is written."""
+
+    def __init__(self, boxes: Sequence[WrittenBox], read: ReadTensor, dtype: torch.dtype):
+        super().__init__()
+        self._boxes = {MetadataIndex(box.tensor.name, box.start): box for box in boxes}
+        self._read = read
+        self._dtype = dtype
+
+    def create_local_plan(self) -> SavePlan:
+        paths = {box.tensor.name: (box.tensor.name,) for box in self._boxes.values()}
+        items = []
+        for index, box in self._boxes.items():
+            chunk = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
+            data = TensorWriteData(chunk, TensorProperties(dtype=self._dtype), torch.Size(box.tensor.shape))
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items, planner_data=paths)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        index = replace(write_item.index, index=None)
+        return self._boxes[index].read(self._read, self._dtype)
+
+
+def write_state(tensors: Sequence[OtherTensor], read: ReadTensor, dtype: torch.dtype, file: Path) -> int:
+    """Write one file of torch.save in litgpt's format; return 1."""
+    state = {box.tensor.name: box.read(read, dtype) for tensor in tensors for box in boxes_of(tensor)}
+    torch.save({"model": state}, file)
+    return 1
+
+
+def reader(model: DecoderModel, read: Callable[[Sequence[Parameter]], Mapping[str, Tensor]]) -> ReadTensor:
+    """Return a function that reads one Hugging Face tensor, given one that reads whole parameters of the engine."""
+    places = {piece.tensor: (parameter, piece) for parameter in parameters(model) for piece in parameter.pieces}
+
+    def read_tensor(name: str) -> Tensor:
+        parameter, piece = places[name]
+        return cut(read([parameter])[parameter.name], piece)
+
+    return read_tensor
+
+
+def cut(full: Tensor, piece: Piece) -> Tensor:
+    """Cut a Hugging Face tensor out of a whole parameter."""
+    box = full[tuple(slice(start, start + size) for start, size in zip(piece.start, piece.shape, strict=True))]
+    return box.flatten(0, -2).transpose(-1, -2) if piece.transposed else box

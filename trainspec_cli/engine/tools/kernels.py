@@ -1,4 +1,4 @@
-"""Every backend of every operation tried at the shapes of a plan, with all of a run's processes at work at once.
+"""Every backend of every operation, tried at the shapes of a plan, with all of a run's processes at work at once.
 
 The shapes are found by making a step with fake tensors.
 """
@@ -6,29 +6,32 @@ The shapes are found by making a step with fake tensors.
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainspec_cli.engine.accelerators import enter
+from trainspec_cli.engine.accelerators import enter, synchronise
 from trainspec_cli.engine.build.assemble import build_train_state, load_kernel, modules_with
-from trainspec_cli.engine.build.train_state import DTYPES, TrainState
+from trainspec_cli.engine.build.train_state import DTYPES
 from trainspec_cli.engine.comm.joining import join_processes
 from trainspec_cli.engine.comm.json_collectives import gather_json
-from trainspec_cli.engine.kernels.inputs import OPERATIONS, Call, describe_call
+from trainspec_cli.engine.kernels.inputs import OPERATIONS, Call, Inputs, describe_call, make_inputs
 from trainspec_cli.engine.mesh import build_mesh
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
+from trainspec_cli.engine.optim.optimizer import build_optimizer
 from trainspec_cli.engine.run.pipeline_run import forward_only
-from trainspec_cli.engine.tools.kernel_trial import Kernel, Workload, operation, optimizer_update, try_kernels
+from trainspec_cli.engine.shares import Share
 from trainspec_cli.engine.tools.trace import CPU, even_out, fake_batch, fake_world
 from trainspec_cli.recipe.json_text import finite_or_none
 from trainspec_cli.recipe.keys.kernels import IN_BLOCKS, KERNELS, TORCH, KernelSpec, KernelTrial, KernelTrials
+from trainspec_cli.recipe.keys.training import OptimSpec
 from trainspec_cli.recipe.records import from_plain, to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import KernelRequest, KernelResult
@@ -39,56 +42,50 @@ def run(request: KernelRequest) -> KernelResult:
     plan = request.plan
     rank = int(os.environ["RANK"])
     here = int(os.environ["WORLD_SIZE"])
-    device = enter(plan.device)  # Triton launches on the current one, whatever its arguments lie on
-    calls = calls_of(plan, stand_in(rank, here, plan.world_size))
+    device = enter(plan.device)  # Triton launches on the current device, whatever device its arguments are on
+    # The processes of this node stand for ranks from all over the run, including the first and the last: each stage of
+    # a pipeline is tried, and the loss, which the last one computes.
+    calls = calls_of(plan, rank * (plan.world_size - 1) // max(1, here - 1))
     trials = try_all(plan, calls, device)
     join_processes(plan.device)
     return KernelResult(tuple(gather_json(finite_or_none(to_plain(trials)), partial(from_plain, KernelTrials))))
 
 
-def stand_in(rank: int, processes: int, world_size: int) -> int:
-    """Return the rank whose shapes a process of one node takes: they lie all over the run, so that each stage of a
-    pipeline and the last, which has the loss, are among them."""
-    return rank * (world_size - 1) // max(1, processes - 1)
-
-
 def try_all(plan: Plan, calls: Calls, device: torch.device) -> KernelTrials:
     """Every backend of every operation that the run uses."""
-    workloads = workloads_of(plan, calls, device)
-    described = {op: _describe(calls.by_op[op], describe_call) for op in workloads if op in calls.by_op}
-    if "adamw" in workloads:
-        described["adamw"] = _describe(calls.parameters, str)
-    return KernelTrials(described, {op: try_backends(plan, op, workload) for op, workload in workloads.items()})
+    described: dict[str, tuple[str, ...]] = {}
+    trials: dict[str, dict[str, KernelTrial]] = {}
+    for op, workload in workloads_of(plan, calls, device).items():
+        described[op] = _describe(calls.parameters, str) if op == "adamw" else _describe(calls.by_op[op], describe_call)
+        trials[op] = {}
+        kernels: dict[str, Kernel] = {}
+        for name in KERNELS[op]:
+            reason = "" if name == TORCH else why_untried(plan, op, name)
+            if reason:
+                trials[op][name] = KernelTrial(untried=reason)
+                continue
+            kernel = load_kernel(op, name)
+            # As compiled, if blocks are compiled: fusions change which backend is fastest.
+            compiles = plan.spec.compile and op in IN_BLOCKS
+            kernels[name] = torch.compile(kernel, dynamic=False) if compiles else kernel
+        trials[op] |= try_kernels(kernels, workload)
+    return KernelTrials(described, trials)
 
 
 def workloads_of(plan: Plan, calls: Calls, device: torch.device) -> dict[str, Workload]:
     """Return the operations that the run uses."""
-    workloads = {op: _workload(plan, op, numbers, device) for op, numbers in calls.by_op.items() if numbers}
+    workloads: dict[str, Workload] = {}
+    for op, numbers in calls.by_op.items():
+        if not numbers:
+            continue
+        chunk = ChunkCrossEntropy()
+        if plan.spec.compile:
+            chunk.compile()
+        workloads[op] = operation(op, numbers, DTYPES[plan.compute], device, chunk)
     if plan.spec.optim.name == "adamw":
         where = device if plan.offload == "none" else torch.device("cpu")
         workloads["adamw"] = optimizer_update(calls.parameters, plan.spec.optim, where)
     return workloads
-
-
-def try_backends(plan: Plan, op: str, workload: Workload) -> dict[str, KernelTrial]:
-    untried = {name: why_untried(plan, op, name) for name in KERNELS[op] if name != TORCH}
-    kernels = {name: _kernel(plan, op, name) for name in KERNELS[op] if not untried.get(name)}
-    return try_kernels(kernels, workload) | {
-        name: KernelTrial(untried=reason) for name, reason in untried.items() if reason
-    }
-
-
-def _kernel(plan: Plan, op: str, name: str) -> Kernel:
-    """Return the kernel; where blocks are compiled, as the compiler makes it."""
-    kernel = load_kernel(op, name)
-    return torch.compile(kernel, dynamic=False) if plan.spec.compile and op in IN_BLOCKS else kernel
-
-
-def _workload(plan: Plan, op: str, numbers: Mapping[Call, int], device: torch.device) -> Workload:
-    chunk = ChunkCrossEntropy()
-    if plan.spec.compile:
-        chunk.compile()
-    return operation(op, numbers, DTYPES[plan.compute], device, chunk)
 
 
 def _describe(numbers: Counter[Any], show: Callable[[Any], str]) -> tuple[str, ...]:
@@ -104,7 +101,7 @@ class Calls:
 
     by_op: dict[str, Counter[Call]] = field(default_factory=dict)
     parameters: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    """Shapes of what the optimizer updates."""
+    """Shapes of the tensors that the optimizer updates."""
 
 
 def calls_of(plan: Plan, rank: int) -> Calls:
@@ -118,34 +115,246 @@ def calls_of(plan: Plan, rank: int) -> Calls:
             state.clock.on_gpu = False
             for part in state.parts:
                 even_out(part)
-                _listen(part, calls)
+                for op in OPERATIONS:
+                    for module in modules_with(part, op):
+                        setattr(module, op, _noting(getattr(module, op), calls.by_op.setdefault(op, Counter())))
             calls.parameters.update(tuple(share.local.shape) for share in state.shares if share.is_trained)
-            _step(plan, state)
+            # One micro-batch goes through all stages; what the backward calls follows from it.
+            tokens, targets, *_ = fake_batch(plan, state)
+            documents = [torch.zeros_like(tokens)] if plan.spec.data.masks_documents else []
+            forward_only(state.stages, tokens, targets, *documents)
     return calls
 
 
-def _listen(part: Any, calls: Calls) -> None:
-    for op in OPERATIONS:
-        for module in modules_with(part, op):
-            setattr(module, op, _noting(getattr(module, op), calls.by_op.setdefault(op, Counter())))
-
-
 def _noting(function: Callable[..., Any], seen: Counter[Call]) -> Callable[..., Any]:
+    """Return a function that records its arguments: tensors by their shape, numbers, and None for anything else."""
+
     def noted(*arguments: Any) -> Any:
-        seen[tuple(map(_shape_or_number, arguments))] += 1
+        call: list[tuple[int, ...] | float | None] = []
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                call.append(tuple(map(int, argument.shape)))
+            else:
+                call.append(argument if isinstance(argument, (int, float)) else None)
+        seen[tuple(call)] += 1
         return function(*arguments)
 
     return noted
 
 
-def _shape_or_number(argument: Any) -> tuple[int, ...] | float | None:
-    if isinstance(argument, Tensor):
-        return tuple(map(int, argument.shape))
-    return argument if isinstance(argument, (int, float)) else None
+# Tries an operation's backends at a run's shapes: their error against fp64, and their time compared with torch's
+# default.
+#
+# Backends take turns, round by round, so that load of other programs affects all of them.
 
 
-def _step(plan: Plan, state: TrainState) -> None:
-    """One micro-batch goes through all stages; what the backward calls follows from it."""
-    tokens, targets, *_ = fake_batch(plan, state)
-    documents = [torch.zeros_like(tokens)] if plan.spec.data.masks_documents else []
-    forward_only(state.stages, tokens, targets, *documents)
+clock = time.perf_counter
+Kernel = Callable[..., Any]
+Work = Callable[[], Any]
+MIN_ROUNDS, MAX_ROUNDS, BUDGET_S = 7, 25, 1.0
+"""Rounds of all backends: until each has had the budget."""
+TURN_S = 2e-3
+"""Shorter calls are repeated within a turn for this many seconds."""
+SUM_ERROR = 8 * torch.finfo(torch.float32).eps
+"""The error of sums, which all formats accumulate in fp32."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """An operation as a run uses it."""
+
+    dtype: torch.dtype
+    device: torch.device
+    error_of: Callable[[Kernel], float]
+    """A kernel's greatest relative error against fp64."""
+    works_of: Callable[[Kernel], Sequence[tuple[Work, int]]]
+    """A kernel's calls, forward and backward, each with its number in a step."""
+
+
+def try_kernels(kernels: Mapping[str, Kernel], workload: Workload) -> dict[str, KernelTrial]:
+    """`kernels` holds torch's default too. A kernel that raises has failed; one with a wrong result is not timed."""
+    default_error = workload.error_of(kernels[TORCH])
+    allowed = max(torch.finfo(workload.dtype).eps + SUM_ERROR, 2 * default_error)
+    trials: dict[str, KernelTrial] = {}
+    works: dict[str, Sequence[tuple[Work, int]]] = {}
+    for name, kernel in kernels.items():
+        try:
+            error = default_error if name == TORCH else workload.error_of(kernel)
+            if error <= allowed:
+                works[name] = workload.works_of(kernel)
+                for work, _ in works[name]:  # compiles and allocates
+                    work()
+                    work()
+            trials[name] = KernelTrial(error=error, allowed_error=allowed)
+        except Exception as raised:  # whatever a library raises is reported, and the backend is excluded
+            works.pop(name, None)
+            first_line = next(iter(str(raised).strip().splitlines()), "")
+            trials[name] = KernelTrial(failure=f"{type(raised).__name__}: {first_line}")
+    ratios = time_in_turns(works, workload.device)
+    return {name: replace(trial, ratios=ratios.get(name, ())) for name, trial in trials.items()}
+
+
+def operation(
+    op: str, calls: Mapping[Call, int], dtype: torch.dtype, device: torch.device, chunk: Any = None
+) -> Workload:
+    """`calls` with their numbers in a step; `chunk` is the linear cross-entropy's module for one chunk's loss."""
+    inputs = [make_inputs(op, call, dtype, device, chunk).with_gradients() for call in calls]
+
+    def error_of(kernel: Kernel) -> float:
+        return max(call_error(op, kernel, OPERATIONS[op].reduce(call), dtype, device, chunk) for call in calls)
+
+    def works_of(kernel: Kernel) -> list[tuple[Work, int]]:
+        return [(_both_passes(kernel, one), times) for one, times in zip(inputs, calls.values(), strict=True)]
+
+    return Workload(dtype, device, error_of, works_of)
+
+
+# Correctness
+
+
+def call_error(
+    op: str, kernel: Kernel, call: Call, dtype: torch.dtype, device: torch.device, chunk: Any = None
+) -> float:
+    """The greatest relative error of output and gradients, against the reference on the same numbers in fp64."""
+    inputs = make_inputs(op, call, dtype, device, chunk)
+    expected = _results(OPERATIONS[op].reference, inputs.to(torch.float64).with_gradients())
+    found = _results(kernel, inputs.with_gradients())
+    return max(relative_error(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Euclidean; infinite where something is not finite."""
+    error = float((found.double() - expected).norm() / expected.norm().clamp_min(1e-30))
+    return error if error < float("inf") else float("inf")
+
+
+def _results(kernel: Kernel, inputs: Inputs) -> list[Tensor]:
+    """The output and the gradients, of an upstream gradient that is the same for all kernels."""
+    out = kernel(*inputs.arguments)
+    generator = torch.Generator(out.device).manual_seed(1)
+    upstream = torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype)
+    leaves = [inputs.arguments[index] for index in inputs.leaves]
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+def _both_passes(kernel: Kernel, inputs: Inputs) -> Work:
+    leaves = [inputs.arguments[index] for index in inputs.leaves]
+    upstream: list[Tensor] = []
+
+    def work() -> None:
+        out = kernel(*inputs.arguments)
+        if not upstream:
+            upstream.append(torch.ones_like(out))
+        torch.autograd.grad(out, leaves, upstream[0])
+
+    return work
+
+
+# Speed
+
+
+def time_in_turns(
+    works: Mapping[str, Sequence[tuple[Work, int]]], device: torch.device
+) -> dict[str, tuple[float, ...]]:
+    """Ratios to torch's default of each round, by backend; `works` are pairs of a call and its number in the run."""
+    repeats = [max(1, round(TURN_S / _seconds(work, 2, device))) for work, _ in works[TORCH]]
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    names = list(works)
+    started = clock()
+    for number in range(MAX_ROUNDS):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            pairs = zip(works[name], repeats, strict=True)
+            seconds[name].append(sum(_seconds(work, often, device) * count for (work, count), often in pairs))
+        if number + 1 >= MIN_ROUNDS and clock() - started > BUDGET_S * len(names):
+            break
+    default = seconds[TORCH]
+    return {
+        name: tuple(own / base for own, base in zip(taken, default, strict=True)) for name, taken in seconds.items()
+    }
+
+
+def _seconds(work: Work, repeats: int, device: torch.device) -> float:
+    synchronise(device)
+    started = clock()
+    for _ in range(repeats):
+        work()
+    synchronise(device)
+    return (clock() - started) / repeats
+
+
+# AdamW: the update of parameters of a run's shapes
+
+MEASURED_ELEMENTS, CHECKED_ELEMENTS = 2**26, 2**20
+"""The most parameters that are updated: the time grows in proportion."""
+CHECKED_STEPS = 3
+GRAD_SCALE = 2.0
+WEIGHT_STD = 0.02
+
+Shape = tuple[int, ...]
+
+
+def optimizer_update(parameters: Mapping[Shape, int], optim: OptimSpec, device: torch.device) -> Workload:
+    """Shapes of parameters with their numbers; kept in fp32, whatever the format of the run."""
+    few = _as_many(parameters, CHECKED_ELEMENTS)
+    many = _as_many(parameters, MEASURED_ELEMENTS)
+    shares = make_shares(many, torch.float32, device)
+
+    def works_of(kernel: Kernel) -> list[tuple[Work, int]]:
+        """All have the same parameters and moments of the same layout."""
+        return [(build_optimizer(shares, optim, kernel).step, 1)]
+
+    return Workload(torch.float32, device, lambda kernel: update_error(kernel, few, optim, device), works_of)
+
+
+def update_error(kernel: Kernel, shapes: Sequence[Shape], optim: OptimSpec, device: torch.device) -> float:
+    """Return the error of parameters after some guarded steps, against the update as written in arXiv:1711.05101."""
+    shares, expected = (make_shares(shapes, dtype, device) for dtype in (torch.float32, torch.float64))
+    optimizer: Any = build_optimizer(shares, optim, kernel)
+    for _ in range(CHECKED_STEPS):
+        gradients = [share.local.grad.clone() for share in shares]  # type: ignore[union-attr]
+        optimizer.grad_scale = torch.tensor(GRAD_SCALE, device=device)
+        optimizer.found_inf = torch.tensor(0.0, device=device)
+        optimizer.step()
+        for share, gradient in zip(shares, gradients, strict=True):
+            share.local.grad = gradient
+    written = [_written_out(share.local, optim) for share in expected]
+    return max(relative_error(share.local.detach(), one) for share, one in zip(shares, written, strict=True))
+
+
+def _written_out(parameter: Tensor, optim: OptimSpec) -> Tensor:
+    gradient = parameter.grad / GRAD_SCALE  # type: ignore[operator]
+    weight = parameter.detach().clone()
+    first = torch.zeros_like(weight)
+    second = torch.zeros_like(weight)
+    decay = optim.weight_decay if weight.dim() > 1 else 0.0
+    for step in range(1, CHECKED_STEPS + 1):
+        first = optim.beta1 * first + (1 - optim.beta1) * gradient
+        second = optim.beta2 * second + (1 - optim.beta2) * gradient**2
+        root = (second / (1 - optim.beta2**step)).sqrt() + optim.eps
+        weight = weight - optim.lr * (decay * weight + first / (1 - optim.beta1**step) / root)
+    return weight
+
+
+def make_shares(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> list[Share]:
+    """The same numbers in every format, gradients as well."""
+    generator = torch.Generator(device).manual_seed(0)
+    shares = []
+    for number, shape in enumerate(shapes):
+        weight, gradient = (torch.randn(shape, generator=generator, device=device) * WEIGHT_STD for _ in range(2))
+        share = Share(str(number), nn.Parameter(weight.to(dtype)))
+        share.local.grad = gradient.to(dtype)
+        shares.append(share)
+    return shares
+
+
+def _as_many(parameters: Mapping[Shape, int], elements: int) -> list[Shape]:
+    """Shapes in turn, one of each kind first, until they hold `elements` elements; at least one."""
+    left = dict(parameters)
+    chosen = []
+    while elements > 0 and any(left.values()):
+        for shape in [shape for shape, count in left.items() if count]:
+            if elements > 0:
+                chosen.append(shape)
+                left[shape] -= 1
+                elements -= torch.Size(shape).numel()
+    return chosen

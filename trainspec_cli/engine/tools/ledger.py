@@ -1,4 +1,4 @@
-"""Counts what a piece of a program takes: live bytes of tensors, floating-point operations, bytes of collectives."""
+"""Counts the use of a piece of a program: live bytes of tensors, floating-point operations, bytes of collectives."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ COLLECTIVES = {
 
 
 EXCHANGING_STATE = ("dp_shard", "dp_replicate", "expert_shard", "pp")
-"""Axes whose exchanges have buffers of their own; those of other axes are activations."""
+"""Axes whose exchanges have separate buffers; those of other axes are activations."""
 
 
 class Ledger(TorchDispatchMode):
-    """While it is entered, everything that is allocated, computed and exchanged is written down.
+    """Records everything that is allocated, computed and exchanged in its context.
 
-    A storage counts from the operation that made it until it dies, with the size that it has: FSDP2 frees parameters by
+    A storage counts from the operation that made it until it is freed, with its current size: FSDP2 frees parameters by
     resizing their storages to nothing. What autograd saves counts as activations, what FSDP2 gathers as gathered, what
-    data parallelism and pipelines exchange as collectives, what is named as it is named (`name`), the rest as
+    data parallelism and pipelines exchange as collectives, named tensors by their name (`name`), the rest as
     temporaries.
     """
 
@@ -56,7 +56,7 @@ class Ledger(TorchDispatchMode):
         """Size of a rank's part of the vocabulary: rows of this length are logits, and matrices with this many rows
         that an operation returns are gradients of the embedding or the head."""
         self.allocator = CachingAllocator(expandable=expandable_segments)
-        """What PyTorch's allocator for CUDA devices would reserve for the same storages."""
+        """The memory that PyTorch's allocator for CUDA devices would reserve for the same storages."""
         self._blocks: dict[int, MemoryBlock] = {}
         self._sizes: dict[int, int] = {}
         self._causes: dict[int, str] = {}
@@ -66,14 +66,14 @@ class Ledger(TorchDispatchMode):
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
 
     def begin(self) -> None:
-        """Count anew from here; what lives stays counted."""
+        """Start counting here; what is alive stays counted."""
         self.peak_bytes, self.flops, self.comm_bytes = self.live_bytes, 0.0, Counter()
         self.peak_by_cause = Counter(self.by_cause)
         self._peak_time = self._time
 
     def name(self, tensors: Iterable[Tensor], cause: str) -> None:
-        """Count what `tensors` hold as `cause` from now on, and in the peak, if they lived then: a buffer is made
-        before the operation that shows what it is for."""
+        """Count the memory of `tensors` as `cause` from now on, and in the peak, if they were alive then: a buffer is
+        made before the operation that shows its purpose."""
         for tensor in _tensors(list(tensors)):
             self._rename(tensor.untyped_storage()._cdata, cause)
 
@@ -119,7 +119,11 @@ class Ledger(TorchDispatchMode):
         if func.namespace == "c10d":
             self._exchanged(func, args)
         else:
-            self._computed(func, args, kwargs or {}, result)
+            packet = func._overloadpacket
+            if packet in _CPU_ATTENTION:
+                self.flops += _CPU_ATTENTION[packet](args)
+            elif packet in flop_registry:
+                self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
             for tensor in _tensors(result):
                 self._hold(tensor.untyped_storage(), self._cause_of(tensor, func, args))
         return result
@@ -135,7 +139,7 @@ class Ledger(TorchDispatchMode):
         return "gradients" if tensor.shape[0] == self.vocabulary else "temporaries"
 
     def _hold(self, storage: torch.UntypedStorage, cause: str = "temporaries") -> None:
-        """Its size now; new ones are watched until they die."""
+        """Its current size; new storages are watched until they are freed."""
         key = storage._cdata
         size = storage.nbytes()
         if key not in self._sizes:
@@ -154,7 +158,7 @@ class Ledger(TorchDispatchMode):
             self._peak_time = self._time
 
     def _reserve(self, key: int, size: int) -> None:
-        """Give the storage a block of its size in the place of the one that it has."""
+        """Replace the storage's block by one of its size."""
         if key in self._blocks:
             self.allocator.free(self._blocks.pop(key))
         if size:
@@ -166,15 +170,8 @@ class Ledger(TorchDispatchMode):
         self.live_bytes -= size
         self.by_cause[self._causes.pop(key)] -= size
 
-    def _computed(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        packet = func._overloadpacket
-        if packet in _CPU_ATTENTION:
-            self.flops += _CPU_ATTENTION[packet](args)
-        elif packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
-
     def _exchanged(self, func: Any, args: Any) -> None:
-        """Bytes of the larger side: what a rank has in hand before or after. Kept as `axis kind`."""
+        """Bytes of the larger side: what a rank holds before or after. Kept as `axis kind`."""
         kind = COLLECTIVES.get(func._overloadpacket.__name__)
         if kind:
             sides = [sum(t.nbytes for t in _tensors(argument)) for argument in args]
@@ -188,7 +185,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
-    """A DTensor is a wrapper: what it holds has been seen by itself. On meta there is nothing to hold."""
+    """A DTensor is a wrapper: its content was counted separately. On meta it has no memory."""
     found = (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor))
     return (tensor for tensor in found if tensor.device.type != "meta")
 

@@ -1,45 +1,64 @@
 """The probe: this machine measured with all processes at once.
 
-Figures are means over the processes, so that what they take from one another counts. Beside the curves of single
-operations (`probe_curves`) small decoders are trained as a worker trains them: peers that are waited for, caches that
-others have filled, what other programs take of this machine is in these steps.
+Figures are means over the processes, so that contention between them counts. In addition to the curves of single
+operations, small decoders are trained as a worker trains them: these steps contain the waits for peers, caches filled
+by others, and the load of other programs on this machine.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from pathlib import Path
+from itertools import cycle
+from statistics import median
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from trainspec_cli.engine.build.assemble import build_model, build_train_state
 from trainspec_cli.engine.build.train_state import DTYPES
+from trainspec_cli.engine.comm import exchange
 from trainspec_cli.engine.comm.joining import join_processes
-from trainspec_cli.engine.observe.counters import measure_peak
+from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
+from trainspec_cli.engine.models.rope import apply_rope
+from trainspec_cli.engine.observe.clock import ProcessorClock
+from trainspec_cli.engine.observe.counters import measure_peak, quickest_s
+from trainspec_cli.engine.optim.optimizer import guarded_update, squared_norm
 from trainspec_cli.engine.run.step import train_step
-from trainspec_cli.engine.run.trainer import Trainer  # noqa: F401 - a worker's memory holds what it imports
-from trainspec_cli.engine.tools import probe_curves as curves
+from trainspec_cli.engine.run.trainer import Trainer  # noqa: F401 - a worker's memory contains its imports
+from trainspec_cli.engine.shares import Share
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
 from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.tools import PROBED_HEAD_SIZES, MachineProbe, ProbeRequest, Reference
+from trainspec_cli.recipe.results.tools import (
+    PROBED_HEAD_SIZES,
+    PROBED_HEADS,
+    PROBED_TOKENS,
+    Curve,
+    MachineProbe,
+    MatmulCurves,
+    Passes,
+    ProbeRequest,
+    Reference,
+)
 from trainspec_cli.run.folder.event_types.events import PARTS
 
 EMPTY_STEPS = 12
 WARMUP_STEPS = 6
-"""The first ones allocate; by then the heap hardly grows any more."""
+"""The first steps allocate; after this number the heap hardly grows."""
 REFERENCE_STEPS, CURVES_BETWEEN = 3, 4
-"""Load that comes and goes during the probe falls on the references as it does on a run."""
+"""Steps of a reference between groups of curves: load that varies during the probe affects references as it affects a
+run."""
 LONG_STEP_S = 1.0
-"""A reference whose step takes longer (in a format that the processor does not have) makes as few as tell something."""
+"""A reference whose step takes longer (in a format that the processor does not have) makes only a few."""
 
 
 def run(request: ProbeRequest) -> MachineProbe:
@@ -48,13 +67,18 @@ def run(request: ProbeRequest) -> MachineProbe:
 
 
 def measure(compute: str) -> MachineProbe:
-    """Called by every process together; the same on each."""
+    """Called by every process together; the same result on each."""
     torch.manual_seed(0)
-    cpu_before_s, delay_before_s = scheduled_s()
-    few, many = (SmallRun(empty_plan(compute, layers)) for layers in (2, 6))
+    processor = ProcessorClock()
+    cpu_before_s, delay_before_s = processor.read()
+    few, many = (
+        SmallRun(plan_of(DecoderModel(layers, 16, 2, 1, 8, 16, 64, tied_embeddings=True), 8, 1, compute))
+        for layers in (2, 6)
+    )
     bare_bytes = float(psutil.Process().memory_info().rss)
-    large = SmallRun(large_plan(compute))  # before the small one, so that memory has to grow
-    small = SmallRun(small_plan(compute))
+    # The large one before the small one, so that memory has to grow.
+    large = SmallRun(plan_of(DecoderModel(3, 256, 4, 2, 64, 704, 4096, tied_embeddings=True), 256, 4, compute))
+    small = SmallRun(plan_of(DecoderModel(2, 128, 2, 1, 64, 352, 2048, tied_embeddings=True), 128, 1, compute))
     measured = {}
     for index, (name, measure_one) in enumerate(operations(DTYPES[compute]).items()):
         if index % CURVES_BETWEEN == 0:
@@ -66,7 +90,9 @@ def measure(compute: str) -> MachineProbe:
     few_s = few.parts_s()
     many_s = many.parts_s()
     block_s = {part: max(0.0, (many_s[part] - few_s[part]) / 4) for part in PARTS}
-    cpu_s, delay_s = (now - before for now, before in zip(scheduled_s(), (cpu_before_s, delay_before_s), strict=True))
+    cpu_after_s, delay_after_s = processor.read()
+    cpu_s = cpu_after_s - cpu_before_s
+    delay_s = delay_after_s - delay_before_s
     probe = MachineProbe(
         processes=dist.get_world_size(),
         compute=compute,
@@ -86,33 +112,24 @@ def operations(dtype: torch.dtype) -> Mapping[str, Callable[[], Any]]:
     """The curves of a `MachineProbe`, by field."""
     small_head, large_head = PROBED_HEAD_SIZES
     return {
-        "matmul": partial(curves.measure_matmul, dtype),
-        "attention": partial(curves.measure_attention, dtype, large_head),
-        "attention_narrow": partial(curves.measure_attention, dtype, small_head),
-        "norm": lambda: curves.measure_passes(lambda n: curves.norm_passes(n, dtype)),
-        "rope": lambda: curves.measure_passes(lambda n: curves.rope_passes(n, dtype)),
-        "swiglu": lambda: curves.measure_passes(lambda n: curves.swiglu_passes(n, dtype)),
-        "loss": lambda: curves.measure_curve(curves.ELEMENTS, lambda n: curves.loss_run(n, dtype)),
-        "add": lambda: curves.measure_curve(curves.ELEMENTS, lambda n: curves.add_run(n, dtype)),
-        "cast": lambda: curves.measure_curve(curves.ELEMENTS, lambda n: curves.cast_run(n, dtype)),
-        "optimizer": lambda: curves.measure_curve(curves.ELEMENTS, curves.optimizer_run),
-        "all_reduce": partial(curves.measure_collective, curves.all_reduce),
-        "all_gather": partial(curves.measure_collective, curves.all_gather),
-        "reduce_scatter": partial(curves.measure_collective, curves.reduce_scatter),
+        "matmul": partial(measure_matmul, dtype),
+        "attention": partial(measure_attention, dtype, large_head),
+        "attention_narrow": partial(measure_attention, dtype, small_head),
+        "norm": lambda: measure_passes(lambda n: norm_passes(n, dtype)),
+        "rope": lambda: measure_passes(lambda n: rope_passes(n, dtype)),
+        "swiglu": lambda: measure_passes(lambda n: swiglu_passes(n, dtype)),
+        "loss": lambda: measure_curve(ELEMENTS, lambda n: loss_run(n, dtype)),
+        "add": lambda: measure_curve(ELEMENTS, lambda n: add_run(n, dtype)),
+        "cast": lambda: measure_curve(ELEMENTS, lambda n: cast_run(n, dtype)),
+        "optimizer": lambda: measure_curve(ELEMENTS, optimizer_run),
+        "all_reduce": partial(measure_collective, all_reduce),
+        "all_gather": partial(measure_collective, all_gather),
+        "reduce_scatter": partial(measure_collective, reduce_scatter),
     }
 
 
-def scheduled_s(schedstat: Path = Path("/proc/self/schedstat")) -> tuple[float, float]:
-    """Seconds that this thread ran, and that it was ready to and had to wait; zeros where the system does not say."""
-    try:
-        cpu_ns, delay_ns, _ = schedstat.read_text().split()
-    except (OSError, ValueError):
-        return 0.0, 0.0
-    return int(cpu_ns) / 1e9, int(delay_ns) / 1e9
-
-
 def average(value: Any) -> Any:
-    """The mean over the processes, of every number in nested dataclasses, dictionaries and tuples."""
+    """Return the mean over the processes, of every number in nested dataclasses, dictionaries and tuples."""
     if isinstance(value, dict):
         return {name: average(item) for name, item in value.items()}
     if isinstance(value, tuple):
@@ -130,7 +147,7 @@ def average(value: Any) -> Any:
 
 
 class SmallRun:
-    """A decoder that is trained on nothing, a few steps at a time, so that a whole probe's load falls on it."""
+    """A decoder that is trained on random data, a few steps at a time, so that load over the whole probe affects it."""
 
     def __init__(self, plan: Plan):
         before_bytes = own_bytes()
@@ -142,14 +159,14 @@ class SmallRun:
         for number in range(WARMUP_STEPS):
             started = time.perf_counter()
             self._step()
-            self.is_long = curves.longest_s(time.perf_counter() - started) > LONG_STEP_S
+            self.is_long = longest_s(time.perf_counter() - started) > LONG_STEP_S
             if self.is_long and number:  # the first one allocates
                 break
         self.grown_bytes = own_bytes() - before_bytes
 
     def run(self, steps: int) -> None:
-        """The first step after a pause, which finds no cache filled and its peers elsewhere, is left out; but where
-        steps are long, it is the only one."""
+        """The first step after a pause, with cold caches and late peers, is left out, unless steps are so long that it
+        is the only one."""
         dist.barrier()
         if not self.is_long:
             self._step()
@@ -162,7 +179,7 @@ class SmallRun:
         train_step(self.state, [(self.tokens, self.tokens)], global_tokens=self.plan.tokens_per_step, clip_norm=1.0)
 
     def parts_s(self) -> dict[str, float]:
-        """The mean step's parts; the slowest tenth, where something else broke in, is left out."""
+        """The mean step's parts, without the slowest tenth, where other programs interfered."""
         steps = sorted(self.steps, key=lambda parts: sum(parts.values()))
         kept = steps[: max(1, len(steps) * 9 // 10)]
         return {part: sum(step[part] for step in kept) / len(kept) for part in PARTS}
@@ -172,21 +189,9 @@ class SmallRun:
 
 
 def own_bytes() -> float:
-    """Leave out the libraries' pages, which come and go with the machine's other needs (macOS does not count them)."""
+    """Leave out the libraries' pages, which vary with the machine's other needs (macOS does not count them)."""
     memory = psutil.Process().memory_info()
     return float(memory.rss - getattr(memory, "shared", 0))
-
-
-def empty_plan(compute: str, layers: int) -> Plan:
-    return plan_of(DecoderModel(layers, 16, 2, 1, 8, 16, 64, tied_embeddings=True), 8, 1, compute)
-
-
-def small_plan(compute: str) -> Plan:
-    return plan_of(DecoderModel(2, 128, 2, 1, 64, 352, 2048, tied_embeddings=True), 128, 1, compute)
-
-
-def large_plan(compute: str) -> Plan:
-    return plan_of(DecoderModel(3, 256, 4, 2, 64, 704, 4096, tied_embeddings=True), 256, 4, compute)
 
 
 def plan_of(model: DecoderModel, seq_len: int, samples: int, compute: str) -> Plan:
@@ -204,3 +209,199 @@ def plan_of(model: DecoderModel, seq_len: int, samples: int, compute: str) -> Pl
     with torch.device("meta"):
         module = build_model(model, seq_len)
     return replace(plan, params=sum(parameter.numel() for parameter in module.parameters()))
+
+
+# Seconds of operations and collectives over size, with every process at work at once.
+#
+# A size is timed in short rounds and the fastest counts, so that load of other programs has little effect. The
+# reference steps (`probe`) show the effect of that load.
+
+
+CPU = torch.device("cpu")
+ROUNDS = 3
+ROUND_S = 0.004
+ROTATED_BYTES = 16 * 2**20
+"""Operands rotate through this much memory, so that small ones do not stay in the innermost cache."""
+ELEMENTS = (64, 2**14, 2**17, 2**20)
+MATRIX_SIDES = (16, 64, 256, 512, 1024)
+SEQUENCES = (64, 256, 1024)
+MESSAGE_BYTES = (2**6, 2**16, 2**20, 2**22)
+CALLS = 5
+"""Calls of a collective on each size."""
+LONG_S = 0.25
+"""A call that takes longer ends its curve: larger sizes follow in proportion. A product in a format without native
+support (bf16, some hundred times slower than fp32) would take minutes."""
+
+Run = Callable[[], Any]
+
+
+def call_s(runs: Sequence[Run]) -> float:
+    """Return the seconds of a call in the fastest round, over calls that take turns."""
+    runs[0]()
+    dist.barrier()
+    turns = cycle([*runs[1:], runs[0]])
+    return quickest_s(lambda: next(turns)(), CPU, ROUNDS, ROUND_S)
+
+
+def measure_curve(sizes: Sequence[int], make_run: Callable[[int], Run], bytes_each: int = 8) -> Curve:
+    """`bytes_each` unit of size that a run works on."""
+    seconds: list[float] = []
+    for size in sizes:
+        copies = min(16, max(1, ROTATED_BYTES // (size * bytes_each)))
+        seconds.append(call_s([make_run(size) for _ in range(copies)]))
+        if longest_s(seconds[-1]) > LONG_S:
+            break
+    return Curve(tuple(map(float, sizes[: len(seconds)])), tuple(seconds))
+
+
+def longest_s(own_s: float) -> float:
+    """Return the time of the slowest process, so that all of them decide in the same way."""
+    longest = torch.tensor(own_s)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return longest.item()
+
+
+def measure_passes(
+    make_runs: Callable[[int], tuple[Run, Run]], sizes: Sequence[int] = ELEMENTS, bytes_each: int = 8
+) -> Passes:
+    """`make_runs` gives the forward and the backward of a size."""
+    return Passes(
+        forward=measure_curve(sizes, lambda size: make_runs(size)[0], bytes_each),
+        backward=measure_curve(sizes, lambda size: make_runs(size)[1], bytes_each),
+    )
+
+
+def passes(forward: Callable[..., Tensor], *inputs: Tensor) -> tuple[Run, Run]:
+    """Forward and backward; the graph is kept, so that the backward can be called again."""
+    out = forward(*inputs)
+    gradient = torch.randn_like(out)
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    return lambda: forward(*inputs), lambda: torch.autograd.grad(out, wanted, gradient, retain_graph=True)
+
+
+def operand(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape).to(dtype).requires_grad_()
+
+
+def rows(elements: int) -> tuple[int, int]:
+    width = min(elements, 256)
+    return elements // width, width
+
+
+def norm_passes(elements: int, dtype: torch.dtype) -> tuple[Run, Run]:
+    norm = nn.RMSNorm(rows(elements)[1]).to(dtype)
+    return passes(lambda x, _weight: norm(x), operand(*rows(elements), dtype=dtype), norm.weight)
+
+
+def rope_passes(elements: int, dtype: torch.dtype) -> tuple[Run, Run]:
+    tokens = max(1, elements // 256)
+    head_size = min(64, elements)
+    angles = torch.randn(tokens, head_size).to(dtype)
+    x = operand(1, tokens, elements // tokens // head_size, head_size, dtype=dtype)
+    return passes(lambda x: apply_rope(x, angles, angles), x)
+
+
+def swiglu_passes(elements: int, dtype: torch.dtype) -> tuple[Run, Run]:
+    gate, up = (operand(elements, dtype=dtype) for _ in range(2))
+    return passes(lambda gate, up: F.silu(gate) * up, gate, up)
+
+
+def loss_run(logits: int, dtype: torch.dtype) -> Run:
+    vocabulary = min(logits, 4096)
+    x = operand(logits // vocabulary, vocabulary, dtype=dtype).detach()
+    targets = torch.zeros(logits // vocabulary)
+    chunk = ChunkCrossEntropy()
+    targets = targets.long()
+    return lambda: chunk(x, targets)
+
+
+def add_run(elements: int, dtype: torch.dtype) -> Run:
+    a, b = (torch.randn(elements).to(dtype) for _ in range(2))
+    return lambda: a + b
+
+
+def cast_run(elements: int, dtype: torch.dtype) -> Run:
+    """A pass between the formats of master weights and of the computation, as a copy."""
+    master = torch.randn(elements)
+    copy = torch.empty(elements, dtype=dtype)
+    return lambda: copy.copy_(master)
+
+
+def optimizer_run(elements: int) -> Run:
+    share = Share("p", nn.Parameter(torch.randn(elements)))
+    gradient = torch.randn(elements)
+    loss = torch.tensor(1.0)
+    optimizer = torch.optim.AdamW([share.local], lr=1e-3, fused=True)
+
+    def run() -> None:
+        share.parameter.grad = gradient
+        guarded_update(optimizer, [share], squared_norm([share]).sqrt().float(), loss, 1.0)
+
+    return run
+
+
+def measure_matmul(dtype: torch.dtype) -> MatmulCurves:
+    """x W^T, dy W, dy^T x, the formats and transposes of the decoder's linear layers."""
+
+    def curve(make_run: Callable[[Tensor, Tensor], Run]) -> Curve:
+        def run(elements: int) -> Run:
+            side = round(elements**0.5)
+            tokens = PROBED_TOKENS if elements > MATRIX_SIDES[0] ** 2 else 8
+            return make_run(torch.randn(tokens, side).to(dtype), torch.randn(side, side).to(dtype))
+
+        return measure_curve([side**2 for side in MATRIX_SIDES], run)
+
+    return MatmulCurves(
+        forward=curve(lambda x, weight: lambda: x @ weight.T),
+        input_gradient=curve(lambda dy, weight: lambda: dy @ weight),
+        weight_gradient=curve(lambda dy, _: lambda: dy.T @ dy),
+    )
+
+
+def measure_attention(dtype: torch.dtype, head_size: int) -> Passes:
+    def runs(seq_len: int) -> tuple[Run, Run]:
+        shape = (PROBED_TOKENS // seq_len, seq_len, PROBED_HEADS, head_size)
+        q, k, v = (operand(*shape, dtype=dtype) for _ in range(3))
+        return passes(
+            lambda q, k, v: F.scaled_dot_product_attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+            ),
+            *(q, k, v),
+        )
+
+    return measure_passes(runs, SEQUENCES, bytes_each=2**17)  # every length with the same number of tokens: few copies
+
+
+# Collectives
+
+
+def all_reduce(message: Tensor) -> None:
+    dist.all_reduce(message)
+
+
+def all_gather(message: Tensor) -> None:
+    """`message` is the whole of it."""
+    dist.all_gather_into_tensor(message, message.chunk(dist.get_world_size())[0].clone())
+
+
+def reduce_scatter(message: Tensor) -> None:
+    everyone = dist.group.WORLD
+    assert everyone is not None, "the ranks have met"
+    exchange.reduce_scatter(message.chunk(dist.get_world_size())[0].clone(), message, group=everyone)
+
+
+def measure_collective(collective: Callable[[Tensor], None]) -> Curve:
+    """Each call follows separate work, as in a backward: processes that are not in step wait for one another."""
+    work = torch.randn(384, 384)
+    world_size = dist.get_world_size()
+    medians = []
+    for num_bytes in MESSAGE_BYTES:
+        message = torch.zeros(-(-num_bytes // 4 // world_size) * world_size)
+        seconds = []
+        for _ in range(CALLS + 1):
+            work @ work
+            start = time.perf_counter()
+            collective(message)
+            seconds.append(time.perf_counter() - start)
+        medians.append(median(seconds[1:]))
+    return Curve(tuple(map(float, MESSAGE_BYTES)), tuple(medians))

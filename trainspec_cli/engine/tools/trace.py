@@ -1,7 +1,7 @@
 """A rank's real step of a plan, counted under fake tensors.
 
-They have shapes and no memory; collectives go through a process group that sends nothing. So what one rank of thousands
-holds and computes can be counted on a laptop.
+They have shapes and no memory; collectives use a process group that sends nothing. So the memory and compute of one
+rank among thousands can be counted on a laptop.
 """
 
 from __future__ import annotations
@@ -46,10 +46,8 @@ def run(request: TraceRequest) -> TraceResult:
 
 
 def trace_rank(plan: Plan, rank: int) -> TraceResult:
-    """Micro-batches are alike: where there are many, what one more takes follows from a shorter and a longer step.
-
-    Blocks are traced eager and with the default kernels: others compute the same, and keep no more.
-    """
+    """Micro-batches are alike: with many, the cost of one more follows from a shorter and a longer step. Blocks are
+    traced eager and with the default kernels: others compute the same, and keep no more."""
     plan = replace(plan, spec=replace(plan.spec, compile=False), kernels=KernelSpec())
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan.layout, "cpu")
@@ -65,7 +63,18 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
             if isinstance(plan.spec.model, TextModel):
                 ledger.vocabulary = plan.spec.model.vocab_size // plan.layout.tp
             state_bytes = float(ledger.live_bytes)
-            counted = {count: count_step(plan, state, ledger, count) for count in traced_micro_batches(plan)}
+            counted: dict[int, TraceResult] = {}
+            for count in traced_micro_batches(plan):
+                ledger.begin()
+                train_step(
+                    state,
+                    [fake_batch(plan, state) for _ in range(count)],  # not kept: the next count begins without them
+                    global_tokens=plan.tokens_per_step,
+                    clip_norm=plan.spec.optim.grad_clip_norm,
+                )
+                causes = {cause: float(size) for cause, size in ledger.peak_by_cause.items() if size}
+                comm_bytes = {exchange: float(size) for exchange, size in ledger.comm_bytes.items()}
+                counted[count] = TraceResult(0, 0.0, float(ledger.peak_bytes), causes, ledger.flops, comm_bytes)
             reserved = float(ledger.allocator.peak_reserved_bytes)
             found = replace(extrapolate(plan, counted), rank=rank, state_bytes=state_bytes)
             return replace(found, peak_reserved_bytes=reserved)
@@ -83,7 +92,7 @@ def axes_of_groups(state: TrainState) -> dict[str, str]:
 
 
 def name_state(ledger: Ledger, state: TrainState) -> None:
-    """Name what lasts from step to step; a gradient as soon as it stands at its parameter, a shard of it or whole."""
+    """Name what stays from step to step; a gradient when it is at its parameter, a shard of it or whole."""
     ledger.name((share.local for share in state.shares), "parameters")
     ledger.name((buffer for part in state.parts for buffer in part.buffers()), "parameters")
     moments = (value for moments in state.optimizer.state.values() for value in moments.values())
@@ -136,19 +145,6 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
-def count_step(plan: Plan, state: TrainState, ledger: Ledger, micro_batches: int) -> TraceResult:
-    ledger.begin()
-    train_step(
-        state,
-        [fake_batch(plan, state) for _ in range(micro_batches)],
-        global_tokens=plan.tokens_per_step,
-        clip_norm=plan.spec.optim.grad_clip_norm,
-    )
-    causes = {cause: float(size) for cause, size in ledger.peak_by_cause.items() if size}
-    comm_bytes = {exchange: float(size) for exchange, size in ledger.comm_bytes.items()}
-    return TraceResult(0, 0.0, float(ledger.peak_bytes), causes, ledger.flops, comm_bytes)
-
-
 def traced_micro_batches(plan: Plan) -> tuple[int, ...]:
     """All of a step's; of many, two numbers of them that fill a pipeline."""
     most = 3 * plan.layout.pp if plan.layout.pp > 1 else 2
@@ -167,22 +163,18 @@ def extrapolate(plan: Plan, counted: dict[int, TraceResult]) -> TraceResult:
     times = (plan.grad_accum_steps - longer) / (longer - shorter)
     grows = plan.layout.pp > 1 and plan.layout.pipeline_schedule == "gpipe"
     peak_times = times if grows else 0.0
+
+    def each(before: dict[str, float], after: dict[str, float], times: float) -> dict[str, float]:
+        """Extrapolate from the values of `after` by their distance to those of `before`, this number of times."""
+        return {key: value + times * (value - before.get(key, 0.0)) for key, value in after.items()}
+
     return replace(
         second,
-        peak_memory_bytes=_go_on(first.peak_memory_bytes, second.peak_memory_bytes, peak_times),
-        peak_by_cause=_go_on_each(first.peak_by_cause, second.peak_by_cause, peak_times),
-        flops=_go_on(first.flops, second.flops, times),
-        comm_bytes=_go_on_each(first.comm_bytes, second.comm_bytes, times),
+        peak_memory_bytes=second.peak_memory_bytes + peak_times * (second.peak_memory_bytes - first.peak_memory_bytes),
+        peak_by_cause=each(first.peak_by_cause, second.peak_by_cause, peak_times),
+        flops=second.flops + times * (second.flops - first.flops),
+        comm_bytes=each(first.comm_bytes, second.comm_bytes, times),
     )
-
-
-def _go_on(first: float, second: float, times: float) -> float:
-    """Go on from `second` by its distance to `first`, so many times."""
-    return second + times * (second - first)
-
-
-def _go_on_each(first: dict[str, float], second: dict[str, float], times: float) -> dict[str, float]:
-    return {key: _go_on(first.get(key, 0.0), value, times) for key, value in second.items()}
 
 
 @contextmanager
@@ -196,10 +188,8 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 def even_out(part: Any) -> None:
-    """Give every rank the same number of tokens: fake ones do not say which expert they visit.
-
-    What torch knows of the grouped product's shapes holds for bf16 alone; one product of all rows takes as much.
-    """
+    """Give every rank the same number of tokens: fake tokens do not determine their expert. torch knows the grouped
+    product's shapes only for bf16; one product of all rows has the same cost."""
     for module in part.modules():
         if isinstance(module, Experts):
             module.grouped_matmul = _GroupedProduct.multiply  # type: ignore[method-assign, assignment]
@@ -208,7 +198,7 @@ def even_out(part: Any) -> None:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The sizes and the work of a grouped product: every row meets one matrix."""
+    """The sizes and the FLOPs of a grouped product: every row meets one matrix."""
 
     @classmethod
     def multiply(cls, x_MD: Tensor, weight_EDF: Tensor, _counts_E: Tensor) -> Tensor:

@@ -12,32 +12,30 @@ from trainspec_cli.run.recovery.run_state import Event
 
 
 class RunBackend(Protocol):
-    """The processes of one generation of a run. Only `poll` and `kill()` look at anything or wait."""
+    """The processes of one generation of a run. Only `poll` and `kill()` read anything or wait."""
 
     generation: int
 
     @property
     def hub(self) -> Hub | None:
-        """What reaches the workers; None where they are not the engine's, and know nothing of it."""
+        """Messages for the workers; None where the workers are not the engine's and do not use the channel."""
 
     def start(self, group: int, number: int) -> None:
-        """Start a replica group, for the `number`th time; all of a run of one group."""
+        """Start a replica group for the `number`th time; in a run of one group this starts the whole run."""
 
     def poll(self) -> list[Event]:
-        """Return what has happened since the last call; to be called about ten times a second.
-
-        Raises TrainspecError where the run cannot begin or go on.
-        """
+        """Return the events since the last call; call it about ten times a second. Raises TrainspecError where the run
+        cannot begin or continue."""
 
     def stop(self, group: int | None = None) -> None:
-        """Ask all workers to write a checkpoint and end, and note that somebody wanted it; or those of one group alone,
-        because they have lost their torchrun."""
+        """Ask all workers to write a checkpoint and end, and record that a stop was requested. With `group`: only the
+        workers of that group, because it has lost its torchrun."""
 
     def kill(self, group: int | None = None) -> tuple[int, ...]:
-        """End at once what is left of a group; `poll` reports when that is done. None: end everything, wait for it, and
-        give back what the generation held; -> the ids of processes that could not be ended."""
+        """End what is left of a group at once; `poll` reports when that is done. None: end everything, wait for it, and
+        release the resources of the generation; -> the ids of processes that could not be ended."""
 
 
 OpenBackend = Callable[[Job, Plan | None], RunBackend]
-"""Opens a generation of a run: it owns the run from then on, and nothing has been started. Without a plan the job is a
-tool's: one group, that is never started again."""
+"""Opens a generation of a run: the generation owns the run from then on, and nothing has been started. Without a plan
+the job is a tool's: one group, which is never restarted."""

@@ -1,8 +1,8 @@
-"""The processes of a launch, as the process that starts them knows them: by descent.
+"""The processes of a launch, found by descent from the process that starts them.
 
-torchrun starts every worker in a session of its own, and what a killed process had started goes to its next living
-ancestor that adopts orphans: on Linux that is this process, for as long as a family lives. Elsewhere orphans go to the
-first process of the system, and are found by their environment.
+torchrun starts every worker in its own session, and the children of a killed process go to its next living ancestor
+that adopts orphans: on Linux that is this process, for as long as a `Family` exists. On other systems orphans go to the
+init process, and are found by their environment.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class Family:
-    """All processes of a job, or of one of its replica groups while the job has a family too. No method waits, except
-    `kill`."""
+    """All processes of a job, or of one of its replica groups while the job's own family exists. Only `kill` waits."""
 
     _open = 0
-    """Jobs whose orphans this process adopts."""
+    """Number of jobs whose orphans this process adopts."""
 
     def __init__(self, job: Job, group: int | None = None):
         self._launch_id = job.launch_id
@@ -44,8 +43,8 @@ class Family:
             _adopt_orphans(True)
 
     def members(self) -> list[psutil.Process]:
-        """Return the processes that live: what carries the marks of the job in its environment, what descends from
-        that, and what did when it was last seen."""
+        """Return the living processes that have the job's marks in their environment, descend from such a process, or
+        did so when they were last seen."""
         if not ADOPTS:
             of_launch = processes.members(self._launch_id, wait_s=0.0)
             return [process for process in of_launch if self._is_marked(environ(process))]
@@ -56,52 +55,48 @@ class Family:
                     continue
                 is_known = process in self._seen or parent_id(process) in found
                 variables = {} if is_known else environ(process)
-                # One in the midst of an exec has no environment yet: until that is over it may be one of the job.
+                # A process in the middle of execve has no environment yet; until then it may belong to the job.
                 is_new = not variables and time.time() - process.create_time() < EXEC_TIMEOUT_S
                 if is_known or is_new or self._is_marked(variables):
                     found[process.pid] = process
-        self._reap(found)
+        self._seen.update(found.values())
+        # Reap adopted processes that have ended; those started here belong to their Popen.
+        for process in self._seen - set(found.values()):
+            # A Popen whose child was reaped elsewhere reports exit code 0, and a failed torchrun would count as done.
+            is_own = any(one.pid == process.pid and one.returncode is None for one in _started)
+            if parent_id(process) == os.getpid() and not is_own:
+                os.waitpid(process.pid, os.WNOHANG)
+            # psutil also compares the start time, since the system reuses process ids.
+            if not process.is_running():
+                self._seen.discard(process)
         return list(found.values())
 
     def workers(self) -> list[psutil.Process]:
-        """The processes that have a rank, without those they started."""
+        """Return the processes that have a rank, without their children."""
         return processes.workers_among(self.members())
 
     def ask_to_stop(self) -> None:
-        """SIGTERM to the workers; torchrun ends by itself when they have ended."""
+        """Send SIGTERM to the workers; torchrun ends when they have ended."""
         processes.terminate(self.workers())
 
     def kill_once(self) -> list[psutil.Process]:
-        """SIGKILL to everything; -> what was still there."""
+        """Send SIGKILL to all processes; -> those that were still alive."""
         left = self.members()
         processes.kill_once(left)
         return left
 
     def kill(self) -> list[psutil.Process]:
-        """SIGKILL to everything until nothing is left; -> what outlived `KILL_TIMEOUT_S`."""
+        """Send SIGKILL to all processes until none is left; -> those that outlived `KILL_TIMEOUT_S`."""
         return processes.kill_all(self.members)
 
     def close(self) -> None:
-        """Adopt no orphans any more; called once for a job, when nothing is left."""
+        """Stop adopting orphans; called once for a job, when no process is left."""
         Family._open -= 1
         if not Family._open:
             _adopt_orphans(False)
 
     def _is_marked(self, variables: Mapping[str, str]) -> bool:
         return all(variables.get(name) == value for name, value in self._marks.items())
-
-    def _reap(self, living: Mapping[int, psutil.Process]) -> None:
-        """Adopted processes that have ended leave the process table; those started here belong to their Popen."""
-        self._seen.update(living.values())
-        for process in self._seen - set(living.values()):
-            # A Popen that finds its child reaped by others reports exit code 0, and a failed torchrun would count as
-            # done.
-            is_own = any(one.pid == process.pid and one.returncode is None for one in _started)
-            if parent_id(process) == os.getpid() and not is_own:
-                os.waitpid(process.pid, os.WNOHANG)
-            # psutil compares the time at which it began too: the number of a process that has ended is given out again.
-            if not process.is_running():
-                self._seen.discard(process)
 
 
 def _adopt_orphans(adopt: bool) -> None:
@@ -113,7 +108,7 @@ def _adopt_orphans(adopt: bool) -> None:
 
 
 _started: list[subprocess.Popen[bytes]] = []
-"""Processes whose end has not been read yet."""
+"""Processes whose exit code has not been read yet."""
 
 
 def start(
@@ -122,9 +117,9 @@ def start(
     pass_fds: tuple[int, ...] = (),
     open_output: Callable[[Path], int] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own, with the job's environment; its output goes to the job's torchrun
-    log. `pass_fds`: descriptors that it inherits. `open_output` returns where its output goes instead, and sees to it
-    that the log has it too."""
+    """Start a process in its own session with the job's environment; its output goes to the job's torchrun log.
+    `pass_fds`: descriptors that it inherits. `open_output` returns where its output goes instead, and is then
+    responsible for the log."""
     job.logs.mkdir(parents=True, exist_ok=True)
     with os.fdopen(open_output(job.torchrun_log), "wb") if open_output else job.torchrun_log.open("ab") as log:
         process = subprocess.Popen(
@@ -141,9 +136,9 @@ def start(
 
 
 def start_guard(job: Job) -> subprocess.Popen[bytes]:
-    """Start the guard, before anything of the job is started."""
+    """Start the guard, before any other process of the job."""
     environment = {**os.environ, **job.environment, **own_modules()}
-    del environment[LAUNCH_ID]  # it must not count itself among those it ends
+    del environment[LAUNCH_ID]  # the guard must not count itself among the processes it ends
     spoken = -1 if job.begins_unseen else spoken_bytes(job.run)
     about = (job.launch_id, job.stop_grace_s, job.root, job.environment.get(GENERATION, 0), spoken)
     return subprocess.Popen(

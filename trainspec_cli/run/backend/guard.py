@@ -1,5 +1,5 @@
-"""`python -m trainspec_cli.run.backend.guard LAUNCH_ID GRACE_S RUN GENERATION SPOKEN_BYTES`: nothing
-outlives a supervisor that was killed.
+"""`python -m trainspec_cli.run.backend.guard LAUNCH_ID GRACE_S RUN GENERATION SPOKEN_BYTES`: end a job whose
+supervisor was killed.
 
 Reads its standard input, whose other end only the supervisor holds. A supervisor that has seen its job end writes
 `DONE`; when the input ends without it, the supervisor is dead (`kill -9`, out of memory). The workers are then asked to

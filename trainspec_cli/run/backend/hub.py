@@ -1,7 +1,7 @@
-"""The hub of a start of a run: it hears the agents of the nodes and the workers, and reaches all of them.
+"""The hub of a start of a run, which exchanges messages with the nodes' agents and the workers.
 
-Of each agent it knows whether it has come, is there, has left or is lost. Of a worker it knows no more than its
-connection: that a worker has ended is seen where it was started.
+It tracks whether each agent has joined, is connected, has left or is lost. Of a worker it knows only the connection:
+the node where a worker runs sees that it has ended.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from dataclasses import dataclass, replace
 
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.run.channel import messages
-from trainspec_cli.run.channel.wire import Knock, Wire
+from trainspec_cli.run.channel.wire import PendingPeer, Wire
 
 MAX_ACCEPTED = 256
-"""The most connections that are accepted in one poll: a flood of them does not keep the hub from its agents."""
+"""The most connections that one poll accepts, so that a flood of them does not keep the hub from its agents."""
 
 
-def max_knocks(num_nodes: int) -> int:
-    """Return how many connections may be in their handshake at once; one more ends the oldest. Each is polled at least
-    twice, so that an agent has the time between two polls to answer in. A worker that is sent away calls again."""
+def max_pending(num_nodes: int) -> int:
+    """Return how many connections may be in their handshake at once; one more closes the oldest. Each is polled at
+    least twice, so that an agent can answer between two polls. A worker whose connection is closed connects again."""
     return num_nodes + 2 * MAX_ACCEPTED
 
 
 @dataclass
 class RemoteNode:
-    """A node of the job, as the hub knows it by its agent."""
+    """A node of the job, as the hub knows it through its agent."""
 
     node: int
     hostname: str = ""
     wire: Wire | None = None
     has_left: bool = False
-    """Its agent has ended in order."""
+    """The agent has ended in order."""
     loss: str = ""
-    """Why it counts as lost."""
+    """The reason why the node counts as lost."""
     lost_at_s: float = -math.inf
-    """Monotonic time when one that had come was lost."""
+    """Monotonic time when a node that had joined was lost."""
     refusal: str = ""
-    """Why it cannot take part."""
+    """The reason why the node cannot take part."""
     report: NodeReport | None = None
-    """The findings of its examination."""
+    """What the node's checks found."""
     admitted: bool = False
-    """True where workers may start there."""
+    """True where workers may start on the node."""
 
     @property
     def is_gone(self) -> bool:
@@ -66,12 +66,12 @@ class RemoteNode:
 
 @dataclass(frozen=True)
 class Came:
-    """The agent of a node has come; the node may have been lost before."""
+    """The agent of a node has connected; the node may have been lost before."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The agent of a node is lost, or did not come; `RemoteNode.loss` says why."""
+    """The agent of a node is lost, or did not connect; `RemoteNode.loss` has the reason."""
 
 
 News = tuple[RemoteNode, messages.AgentMessage | Came | Lost]
@@ -89,24 +89,25 @@ class Hub:
         *,
         welcomes_back: bool = False,
     ):
-        """Agents prove that they know `secret`. `welcomes_back`: a node that was lost may come back."""
+        """Agents prove that they know `secret`. `welcomes_back`: a node that was lost may join again."""
         self._secret = secret
         self._timeout_s = timeout_s
         self._welcomes_back = welcomes_back
         self._join_deadline = time.monotonic() + join_timeout_s
-        self._missing = f"did not come within {join_timeout_s:g} s" + (f" ({join_key})" if join_key else "")
+        self._missing = f"did not join within {join_timeout_s:g} s" + (f" ({join_key})" if join_key else "")
         self.nodes = [RemoteNode(node) for node in range(num_nodes)]
-        self._knocks: deque[Knock] = deque()
-        self._max_knocks = max_knocks(num_nodes)
+        self._pending: deque[PendingPeer] = deque()
+        self._max_pending = max_pending(num_nodes)
         self._newcomers: deque[Wire] = deque()
         self._server = listener
         self._server.setblocking(False)
         self._workers: dict[int, Wire] = {}
-        """The connections of the workers, by their ranks among all of the run's."""
+        """The workers' connections by global rank."""
         self._ready = selectors.DefaultSelector()
-        """A run may have thousands of workers, of which hardly any has said something since the last poll."""
+        """The connections with unread input. A run may have thousands of workers, and hardly any of them has sent
+        something since the last poll."""
         self._for_later: dict[type, messages.WorkerMessage] = {}
-        """The newest message of each type that a worker is told which connects only now."""
+        """The newest message of each type, for workers that connect later."""
         self._speeds: messages.SpeedsReport | None = None
 
     @property
@@ -114,8 +115,8 @@ class Hub:
         return int(self._server.getsockname()[1])
 
     def poll(self) -> list[News]:
-        """Return what the agents report and who came or was lost, and let them hear the hub; to be called several times
-        a second."""
+        """Return what the agents report and which nodes joined or were lost, and send what is due; call it several
+        times a second."""
         news = self._welcome()
         for node in self.nodes:
             if not node.is_gone:
@@ -123,15 +124,16 @@ class Hub:
         for wire in self._workers.values():
             wire.flush()
         for key, _ in self._ready.select(0):
-            self._hear(key.data, self._workers[key.data].receive())
+            self._handle(key.data, self._workers[key.data].receive())
         return news
 
     def send(self, message: messages.HubMessage) -> None:
         for node in self.nodes:
             node.send(message)
 
-    def tell(self, message: messages.WorkerMessage, rank: int | None = None) -> None:
-        """Send to the worker of this rank, where it is connected, or to all; those that connect later are told too."""
+    def send_to_workers(self, message: messages.WorkerMessage, rank: int | None = None) -> None:
+        """Send to the worker of this rank if it is connected, or to all workers; those that connect later receive it
+        too."""
         if rank is None:
             self._for_later[type(message)] = message
         for other, wire in self._workers.items():
@@ -147,22 +149,22 @@ class Hub:
     def close(self) -> None:
         self._server.close()
         self._ready.close()
-        for knock in self._knocks:
-            knock.close()
+        for peer in self._pending:
+            peer.close()
         nodes = (node.wire for node in self.nodes if node.wire)
         for wire in [*self._newcomers, *nodes, *self._workers.values()]:
             wire.close()
 
     def _welcome(self) -> list[News]:
-        for knock in list(self._knocks):
+        for peer in list(self._pending):
             try:
-                wire = knock.advance()
+                wire = peer.advance()
             except OSError:
-                knock.close()
-                self._knocks.remove(knock)
+                peer.close()
+                self._pending.remove(peer)
                 continue
             if wire:
-                self._knocks.remove(knock)
+                self._pending.remove(peer)
                 self._newcomers.append(wire)
         news: list[News] = []
         for wire in list(self._newcomers):
@@ -177,30 +179,31 @@ class Hub:
         return news
 
     def _accept(self) -> None:
-        """Take in who has connected. Where that leaves no descriptors, or too many knock, the oldest are sent away."""
+        """Accept new connections. If no descriptors are left or too many handshakes are open, close the oldest."""
         for _ in range(MAX_ACCEPTED):
             try:
                 connection, _ = self._server.accept()
             except BlockingIOError:
                 return
-            except OSError:  # no descriptors are left, or the other end has gone already
-                if not self._knocks:
+            except OSError:  # no descriptors are left, or the peer has already closed
+                if not self._pending:
                     return
-                self._knocks.popleft().close()
+                self._pending.popleft().close()
                 continue
-            if len(self._knocks) >= self._max_knocks:
-                self._knocks.popleft().close()
+            if len(self._pending) >= self._max_pending:
+                self._pending.popleft().close()
             try:
-                self._knocks.append(Knock(connection, self._secret))
-            except OSError:  # it is gone already
+                self._pending.append(PendingPeer(connection, self._secret))
+            except OSError:  # the peer has already closed
                 connection.close()
 
     def _introduce(self, wire: Wire, received: list[messages.Message]) -> list[News]:
-        """Take an agent for the node that it names, unless that has one already; others are sent away."""
+        """Accept an agent for the node that it names, unless that node has an agent already; other agents are
+        refused."""
         hello, *others = received
         if isinstance(hello, messages.WorkerHello):
             self._take_in(hello.rank, wire)
-            self._hear(hello.rank, others)
+            self._handle(hello.rank, others)
             return []
         if not isinstance(hello, messages.Hello) or not self._is_free(hello.node):
             if isinstance(hello, messages.Hello) and hello.node in range(len(self.nodes)) and not self._welcomes_back:
@@ -208,11 +211,11 @@ class Hub:
             wire.close()
             return []
         node = self.nodes[hello.node] = RemoteNode(hello.node, hello.hostname, wire)
-        wire.send(messages.Beat())  # the agent waits for it, or to be sent away
+        wire.send(messages.Beat())  # the agent waits for this message, or for a refusal
         return [(node, Came()), *self._take(node, others)]
 
     def _take_in(self, rank: int, wire: Wire) -> None:
-        """A worker that was started again, or has called again, takes the place of the connection before."""
+        """A worker that was restarted, or has reconnected, replaces its previous connection."""
         if rank in self._workers:
             self._forget(rank)
         self._workers[rank] = wire
@@ -220,12 +223,12 @@ class Hub:
         for message in self._for_later.values():
             wire.send(message)
 
-    def _hear(self, rank: int, received: list[messages.Message]) -> None:
+    def _handle(self, rank: int, received: list[messages.Message]) -> None:
         for message in received:
             if isinstance(message, messages.SpeedsReport):
                 self._speeds = message
-            elif isinstance(message, messages.ShortageNote):  # the other ranks wait for this one, and know nothing
-                self.tell(message)
+            elif isinstance(message, messages.ShortageNote):  # the other ranks wait for this one without knowing why
+                self.send_to_workers(message)
             else:
                 self._workers[rank].close()
         if self._workers[rank].closed:
@@ -252,15 +255,15 @@ class Hub:
         if wire.closed and not loss:
             loss = "closed its connection without notice: its processes were killed, or the node went down"
         elif not loss and wire.silent_s > self._timeout_s:
-            loss = f"has not been heard of for {self._timeout_s:g} s: the node is off, hangs, or its link is cut"
+            loss = f"has sent nothing for {self._timeout_s:g} s: the node is off, hangs, or its link is cut"
         return [*news, *_lose(node, loss)] if loss and not node.is_gone else news
 
     def _take(self, node: RemoteNode, received: list[messages.Message]) -> list[News]:
-        """Pass on what an agent may send; one that sends anything else is lost."""
+        """Yield what an agent may send; an agent that sends anything else is lost."""
         news: list[News] = []
         for message in received:
             if not isinstance(message, messages.AgentMessage) or isinstance(message, messages.Hello):
-                return [*news, *_lose(node, f"sent what the hub does not understand: {type(message).__name__}")]
+                return [*news, *_lose(node, f"sent an invalid message: {type(message).__name__}")]
             if isinstance(message, messages.NodeExamined):
                 node.report = replace(message.report, heard_at=time.time())
             node.has_left = node.has_left or isinstance(message, messages.Goodbye)

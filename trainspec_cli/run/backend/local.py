@@ -1,7 +1,7 @@
-"""The processes of a run on one node, and the backend of a run that has all of its processes here.
+"""The processes of a run on one node, and the backend of a run whose processes are all here.
 
-Of each replica group a node has its torchrun, or its part of one, and the workers below it. The local backend and a
-node's agent both hold a `NodeProcesses`, which reports in the messages that agents send.
+A node has one torchrun for each replica group, or for its part of one, with the workers below it. The local backend and
+a node's agent both hold a `NodeProcesses`, which reports in the messages that agents send.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from trainspec_cli.run.rendezvous.address import Rendezvous
 HERE = 0
 """This node's number."""
 MOST_PATH_BYTES = 60
-"""A longer name of the folder for temporary files leaves too little of the 104 bytes that the path of a Unix socket may
-have on macOS (108 on Linux)."""
+"""The longest name of the folder for temporary files: the path of a Unix socket has at most 104 bytes on macOS (108 on
+Linux)."""
 
 
 class LocalBackend:
     def __init__(self, job: Job, plan: Plan | None):
-        # First of all: from now on an earlier start of this run, wherever it still lives, writes nothing more.
+        # This comes first: from now on an earlier start of this run, wherever it still lives, writes nothing more.
         self.generation = generations.begin(job.run)
         self._job = replace(job, environment={**job.environment, GENERATION: str(self.generation)})
         self._plan = plan
@@ -54,7 +54,7 @@ class LocalBackend:
         self._rendezvous_watch: RendezvousWatch | None = None
         self.hub: Hub | None = None
         self._private = Path()
-        """A folder of this user alone, which holds the job's secret and the socket of the hub."""
+        """A folder that only this user can read, with the job's secret and the hub's socket."""
         if plan:
             self._open_hub(plan)
         self._processes = NodeProcesses(self._job, plan)
@@ -91,8 +91,8 @@ class LocalBackend:
         return left_behind
 
     def _open_hub(self, plan: Plan) -> None:
-        """Let the workers reach this process, by a socket that has no port. Replica groups meet at a rendezvous server;
-        the processes of one group meet in a file."""
+        """Open the hub's socket for the workers. Replica groups meet at a rendezvous server; the processes of one group
+        meet in a file."""
         is_long = len(tempfile.gettempdir()) > MOST_PATH_BYTES
         self._private = Path(tempfile.mkdtemp(prefix="trainspec-", dir="/tmp" if is_long else None))
         secret_file = self._private / "secret"
@@ -111,22 +111,22 @@ class LocalBackend:
 
 
 class PassedThrough(Protocol):
-    """Passes what a program prints through to this terminal as it is, and keeps the program's log."""
+    """Copies a program's output to this terminal unchanged, and keeps the program's log."""
 
     on_first: Callable[[], None]
-    """Called before the first byte is shown."""
+    """Called before the first byte is printed."""
 
     def open(self, log: Path) -> int:
         """Return the descriptor that one start of the program prints to."""
 
     def look(self) -> None:
-        """Show what has come since the last look."""
+        """Print the output since the last call."""
 
     def begin_line(self) -> None:
         """End a line that the program has begun, before something else is printed."""
 
     def finish(self) -> None:
-        """Wait until all that the program has printed is in its log, after its end."""
+        """Wait until all output of the program is in its log, after its end."""
 
     def close(self) -> None: ...
 
@@ -135,7 +135,8 @@ class NodeProcesses:
     def __init__(
         self, job: Job, plan: Plan | None, place: NodePlace | None = None, passed: PassedThrough | None = None
     ):
-        """`job` belongs to a generation; of several nodes it is this one's, at `place`. `passed`: shows the output."""
+        """`job` belongs to a generation; in a run on several nodes it is the part of the node at `place`. `passed`:
+        prints the output."""
         self._job = job
         self._plan = plan
         self._place = place
@@ -144,7 +145,7 @@ class NodeProcesses:
         self._starts: dict[int, _GroupProcesses] = {}
 
     def start(self, group: int, number: int) -> None:
-        """Start torchrun in a session of its own, so that Ctrl-C reaches the supervisor alone."""
+        """Start torchrun in its own session, so that Ctrl-C reaches the supervisor alone."""
         job = group_job(self._job, self._plan, group, number, self._place)
         family = self._family if job.ranks is None else Family(job, group)
         self._starts[group] = _GroupProcesses(job, family, group, number, self._passed)
@@ -161,19 +162,19 @@ class NodeProcesses:
             self._starts[group].family.ask_to_stop()
 
     def members(self) -> list[psutil.Process]:
-        """Return the processes that live."""
+        """Return the living processes."""
         return self._family.members()
 
     def kill(self, group: int) -> None:
-        """`poll` reports when nothing is left."""
+        """Kill a group; `poll` reports when nothing is left."""
         if group in self._starts:
             self._starts[group].kill()
 
     def record_hang(self, late: tuple[int, ...]) -> None:
-        """Workers of a recipe have written down themselves where they stand."""
+        """The engine's workers have already recorded their position in the run."""
 
     def close(self) -> tuple[int, ...]:
-        """Kill what is left on this node, then end the guard; -> the ids of what could not be killed."""
+        """Kill what is left on this node, then end the guard; -> the ids of processes that could not be killed."""
         left = close_family(self._family, self._guard)
         for processes_of in self._starts.values():
             processes_of.wait()
@@ -194,7 +195,7 @@ class _GroupProcesses:
         self._workers: list[psutil.Process] = []
         self._failed = self._orphaned = self._killed = self._exited = False
         self._exit_code: int | None = None
-        """torchrun's, where it ended by itself."""
+        """torchrun's exit code, where it ended by itself."""
         self._give_up_at_s = math.inf
 
     def poll(self) -> Iterator[ProcessMessage]:
@@ -214,7 +215,7 @@ class _GroupProcesses:
         if given_up or (code is not None and not left):
             self._exited = True
             if self._passed:
-                self._passed.finish()  # its log says why it has ended
+                self._passed.finish()  # the group's log says why it ended
             ended = GroupExited(self._group, self._number, self._exit_code, tuple(process.pid for process in left))
             kills = count_oom_kills() - self._oom_kills
             yield replace(ended, oom_kills=kills, memory_bytes=usable_memory_bytes()) if kills > 0 else ended
@@ -223,7 +224,8 @@ class _GroupProcesses:
             yield WorkersOrphaned(self._group, self._number)
 
     def kill(self) -> None:
-        """Kill what is left again and again, until nothing is, or processes have hung in the kernel for long."""
+        """Kill what is left repeatedly, until nothing is left or processes have hung in the kernel for
+        `KILL_TIMEOUT_S`."""
         if not self._killed:
             self._killed = True
             self._exit_code = self._torchrun.poll()
@@ -235,13 +237,13 @@ class _GroupProcesses:
             self._torchrun.wait(processes.KILL_TIMEOUT_S)
 
     def _find_failure(self, code: int | None) -> WorkerExited | None:
-        """Return a failed worker of a group before its torchrun reports it, which looks at the others first; in a run
-        of one group they all have the time to report. `code`: torchrun's, where it has ended."""
+        """Return a failed worker of a group before its torchrun reports it, since torchrun first waits for the others;
+        in a run of one group all workers have that time to report. `code`: torchrun's exit code, where it has ended."""
         ranks = self._job.ranks or ()
         if code is None:
             if len(self._workers) < len(ranks):
                 self._workers = []
-                # Where torchrun has ended meanwhile the next poll shows that.
+                # If torchrun has ended meanwhile, the next poll sees that.
                 with contextlib.suppress(psutil.NoSuchProcess):
                     children = psutil.Process(self._torchrun.pid).children()
                     self._workers = sorted(children, key=lambda process: process.pid)
@@ -251,7 +253,7 @@ class _GroupProcesses:
             return None
         if not code:
             return None
-        # torchrun ends with 1 whatever its workers ended with; its log lists their exit codes.
+        # torchrun ends with code 1 whatever its workers ended with; its log lists their exit codes.
         if listed := find_listed(self._job):
             return self._failed_worker(listed[0].rank, listed[0].summary, was_killed=listed[0].was_killed)
         lost = f"lost its torchrun, which {describe_exit(code)}"
@@ -262,7 +264,7 @@ class _GroupProcesses:
 
 
 def close_family(family: Family, guarding: subprocess.Popen[bytes]) -> tuple[int, ...]:
-    """Kill what is left of a job on this node, then end its guard; -> the ids of what could not be killed."""
+    """Kill what is left of a job on this node, then end its guard; -> the ids of processes that could not be killed."""
     left = family.kill()
     family.close()
     with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Events that `run.recovery` decides on, made of what the nodes report and the run folder shows."""
+"""Turn the nodes' reports and the run folder into the events that `run.recovery` decides on."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_result
 from trainspec_cli.run.job.job import Job, group_job
 from trainspec_cli.run.recovery import run_state
-from trainspec_cli.run.recovery.memory import settle
+from trainspec_cli.run.recovery.memory import apply_reliefs
 from trainspec_cli.run.rendezvous.address import Rendezvous
 
 
 class RunningStart(Protocol):
-    """One start of a replica group, on one node or several; it has ended when its nodes have all reported so."""
+    """One start of a replica group, on one node or several; it has ended when all of its nodes have reported that."""
 
     group: int
     number: int
 
     def hear(self, node: int, hostname: str, message: ProcessMessage) -> list[run_state.Event]:
-        """Return what a message of one of its nodes means for the run."""
+        """Return what a message from one of its nodes means for the run."""
 
     def lose(self, node: int, number: int, hostname: str, why: str) -> None:
-        """Note that a node is lost, which ends by itself what it runs. `number`: by which the job knows it."""
+        """Record that a node is lost; what runs on it ends by itself. `number`: the node's number in the job."""
 
     def poll(self) -> Iterator[run_state.Event]:
-        """Yield what is new, and the end of the start once it has ended."""
+        """Yield new events, and the end of the start once it has ended."""
 
     @property
     def has_ended(self) -> bool: ...
@@ -60,11 +60,11 @@ class GroupStart:
         self._oom_kills = 0
         self._memory_bytes = 0
         self._failure: WorkerFailure | None = None
-        """A failure that was seen from outside."""
+        """A failure that was seen from outside the worker."""
         self._events = EventTail(job.run.events(0) if self._is_alone else job.run.group_events(group, 0))
         self._has_begun = self._has_failed = False
         self._step = 0
-        """The newest of this start."""
+        """The newest step of this start."""
 
     def hear(self, node: int, hostname: str, message: ProcessMessage) -> list[run_state.Event]:
         if isinstance(message, WorkerExited):
@@ -82,7 +82,7 @@ class GroupStart:
         return [run_state.Orphaned(self.group)]
 
     def lose(self, node: int, number: int, hostname: str, why: str) -> None:
-        """A run of one group cannot go on without it."""
+        """A run of one group cannot continue without this node."""
         self._failure = WorkerFailure(number, hostname, why, time=0.0, whole_node=True, foreseen=self._is_alone)
         self._running.discard(node)
 
@@ -123,7 +123,7 @@ class GroupStart:
         killed = [failure for failure in causes if failure.was_killed]
         was_killed = from_outside and (bool(killed) or -signal.SIGKILL in codes)
         if self._oom_kills and was_killed:
-            # The shortage is of the setting in force.
+            # The shortage was measured with the setting in force.
             if self._plan is not None:
                 step = max(self._step, newest_checkpoint(self.job.run))
                 layout, setting = _in_force(self.job.run, self._plan, step)
@@ -133,7 +133,7 @@ class GroupStart:
         result = read_result(self.job.run) if self._is_alone else None
         return run_state.GroupEnded(
             group=self.group,
-            # A result with the status `stopped` is none: nobody may have wanted that.
+            # A result with status `stopped` is not final: the stop may not have been requested.
             done=bool(result and result.status == "done") if self._is_alone else exit_code == 0,
             headline=headline,
             exit_code=exit_code,
@@ -149,13 +149,14 @@ class GroupStart:
     def _explain(self, failures: list[WorkerFailure], exit_code: int | None) -> str:
         if self._is_alone:
             return explain_end(self.job, exit_code, failures).headline
-        return explain(failures).headline if failures else "it lives, and the others had to go on without it"
+        return explain(failures).headline if failures else "it is alive, and the others had to continue without it"
 
     def failures(self) -> list[WorkerFailure]:
-        """Why it failed, as reported by the workers where they could; a node that is lost is where it began."""
+        """Return why the start failed, as reported by its workers if they could; if a node was lost, the failure began
+        there."""
         reported = find_failures(self.job)
         seen = self._failure
-        if seen is not None and seen.whole_node:  # it may be written down already
+        if seen is not None and seen.whole_node:  # the folder may have it already
             return [seen, *(other for other in reported if not (other.whole_node and other.rank == seen.rank))]
         if seen is None or self._is_alone:
             return reported
@@ -165,9 +166,10 @@ class GroupStart:
 
 
 def _in_force(run: RunDir, plan: Plan, step: int) -> tuple[str, MemorySetting]:
-    """Return the axes of the layout that a run has after `step` updates, and the setting that it has taken there."""
+    """Return the layout's axes that a run has after `step` updates, and the memory setting that it uses in this
+    layout."""
     layout = plan.layout
-    setting = settle(plan.memory_setting, read_sound_reliefs(run, layout.describe()))
+    setting = apply_reliefs(plan.memory_setting, read_sound_reliefs(run, layout.describe()))
     for event in read_sound(run.directives):
         if not isinstance(event, DirectiveEvent) or not event.applied or event.step > step:
             continue
@@ -175,12 +177,12 @@ def _in_force(run: RunDir, plan: Plan, step: int) -> tuple[str, MemorySetting]:
             layout = event.layout
             if not isinstance(event.micro_batch_size, Absent):
                 setting = replace(setting, micro_batch_size=event.micro_batch_size)
-            setting = settle(setting, read_sound_reliefs(run, layout.describe()))
+            setting = apply_reliefs(setting, read_sound_reliefs(run, layout.describe()))
     return layout.describe(), setting
 
 
 def poll_starts(starts: dict[int, RunningStart]) -> list[run_state.Event]:
-    """Return what the starts show; those that have ended leave `starts`."""
+    """Return the events of all starts; those that have ended leave `starts`."""
     events = [event for start in starts.values() for event in start.poll()]
     for group in [group for group, start in starts.items() if start.has_ended]:
         del starts[group]
@@ -204,10 +206,10 @@ class RendezvousWatch:
 
 
 def newest_step(events: Iterable[Event]) -> int:
-    """Return the newest step that the events show; 0 where there is none."""
+    """Return the newest step in the events; 0 without one."""
     return max((event.step for event in events if isinstance(event, StepEvent)), default=0)
 
 
 def newest_checkpoint(run: RunDir) -> int:
-    """Return its step, on disk or in this node's memory; 0 where there is none."""
+    """Return the step of the newest checkpoint, on disk or in this node's memory; 0 without one."""
     return max(newest_copy(run), *run.checkpoint_steps(), 0)

@@ -1,8 +1,8 @@
-"""Find and end processes of a launch from outside: by an environment variable that all of them inherit.
+"""Find and end processes of a launch from outside, by an environment variable that all of them inherit.
 
-This is for those who have not started them: the guard, and code that asks whether a dead supervisor has left workers
-behind. It reads the environment of every process of this user, so it is for the few moments when that is needed. The
-process that starts a launch knows its own by descent (`family.py`).
+This is for processes that have not started the launch: the guard, and code that checks whether a dead supervisor has
+left workers behind. It reads the environment of every process of this user, so it is used only when needed. The process
+that starts a launch finds its processes by descent (`family.py`).
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from trainspec_cli.core.environment_names import LAUNCH_ID, RANK, titled_rank
 
 POLL_S = 0.1
 KILL_TIMEOUT_S = 10.0
-"""A killed process that is still there after this hangs in the kernel (a device, a network disk)."""
+"""A killed process that still exists after this many seconds hangs in the kernel (a device, a network disk)."""
 EXEC_TIMEOUT_S = 1.0
-"""All processes that have no environment yet are waited for this long together: they may be in the midst of an exec."""
+"""Seconds to wait for all processes without an environment together: they may be in the middle of execve."""
 YOUNG_S = 10.0
-"""One that is older is not in the midst of it."""
+"""A process older than this many seconds is not in the middle of execve."""
 
 _without_environment: set[psutil.Process] = set()
-"""Processes that were waited for in vain (slurmstepd has cleared its own); they are not waited for again."""
+"""Processes that never got an environment (slurmstepd clears its own); they are not waited for again."""
 
 
 def members(launch_id: str, wait_s: float = EXEC_TIMEOUT_S) -> list[psutil.Process]:
-    """Every living process of the launch: torchrun, the workers, and what those started.
-
-    Processes that have no environment yet are waited for together, `wait_s` at most.
-    """
+    """Return every living process of the launch: torchrun, the workers, and their children. Waits for processes without
+    an environment for `wait_s` at most, all together."""
     found: list[psutil.Process] = []
     unsure = _candidates()
     deadline = time.monotonic() + wait_s
@@ -44,14 +42,14 @@ def members(launch_id: str, wait_s: float = EXEC_TIMEOUT_S) -> list[psutil.Proce
         if time.monotonic() > deadline:
             break
         time.sleep(0.001 if unsure else 0)
-    # A look that waits for none of them cannot know that they never get an environment.
+    # A call that waits for none of them cannot conclude that they never get an environment.
     if wait_s:
         _without_environment.update(unsure)
     return found
 
 
 def workers(launch_id: str) -> list[psutil.Process]:
-    """The processes that have a rank, without those they started."""
+    """Return the processes that have a rank, without their children."""
     return workers_among(members(launch_id))
 
 
@@ -71,19 +69,19 @@ def rank_of(process: psutil.Process) -> int | None:
 
 
 def terminate(processes: list[psutil.Process]) -> None:
-    """SIGTERM to each that still lives."""
+    """Send SIGTERM to each process that is alive."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
 
 
 def kill(launch_id: str) -> list[psutil.Process]:
-    """SIGKILL to everything, again and again until nothing is left; returns what outlived `KILL_TIMEOUT_S`."""
+    """Send SIGKILL to all repeatedly until none is left; return those that outlived `KILL_TIMEOUT_S`."""
     return kill_all(lambda: members(launch_id))
 
 
 def kill_all(find: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
-    """Kill what `find` finds, as `kill` does."""
+    """Kill the processes that `find` returns, as `kill` does."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while (left := find()) and time.monotonic() < deadline:
         kill_once(left)
@@ -92,14 +90,14 @@ def kill_all(find: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
 
 
 def kill_once(processes: list[psutil.Process]) -> None:
-    """SIGKILL to each that still lives; waits for none."""
+    """Send SIGKILL to each process that is alive; waits for none."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def stop(launch_id: str, grace_s: float) -> None:
-    """Ask the workers to end (torchrun ends when they have), wait, kill."""
+    """Ask the workers to end (torchrun ends after them), wait, then kill."""
     terminate(workers(launch_id))
     deadline = time.monotonic() + grace_s
     while members(launch_id) and time.monotonic() < deadline:
@@ -108,7 +106,7 @@ def stop(launch_id: str, grace_s: float) -> None:
 
 
 def unread_exit_code(process: psutil.Process) -> int | None:
-    """Return the exit code of a process that has ended, but whose parent has not read it yet (on Linux only);
+    """Return the exit code of a process that has ended, but whose parent has not read the code yet (Linux only);
     negative for a signal."""
     try:
         state, *_, status = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -118,7 +116,8 @@ def unread_exit_code(process: psutil.Process) -> int | None:
 
 
 def environ(process: psutil.Process) -> dict[str, str]:
-    """Empty for one that has ended, belongs to others, or is in the midst of an exec."""
+    """Return the environment; empty for a process that has ended, belongs to another user, or is in the middle of
+    execve."""
     try:
         return process.environ()
     except (psutil.Error, OSError):
@@ -133,7 +132,8 @@ def parent_id(process: psutil.Process) -> int | None:
 
 
 def _candidates() -> list[psutil.Process]:
-    """This user's processes, without this one and its ancestors: nobody looks for a launch that it belongs to."""
+    """Return this user's processes except this one and its ancestors: no caller looks for a launch that it belongs
+    to."""
     ancestors = _with_ancestors(psutil.Process())
     found = []
     for process in psutil.process_iter():
@@ -145,8 +145,7 @@ def _candidates() -> list[psutil.Process]:
 
 
 def _with_ancestors(process: psutil.Process) -> set[psutil.Process]:
-    """Return the process and those that it descends from. A parent may end while they are looked up: the guard does so
-    at the moment at which its supervisor dies."""
+    """Return the process and its ancestors. A parent may end meanwhile: the guard does so when its supervisor dies."""
     while True:
         try:
             return {process, *process.parents()}
@@ -156,8 +155,8 @@ def _with_ancestors(process: psutil.Process) -> set[psutil.Process]:
 
 
 def _may_be_in_exec(process: psutil.Process) -> bool:
-    """Return whether a process may be in the midst of execve: it has its program already, and no environment yet;
-    kernel threads have neither."""
+    """Return whether a process may be in the middle of execve: it has its program and no environment yet. Kernel
+    threads have neither."""
     try:
         return time.time() - process.create_time() < YOUNG_S and bool(process.exe())
     except (psutil.Error, OSError):

@@ -5,17 +5,17 @@ exchange typed messages (`messages.py`): over a Unix socket where all of them ar
 
     agent -> hub      who it is, what its node can do, how processes ended, beats
     hub -> agent      start, stop or kill a group; end; beats
-    worker -> hub     confirmed speeds of ranks and links; memory that ran out, which goes on to the other workers
-    hub -> worker     another layout, a deeper look, how many replica groups are expected
+    worker -> hub     confirmed speeds of ranks and links; memory shortages, which the hub forwards to other workers
+    hub -> worker     another layout, a request for a profile, the number of replica groups to expect
 
-What goes elsewhere, and why:
+What does not use the channel, and why:
 
-    rendezvous server  torch's store and the quorum of replica groups: a process of its own, since it has to answer
+    rendezvous server  torch's store and the quorum of replica groups: a separate process, since it has to answer
                        within milliseconds while the supervisor may be busy, and since groups outlive its restart
-    signals            SIGTERM reaches a worker that has not connected yet, and is all that the guard has, which stops
-                       the workers of a supervisor that was killed; SIGKILL and SIGUSR2 reach one that hangs
-    the run folder     what must outlive the processes, or be known to one that nobody reaches: events, checkpoints,
-                       errors, faults that were injected, directives; `generations/`, by which a node that was cut off
-                       learns that a newer start owns the run; `stops/`, which the guard writes too; `result.json`,
-                       whose presence ends the agents of a run that is over; `pid.json`, whose lock is the claim
+    signals            SIGTERM reaches a worker that has not connected yet, and is the only way for the guard, which
+                       stops the workers of a killed supervisor; SIGKILL and SIGUSR2 reach a worker that hangs
+    the run folder     what must outlive the processes, or reach one without a connection: events, checkpoints, errors,
+                       injected faults, directives; `generations/`, from which a disconnected node learns that a newer
+                       start owns the run; `stops/`, which the guard writes too; `result.json`, whose presence ends the
+                       agents of a run that is over; `pid.json`, whose lock claims the run
 """

@@ -1,4 +1,5 @@
-"""Messages between the hub, the nodes' agents and the workers: one dataclass a message, one JSON object a line."""
+"""Messages between the hub, the nodes' agents and the workers: one dataclass for each message, one JSON object per
+line."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from trainspec_cli.recipe.results.plan import LayoutProposal
 from trainspec_cli.recipe.results.verdict import LookOrder, MeasuredLink
 
 KIND = "kind"
-"""The key of a message's class."""
+"""The JSON key that has the name of a message's class."""
 EXIT_CODES = range(-64, 256)
 
 
 @dataclass(frozen=True)
 class Beat:
-    """Either end lives."""
+    """The sender is alive."""
 
 
 # agent -> hub
@@ -37,11 +38,11 @@ class NodeExamined:
 
 @dataclass(frozen=True)
 class NodeRefuses:
-    """The node cannot take part."""
+    """The reason why the node cannot take part."""
 
     why: str
     hint: str = ""
-    """What to do about it."""
+    """What the user can do about it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class WorkerExited:
     number: int
     """The number of the group's start."""
     rank: int
-    """The rank among all of the run's."""
+    """The global rank."""
     summary: str
     was_killed: bool = False
     """True for SIGKILL."""
@@ -68,23 +69,23 @@ class WorkersOrphaned:
 
 @dataclass(frozen=True)
 class GroupExited:
-    """Nothing is left on the node of a group's start."""
+    """No process of a group's start is left on the node."""
 
     group: int
     number: int
     exit_code: int | None
-    """torchrun's, negative for a signal; None where it had to be killed."""
+    """torchrun's exit code, negative for a signal; None where torchrun had to be killed."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended."""
     oom_kills: int = 0
-    """Processes that the kernel has killed since the start because memory had run out."""
+    """Processes that the kernel has killed for lack of memory since the start."""
     memory_bytes: int = 0
     """Memory of the node, or its container's limit."""
 
 
 @dataclass(frozen=True)
 class StepsMade:
-    """What a command of the user's own has made on the node in this start."""
+    """What a user-defined command has done on the node in this start."""
 
     group: int
     number: int
@@ -93,18 +94,18 @@ class StepsMade:
 
 @dataclass(frozen=True)
 class RankStands:
-    """Where a rank stands of which no sign of work was seen for long."""
+    """The position of a rank that has shown no sign of work for a long time."""
 
     rank: int
     host: str
     step: int
-    """The newest that it has made."""
+    """The newest step that the rank has made."""
     stack: str
-    """Of its main thread."""
+    """Stack of the main thread."""
     place: str
-    """In the user's own code, and what that has called of torch or another library."""
+    """The innermost line of the user's code, and the function of torch or another library that it has called."""
     waiting: bool
-    """It stands in torch, or in another library that trains."""
+    """The main thread is in torch, or in another library that trains."""
     stopped: bool
     """By SIGSTOP."""
     ended: bool
@@ -112,7 +113,7 @@ class RankStands:
 
 @dataclass(frozen=True)
 class NodeStands:
-    """No rank of a command of the user's own works on the node."""
+    """No rank of a user-defined command works on the node."""
 
     group: int
     number: int
@@ -123,10 +124,10 @@ class NodeStands:
 
 @dataclass(frozen=True)
 class ProcessSilent:
-    """A process of a command whose steps nobody counts."""
+    """A process of a command without counted steps."""
 
     rank: int | None
-    """As its environment has it."""
+    """The rank in its environment."""
     host: str
     pid: int
     command: str
@@ -137,18 +138,19 @@ class ProcessSilent:
 
 @dataclass(frozen=True)
 class NodeSilent:
-    """No step of a command of the user's own is counted on the node, or none yet, and no process of it works there."""
+    """No step of a user-defined command is counted on the node, or none yet, and no process of the command works
+    there."""
 
     group: int
     number: int
     waited_s: float
     processes: tuple[ProcessSilent, ...]
-    """The stopped ones, or all where none is; the first few of them."""
+    """The stopped processes, or all if none is stopped; at most the first few."""
 
 
 @dataclass(frozen=True)
 class NodeWorks:
-    """After it stood or was silent, a rank or a process of the node works again."""
+    """A rank or a process of the node works again after a standstill or silence."""
 
     group: int
     number: int
@@ -156,8 +158,8 @@ class NodeWorks:
 
 @dataclass(frozen=True)
 class WorkedLong:
-    """A command of the user's own, of which no step is counted on the node, has worked there for so long that another
-    start of it may come as far."""
+    """A user-defined command without counted steps has worked on the node for long enough that a restart may get as
+    far."""
 
     group: int
     number: int
@@ -165,12 +167,12 @@ class WorkedLong:
 
 @dataclass(frozen=True)
 class StopAsked:
-    """The agent was asked to stop, as Slurm does with all of them."""
+    """The agent was asked to stop, as Slurm does with all agents."""
 
 
 @dataclass(frozen=True)
 class Goodbye:
-    """Nothing is left on the node, and the agent ends."""
+    """No process is left on the node, and the agent ends."""
 
 
 # hub -> agent
@@ -185,7 +187,7 @@ class StartGroup:
 @dataclass(frozen=True)
 class StopWorkers:
     group: int | None
-    """None: all, because the run is to end."""
+    """None: stop all groups, because the run is to end."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ class KillGroup:
 
 @dataclass(frozen=True)
 class HangFound:
-    """A command of the user's own hangs: the node is to write down where its ranks stand."""
+    """A user-defined command hangs: the node records the position of its ranks."""
 
     late: tuple[int, ...]
     """The ranks that the others wait for."""
@@ -204,7 +206,7 @@ class HangFound:
 
 @dataclass(frozen=True)
 class NumberTaken:
-    """Another agent has the number of the node; this one is sent away."""
+    """Another agent has the number of the node; this one is refused."""
 
     hostname: str
 
@@ -220,39 +222,39 @@ class EndAgent:
 @dataclass(frozen=True)
 class WorkerHello:
     rank: int
-    """Among all of the run's."""
+    """The global rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedsReport:
-    """The confirmed speeds of all ranks, and how samples are divided over them: from rank 0, when they change."""
+    """The confirmed speeds of all ranks, and the samples of each: from rank 0, when they change."""
 
     step: Count
     """Updates made when this was sent."""
     step_s: Seconds
-    """Computing of the slowest rank in the last step, with the exchanges of its micro-batches."""
+    """Compute time of the slowest rank in the last step, with the exchanges of its micro-batches."""
     layout: Layout
-    """The layout in which the speeds were measured."""
+    """The layout of the measurement."""
     micro_batches: Count
-    """Micro-batches of every rank in a step."""
+    """Micro-batches of every rank per step."""
     samples: tuple[Count, ...]
-    """Samples in a step by global rank, as the other lists."""
+    """Samples per step by global rank, like the other lists."""
     fixed_s: tuple[Seconds, ...]
-    """A micro-batch's forward and backward take this long, and"""
+    """Fixed seconds of a micro-batch's forward and backward."""
     per_sample_s: tuple[Seconds, ...]
-    """this long for each sample in it."""
+    """Additional seconds for each sample in the micro-batch."""
     links: tuple[MeasuredLink, ...] = ()
     """The links whose speeds are known."""
 
     @property
     def compute_s(self) -> tuple[float, ...]:
-        """Return what each rank computes in a step, without waiting for others."""
+        """Return each rank's compute seconds per step, without waits for others."""
         each = zip(self.samples, self.fixed_s, self.per_sample_s, strict=True)
         return tuple(self.micro_batches * fixed_s + samples * sample_s for samples, fixed_s, sample_s in each)
 
     @property
     def even_s(self) -> tuple[float, ...]:
-        """Return what each rank would compute if all took equally many samples."""
+        """Return each rank's compute seconds per step if all had equal numbers of samples."""
         share = sum(self.samples) / len(self.samples)
         each = zip(self.fixed_s, self.per_sample_s, strict=True)
         return tuple(self.micro_batches * fixed_s + share * sample_s for fixed_s, sample_s in each)
@@ -263,30 +265,30 @@ class SpeedsReport:
 
 @dataclass(frozen=True)
 class ShortageNote:
-    """The memory of a rank has run out in a step whose end the others may wait for."""
+    """A rank has run out of memory in a step that the others may never finish."""
 
     rank: int
     step: int
     """Updates made before that step."""
 
 
-# hub -> worker; a `LookOrder` too, to the rank that is to look at itself
+# hub -> worker; also a `LookOrder`, to the rank that is to be profiled
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Another layout that the run would be faster in: to rank 0. The ranks agree at which step they take it up."""
+    """Another layout that would make the run faster: to rank 0. The ranks agree on the step at which they adopt it."""
 
     number: int
-    """Proposals of a supervisor are numbered from 1."""
+    """Number of the supervisor's proposal, from 1."""
     before: Layout
-    """It is meant for a run in this layout, and void in any other."""
+    """The proposal is for a run in this layout, and void in any other."""
     proposal: LayoutProposal
 
 
 @dataclass(frozen=True)
 class ExpectGroups:
-    """This number of replica groups runs or may still come: a run that has not stepped yet waits for them."""
+    """Number of replica groups that run or may still join: a run that has not made a step yet waits for them."""
 
     groups: int
 
@@ -305,7 +307,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """Raises ValueError, or RecipeError (with every field that does not fit), for what is no message."""
+    """Raises ValueError, or RecipeError (with every field that does not fit), if the object is not a message."""
     plain = parse_json(line)
     kind = plain.pop(KIND, None) if isinstance(plain, dict) else None
     if not isinstance(kind, str) or kind not in _MESSAGES:

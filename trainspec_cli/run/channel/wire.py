@@ -1,9 +1,11 @@
-"""The connection between the supervisor's hub and those that it hears: agents of nodes, and workers.
+"""The connection between the supervisor's hub and the nodes' agents and workers.
 
-Messages over TCP, or over a Unix socket of this node, once both ends have shown that they know the job's secret. No end
-blocks: each looks at its socket while it does its own work. Hub and agents send beats: a peer that is silent for too
-long is lost, whether its process hangs, its node is off or its cable is cut (TCP by itself would wait for a quarter of
-an hour). Workers send none: their agent, or the supervisor, started them and sees them end.
+Messages go over TCP, or over a Unix socket on the same node, after both ends have proved that they know the job's
+secret. Neither end blocks: each polls its socket while it does its own work.
+
+Hub and agents send beats. A peer that is silent for too long is lost: its process hangs, its node is off or its cable
+is cut (TCP alone would wait for a quarter of an hour). Workers send no beats: their agent, or the supervisor, started
+them and sees them end.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ BEAT_INTERVAL_S = 1.0
 PIECE_BYTES = 65536
 RETRY_S = 0.2
 CALL_TIMEOUT_S = 60.0
-"""An agent that the hub has sent away, as it does when too many knock at once, calls again for this long."""
+"""An agent retries for this many seconds after the hub has closed its connection, as the hub does when too many connect
+at once."""
 LINE_BYTES = 2**22
-"""A peer that sends a longer line, or leaves as much unread, is cut off."""
+"""A peer that sends a longer line, or leaves this many bytes unread, is disconnected."""
 SHOWN_BYTES = 80
-"""Bytes that are shown of a line that is no message."""
+"""Bytes of an invalid line that the error shows."""
 
 
 def call_hub(address: tuple[str, int] | str, secret: bytes) -> Wire:
@@ -34,27 +37,25 @@ def call_hub(address: tuple[str, int] | str, secret: bytes) -> Wire:
     while True:
         try:
             return Wire(connect(address, secret, PURPOSE))
-        except ConnectionResetError:  # too many knock at once
+        except ConnectionResetError:  # too many peers connect at once
             if time.monotonic() > deadline:
                 raise
             time.sleep(RETRY_S)
 
 
-class Knock:
-    """A connection to the hub that has proved nothing yet."""
+class PendingPeer:
+    """A connection to the hub before its handshake is complete."""
 
     def __init__(self, connection: socket.socket, secret: bytes):
-        """Raises OSError where the other end has gone already."""
+        """Raises OSError if the peer has already closed."""
         connection.setblocking(False)
         self._connection, self._challenge = connection, Challenge(secret, PURPOSE)
         self._answer, self._deadline = b"", time.monotonic() + TIMEOUT_S
         connection.send(self._challenge.nonce)  # an empty buffer takes 32 bytes
 
     def advance(self) -> Wire | None:
-        """Return the wire once the other end has proved itself; None until then.
-
-        Raises OSError where it never will: a wrong proof, a closed connection, too long a silence.
-        """
+        """Return the wire once the peer has proved that it knows the secret; None until then. Raises OSError where that
+        cannot happen any more: wrong proof, connection closed, or timeout."""
         if time.monotonic() > self._deadline:
             raise HandshakeError("the connection has proved nothing in time")
         try:
@@ -79,19 +80,19 @@ class Wire:
         self._connection = connection
         self._unread = b""
         self._unsent = b""
-        self._heard_at = self._beat_at = time.monotonic()
+        self._received_at = self._beat_at = time.monotonic()
         self.closed = False
         self.was_heard = False
         """The peer has sent something."""
         self.fault = ""
-        """Why the connection was closed here: the peer sent what is no message."""
+        """The reason why this end closed the connection: the peer sent an invalid message."""
 
     def fileno(self) -> int:
         return self._connection.fileno()
 
     @property
     def silent_s(self) -> float:
-        return time.monotonic() - self._heard_at
+        return time.monotonic() - self._received_at
 
     def send(self, message: Message) -> None:
         self._unsent += encode(message)
@@ -100,14 +101,14 @@ class Wire:
             self.close()
 
     def beat(self) -> None:
-        """Send a beat where none was sent for `BEAT_INTERVAL_S`; to be called often."""
+        """Send a beat if none was sent for `BEAT_INTERVAL_S`; call it often."""
         if time.monotonic() - self._beat_at >= BEAT_INTERVAL_S:
             self._beat_at = time.monotonic()
             self.send(Beat())
 
     def receive(self) -> list[Message]:
-        """Return the messages that have come, without beats; at most `LINE_BYTES` at once. A peer that sends what is no
-        message is cut off."""
+        """Return the received messages without beats, at most `LINE_BYTES` at once. A peer that sends an invalid
+        message is disconnected."""
         self._read()
         *lines, self._unread = self._unread.split(b"\n")
         if len(self._unread) > LINE_BYTES:
@@ -117,7 +118,7 @@ class Wire:
             try:
                 received.append(decode(line))
             except (ValueError, RecipeError):
-                self.fault = f"sent what the hub does not understand: {line[:SHOWN_BYTES].decode(errors='replace')!r}"
+                self.fault = f"sent an invalid message: {line[:SHOWN_BYTES].decode(errors='replace')!r}"
                 self.close()
                 break
         return [message for message in received if not isinstance(message, Beat)]
@@ -132,7 +133,7 @@ class Wire:
                 piece = b""
             self.closed = not piece
             if piece:
-                self._heard_at = time.monotonic()
+                self._received_at = time.monotonic()
                 self.was_heard = True
                 self._unread += piece
 
@@ -141,7 +142,7 @@ class Wire:
         self._connection.close()
 
     def flush(self) -> None:
-        """Send what the connection had no room for."""
+        """Send what did not fit into the socket's buffer before."""
         try:
             while self._unsent and not self.closed:
                 self._unsent = self._unsent[self._connection.send(self._unsent) :]

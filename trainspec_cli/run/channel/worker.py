@@ -1,4 +1,4 @@
-"""A worker's end of the connection to its supervisor, and the supervisor's side for those who follow the run."""
+"""A worker's end of the connection to its supervisor, and the supervisor's end for those who follow the run."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from trainspec_cli.run.folder.generations import read_secret
 
 MessageT = TypeVar("MessageT")
 FLUSH_S = 1.0
-"""What the connection had no room for is sent again this often."""
+"""Interval at which data that did not fit into the socket's buffer is sent again."""
 
 
 class SupervisorConnection:
-    """A thread connects, again where the connection is lost, and takes in what comes: no step waits for it. A worker
-    needs none of it to train, so that one without a supervisor (`address` is empty) hears nothing."""
+    """A thread connects, reconnects after a loss, and receives messages: no step waits for it. A worker can train
+    without a connection: with an empty `address` it receives nothing."""
 
     def __init__(self, address: str = "", secret: bytes = b"", rank: int = 0):
-        """`address`: HOST:PORT, or the path of a Unix socket. `rank`: among all of the run's."""
+        """`address`: HOST:PORT, or the path of a Unix socket. `rank`: the global rank."""
         self._hello = WorkerHello(rank)
         host, _, port = address.rpartition(":")
         self._address = (host, int(port)) if host else address
@@ -38,7 +38,7 @@ class SupervisorConnection:
 
     @classmethod
     def of_worker(cls, rank: int) -> SupervisorConnection:
-        """Connect as the environment says. Raises MachineError where the job's secret cannot be read."""
+        """Connect to the address in the environment. Raises MachineError if the job's secret cannot be read."""
         address = os.environ.get(SUPERVISOR, "")
         return cls(address, read_secret(Path(os.environ[SECRET_FILE])) if address else b"", rank)
 
@@ -52,15 +52,15 @@ class SupervisorConnection:
             else:
                 self._wire.send(message)
 
-    def take(self, kind: type[MessageT]) -> list[MessageT]:
-        """Return the messages of this type that have come since the last call, oldest first."""
+    def receive(self, kind: type[MessageT]) -> list[MessageT]:
+        """Return the messages of this type since the last call, oldest first."""
         with self._lock:
             found: list[MessageT] = [message for message in self._received if isinstance(message, kind)]
             self._received = [message for message in self._received if not isinstance(message, kind)]
             return found
 
     def close(self) -> None:
-        """The thread ends within `FLUSH_S`; nothing is sent or received any more."""
+        """End the thread within `FLUSH_S`; nothing is sent or received any more."""
         self._closed.set()
         with self._lock:
             if self._wire is not None:
@@ -70,10 +70,10 @@ class SupervisorConnection:
         while not self._closed.is_set():
             try:
                 wire = call_hub(self._address, self._secret)
-            except OSError:  # the supervisor begins to listen before workers start: it has ended, or a cable is cut
+            except OSError:  # the supervisor listens before workers start: so it has ended, or a cable is cut
                 self._closed.wait(RETRY_S)
                 continue
-            # Not select.select, which takes no descriptor beyond 1,023: a rank may have more connections to others.
+            # select.select accepts no descriptor above 1,023, and a rank may have more connections to others.
             with selectors.DefaultSelector() as ready:
                 with self._lock:
                     if self._closed.is_set():
@@ -93,19 +93,19 @@ class SupervisorConnection:
 
 
 class WorkerMail:
-    """Passes messages between those in the supervisor's process who follow a run and the workers of its newest start.
+    """Passes messages between the supervisor's threads that follow a run and the workers of its newest start.
 
-    It lives as long as the run; the supervisor empties it before each start, and moves what it holds to the start's hub
-    and back.
+    It lives as long as the run; the supervisor empties it before each start, and moves messages to and from the start's
+    hub.
     """
 
     def __init__(self) -> None:
         self.speeds: SpeedsReport | None = None
-        """The newest report of this start; a newer one is another object."""
+        """The newest report of this start; each report is a new object."""
         self.unsent: list[tuple[WorkerMessage, int | None]] = []
-        """Messages for the worker of a rank, or for all."""
+        """Messages with the rank of their worker, or None for all."""
 
-    def tell(self, message: WorkerMessage, rank: int | None = None) -> None:
+    def send(self, message: WorkerMessage, rank: int | None = None) -> None:
         self.unsent.append((message, rank))
 
     def clear(self) -> None:

@@ -1,8 +1,8 @@
-"""Figures reckoned from a run's events: its speed, what its failures cost, and where its wall time went.
+"""Figures computed from a run's events: its speed, the cost of its failures, and the use of its wall time.
 
-The wall time over all attempts is read from the events of rank 0 and the supervisor's marks; time that neither accounts
-for is `other`. An attempt begins with a launch and ends with its last event. Steps that a later attempt made again were
-lost, so their first making is `recomputed`.
+The wall time over all attempts is computed from the events of rank 0 and the supervisor's marks; time that neither
+accounts for is `other`. An attempt begins with a launch and ends with its last event. Steps that a later attempt made
+again were lost, so the time of their first making is `recomputed`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainspec_cli.run.folder.files import StepColumns
 from trainspec_cli.run.folder.paths import RunDir
 
 WARMUP_STEPS = 3
-"""The first steps after a start compile and allocate; they are left out where more than these were made."""
+"""The first steps after a start compile and allocate; they are excluded where more than this number were made."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,18 @@ class Throughput:
     tokens_per_s: float
     """Samples a second, where the steps count no tokens."""
     mfu: float
-    """Model FLOPs a second, as a part of all devices' peak; recomputed work does not count."""
+    """Model FLOPs a second as a fraction of all devices' peak, without recomputed work."""
     steps: int
-    """Steps it is taken over."""
+    """Steps that the speed is measured over."""
     left_out: int
-    """Steps before them that were left out."""
+    """Steps before those that were excluded."""
 
 
 def measure_throughput(
     steps: Sequence[StepEvent], *, flops_per_token: float, peak_flops: float, world_size: int
 ) -> Throughput:
-    """Return the speed over the steps since one start, in order: one definition, for result.json, report and live view.
-    `peak_flops` is one device's."""
+    """Return the speed over the steps since one start, in order: the one definition for result.json, report and live
+    view. `peak_flops` is one device's."""
     times_s = [step.step_time_s for step in steps]
     units = [step.units for step in steps]
     return throughput_of(times_s, units, flops_per_token=flops_per_token, peak_flops=peak_flops, world_size=world_size)
@@ -62,7 +62,7 @@ def measure_throughput(
 def throughput_of(
     times_s: Sequence[float], units: Sequence[float], *, flops_per_token: float, peak_flops: float, world_size: int
 ) -> Throughput:
-    """Return the same of steps whose times and units stand in columns."""
+    """Return the same for steps whose times and units are in columns."""
     left_out = WARMUP_STEPS if len(times_s) > WARMUP_STEPS else 0
     seconds = sum(times_s[left_out:])
     tokens_per_s = sum(units[left_out:]) / seconds if seconds else 0.0
@@ -83,8 +83,8 @@ class Recovery:
 
 
 def read_recoveries(events: Iterable[Event]) -> list[Recovery]:
-    """Return what each failure of a run cost. A restart's stall lasts from the failure to the first new work. Of a
-    command of the user's own the next start shows what was lost, where its optimizer counts its updates."""
+    """Return the cost of each failure of a run. A restart's stall lasts from the failure to the first new work. For a
+    user-defined command the next start shows the lost steps, where its optimizer counts its updates."""
     log = RecoveryLog()
     for event in events:
         log.take(event)
@@ -92,7 +92,7 @@ def read_recoveries(events: Iterable[Event]) -> list[Recovery]:
 
 
 class RecoveryLog:
-    """Takes in the events of rank 0 one after another, and keeps what each failure cost."""
+    """Reads the events of rank 0 one by one, and keeps the cost of each failure."""
 
     def __init__(self) -> None:
         self.recoveries: list[Recovery] = []
@@ -124,21 +124,21 @@ def recovery_of(event: RecoveryEvent) -> Recovery:
 
 @dataclass
 class WallTime:
-    """Seconds by what they were spent on; they sum to the time from the first launch to the last sign of life."""
+    """Seconds by purpose; they sum to the time from the first launch to the last event."""
 
     productive: float = 0.0
     """Steps that count, without the parts below."""
     data_wait: float = 0.0
     """Steps waited for their data."""
     checkpoint: float = 0.0
-    """Training was held up by saving."""
+    """Training waited for saving."""
     evaluation: float = 0.0
     start_up: float = 0.0
     """The time from a launch to the first step."""
     detection: float = 0.0
-    """The time from a failure until it was known."""
+    """The time from a failure until the supervisor noticed it."""
     recovery: float = 0.0
-    """The time from then until training went on."""
+    """The time from then until training continued."""
     recomputed: float = 0.0
     """Steps that were made, lost and made again."""
     idle: float = 0.0
@@ -151,7 +151,7 @@ class WallTime:
 
     @property
     def goodput(self) -> float | None:
-        """The productive part; None where no time has passed."""
+        """Return the productive fraction; None where no time has passed."""
         return self.productive / self.total_s if self.total_s else None
 
     def put(self, bucket: str, seconds: float) -> None:
@@ -166,11 +166,11 @@ BUCKETS = tuple(bucket.name for bucket in fields(WallTime))
 
 
 class Attempt:
-    """Keeps what lies between two launches: its steps as numbers, the rest as sums."""
+    """Collects what happens between two launches: steps as numbers, the rest as sums."""
 
     def __init__(self, launched: float, begin: StartEvent, *, restarted: bool):
         self.launched, self.begin = launched, begin
-        """`launched` is in Unix seconds, as all times."""
+        """`launched` is Unix time in seconds, like all times here."""
         self.restarted = restarted
         """True where the supervisor has restarted the run after a failure."""
         self.last_time = begin.time
@@ -189,14 +189,15 @@ class Attempt:
         elif isinstance(event, CheckpointEvent) and not isinstance(event.waited_s, Absent):
             self._others.checkpoint += event.waited_s or 0.0
         elif isinstance(event, RecoveryEvent):
-            self._others.recovery += event.stall_s or 0.0  # it lies within a step; a restart's lies between attempts
+            # the stall is part of a step; a restart's lies between attempts
+            self._others.recovery += event.stall_s or 0.0
             self._others.productive -= event.stall_s or 0.0
         elif isinstance(event, EndEvent):
             self.has_ended = True
 
     def spent(self, kept_until: float) -> WallTime:
-        """Account from the `start` event to the last, of which steps after `kept_until` were lost; time between the
-        events' own is `other`."""
+        """Account for the time from the `start` event to the last one, with the steps after `kept_until` lost; time
+        between events is `other`."""
         spent = replace(self._others)
         steps = self._steps
         columns = (steps["step_time_s"], steps["data_wait_s"], steps["checkpoint_s"])
@@ -220,12 +221,12 @@ class Attempt:
 
 
 def account_run(run: RunDir, now: float | None = None) -> WallTime:
-    """Account for a run folder's time; `now` is the time of a run that is still going."""
+    """Account for a run folder's time; `now` is the end of a run that is still alive."""
     return account(read_sound(run.events(0)), list(read_sound(run.supervisor_events)), now)
 
 
 def account(events: Iterable[Event], marks: Sequence[Event], now: float | None = None) -> WallTime:
-    """Account for the time from the first launch to the last sign of life (or `now`)."""
+    """Account for the time from the first launch to the last event (or `now`)."""
     accounts = RunAccount(marks)
     for event in events:
         accounts.take(event)
@@ -233,10 +234,10 @@ def account(events: Iterable[Event], marks: Sequence[Event], now: float | None =
 
 
 class RunAccount:
-    """Takes in the events of rank 0 one after another, and keeps their figures alone."""
+    """Reads the events of rank 0 one by one, and keeps only their figures."""
 
     def __init__(self, marks: Sequence[Event]):
-        """`marks`: those of the supervisor, in their order."""
+        """`marks`: the supervisor's, in order."""
         self._marks = marks
         self._launches = [mark.time for mark in marks if isinstance(mark, LaunchMark)]
         self._attempts: list[Attempt] = []
@@ -259,7 +260,7 @@ class RunAccount:
         self._restarted = False
 
     def spent(self, now: float | None = None) -> WallTime:
-        """Return the time up to the last sign of life, or to `now`."""
+        """Return the time of the last event, or `now`."""
         whole = WallTime()
         attempts = self._attempts
         for index, attempt in enumerate(attempts):
@@ -276,10 +277,10 @@ class RunAccount:
 
 
 def _spent_after(attempt: Attempt, following: Attempt | None, marks: Sequence[Event], now: float | None) -> WallTime:
-    """Account from an attempt's last event to the next launch that began, or to the last sign of life.
+    """Account for the time from an attempt's last event to the next launch that began, or to the last event.
 
-    The marks between cut this time into intervals, each of which counts once. Launches that ended before their workers
-    began are among them: a failure of theirs was not noticed late by the attempt before.
+    The marks cut this time into intervals, each of which counts once. Launches that ended before their workers began
+    are part of it: the attempt before them was not late to notice their failures.
     """
     spent = WallTime()
     until = following.launched if following else math.inf
@@ -310,35 +311,35 @@ def _spent_after(attempt: Attempt, following: Attempt | None, marks: Sequence[Ev
 
 
 def _before_launch(came_from: str, *, is_restarted: bool) -> str:
-    """Return what the time before a launch was spent on: a launch that never began was starting up until the next."""
+    """Return the purpose of the time before a launch: a launch that never began was starting up until the next."""
     if came_from == "launch":
         return "start_up"
     return "recovery" if is_restarted else "idle"
 
 
-# Memory that ran out: the settings that a run has taken since, and follows in its next start.
+# Memory shortages: the settings that a run has adopted since, and uses in its next start.
 
 
 def read_reliefs(run: RunDir, layout: str) -> list[Relief]:
-    """Return what a run in `layout` has changed for want of memory, in this order. Raises UnreadableFileError where a
-    line is damaged or of a later version."""
+    """Return the settings that a run in `layout` has adopted for lack of memory, in order. Raises UnreadableFileError
+    where a line is damaged or of a later version."""
     found = [event for event in read_log(run.directives) if isinstance(event, MemoryEvent)]
     for event in found:
         if not (_is_known(event.failed) and _is_known(event.taken)):
-            hint = f"to go on as the recipe says, take {run.directives.name} out of the run's folder"
+            hint = f"to continue as the recipe says, remove {run.directives.name} from the run's folder"
             raise _unfollowed(run, event, hint)
     return [Relief(event.failed, event.taken) for event in found if event.layout == layout]
 
 
 def read_sound_reliefs(run: RunDir, layout: str) -> list[Relief]:
-    """Return them without lines that nobody can follow, which end the workers' next start."""
+    """Return them without lines that this version cannot follow, which end the workers' next start."""
     found = [event for event in read_sound(run.directives) if isinstance(event, MemoryEvent) and event.layout == layout]
     return [Relief(one.failed, one.taken) for one in found if _is_known(one.failed) and _is_known(one.taken)]
 
 
 def _unfollowed(run: RunDir, event: MemoryEvent, hint: str) -> UnreadableFileError:
     return unreadable(
-        run.directives, f"has a directive of memory (step {event.step}) that this version cannot follow", hint
+        run.directives, f"has a memory directive (step {event.step}) that this version cannot follow", hint
     )
 
 
@@ -351,7 +352,7 @@ def _is_known(setting: MemorySetting) -> bool:
 
 
 def read_heldout_losses(run: RunDir) -> dict[int, float | None]:
-    """Return step -> held-out loss, in the order of steps. Of a step that was made again the newest counts."""
+    """Return step -> held-out loss, in the order of steps. If a step was evaluated again, the newest loss counts."""
     evaluations = (event for event in read_sound(run.events(0)) if isinstance(event, EvalEvent))
     losses = {event.step: event.heldout_loss for event in evaluations}
     return {step: losses[step] for step in sorted(losses)}

@@ -1,10 +1,9 @@
-"""The files of events: one JSON object a line, one file a rank.
+"""The files of events: one JSON object per line, one file per rank.
 
-A line reaches the kernel in one `write`, so a crash of the process loses no whole line; a half line can only be
-the last, and a reader passes over it. A resumed run appends: where a step occurs twice the later line is true.
-
-The first line of each writer states the version of the training spec, which holds up to the next line that does. Lines
-before the first statement are of 0.1.
+A line reaches the kernel in one `write`, so a crash of the process loses no whole line; only the last line can be
+incomplete, and a reader skips it. A resumed run appends: where a step occurs twice, the later line is valid. The first
+line of each writer states the version of the training spec, which holds up to the next line that does. Lines before the
+first statement have version 0.1.
 """
 
 from __future__ import annotations
@@ -32,15 +31,16 @@ from trainspec_cli.run.folder.paths import RunDir
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KEPT_BYTES = 2**20
-"""Events that a full disk does not take are kept up to this size, and written when there is room again."""
+"""Events that cannot be written because the disk is full are kept up to this size, and written when there is space
+again."""
 TAIL_BYTES = 2**16
 MAX_LINE_BYTES = 2**22
-"""No event is longer."""
+"""The longest event."""
 
 
 class EventWriter:
-    """Appends events of one rank, from any thread. A file that ends in half a line (a crash) is closed with a newline
-    first; a full disk does not stop the run."""
+    """Appends the events of one rank, from any thread. A file that ends with an incomplete line (a crash) gets a
+    newline first; a full disk does not stop the run."""
 
     def __init__(self, path: Path, rank: int):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ class EventWriter:
             os.write(self._descriptor, b"\n")
 
     def write(self, event: Event, at: float | None = None) -> None:
-        """Append `event`, with this writer's rank and the time: now, or where it is known to have been at `at`."""
+        """Append `event` with this writer's rank and the time: now, or `at` where the event is older."""
         stamped: JsonObject = {
             **to_plain(event),
             "time": time.time() if at is None else at,
@@ -80,11 +80,11 @@ class EventWriter:
 
 
 class EventTail:
-    """Reads what was appended to a file since the last call; half a line waits for its other half."""
+    """Reads what was appended to a file since the last call; an incomplete line waits for its end."""
 
     def __init__(self, path: Path, last_bytes: int | None = 0):
         """Begin at the end of the file, or `last_bytes` before it (None: at its start); a line that is cut there is
-        passed over."""
+        skipped."""
         self._path = path
         size = path.stat().st_size if path.is_file() else 0
         self._offset = 0 if last_bytes is None else max(0, size - last_bytes)
@@ -94,7 +94,8 @@ class EventTail:
         return list(self.new_events())
 
     def new_events(self) -> Iterator[Event]:
-        """Yield the new events, without damaged ones, line by line: of a long file none is held longer."""
+        """Yield the new events without damaged ones, line by line, so that a long file is never in memory as a
+        whole."""
         yield from _sound(parse_lines(self._new_lines()))
 
     def _new_lines(self) -> Iterator[bytes]:
@@ -112,22 +113,20 @@ class EventTail:
 
 
 def spoken_bytes(run: RunDir) -> int:
-    """Return the length of the first workers' event files, those of the replica groups included. A start whose workers
-    have added nothing to it has not begun to train."""
+    """Return the length of the first workers' event files, including those of replica groups. A start whose workers
+    have not lengthened them has not begun to train."""
     files = [run.events(0), *run.events_folder.glob("group*/rank00000.jsonl")]
     return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def read_events(path: Path) -> Iterator[JsonObject]:
-    """Yield the JSON object of each whole line, unchecked; a line cut by a crash is passed over."""
+    """Yield the JSON object of each whole line, unchecked; a line cut by a crash is skipped."""
     yield from (plain for _, plain in _numbered(path))
 
 
 def read_log(path: Path, last_bytes: int | None = None) -> Iterator[Event]:
-    """Yield the events of a file that anybody may have written; with `last_bytes` those at the end of a long file.
-
-    Raises UnreadableFileError that names the line of a damaged event, and of one that a newer trainspec wrote.
-    """
+    """Yield the events of a file of any writer; with `last_bytes` those at the end of a long file. Raises
+    UnreadableFileError that names the line of a damaged event, or of one that a newer trainspec wrote."""
     for number, plain in _numbered(path, last_bytes):
         line = number if last_bytes is None else None
         if VERSION_KEY in plain:
@@ -135,18 +134,18 @@ def read_log(path: Path, last_bytes: int | None = None) -> Iterator[Event]:
         try:
             yield parse_event(plain)
         except FieldError as fault:
-            hint = f"to look at the run without it, take the line out of {path}"
-            raise unreadable(path, f"holds an event that no worker writes: {fault}", hint, line=line) from fault
+            hint = f"to read the run without it, delete the line from {path}"
+            raise unreadable(path, f"holds an invalid event: {fault}", hint, line=line) from fault
 
 
 def read_sound(path: Path) -> Iterator[Event]:
-    """Yield the events of a file without the damaged ones: how a run ended is written down whatever its folder holds,
-    and `report` names the damage."""
+    """Yield the events of a file without the damaged ones: the end of a run is recorded whatever its folder holds, and
+    `report` names the damage."""
     yield from _sound(read_events(path))
 
 
 def tail_events(path: Path) -> Iterator[Event]:
-    """Yield the newest sound events, as far as the file's last `TAIL_BYTES` reach."""
+    """Yield the newest intact events, within the file's last `TAIL_BYTES`."""
     yield from _sound(plain for _, plain in _numbered(path, TAIL_BYTES))
 
 
@@ -171,7 +170,7 @@ def _numbered(path: Path, last_bytes: int | None = None) -> Iterator[tuple[int, 
 
 
 def parse_lines(lines: Iterable[bytes]) -> Iterator[JsonObject]:
-    """Yield the JSON objects of whole lines; other lines are passed over."""
+    """Yield the JSON objects of whole lines; other lines are skipped."""
     for line in lines:
         if not line.endswith(b"\n"):
             return

@@ -1,4 +1,4 @@
-"""Files that are never seen half-written; `read_json` and `read_object` read what they hold."""
+"""Files that are never seen half-written; `read_json` and `read_object` read their content."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["read_json", "read_object", "replace_head", "write_json", "write_text
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write beside `path`, under a name at which nobody has put a file or link; flush to disk, rename into place."""
+    """Write next to `path`, under a name that no other process uses; flush to disk, then rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
@@ -46,10 +46,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_head(path: Path, old: bytes, new: bytes, backup: Path) -> None:
-    """Put `new` in the place of `old`, with which a file begins; what follows it stays, and so does the file's mode. A
-    copy of the file as it was is made first, under a name that must be free or hold just that.
+    """Replace `old`, with which a file begins, by `new`; the rest of the file and its mode stay.
 
-    Raises FileExistsError where the name of the copy is taken, ValueError where the file does not begin with `old`.
+    A copy of the original file is made first, under a name that must be free or hold the same content. Raises
+    FileExistsError where the name of the copy is taken, ValueError where the file does not begin with `old`.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
@@ -61,7 +61,7 @@ def replace_head(path: Path, old: bytes, new: bytes, backup: Path) -> None:
             target.flush()
             os.fchmod(target.fileno(), stat.S_IMODE(os.fstat(source.fileno()).st_mode))
             os.fsync(target.fileno())
-        # A copy that an interruption has left is taken as it is.
+        # A copy that an interrupted call has left is used as it is.
         if not (backup.is_file() and filecmp.cmp(path, backup, shallow=False)):
             with path.open("rb") as source, backup.open("xb") as target:
                 os.fchmod(target.fileno(), stat.S_IMODE(os.fstat(source.fileno()).st_mode))
@@ -77,7 +77,7 @@ def write_json(path: Path, content: object) -> None:
     write_text(path, json_text(content) + "\n")
 
 
-# Files that state the version of the training spec that they keep to.
+# Files that state the version of the training spec that they follow.
 
 
 Record = TypeVar("Record")
@@ -97,18 +97,18 @@ def read_versioned(path: Path) -> JsonObject:
 
 
 def read_versioned_record(path: Path, record_type: type[Record], name: str) -> Record:
-    """Read the record, which is a `name`. Raises as `read_versioned`, and where it is damaged."""
+    """Read the record, which messages call `name`. Raises as `read_versioned`, and where it is damaged."""
     try:
         return read_record(record_type, read_versioned(path))
     except FieldError as fault:
-        raise unreadable(path, f"is no {name}: {fault}") from fault
+        raise unreadable(path, f"is not a valid {name}: {fault}") from fault
 
 
 # Figures of many steps as columns of plain numbers: eight bytes each, where an event takes a kilobyte.
 
 
 class StepColumns:
-    """Columns of doubles by name, beside a column of steps."""
+    """Columns of doubles by name, with a column of steps."""
 
     def __init__(self, *names: str):
         self.steps = array("q")
@@ -121,23 +121,23 @@ class StepColumns:
         return self._values[name]
 
     def add(self, step: int, *values: float) -> None:
-        """Append a row: its values are in the order of the columns' names."""
+        """Append a row with its values in the order of the columns' names."""
         self.steps.append(step)
         for column, value in zip(self._values.values(), values, strict=True):
             column.append(value)
 
     def put(self, step: int, *values: float) -> None:
-        """Append a row, in place of one of the same step."""
+        """Append a row, or replace one of the same step."""
         if self.steps and step <= self.steps[-1]:
             self._keep([row for row, made in enumerate(self.steps) if made != step])
         self.add(step, *values)
 
     def forget_beyond(self, step: int) -> None:
-        """Leave out the rows of later steps."""
+        """Drop the rows of later steps."""
         self._keep([row for row, made in enumerate(self.steps) if made <= step])
 
     def forget_before(self, step: int) -> None:
-        """Leave out the rows of earlier steps."""
+        """Drop the rows of earlier steps."""
         self._keep([row for row, made in enumerate(self.steps) if made >= step])
 
     def _keep(self, rows: Sequence[int]) -> None:

@@ -1,8 +1,9 @@
-"""The kinds of files that one trainspec writes and another reads, and how each is brought to the current version.
+"""The kinds of files that one trainspec writes and another reads, and how each is converted to the current version.
 
 Each states its version as `spec_version`: JSON objects and recipes as a key, files of events in the first line of each
-writer. What is under a digest states a schema of its own, and is never rewritten. Between versions a step turns what a
-file holds into what the next version would have written; where there is none, the version alone is stated anew.
+writer. A file under a digest states a schema of its own, and is never rewritten. Between two versions a conversion
+turns the content of a file into what the next version would have written; without a conversion only the stated version
+changes.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class Form:
 
     kind: str
     patterns: tuple[str, ...]
-    """Paths in a run folder; * stands for anything within a name."""
+    """Paths in a run folder; * matches any part of a name."""
     notation: Literal["json", "jsonl", "yaml"]
     about: str
     steps: Mapping[str, Step] = field(default_factory=dict)
-    """What is to be done to a file of a version, for the next one."""
+    """The conversion of a file from each version to the next."""
     schema: str = ""
     """The schema that a file under a digest states in place of a version."""
 
@@ -41,7 +42,7 @@ class Form:
 
 
 def _without_own_number(content: JsonObject) -> JsonObject:
-    """0.1 numbered the forms of some files one by one."""
+    """Version 0.1 numbered the forms of some files one by one."""
     return {key: value for key, value in content.items() if key != "version"}
 
 
@@ -69,7 +70,7 @@ FORMS = (
         "proposal",
         ("proposal.json",),
         "json",
-        "the layout that is proposed (no longer written)",
+        "the proposed layout (no longer written)",
         NUMBERED,
         needs=("before", "layout"),
     ),
@@ -77,12 +78,12 @@ FORMS = (
         "looks",
         ("looks.json",),
         "json",
-        "deeper looks at ranks that were asked for (no longer written)",
+        "requests for profiles of ranks (no longer written)",
         NUMBERED,
         needs=("orders",),
     ),
     Form("kernels", ("kernels.json",), "json", "kernels that were measured", needs=("figures",)),
-    Form("code", ("code.json",), "json", "files of one's own code, with digests", needs=("files",)),
+    Form("code", ("code.json",), "json", "files of user-defined code, with digests", needs=("files",)),
     Form(
         "error",
         ("errors/rank*.json", "errors/node*.json"),
@@ -90,24 +91,24 @@ FORMS = (
         "the report of a worker, or of a lost node",
         needs=("host", "message"),
     ),
-    Form("own job", ("own_job.json",), "json", "the Slurm job of a command of one's own", needs=("wanted",)),
-    Form("job", ("slurm.json",), "json", "the Slurm job that a run was given to", needs=("job_id",)),
+    Form("own job", ("own_job.json",), "json", "the Slurm job of a user-defined command", needs=("wanted",)),
+    Form("job", ("slurm.json",), "json", "the Slurm job of a run", needs=("job_id",)),
     Form("meeting", ("sites/meeting.json",), "json", "the state of far-apart sites"),
     Form(
         "own checkpoint",
         ("own_checkpoints/step_*/manifest.json",),
         "json",
-        "a checkpoint of a script of one's own",
+        "a checkpoint of a user-defined script",
         needs=("step", "ranks"),
     ),
     Form("checkpoint", ("checkpoints/step_*/manifest.json",), "json", "a checkpoint", schema="trainspec.checkpoint"),
     Form("certificate", (), "json", "what `trainspec certify` has measured", schema="trainspec.certificate"),
 )
-"""By kind; RECIPE and PROFILE are told from one another by their keys."""
+"""By kind; RECIPE and PROFILE differ in their keys."""
 
 
 def bring_to_current(form: Form, content: JsonObject) -> JsonObject:
-    """Return what a file of the current version holds in the place of `content`, whose version is one of `VERSIONS`."""
+    """Return `content`, whose version is one of `VERSIONS`, as a file of the current version would hold it."""
     for version in VERSIONS[VERSIONS.index(str(content.get(VERSION_KEY, UNSTATED_VERSION))) : -1]:
         if step := form.steps.get(version):
             content = step(content)

@@ -1,12 +1,12 @@
 """The starts of a run: which one owns its folder, what its processes share, and whether it was asked to stop.
 
 Every launch and every resume begins a new generation: RUN/generations/00000003.json exists from the third start on. A
-worker of an older one that comes back (a healed cable, a node that was thought dead) finds it there and writes no more:
-it is fenced off.
+worker of an older generation that comes back (a repaired cable, a node that was considered dead) finds this file and
+writes nothing more: it is fenced off.
 
-The process that asks the workers of a start to stop notes it first, in RUN/stops/00000003.json. Workers also write a
-checkpoint and end when a signal comes from elsewhere, or torchrun dies and its workers are ended; the run has then
-failed, since nothing asked it to stop.
+The process that asks the workers of a start to stop first records that in RUN/stops/00000003.json. Workers also write a
+checkpoint and end when another process sends them a signal, or when torchrun dies and its workers are ended; the run
+has then failed, since nothing asked it to stop.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
 
 FENCED = "fenced"
-"""The code of the error that ends what belongs to an older start."""
-LOOK_INTERVAL_S = 1.0
+"""The code of the error that ends processes of an older start."""
+CHECK_INTERVAL_S = 1.0
 SECRET_BYTES = 32
 
 
 def newest(run: RunDir) -> int:
-    """0 before the first start. Listing the folder makes a network file system ask its server."""
+    """Return the newest generation; 0 before the first start. Listing the folder makes a network file system ask its
+    server."""
     try:
         numbers = [int(path.stem) for path in run.generations.iterdir() if path.stem.isdigit()]
     except FileNotFoundError:
@@ -42,7 +43,7 @@ def newest(run: RunDir) -> int:
 
 
 def begin(run: RunDir) -> int:
-    """Own the run from now on, and return the number. Of two that begin at once each gets a number of its own."""
+    """Own the run from now on, and return the number. Two starts at the same time get different numbers."""
     run.generations.mkdir(parents=True, exist_ok=True)
     while True:
         number = newest(run) + 1
@@ -55,18 +56,17 @@ def begin(run: RunDir) -> int:
 
 @dataclass(frozen=True)
 class UnplannedWork:
-    """What every node of a job without a plan is to run."""
+    """What every node of a job without a plan runs."""
 
     kind: str
-    """By which each node looks up who knows how."""
+    """The kind of the job; each node finds the code for it by this name."""
     work: str
     """A JSON object of that kind."""
 
 
 @dataclass(frozen=True)
 class GenerationRecord:
-    """The file of a generation: where its processes find one another. The fields from
-    `num_nodes` on are what every node is to run."""
+    """The file of a generation: where its processes meet. The fields from `num_nodes` on are what every node runs."""
 
     generation: int
     at: float
@@ -74,7 +74,7 @@ class GenerationRecord:
     host: str
     """The first node's own hostname."""
     head: str
-    """The name or address by which the others reach it."""
+    """The name or address that the others connect to."""
     hub_port: int
     rendezvous: dict[str, str]
     """Environment variables."""
@@ -83,12 +83,12 @@ class GenerationRecord:
     logs: str
     worker: tuple[str, ...]
     examine: tuple[str, ...]
-    """Arguments of Python, each node's own; empty: the nodes are not examined."""
+    """Arguments for Python of each node's check; empty: the nodes are not checked."""
     nodes: tuple[int, ...] = ()
-    """The job's numbers of its nodes, in the order of their places: from `num_nodes` on they stand by. Empty: each has
-    the place of its number."""
+    """The job's numbers of its nodes, in the order of their places; those from `num_nodes` on are spares. Empty: the
+    place of each node is its number."""
     own: UnplannedWork | None = None
-    """None for a recipe, whose plan says what is to be run."""
+    """None for a recipe, whose plan says what to run."""
 
     @property
     def kind(self) -> str:
@@ -100,12 +100,12 @@ class GenerationRecord:
 
 
 def describe(run: RunDir, record: GenerationRecord) -> None:
-    """Written once it is known; a file of that number is there already."""
+    """Write the record once it is known; a file of that number exists already."""
     write_json(run.generation(record.generation), to_plain(record))
 
 
 def read(run: RunDir, number: int) -> GenerationRecord | None:
-    """Return the record of a generation; None until it is described."""
+    """Return the record of a generation; None until it is written."""
     try:
         return from_plain(GenerationRecord, read_json(run.generation(number)))
     except (FileNotFoundError, ValueError):
@@ -113,13 +113,13 @@ def read(run: RunDir, number: int) -> GenerationRecord | None:
 
 
 class Fence:
-    """The owner of the run, as a worker or supervisor of one start sees it. Without a generation (no launch started it)
-    everything is allowed."""
+    """The owner of the run, from the view of a worker or supervisor of one start. Without a generation (no launch
+    started it) everything is allowed."""
 
     def __init__(self, run: RunDir, generation: int | None):
         self._run = run
         self._generation = generation
-        self._looked_at = -LOOK_INTERVAL_S
+        self._checked_at = -CHECK_INTERVAL_S
 
     @staticmethod
     def of_worker(run: RunDir) -> Fence:
@@ -131,24 +131,26 @@ class Fence:
         return self._generation is not None and newest(self._run) > self._generation
 
     def check(self) -> None:
-        """Check before anything that lasts is written. Raises WorkerError where the run belongs to a newer start."""
-        self._looked_at = time.monotonic()
+        """Check before anything permanent is written. Raises WorkerError where the run belongs to a newer start."""
+        self._checked_at = time.monotonic()
         if self.is_closed():
             owner = newest(self._run)
-            message = f"fenced off: start {owner} owns the run now, and this one, {self._generation}, writes no more"
+            message = (
+                f"fenced off: start {owner} owns the run now, so this start, {self._generation}, writes nothing more"
+            )
             raise WorkerError(message, code=FENCED)
 
     def check_now_and_then(self) -> None:
-        """Call `check` at most once in `LOOK_INTERVAL_S`: for what is written often."""
-        if time.monotonic() - self._looked_at >= LOOK_INTERVAL_S:
+        """Call `check` at most once in `CHECK_INTERVAL_S`: for frequent writes."""
+        if time.monotonic() - self._checked_at >= CHECK_INTERVAL_S:
             self.check()
 
 
-# The secret, in a file that the user alone may read
+# The secret, in a file that only the user can read
 
 
 def create_secret(path: Path) -> bytes:
-    """Write a fresh secret to a file that must not exist yet, and return it. Raises MachineError where the file system
+    """Write a new secret to a file that must not exist yet, and return it. Raises MachineError where the file system
     does not keep it private."""
     path.parent.mkdir(parents=True, exist_ok=True)
     create_private(path, secrets.token_bytes(SECRET_BYTES))
@@ -156,7 +158,7 @@ def create_secret(path: Path) -> bytes:
 
 
 def read_secret(path: Path) -> bytes:
-    """Raises MachineError where the file is not the user's own, or others may read it."""
+    """Read the secret. Raises MachineError where the file does not belong to the user, or others may read it."""
     try:
         secret = read_private(path, SECRET_BYTES + 1)
     except OSError as error:
@@ -175,7 +177,8 @@ def _unusable(path: Path, what: str) -> MachineError:
 
 
 def note_stop(run: RunDir, generation: int) -> None:
-    """A full disk does not keep the workers from being asked; the supervisor knows of its own requests without this."""
+    """Record the request. A full disk does not keep the workers from being asked; the supervisor remembers its own
+    requests."""
     with contextlib.suppress(OSError):
         write_json(run.stop(generation), {"generation": generation, "host": socket.gethostname(), "at": time.time()})
 
@@ -185,6 +188,7 @@ def was_stop_noted(run: RunDir, generation: int) -> bool:
 
 
 def may_stop(run: RunDir) -> bool:
-    """Return True if this worker's start was asked to stop. Where no launch started it, a signal is request enough."""
+    """Return True if this worker's start was asked to stop. Where no launch started the worker, a signal is
+    sufficient."""
     generation = os.environ.get(GENERATION)
     return generation is None or was_stop_noted(run, int(generation))

@@ -1,7 +1,7 @@
-"""The user's runs, wherever their folders are: a line for each in a small file, appended when a run is written down.
+"""The user's runs, wherever their folders are: one line per run in a small file, appended when a run is recorded.
 
-The file is an index and nothing depends on it. An entry that is lost (a full disk, a home that cannot be written, two
-processes that shorten the file at once) costs no more than a run that `last` does not find.
+The file is only an index. If an entry is lost (a full disk, a home folder that is not writable, two processes that
+shorten the file at once), the only consequence is that `last` does not find the run.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MOST_BYTES = 256 * 1024
 class KnownRun:
     path: str
     launched_from: str
-    """The folder in which the command was given."""
+    """The current folder of the command line."""
     name: str
-    """As `run.name` says."""
+    """The value of `run.name`."""
     at: float
     """Unix seconds."""
 
@@ -41,13 +41,13 @@ class KnownRun:
 
 
 def remember_run(run: RunDir, name: str = "") -> None:
-    """Add a run that was just written down."""
+    """Add a run that was just recorded."""
     known = KnownRun(str(run.root.resolve()), str(Path.cwd()), name, time.time())
     line = json_text(to_plain(known), indent=None).encode() + b"\n"
-    with suppress(OSError, MachineError):  # see the module's docstring: a run does not fail for its index
+    with suppress(OSError, MachineError):  # see the module's docstring: a run does not fail because of its index
         path = state_dir() / FILE
         make_folder(path.parent, "")
-        # One write to a file opened for appending: lines of processes that write at once do not mix.
+        # One write to a file opened for appending: lines of concurrent processes do not mix.
         descriptor = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, PRIVATE_FILE)
         try:
             os.write(descriptor, line)
@@ -60,7 +60,7 @@ def remember_run(run: RunDir, name: str = "") -> None:
 
 
 def known_runs() -> list[KnownRun]:
-    """Return the runs that were remembered and still exist, newest first; a damaged line is passed over."""
+    """Return the recorded runs that still exist, newest first; a damaged line is skipped."""
     found: dict[str, KnownRun] = {}
     with suppress(OSError, MachineError):
         with (state_dir() / FILE).open("rb") as file:

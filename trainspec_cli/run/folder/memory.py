@@ -1,7 +1,7 @@
 """Copies of a run's state in a node's memory: a folder that outlives the run's processes, but not the node.
 
-Every user may make files in /dev/shm, so the folder's name hangs on a random word that only run.json holds, in the
-run's own folder, and the folder is used only where it belongs to this user and is open to no other.
+Every user may create files in /dev/shm, so the folder's name depends on a random word that only run.json in the run's
+own folder holds, and the folder is used only if it belongs to this user and no other user can open it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ PREFIX = "trainspec-"
 SECRET = "memory_secret"
 """The key of run.json that holds the random word."""
 OWNER = "run.json"
-"""The file in the folder that says which run it is of."""
+"""The file in the folder that names its run."""
 BLOCK_BYTES = 512
-"""The unit of `st_blocks`, whatever the file system's own is."""
+"""The unit of `st_blocks`, regardless of the file system's block size."""
 HINT = "type checkpoint.memory_interval_steps=null, or ask this machine's administrator to remove it"
 
 
@@ -36,13 +36,14 @@ def new_secret() -> str:
 
 
 def newest_copy(run: RunDir) -> int:
-    """The newest step that any rank of this node holds a copy of; 0 where there is none."""
+    """Return the newest step that any rank of this node holds a copy of; 0 without one."""
     folder = find_copies(run)
     return _newest_in(folder) if folder else 0
 
 
 def find_copies(run: RunDir) -> Path | None:
-    """The run's folder on this node; None where it has none. Raises MachineError where others could use it."""
+    """Return the run's folder on this node; None if it has none. Raises MachineError where others could use the
+    folder."""
     if not run.run_json.is_file() or SECRET not in read_object(run.run_json):
         return None
     folder = memory_folder(run)
@@ -53,7 +54,7 @@ def find_copies(run: RunDir) -> Path | None:
 
 
 def make_memory_folder(run: RunDir) -> Path:
-    """The run's folder on this node, made where it has none. Raises MachineError as `find_copies`."""
+    """Return the run's folder on this node, created if missing. Raises MachineError as `find_copies`."""
     folder = memory_folder(run)
     try:
         folder.mkdir(PRIVATE_FOLDER)
@@ -64,7 +65,8 @@ def make_memory_folder(run: RunDir) -> Path:
 
 
 def memory_folder(run: RunDir) -> Path:
-    """The same for every start of a run, on every node; of no other run, not even of a copy of this one's folder."""
+    """The same name for every start of a run, on every node; another run, or a copy of this run's folder, has another
+    name."""
     key = json.dumps(
         [str(run.root.resolve()), read_field(run.run_json, read_object(run.run_json), SECRET, str)], allow_nan=False
     )
@@ -72,7 +74,8 @@ def memory_folder(run: RunDir) -> Path:
 
 
 def own_folders() -> Iterator[Path]:
-    """The folders of all runs of this user on this node, each with an `OWNER` in it unless it was cut short."""
+    """The folders of all runs of this user on this node, each with an `OWNER` file unless its creation was
+    interrupted."""
     for folder in sorted(MEMORY.glob(f"{PREFIX}*")):
         found = folder.lstat()
         if found.st_uid == os.geteuid() and folder.is_dir() and not folder.is_symlink():
@@ -81,18 +84,18 @@ def own_folders() -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies that one run, or one whose folder is gone, keeps in this node's memory."""
+    """The copies that one run, or one whose folder was deleted, keeps in this node's memory."""
 
     folder: Path
     run: RunDir | None
-    """None where nothing says whose they are."""
+    """None where the owner is unknown."""
     step: int
-    """The step of the newest copy; 0 where none was finished."""
+    """The step of the newest copy; 0 where none is complete."""
     bytes: int
 
 
 def list_copies() -> list[Copies]:
-    """List the copies that this user has on this node, the largest first."""
+    """List the copies of this user on this node, the largest first."""
     return sorted(map(_describe, own_folders()), key=lambda copies: copies.bytes, reverse=True)
 
 

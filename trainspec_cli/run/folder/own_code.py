@@ -1,4 +1,4 @@
-"""Keep the code of one's own that a run executes next to its recipe, and find what has changed since."""
+"""Keep the user-defined code that a run executes next to its recipe, and find what has changed since."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ DIGEST_CHARS = 12
 
 @dataclass(frozen=True)
 class KeptFile:
-    """A file of one's own code as it was when the run started."""
+    """A file of user-defined code as it was when the run started."""
 
     sha256: str
     copy: str
     """The copy's name in the run's folder `code`."""
     keys: dict[str, str] = field(default_factory=dict)
-    """Keys of the recipe that name it, with the name in it; empty where the file that is named imports this one."""
+    """Keys of the recipe that name the file, with the name in it; empty if the named file imports this one."""
 
 
 @dataclass(frozen=True)
 class KeptCode:
-    """code.json: the files of one's own code, by path."""
+    """code.json: the files of user-defined code, by path."""
 
     files: dict[str, KeptFile] = field(default_factory=dict)
 
 
 def keep_code(spec: RunSpec, run: RunDir) -> None:
-    """Copy the sources that the recipe names into the run's folder, and note their digests; older copies stay."""
+    """Copy the sources that the recipe names into the run's folder, and record their digests; older copies stay."""
     files: dict[str, KeptFile] = {}
     before = read_code(run).files
     for extension in user_code_of(spec):
-        if extension.kind is SOURCE and before:  # read when the run began; it need not be there any more
+        if extension.kind is SOURCE and before:  # read when the run began; it may have been deleted since
             files |= {path: file for path, file in before.items() if extension.path in file.keys}
             continue
         source = find(extension)
@@ -68,7 +68,7 @@ def keep_code(spec: RunSpec, run: RunDir) -> None:
 
 
 def read_code(run: RunDir) -> KeptCode:
-    """Return what `keep_code` wrote; nothing where the run has no code of one's own. Raises UnreadableFileError."""
+    """Return what `keep_code` wrote; nothing where the run has no user-defined code. Raises UnreadableFileError."""
     return from_plain(KeptCode, read_versioned(run.code_json)) if run.code_json.exists() else KeptCode()
 
 
@@ -77,18 +77,21 @@ def describe_changed_code(run: RunDir) -> Iterator[str]:
     for path, kept in read_code(run).files.items():
         file = Path(path)
         if exists(file) and source_sha256(file) != kept.sha256:
-            yield f"{path} has changed since the last start, which ran what {run.code / kept.copy} holds"
+            yield f"{path} has changed since the last start, which ran {run.code / kept.copy}"
 
 
 def check_code(spec: RunSpec, run: RunDir) -> None:
-    """Raise MachineError where the code that a worker is about to run is not the one that the start has noted: it was
-    changed meanwhile, or another node has another file there."""
+    """Raise MachineError where the code that a worker is about to run differs from the code that the start has
+    recorded: it was changed since, or another node has another file at that path."""
     noted = read_code(run).files
     for extension in worker_code_of(spec):
         for file in source_files(find(extension)):
             kept = noted.get(str(file))
             if kept is None or source_sha256(file) != kept.sha256:
                 before = f" {run.code / kept.copy}" if kept else ""
-                message = f"{file}, which `{extension.path}` runs, is not what this start of the run has noted{before}"
-                hint = f"to go on with what it is now: trainspec resume {run.root}"
+                message = (
+                    f"{file}, which `{extension.path}` runs, differs from the code that this start of the run has "
+                    f"recorded{before}"
+                )
+                hint = f"to continue with the changed code: trainspec resume {run.root}"
                 raise MachineError(Problem("changed_code", message, extension.path, hint, environment=True))

@@ -2,27 +2,27 @@
 
 RUN/
   composed.yaml   the composed recipe            run.json     digest, recipe, argv, git state, data folder
-  plan.json       what the workers run           versions.json  lock of versions
-  command.txt     the command started, to paste  pid.json     the supervisor, while the run is alive
+  plan.json       the workers' plan              versions.json  lock of versions
+  command.txt     the command started, to paste  pid.json     the supervisor, while the run lives
   events/rank00000.jsonl, supervisor.jsonl       errors/rank00000.json  a failing worker's own report
   checkpoints/step_00000020/                     logs/        run.log, and the workers' output
   result.json     how it ended
-  faults/         the injected faults that occurred  huggingface/  config and tokenizer of the folder it began with
-  generations/    one file a start: the newest owns the run
-  stops/          one file a start that was asked to stop        secrets/     what its processes share, while it lasts
-  job.sbatch      the script of the Slurm job    errors/node00001.json  how a node was lost
-  slurm.json      the job it was last given to   own_job.json  the job of a command of one's own
-  directives.jsonl  what the scheduler has changed, and what came of it
-  verdicts.jsonl  what slowed the run, as it was found while it went on
-  looks/          a trace of each deeper look that the supervisor has asked a rank for
+  faults/         the injected faults that occurred  huggingface/  config and tokenizer of its initial weights
+  generations/    one file per start: the newest owns the run
+  stops/          one file per start that was asked to stop      secrets/     of a start's processes, while they live
+  job.sbatch      the script of the Slurm job    errors/node00001.json  why a node was lost
+  slurm.json      its last Slurm job             own_job.json  the job of a user-defined command
+  directives.jsonl  what the scheduler has changed, and the measured effect
+  verdicts.jsonl  what slowed the run, as it was found during the run
+  looks/          a trace of each profile that the supervisor has requested from a rank
   nccl.env        variables of the workers, with reasons     nccl_tuner.csv  a table for NCCL's example tuner
   hosts.txt       the Slurm job's nodes by number, where the plan places them
-  plan_all_nodes.json  the plan before nodes were left out, which a resume goes back to
-  kernels.json    the kernels that were measured for `kernels=auto`, and which were chosen
-  progress/       of a command of one's own: a folder a start, in which its processes count their steps
-  own_checkpoints/  of a command of one's own that has attached itself (`trainspec_cli.attach`)
+  plan_all_nodes.json  the plan before nodes were left out, from which a resume starts
+  kernels.json    the kernels measured for `kernels=auto`, and the chosen ones
+  progress/       of a user-defined command: a folder per start, in which its processes count their steps
+  own_checkpoints/  of a user-defined command that has attached itself (`trainspec_cli.attach`)
   sites/          of one of several far-apart sites: the log of its server, and the rounds
-  code.json       the files of one's own code, with digests     code/  their copies
+  code.json       the files of user-defined code, with digests  code/  their copies
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import re
 from pathlib import Path
 
 RECIPE, COMMAND = "recipe", "command"
-"""Kinds of runs: a recipe, which has a plan, or a user's training command, which has none."""
+"""Kinds of runs: a recipe, which has a plan, or a user-defined training command, which has none."""
 CHECKPOINT_MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
@@ -78,7 +78,7 @@ class RunDir:
         return self.events_folder / f"group{group:05d}" / f"rank{rank:05d}.jsonl"
 
     def look_trace(self, number: int) -> Path:
-        """Return the trace of a deeper look."""
+        """Return the path of a profile's trace."""
         return self.looks_folder / f"{number:04d}.json"
 
     def error(self, rank: int) -> Path:
@@ -91,11 +91,11 @@ class RunDir:
         return self.generations / f"{number:08d}.json"
 
     def progress(self, generation: int) -> Path:
-        """Return the folder in which the processes of one start count their steps."""
+        """Return the folder where the processes of one start count their steps."""
         return self.root / "progress" / f"{generation:08d}"
 
     def secret(self, generation: int) -> Path:
-        """Return the secret by which the processes of one start authenticate to one another."""
+        """Return the secret with which the processes of one start authenticate to one another."""
         return self.root / "secrets" / f"{generation:08d}"
 
     def stop(self, generation: int) -> Path:
@@ -105,11 +105,11 @@ class RunDir:
         return self.checkpoints / f"step_{step:08d}"
 
     def manifest(self, step: int) -> Path:
-        """Return the file that says what a checkpoint holds."""
+        """Return the file that lists a checkpoint's content."""
         return self.checkpoint(step) / CHECKPOINT_MANIFEST
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps that have a whole checkpoint folder, oldest first (a partial one has another name)."""
+        """Return the steps that have a whole checkpoint folder, oldest first (a partial one has another name)."""
         if not self.checkpoints.is_dir():
             return []
         matches = (_STEP_FOLDER.fullmatch(entry.name) for entry in self.checkpoints.iterdir())
@@ -117,5 +117,5 @@ class RunDir:
 
     @property
     def newest_step(self) -> int:
-        """The step of the newest whole checkpoint; 0 where there is none."""
+        """Return the step of the newest whole checkpoint; 0 without one."""
         return max(self.checkpoint_steps(), default=0)

@@ -33,9 +33,9 @@ from trainspec_cli.run.folder.paths import COMMAND, RECIPE, RunDir
 
 ErrorRecord = TypeVar("ErrorRecord", "WorkerErrorRecord", "NodeErrorRecord")
 PLAN_DIGEST = "sha256"
-"""The key of plan.json that has the digest of all others, in plans since 1.0."""
+"""The key of plan.json with the digest of all others, in plans since 1.0."""
 COMPOSED_BYTES = 2**18
-"""A composed recipe is no longer."""
+"""The most bytes of a composed recipe."""
 UnixSeconds = Annotated[float, number(0, 1e11)]
 
 
@@ -51,7 +51,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """run.json: where the run comes from."""
+    """run.json: the origin of the run."""
 
     recipe: str
     created_at: UnixSeconds
@@ -61,22 +61,21 @@ class RunRecord:
     trainspec: str | Absent = ABSENT
     """The version that made the run."""
     data_dir: str | Absent | None = ABSENT
-    """The folder that the run reads its data from; None where it makes it up."""
+    """The folder with the run's data; None for generated data."""
     git: object = ABSENT
-    """The state of the repository that the run was started in, None where there was none, or what another version
-    wrote."""
+    """The state of the repository that the run was started in, None without one, or what another version wrote."""
     resumes: tuple[object, ...] = ()
     """Each a `Resume`, or what another version wrote."""
     command: tuple[str, ...] | Absent = ABSENT
-    """The user's own command, of a run that has no recipe."""
+    """The user-defined command, of a run without a recipe."""
     memory_secret: str | Absent = ABSENT
-    """The random word that the folder of copies in memory is named by."""
+    """The random word in the name of the folder of copies in memory."""
     others: dict[str, object] = field(default_factory=dict)
     """Keys of other versions, which are kept."""
 
 
 def write_plan(run: RunDir, plan: Plan) -> None:
-    """Write the plan that the workers are to run, with its digest."""
+    """Write the plan for the workers, with its digest."""
     content = to_plain(plan)
     write_versioned(run.plan_json, {**content, PLAN_DIGEST: _digest(content)})
 
@@ -87,7 +86,7 @@ def read_run_record(run: RunDir) -> RunRecord:
     try:
         record = read_record(RunRecord, {key: plain[key] for key in plain.keys() - {"others"}})
     except FieldError as fault:
-        raise unreadable(run.run_json, f"is no record of a run: {fault}") from fault
+        raise unreadable(run.run_json, f"is not a record of a run: {fault}") from fault
     known = to_plain(record).keys() - {"others"}
     return replace(record, others={key: value for key, value in plain.items() if key not in known})
 
@@ -99,12 +98,12 @@ def write_run_record(run: RunDir, record: RunRecord) -> None:
 
 
 def read_composed(run: RunDir) -> str:
-    """Return the composed recipe as it was written down; empty where it was not. Raises UnreadableFileError."""
+    """Return the composed recipe as it was recorded; empty where it was not. Raises UnreadableFileError."""
     return read_text(run.composed_yaml, COMPOSED_BYTES) if run.composed_yaml.exists() else ""
 
 
 def read_data_dir(run: RunDir) -> str | None:
-    """Return the folder that the run reads its data from; None where it makes it up."""
+    """Return the folder with the run's data; None for generated data."""
     data_dir = read_run_record(run).data_dir
     if isinstance(data_dir, Absent):
         raise unreadable(run.run_json, "has no `data_dir`; text or null is needed")
@@ -112,14 +111,14 @@ def read_data_dir(run: RunDir) -> str | None:
 
 
 def kind_of_run(run: RunDir) -> str:
-    """Return the name of the run's kind: RECIPE, or COMMAND, which a wing starts. Raises UnreadableFileError."""
+    """Return the run's kind: RECIPE, or COMMAND, which a wing starts. Raises UnreadableFileError."""
     if not run.run_json.is_file() or isinstance(read_run_record(run).command, Absent):
         return RECIPE
     return COMMAND
 
 
 def has_plan(run: RunDir) -> bool:
-    """Return whether the run follows a plan, which need not be written yet. Raises UnreadableFileError."""
+    """Return whether the run has a plan, which may not be written yet. Raises UnreadableFileError."""
     return kind_of_run(run) == RECIPE
 
 
@@ -129,45 +128,45 @@ def read_plan(run: RunDir) -> Plan:
 
 
 def read_plan_of_all_nodes(run: RunDir) -> Plan:
-    """Return the plan that a start of the run begins with, before any node is left out. Raises as `read_plan`."""
+    """Return the plan with which a start of the run begins, before any node is left out. Raises as `read_plan`."""
     all_nodes = run.plan_of_all_nodes
     return read_plan_file(all_nodes if all_nodes.is_file() else run.plan_json)
 
 
 def read_plan_file(path: Path) -> Plan:
-    """Read a plan.json, wherever it lies. Raises as `read_plan`, and where its content is not that of its digest."""
+    """Read a plan.json at any path. Raises as `read_plan`, and where its content does not have its digest."""
     plain = read_versioned(path)
     read_field(path, plain, "spec", dict)
     stated = plain.pop(PLAN_DIGEST, None)
     if stated is not None and stated != _digest(plain):
-        hint = "undo the change, and give what is to differ to trainspec resume: key=value"
-        raise unreadable(path, "was altered: its digest is not that of its content", hint)
+        hint = "undo the change, and pass the values that you want to change to trainspec resume: key=value"
+        raise unreadable(path, "was altered: its digest does not match its content", hint)
     try:
         return from_plain(Plan, plain)
     except RecipeError as error:
         hint = "it is damaged, or another version of trainspec wrote it"
-        raise unreadable(path, f"is no plan of this version: {error}", hint) from error
+        raise unreadable(path, f"is not a plan of this version: {error}", hint) from error
 
 
 def _digest(content: Mapping[str, object]) -> str:
-    """Return the SHA-256 of a plan's content as it is on disk."""
+    """Return the SHA-256 of a plan's content on disk."""
     return hashlib.sha256(canonical_json(json.loads(json_text(content))).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class PlanOutline:
-    """The parts of plan.json that are read of any version; all empty where there is no plan."""
+    """The parts of plan.json that can be read in any version; all empty without a plan."""
 
     spec: JsonObject = field(default_factory=dict)
     total_steps: int | None = None
-    """As `Plan.total_steps`; None where the plan does not say."""
+    """As `Plan.total_steps`; None where the plan does not state it."""
     prediction: JsonValue = None
     kernels: JsonValue = field(default_factory=dict)
     replica_groups: int = 1
 
 
 def read_plan_outline(run: RunDir) -> PlanOutline:
-    """Read plan.json, of any version. Raises UnreadableFileError."""
+    """Read plan.json of any version. Raises UnreadableFileError."""
     path = run.plan_json
     if not path.exists():
         return PlanOutline()
@@ -183,7 +182,7 @@ def read_plan_outline(run: RunDir) -> PlanOutline:
 
 
 def read_section(run: RunDir, name: str) -> JsonObject:
-    """Return a section of the run's recipe, of any version; empty where it has none. Raises UnreadableFileError."""
+    """Return a section of the run's recipe of any version; empty if the recipe has none. Raises UnreadableFileError."""
     section = read_plan_outline(run).spec.get(name) or {}
     if not isinstance(section, dict):
         raise unreadable(run.plan_json, f"has {show_kind(section)} as `spec.{name}`; an object is needed")
@@ -192,17 +191,17 @@ def read_section(run: RunDir, name: str) -> JsonObject:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """result.json: how the run ended. The workers write it; where they left none, the supervisor does, with null for
-    figures that only they could know."""
+    """result.json: how the run ended. The workers write it; if they did not, the supervisor does, with null for figures
+    that only the workers know."""
 
     status: str
     """done, stopped or failed."""
     exit_code: int | None = None
-    """That of the supervisor's process; of a command of the user's own, the command's."""
+    """Exit code of the supervisor; of a user-defined command, the command's."""
     reason: str | Absent = ABSENT
-    """Why it failed; absent where it did not."""
+    """The reason for a failure; absent otherwise."""
     hint: str | Absent = ABSENT
-    """What to do about that, where it is known."""
+    """What to do about the failure, where that is known."""
     steps: Count = 0
     final_loss: float | None = None
     heldout_loss: float | Absent | None = ABSENT
@@ -217,9 +216,8 @@ class RunResult:
     mfu: float | None = None
     peak_memory_bytes: Count | None = None
     wire_bytes: dict[str, Count] | Absent = ABSENT
-    """Bytes that the ranks (of one replica group) have written to one another's connections in the last start, by
-    purpose: gradients, parameters, other. Counted by the kernel at their sockets; absent for GPUs, which have other
-    ways."""
+    """Bytes that the ranks (of one replica group) have sent to one another in the last start, by purpose: gradients,
+    parameters, other. Counted by the kernel at their sockets; absent for GPUs, which have other links."""
     weights_sha256: str | None = None
     goodput: float | None = None
     time_s: WallTime | Absent = ABSENT
@@ -250,12 +248,12 @@ class WorkerErrorRecord:
     traceback: str
     time: UnixSeconds | None = None
     code: str | None = None
-    """The code of an error that was foreseen; `hang` has a traceback for all that."""
+    """The code of an anticipated error; only `hang` has a traceback as well."""
     hint: str | None = None
     step: Count | None = None
     exit_code: int | None = None
     shortage: Shortage | None = None
-    """The memory that ran out."""
+    """The memory shortage."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""A job on paper: its command, environment, folder and origin."""
+"""The description of a job: its command, environment, folder and origin."""

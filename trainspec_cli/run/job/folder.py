@@ -1,4 +1,4 @@
-"""Makes a run's folder and writes down what is started in it."""
+"""Create a run's folder and record what is started in it."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class LaunchOrigin:
 
 
 def check_free(run_dir: str, named_by: str = "run.dir") -> None:
-    """Raises RecipeError where the folder is in use, MachineError where others could write in it; it is not made yet.
-    `named_by`: the key or option that names it."""
+    """Raises RecipeError where the folder is in use, MachineError where other users could write in it; it is not
+    created yet. `named_by`: the key or option that names it."""
     root = Path(run_dir)
     if run_dir == AUTO or not root.exists():
         return
-    hint = f"choose another {named_by}, or leave it out"
+    hint = f"choose another {named_by}, or omit it"
     check_folder(root, hint)
     check_no_run(root, named_by)
     if not root.is_dir() or any(root.iterdir()):
@@ -72,15 +72,15 @@ def check_no_run(root: Path, named_by: str = "run.dir") -> None:
     """Raise RecipeError where the folder holds a run."""
     if RunDir(root).run_json.exists():
         run = RunDir(root)
-        hint = f"go on with it: trainspec resume {shlex.quote(str(root))}; or choose another {named_by}"
+        hint = f"continue it: trainspec resume {shlex.quote(str(root))}; or choose another {named_by}"
         if run.job_sbatch.is_file():
-            hint = f"go on with it: sbatch {shlex.quote(str(run.job_sbatch))}; or choose another {named_by}"
-        raise RecipeError(Problem("run_exists", f"{root} holds a run already", named_by, hint))
+            hint = f"continue it: sbatch {shlex.quote(str(run.job_sbatch))}; or choose another {named_by}"
+        raise RecipeError(Problem("run_exists", f"{root} already holds a run", named_by, hint))
 
 
 def make_folder(run_dir: str, recipe: str, named_by: str = "run.dir") -> Path:
-    """Make the folder that is named, or a new one of its own below ./runs; for this user alone, where it is new. Raises
-    as `check_free`."""
+    """Create the named folder, or a new one below ./runs; a new folder is private to this user. Raises as
+    `check_free`."""
     if run_dir != AUTO:
         check_free(run_dir, named_by)
         Path(run_dir).mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def make_folder(run_dir: str, recipe: str, named_by: str = "run.dir") -> Path:
     usual = time.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
         candidate = parent / (usual if number == 1 else f"{usual}-{number}")
-        # Of two launches within one second each gets a folder: making one fails for all but the first.
+        # Of two launches within one second each gets a folder: creating one fails for all but the first.
         with suppress(FileExistsError):
             candidate.mkdir(PRIVATE_FOLDER)
             return candidate
@@ -100,12 +100,10 @@ def make_folder(run_dir: str, recipe: str, named_by: str = "run.dir") -> Path:
 def write_launch(
     job: Job, plan: Plan, origin: LaunchOrigin, data_folder: Path | None, kernels: KernelTable | None = None
 ) -> None:
-    """Write what the workers need, and what is needed to do it again. run.json is last: with it the run exists.
-
-    To be called while the run is claimed; raises RecipeError where another launch was there before.
-    """
+    """Write the files that the workers need, and those for reproducing the run. run.json is last: with it the run
+    exists. Call it while the run is claimed; raises RecipeError where another launch was faster."""
     run = job.run
-    # Asked once more, now that the run is claimed: two launches into one folder pass the first check together.
+    # Checked again, now that the run is claimed: two launches into one folder both pass the first check.
     check_no_run(run.root)
     write_text(run.composed_yaml, VERSION_LINE + origin.composed_yaml)
     write_json(run.versions_json, versions())
@@ -126,15 +124,15 @@ def write_launch(
 
 
 def clear_end(run: RunDir) -> None:
-    """Remove what the last start left of its end."""
+    """Remove the records of the last start's end."""
     for report in run.errors_folder.glob("*.json"):
         report.unlink()
     run.result_json.unlink(missing_ok=True)
 
 
 def _keep_small_files(spec: RunSpec, run: RunDir) -> None:
-    """Keep what an export needs beside the weights, since its files need not be there for ever: the chat template that
-    the data names, and config and tokenizer of the Hugging Face folder that the run begins with, at once or through
+    """Keep the additional files of an export, since the originals may be deleted: the chat template that the data
+    names, and config and tokenizer of the Hugging Face folder with whose weights the run begins, directly or through
     other runs."""
     from trainspec_cli.data.corpus.chat import keep_template
     from trainspec_cli.data.huggingface.folder import CHAT_TEMPLATE, SMALL_FILES
@@ -160,8 +158,8 @@ def write_resume(
     kernels: KernelTable | None = None,
     data_folder: Path | None = None,
 ) -> None:
-    """Write down that the run goes on under `plan`; what the last start left of its end is cleared away. `from_step`:
-    None for a run that was written down and never started, which begins. `data_folder`: of other data than before."""
+    """Record that the run continues under `plan`; the records of the last start's end are removed. `from_step`: None
+    for a run that was recorded and never started, which begins. `data_folder`: if the data is another than before."""
     run = job.run
     record = read_run_record(run)
     if from_step is not None:
@@ -177,7 +175,7 @@ def write_resume(
 
 
 def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
-    """`kernels`: what was measured for this start; None leaves what an earlier one has written."""
+    """`kernels`: the measurements for this start; None keeps those of an earlier start."""
     if kernels is not None:
         write_versioned(job.run.kernels_json, to_plain(kernels))
     write_plan(job.run, plan)
@@ -188,7 +186,7 @@ def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
 
 
 def write_fewer_nodes(run: RunDir, plan: Plan) -> None:
-    """Write the plan of the next start, which is without a node. The first one's is kept: a resume goes back to it."""
+    """Write the plan of the next start, without one node. The first plan is kept: a resume starts from it."""
     if not run.plan_of_all_nodes.exists():
         write_text(run.plan_of_all_nodes, read_text(run.plan_json))
     write_plan(run, plan)
@@ -196,8 +194,8 @@ def write_fewer_nodes(run: RunDir, plan: Plan) -> None:
 
 @contextmanager
 def storage(run_dir: str, named_by: str = "run.dir") -> Iterator[None]:
-    """Cover all that is written in a run's folder: it is for this user alone, and what the disk refuses becomes a
-    MachineError that names the file, or the folder. `named_by`: as of `check_free`."""
+    """Guard everything that is written in a run's folder: it is private to this user, and an OSError becomes a
+    MachineError that names the file, or the folder. `named_by`: as for `check_free`."""
     try:
         with private_files():
             yield
@@ -205,12 +203,12 @@ def storage(run_dir: str, named_by: str = "run.dir") -> Iterator[None]:
         if error.errno not in _STORAGE_ERRORS:
             raise
         place = error.filename or (RUNS if run_dir == AUTO else run_dir)
-        hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "look at its owner and mode"
+        hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check its owner and mode"
         problem = Problem(
             code="cannot_write",
             message=f"cannot write {place}: {error.strerror}",
             path=named_by,
-            hint=f"{hint}, or choose another place with {named_by}{' ' if named_by.startswith('-') else '='}<folder>",
+            hint=f"{hint}, or choose another folder with {named_by}{' ' if named_by.startswith('-') else '='}<folder>",
             environment=True,
         )
         raise MachineError(problem) from error
@@ -218,15 +216,15 @@ def storage(run_dir: str, named_by: str = "run.dir") -> Iterator[None]:
 
 # The claim on a run: one supervisor at a time holds a lock on pid.json, which ends with its process.
 #
-# Across nodes not every file system keeps locks: of a Slurm job it is Slurm that knows whether it lives.
+# Some file systems do not share locks between nodes: whether a Slurm job is alive is asked of Slurm.
 
 
 _CANNOT_BE_LOOKED_AT = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP)
-"""It is not there, is closed to this user, or is a link, which no run of trainspec makes."""
+"""The file is missing, closed to this user, or a link, which no run of trainspec makes."""
 GLANCE_S = 0.5
-"""`is_running` holds the lock for an instant; a claim tries again for this long."""
+"""`is_running` holds the lock for a moment; a claim retries for this long."""
 CLOCK_ERROR_S = 2.0
-"""The time at which a process began is known to this."""
+"""The precision of a process's start time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,11 +240,9 @@ class Owner:
 
 @contextmanager
 def claim(run: RunDir, launch_id: str) -> Iterator[None]:
-    """Hold the run while the block runs. Raises RecipeError where another launch holds it, or its workers still live.
-
-    The file is written in place: the lock belongs to the file, not to its name.
-    """
-    # Slurm starts a job anew only when the start before is over; what lives on behind a cut cable is fenced off.
+    """Hold the run during the block. Raises RecipeError where another launch holds it, or its workers are alive. The
+    file is written in place: the lock belongs to the file, not to its name."""
+    # Slurm restarts a job only after the previous start has ended; survivors on a disconnected node are fenced off.
     with suppress(FileNotFoundError, ValueError):
         held_by = read_object(run.pid_json).get("slurm_job_id")
         if held_by and held_by == os.environ.get("SLURM_JOB_ID"):
@@ -264,7 +260,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
         try:
             yield
         finally:
-            # Slurm's next start of the job has removed the file and made its own, which is not this one's to remove.
+            # Slurm's next start of the job has removed the file and written its own, which must stay.
             if _is_same_file(descriptor, run.pid_json):
                 run.pid_json.unlink(missing_ok=True)
     finally:
@@ -272,7 +268,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
 
 
 def find_owner(run: RunDir) -> Owner | None:
-    """Return the launch whose supervisor holds the run; None where none does, or that cannot be seen."""
+    """Return the launch whose supervisor holds the run; None where none does, or that is unknown."""
     try:
         descriptor = os.open(run.pid_json, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -283,7 +279,7 @@ def find_owner(run: RunDir) -> Owner | None:
         owner = _read(descriptor)
         if owner is None or owner.host != socket.gethostname():
             return owner
-        # The file may be an earlier launch's, whose process number is somebody else's by now.
+        # The file may be an earlier launch's, whose process id may have been reused.
         with suppress(psutil.NoSuchProcess):
             if psutil.Process(owner.pid).create_time() <= os.fstat(descriptor).st_mtime + CLOCK_ERROR_S:
                 return owner
@@ -293,7 +289,7 @@ def find_owner(run: RunDir) -> Owner | None:
 
 
 def is_running(run: RunDir) -> bool:
-    """Return True if a supervisor holds the run or orphaned workers live; False where that cannot be seen."""
+    """Return True if a supervisor holds the run or orphaned workers are alive; False where that is unknown."""
     try:
         descriptor = os.open(run.pid_json, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -302,19 +298,19 @@ def is_running(run: RunDir) -> bool:
         return False
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise unreadable(run.pid_json, "is no regular file", "remove it: no launch has written it")
+            raise unreadable(run.pid_json, "is not a regular file", "remove it: no launch has written it")
         return not _lock(descriptor) or _orphans(descriptor)
     finally:
         os.close(descriptor)
 
 
 def _is_free(descriptor: int, path: Path) -> bool:
-    """Take the lock; False too when the launch that held it has ended and removed the file in between."""
+    """Acquire the lock; also False when the launch that held it has ended and removed the file meanwhile."""
     return _lock_within_glance(descriptor) and _is_same_file(descriptor, path) and not _orphans(descriptor)
 
 
 def _lock_within_glance(descriptor: int) -> bool:
-    """Take the lock, also from somebody who only looks whether it is taken."""
+    """Acquire the lock, also from a process that only checks whether it is free."""
     deadline = time.monotonic() + GLANCE_S
     while not _lock(descriptor):
         if time.monotonic() > deadline:
@@ -345,9 +341,9 @@ def _orphans(descriptor: int) -> bool:
 
 
 def _read(descriptor: int) -> Owner | None:
-    """Return None where nobody has written who holds it: half a line, or something else."""
+    """Return None where no owner is recorded: an incomplete line, or something else."""
     try:
         plain = parse_json(os.pread(descriptor, 4096, 0))
         return read_record(Owner, plain) if isinstance(plain, dict) else None
-    except ValueError:  # no JSON, or a FieldError
+    except ValueError:  # not JSON, or a FieldError
         return None

@@ -1,8 +1,8 @@
 """The GPUs that a process of this node would see, as their drivers report them: NVIDIA by NVML, AMD by amdsmi or /sys.
 
-Nothing here falls back to the CPU silently. A driver that does not answer, a GPU that is lost, a choice of devices that
-names none, and an accelerator that trainspec does not run on are a problem with advice, which a run on `device: auto`
-or `cuda` is refused with.
+Nothing here falls back to the CPU silently. A driver that does not answer, a lost GPU, a device selection without a
+valid device, and an accelerator that trainspec does not run on are a problem with advice, with which a run on `device:
+auto` or `cuda` is refused.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ CPU_HINT = "or type cluster.device=cpu"
 NVLINK_GB_PER_S = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
 """NVLink generation -> GB/s of one link, one direction (NVIDIA's architecture papers)."""
 HIDING = ("", "-1", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES (HIP_..., ROCR_...) by which a user hides all GPUs."""
+"""Values of CUDA_VISIBLE_DEVICES (HIP_..., ROCR_...) that hide all GPUs."""
 MOST_NVLINKS = 18
 WITH_64_CORES = ((6, 0), (7, 0), (7, 2), (7, 5), (8, 0))
-"""Compute capabilities whose multiprocessors have 64 fp32 cores, all others have 128 (CUDA programming guide)."""
+"""Compute capabilities whose multiprocessors have 64 fp32 cores; all others have 128 (CUDA programming guide)."""
 PCIE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """PCIe generation -> GB/s of one lane, one direction."""
 AMD_VENDOR = 0x1002
@@ -44,10 +44,10 @@ AMD_NAMES = {
     0x75A0: "AMD Instinct MI350X",
     0x75A3: "AMD Instinct MI355X",
 }
-"""PCI device -> name (amdgpu.ids of libdrm); /sys itself has no names."""
+"""PCI device -> name (amdgpu.ids of libdrm); /sys has no names."""
 UNTESTED_AMD = "trainspec was never run on an AMD GPU: this path is built after ROCm's documents alone"
 OTHER_VENDORS = {"0x1da3": "Habana Gaudi", "0x1ae0": "Google TPU", "0x1d0f": "AWS Neuron"}
-"""PCI vendors of accelerators in /sys/class/accel that trainspec plans for and does not run on."""
+"""PCI vendors of accelerators in /sys/class/accel that trainspec plans for, but does not run on."""
 INTEL_MAX = frozenset({"0x0bd4", "0x0bd5", "0x0bd6", "0x0bd7", "0x0bd8", "0x0bd9", "0x0bda", "0x0bdb"})
 """PCI devices of the Intel Data Center GPU Max series."""
 
@@ -56,9 +56,9 @@ INTEL_MAX = frozenset({"0x0bd4", "0x0bd5", "0x0bd6", "0x0bd7", "0x0bd8", "0x0bd9
 class FoundGpus:
     gpus: tuple[Gpu, ...] = ()
     problem: Problem | None = None
-    """Why the GPUs of this node cannot be used. Then `gpus` is empty."""
+    """The reason why the GPUs of this node cannot be used. Then `gpus` is empty."""
     notes: tuple[str, ...] = ()
-    """Facts that a user should know, and that stop nothing."""
+    """Facts that a user should know, and that do not stop the run."""
 
 
 def _unusable(message: str, hint: str) -> MachineError:
@@ -66,7 +66,7 @@ def _unusable(message: str, hint: str) -> MachineError:
 
 
 def find_gpus(sys: Path = SYS, dev: Path = DEV) -> FoundGpus:
-    """Return the GPUs that CUDA or ROCm would show this process, in its order."""
+    """Return the GPUs that CUDA or ROCm would show this process, in the same order."""
     try:
         for look in (_nvidia_gpus, _amd_gpus):
             found = look(sys, dev)
@@ -83,10 +83,8 @@ def find_gpus(sys: Path = SYS, dev: Path = DEV) -> FoundGpus:
 
 @contextmanager
 def opened_nvml(sys: Path = SYS) -> Iterator[Any]:
-    """Yield NVML (the module pynvml), initialised; None on a node without an NVIDIA driver.
-
-    Raises MachineError where a driver is there and does not answer.
-    """
+    """Yield NVML (the module pynvml), initialised; None on a node without an NVIDIA driver. Raises MachineError where a
+    driver is installed and does not answer."""
     try:
         import pynvml
     except ImportError:
@@ -135,7 +133,7 @@ def _nvidia_gpus(sys: Path, dev: Path) -> FoundGpus:
 
 
 def _not_answering(what: str, error: Any, others: Sequence[int] = ()) -> MachineError:
-    """`error`: NVML's. `others`: the GPUs that remain without the one that does not answer."""
+    """`error`: NVML's. `others`: the remaining GPUs without the one that does not answer."""
     by_code = {
         4: "let this user read /dev/nvidia* (the container's --gpus, or the group that owns the devices)",
         9: "load the driver (sudo modprobe nvidia), or install it again after an update of the kernel",
@@ -145,15 +143,15 @@ def _not_answering(what: str, error: Any, others: Sequence[int] = ()) -> Machine
     }
     hint = by_code.get(error.value, "nvidia-smi shows whether the driver works")
     if others:
-        hint += f"; CUDA_VISIBLE_DEVICES={','.join(map(str, others))} leaves it out"
+        hint += f"; CUDA_VISIBLE_DEVICES={','.join(map(str, others))} excludes it"
     return _unusable(f"{what} does not answer: {error} (NVML error {error.value})", hint)
 
 
 def _chosen(nvml: Any, count: int) -> tuple[list[tuple[int, Any]], tuple[str, ...]]:
-    """Return the number and handle of each GPU that CUDA shows, and notes on what it leaves out.
+    """Return the number and handle of each GPU that CUDA shows, and notes on those that it leaves out.
 
-    CUDA's rule: numbers or UUIDs in order, ending before the first that names no device. Where a GPU is divided (MIG),
-    a process sees one slice, the first that it is given, and no whole GPU.
+    CUDA's rule: numbers or UUIDs in order, up to the first that names no device. On a divided GPU (MIG), a process sees
+    one slice, the first in the list, and no whole GPU.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     notes: list[str] = []
@@ -183,10 +181,8 @@ def _chosen(nvml: Any, count: int) -> tuple[list[tuple[int, Any]], tuple[str, ..
 
 
 def _named(nvml: Any, entry: str, count: int) -> tuple[int, Any] | None:
-    """Return the GPU of a number, of the start of a UUID, or the MIG slice of a whole UUID; None where none has it.
-
-    Raises MachineError for a GPU that has the number and does not answer.
-    """
+    """Return the GPU with a number or the start of a UUID, or the MIG slice with a whole UUID; None where no GPU
+    matches. Raises MachineError where the GPU with the number does not answer."""
     if entry.lstrip("-").isdigit():
         if not 0 <= int(entry) < count:
             return None
@@ -206,12 +202,12 @@ def _named(nvml: Any, entry: str, count: int) -> tuple[int, Any] | None:
             if nvml.nvmlDeviceGetUUID(handle).startswith(entry):
                 return index, handle
         except nvml.NVMLError:
-            continue  # a GPU that is lost and was not asked for
+            continue  # a lost GPU that was not selected
     return None
 
 
 def _with_slices(nvml: Any, chosen: list[tuple[int, Any]], notes: list[str]) -> list[tuple[int, Any]]:
-    """Return the one MIG slice that CUDA shows where one was chosen, or a GPU that is divided; else the GPUs."""
+    """Return the one MIG slice that CUDA shows where a slice or a divided GPU was selected; else the GPUs."""
     divided = False
     for index, handle in chosen:
         if _is_slice(nvml, handle):
@@ -224,7 +220,7 @@ def _with_slices(nvml: Any, chosen: list[tuple[int, Any]], notes: list[str]) -> 
                 notes.append("this node's GPUs are divided (MIG), and CUDA shows a process one slice, the first")
                 return [(index, first)]
     if divided:
-        message = "MIG is enabled, and no slice was made: CUDA shows no GPU"
+        message = "MIG is enabled, but has no slice: CUDA shows no GPU"
         raise _unusable(
             message, "sudo nvidia-smi mig -cgi PROFILE -C makes slices, sudo nvidia-smi -mig 0 disables MIG"
         )
@@ -244,7 +240,7 @@ def _ask(nvml: Any, query: str, *arguments: Any, default: Any = None) -> Any:
 
 
 def _describe(nvml: Any, handle: Any) -> Gpu:
-    """Describe a GPU, or a slice. Raises NVMLError where it says neither what it is nor what memory it has."""
+    """Describe a GPU, or a slice. Raises NVMLError where NVML reports neither its name nor its memory."""
     name = nvml.nvmlDeviceGetName(handle)
     capability = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     try:
@@ -252,7 +248,7 @@ def _describe(nvml: Any, handle: Any) -> Gpu:
         memory_bytes = int(memory.total)
         free_bytes = int(memory.free)
     except nvml.NVMLError as error:
-        if error.value != 3:  # not supported: the GPU computes in the memory of the system (GB10, Jetson)
+        if error.value != 3:  # not supported: the GPU uses the system's memory (GB10, Jetson)
             raise
         system = psutil.virtual_memory()
         memory_bytes = int(system.total)
@@ -287,7 +283,7 @@ def _describe(nvml: Any, handle: Any) -> Gpu:
 
 
 def _nvlink_gb_per_s(nvml: Any, handle: Any) -> float | None:
-    """Return the rate of the links that are up; 0 where all are down, None where the driver speaks of none."""
+    """Return the rate of the links that are up; 0 where all are down, None where the driver reports no links."""
     states = []
     for link in range(MOST_NVLINKS):
         state = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link)
@@ -343,7 +339,8 @@ def _by_amdsmi(sys: Path) -> list[tuple[str, Gpu]] | None:
     """Return each AMD GPU with its unique id, as amdsmi reports them; None without amdsmi or its library."""
     try:
         import amdsmi  # type: ignore[import-not-found, unused-ignore]
-    except (ImportError, OSError, KeyError, AttributeError, RuntimeError):  # the module, or the library that it loads
+    # the module is missing, or the library that it loads
+    except (ImportError, OSError, KeyError, AttributeError, RuntimeError):
         return None
     try:
         amdsmi.amdsmi_init()
@@ -384,7 +381,7 @@ def _amd_described(amdsmi: Any, handle: Any) -> tuple[str, Gpu]:
 
 
 def _by_kfd(sys: Path) -> list[tuple[str, Gpu]]:
-    """Return each AMD GPU with its unique id, as the amdgpu driver lists them for computing."""
+    """Return each AMD GPU with its unique id, as the amdgpu driver lists them for compute."""
     found = []
     nodes = (sys / "class/kfd/kfd/topology/nodes").glob("*")
     for node in sorted(nodes, key=lambda path: int(path.name) if path.name.isdigit() else 0):
@@ -422,7 +419,7 @@ def _facts(path: Path) -> dict[str, int]:
 
 
 def _refuse_others(sys: Path, dev: Path) -> None:
-    """Raises MachineError for an accelerator that is certainly there, and that trainspec does not run on."""
+    """Raises MachineError for an accelerator that is certainly present, and that trainspec does not run on."""
     vendors = {_text(one / "device/vendor") for one in (sys / "class/accel").glob("accel*")}
     names = [name for vendor, name in OTHER_VENDORS.items() if vendor in vendors]
     if not names and (dev / "neuron0").exists():

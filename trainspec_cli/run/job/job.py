@@ -1,4 +1,4 @@
-"""A job: everything needed to start the processes of one launch, on paper; its torchrun command and environment."""
+"""A job: everything needed to start the processes of one launch; its torchrun command and environment."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Job:
     command: tuple[str, ...]
     """torchrun and the workers it starts."""
     environment: Mapping[str, str]
-    """Set on top of what the command line's own environment holds."""
+    """Added to the environment of the command line."""
     world_size: int
     stop_grace_s: float
     logs: Path
@@ -51,21 +51,21 @@ class Job:
     worker: tuple[str, ...] = ()
     """The command that torchrun starts on every device."""
     ranks: range | None = None
-    """Ranks of a replica group, among all of the run's; None: all."""
+    """Global ranks of a replica group; None: all."""
     nodes: tuple[int, ...] = ()
-    """The numbers of several nodes, in the order of their places; those beyond the plan's nodes stand by."""
+    """The numbers of several nodes, in the order of their places; those beyond the plan's nodes are spares."""
     left_out: tuple[int, ...] = ()
-    """Numbers of nodes that take no part any more, since they were too slow."""
+    """Numbers of nodes that were left out, since they were too slow."""
     program: str = "torchrun"
-    """The name of what is started on a node, for people."""
+    """The name of what is started on a node, for messages."""
     log: str = "torchrun.log"
-    """The name of the file, on each node, that holds the output of what is started there."""
+    """The name of the file with its output, on each node."""
     max_restarts: int | None = None
-    """Starts after failures in the whole job, where a number limits them; None: the plan's resilience decides."""
+    """Restarts after failures in the whole job, where a number limits them; None: the plan's resilience decides."""
     earlier_steps: int = 0
     """Steps of earlier starts, of a job whose checkpoints trainspec does not know."""
     join_timeout_s: float | None = None
-    """How long the nodes wait for one another; None: as the plan has it."""
+    """Seconds that the nodes wait for one another; None: as the plan says."""
     begins_unseen: bool = False
     """It may have something to save before it has written an event."""
 
@@ -80,12 +80,12 @@ class Job:
 
     @property
     def launch_id(self) -> str:
-        """Every process of the job carries it in its environment, and is found by it."""
+        """Every process of the job has it in its environment, and is found by it."""
         return self.environment[LAUNCH_ID]
 
 
 def build_job(plan: Plan, root: Path, machine: Machine, worker: Sequence[str] = ENGINE) -> Job:
-    """`worker` is what torchrun starts on every device; it gets the run folder as its last argument."""
+    """`worker` is what torchrun starts on every device; the run folder is its last argument."""
     root = root.absolute()
     logs = next_log_folder(RunDir(root).logs)
     return Job(
@@ -100,10 +100,8 @@ def build_job(plan: Plan, root: Path, machine: Machine, worker: Sequence[str] = 
 
 
 def build_node_job(plan: Plan, root: Path, machine: Machine, node: int, record: GenerationRecord) -> Job:
-    """Return the part of one node in a job of several, whose generation `record` describes.
-
-    Raises MachineError where the first node's name is not known here.
-    """
+    """Return the part of one node in a job of several, whose generation `record` describes. Raises MachineError where
+    the first node's name is unknown on this node."""
     place = NodePlace(node, record.num_nodes, record.head)
     worker = (*record.worker, str(root))
     logs = Path(record.logs) / f"node{node:05d}"
@@ -125,14 +123,14 @@ def build_node_job(plan: Plan, root: Path, machine: Machine, node: int, record: 
 
 
 def next_log_folder(logs: Path) -> Path:
-    """logs/launch_01, and one more for every resume."""
+    """logs/launch_01, and the next number for every resume."""
     taken = [path.name for path in logs.glob("launch_*")]
     return logs / f"launch_{len(taken) + 1:02d}"
 
 
 def group_job(job: Job, plan: Plan | None, group: int, number: int, place: NodePlace | None = None) -> Job:
-    """Return the job of one start of a replica group, or of its part on the node at `place`; a run of one group is the
-    job itself."""
+    """Return the job of one start of a replica group, or of its part on the node at `place`; for a run of one group
+    that is the job itself."""
     if plan is None or plan.replica_groups == 1:
         return job
     name = start_folder(group, number)
@@ -157,12 +155,12 @@ def start_folder(group: int, number: int) -> str:
 
 
 def ranks_of(plan: Plan, group: int) -> range:
-    """Return a group's ranks, among all of the run's."""
+    """Return a group's global ranks."""
     return range(group * plan.group_size, (group + 1) * plan.group_size)
 
 
 def devices_of(plan: Plan, group: int) -> dict[str, str]:
-    """Return the variable that shows a group its GPUs alone, of those shown to this process, where several groups share
+    """Return the variable that shows a group only its own GPUs among those of this process, where several groups share
     a node."""
     per_node = plan.replica_groups // plan.num_nodes
     if plan.device != "cuda" or per_node < 2:
@@ -184,11 +182,9 @@ def torchrun_command(processes: int, logs: Path, worker: Sequence[str]) -> tuple
 
 
 def node_command(place: NodePlace, name: str, processes: int, logs: Path, worker: Sequence[str]) -> tuple[str, ...]:
-    """Return one node's part of a job of several. Ranks follow the nodes' numbers.
-
-    `name` tells this start from others that meet at the same rendezvous server. torchrun is given this node's address:
-    left to itself it asks for the name's, which may be a loopback.
-    """
+    """Return one node's part of a job of several. Ranks follow the nodes' numbers. `name` distinguishes this start from
+    others that use the same rendezvous server. torchrun is given this node's address: by default it resolves the node's
+    name, which may be a loopback."""
     nodes = ("--nnodes", str(place.num_nodes), "--rdzv-conf", f"node={place.node}")
     return (*_TORCHRUN, *nodes, *_options(name, processes, own_address(place.head), logs), *worker)
 
@@ -196,10 +192,10 @@ def node_command(place: NodePlace, name: str, processes: int, logs: Path, worker
 def _options(name: str, processes: int, address: str, logs: Path) -> tuple[str, ...]:
     return (
         *("--nproc-per-node", str(processes)),
-        # The supervisor decides on restarts, for the whole run: torchrun knows nothing of checkpoints.
+        # The supervisor decides on restarts, for the whole run: torchrun does not know about checkpoints.
         *("--max-restarts", "0"),
         *("--rdzv-backend", "trainspec"),
-        *("--rdzv-endpoint", "private"),  # torchrun wants one; the environment says where they meet
+        *("--rdzv-endpoint", "private"),  # torchrun requires one; the environment has the real address
         *("--rdzv-id", name),
         *("--local-addr", address),
         *("--log-dir", str(logs)),
@@ -208,7 +204,7 @@ def _options(name: str, processes: int, address: str, logs: Path) -> tuple[str, 
 
 
 def render_command(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> str:
-    """A shell text that does the same as the launch, one setting and one option a line."""
+    """A shell text that does the same as the launch, with one setting or option per line."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items())]
     options: list[str] = []
     for word in map(shlex.quote, command):
@@ -224,11 +220,11 @@ def render_command(command: Sequence[str], environment: Mapping[str, str], folde
 
 
 def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, str]:
-    """Return what is set on top of this process' own environment. Raises MachineError where another user holds the
-    folder that compiled code would be loaded from."""
-    # torch.compile loads code from this folder of a name that anyone can guess: it is made beforehand, or checked.
+    """Return the additions to this process' environment. Raises MachineError where another user owns the folder that
+    compiled code would be loaded from."""
+    # torch.compile loads code from this folder with a predictable name: it is created beforehand, or checked.
     cache = Path(os.environ.get(COMPILE_CACHE, Path(tempfile.gettempdir(), f"torchinductor_{os.geteuid()}")))
-    make_folder(cache, f"set {COMPILE_CACHE} to a folder of your own")
+    make_folder(cache, f"set {COMPILE_CACHE} to a folder that you own")
     return {
         LAUNCH_ID: launch_id,
         COMPILE_CACHE: str(cache),
@@ -236,14 +232,14 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
         "OMP_NUM_THREADS": str(max(1, machine.cpu_cores // plan.devices_per_node)),
         # A crash in native code leaves its Python stack in the log.
         "PYTHONFAULTHANDLER": "1",
-        # Each rank's last collectives, for the report of a step that hangs; it costs nothing that can be measured.
+        # Each rank's last collectives, for the report of a step that hangs; the cost is too small to measure.
         "TORCH_FR_BUFFER_SIZE": "200",
-        # Where NCCL fails in one process, its watchdog asks all others through the store to write these records to a
+        # When NCCL fails in one process, its watchdog asks all others through the store to write these records to a
         # file, and ends them some minutes later: also replica groups that outlive the failure, which share the store.
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        # torch 2.11 does not know it and waits 30 s.
+        # torch 2.11 does not know this variable and waits 30 s.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(FAILURE_GRACE_S),
-        # One node talks to itself: no hostname to resolve, and gloo's data sockets listen on the loopback alone.
+        # One node: no hostname to resolve, and gloo's data sockets listen on the loopback alone.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         **(keep_freed_memory() if plan.device == "cpu" else growing_segments(machine)),
         **own_modules(),
@@ -251,25 +247,25 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
 
 
 def node_environment(plan: Plan, machine: Machine, launch_id: str, place: NodePlace) -> dict[str, str]:
-    """Return the environment of one node of several: gloo takes the interface that leads to the first node."""
+    """Return the environment of one node of several: gloo uses the interface that leads to the first node."""
     interface = interface_of(own_address(place.head))
     found = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     alone = job_environment(plan, machine, launch_id)
-    # The loopback leads to no other node. Where no interface is found, gloo takes that of the host's own name.
+    # The loopback leads to no other node. Where no interface is found, gloo uses that of the host's own name.
     del alone["GLOO_SOCKET_IFNAME"]
     return alone | found
 
 
 def keep_freed_memory() -> dict[str, str]:
-    """Return what keeps glibc from giving large blocks back to the kernel when they are freed: every step would fault
+    """Return settings that keep glibc from returning large freed blocks to the kernel: otherwise every step would fault
     the same pages in again. A 30M-parameter llama on two cores trained at 3,270 tokens/s with that and 4,150 without.
     Other systems ignore these."""
     return {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 
 
 def growing_segments(machine: Machine) -> dict[str, str]:
-    """Let a GPU's segments grow where its vendor's builds of torch allow it, so that tensors of changing sizes leave no
-    holes; the user's own setting stays."""
+    """Let a GPU's segments grow where its vendor's builds of torch allow it, so that tensors of changing sizes do not
+    fragment the memory; the user's own setting has precedence."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     is_amd = any(word in name.lower() for name in machine.gpu_names for word in ("amd", "instinct", "radeon"))
     if any(name in os.environ for name in names) or ("amd" if is_amd else "nvidia") not in GROWS_SEGMENTS:
@@ -278,8 +274,8 @@ def growing_segments(machine: Machine) -> dict[str, str]:
 
 
 def own_modules() -> dict[str, str]:
-    """Return what every Python that trainspec starts needs: its modules, and none from the folder one stands in, where
-    a file such as random.py would stand in for the library's."""
+    """Return the environment of every Python that trainspec starts: trainspec's modules, and none from the current
+    folder, where a file such as random.py would replace the library's."""
     return {"PYTHONSAFEPATH": "1", **python_path()}
 
 
@@ -297,14 +293,14 @@ def python_path() -> dict[str, str]:
 
 
 GIT_TIMEOUT_S = 10.0
-# Git runs nothing for what is asked of the repository itself; this is in case another version of it would.
+# Git runs no command for these questions about the repository; this is for versions of git that would.
 _NO_COMMANDS = ("-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}")
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)([^;]*)(?:;(.*))?")
 
 
 def versions() -> dict[str, str]:
-    """Python, the system, trainspec, and all that it depends on, as far as installed; read without importing them."""
+    """Return the versions of Python, the system, trainspec, and all installed dependencies, without importing them."""
     found: dict[str, str] = {}
     wanted = ["trainspec"]
     while wanted:
@@ -324,18 +320,18 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class GitState:
-    """The commit that a folder's repository is at."""
+    """The commit of a folder's repository."""
 
     commit: str
     branch: str | None
     """None for a detached head."""
     dirty: bool | None
-    """True where tracked files differ from the commit; None where that cannot be known."""
+    """True where tracked files differ from the commit; None where that is unknown."""
 
 
 @dataclass(frozen=True)
 class GitRefusal:
-    """The repository is one that git does not read."""
+    """Git refuses to read the repository."""
 
     refused: str
     """The reason, in git's words."""
@@ -344,8 +340,8 @@ class GitRefusal:
 def git_state(folder: Path) -> GitState | GitRefusal | None:
     """Return the state of the repository that holds `folder`; None outside a repository or without git.
 
-    No command that the repository's configuration names is run: it may be a stranger's. Another user's repository is
-    refused by git, unless `safe.directory` allows it.
+    No command in the repository's configuration is run, since the repository may be untrusted. Git refuses another
+    user's repository, unless `safe.directory` allows it.
     """
     found = _git(folder, "rev-parse", *_FACTS)
     if found is None or found.returncode:
@@ -359,15 +355,15 @@ def git_state(folder: Path) -> GitState | GitRefusal | None:
 _FACTS = ("HEAD", "--show-toplevel", "--git-path", "index", "--git-path", "objects", "--show-object-format")
 _DUBIOUS = "dubious ownership"
 _COMPARISON = "filemode|symlinks|ignorecase|precomposeunicode|trustctime|checkstat|autocrlf|eol"
-"""Keys of `core` that say how files compare with what is committed; none of them names a command."""
+"""Keys of `core` that say how files are compared with the commit; none of them names a command."""
 
 
 def _is_dirty(commit: str, top: Path, index: Path, objects: Path, *, is_sha256: bool) -> bool | None:
-    """Return True if tracked files were changed; None where it cannot be known, as where a touched file has a filter
-    (git-lfs).
+    """Return True if tracked files were changed; None where that is unknown, for example where a changed file has a
+    filter (git-lfs).
 
-    The repository's index, objects and files are compared by a git folder of our own, since its own configuration may
-    name commands: filters, hooks, monitors, ways to fetch.
+    The repository's index, objects and files are compared through a temporary git folder, since its own configuration
+    may name commands: filters, hooks, monitors, ways to fetch.
     """
     comparison = _git(top, "config", "--null", "--get-regexp", rf"^core\.({_COMPARISON})$")
     pairs = (entry.partition("\n") for entry in comparison.stdout.split("\0") if entry) if comparison else ()
@@ -402,7 +398,7 @@ def _is_dirty(commit: str, top: Path, index: Path, objects: Path, *, is_sha256: 
 def _git(
     folder: Path, *arguments: str, environment: Mapping[str, str] | None = None, stdin: str = ""
 ) -> subprocess.CompletedProcess[str] | None:
-    """Run git in `folder`; return None where there is no git or it does not answer in time."""
+    """Run git in `folder`; return None where git is missing or does not answer in time."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     quiet = {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": "none"}
     try:
@@ -419,21 +415,19 @@ def _git(
         return None
 
 
-# Tell this machine from others: by the identity that the system keeps of it, which is not published as it is.
+# Identify this machine, by a digest of the system's identity, which itself must stay private.
 
 
 SYSTEM_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _RANDOM = 1 << 40
-"""The bit of an address by which uuid marks one that it has drawn, since the machine shows none."""
+"""The bit of an address that uuid sets in a random one, when the machine shows none."""
 _PURPOSE = "trainspec machine 1"
 
 
 def machine_identity(files: tuple[Path, ...] = SYSTEM_IDS) -> str:
-    """Return 32 hexadecimal digits that stay the same while the system does and the processor is of one kind; empty
-    where the system has neither an identity nor a network address of its own.
-
-    They are a digest for this purpose alone: the system's identity itself is to be kept private.
-    """
+    """Return 32 hexadecimal digits that stay the same while the system is not reinstalled and the processor is of one
+    kind; empty where the system has neither an identity nor a network address. They are a digest for this purpose
+    alone: the system's identity itself must stay private."""
     identity = next(filter(None, map(_read, files)), "")
     if not identity and not (address := uuid.getnode()) & _RANDOM:
         identity = f"{address:012x}"

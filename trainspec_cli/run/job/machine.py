@@ -24,16 +24,16 @@ from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.gpus import FoundGpus, find_gpus
 
-# avx512_bf16 alone is no reason to compute in bf16: conversions eat what its products gain. The quickstart takes
-# 1.5 times the processor time of fp32 (a processor with AMX, with oneDNN held to AVX512_CORE_BF16).
+# avx512_bf16 alone does not make bf16 faster: conversions cost more than its products gain. The quickstart takes 1.5
+# times the processor time of fp32 (a processor with AMX, with oneDNN limited to AVX512_CORE_BF16).
 BF16_CPU_FLAG = "amx_bf16"
 
 _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def detect(*, look_for_gpus: bool = True) -> Machine:
-    """Describe this node. `bf16` speaks of the GPUs where there are any, else of the CPU; a run that is to
-    stay on the CPU passes `look_for_gpus=False`."""
+    """Describe this node. `bf16` is about the GPUs if the node has any, else about the CPU; for a run that stays on the
+    CPU pass `look_for_gpus=False`."""
     found = find_gpus() if look_for_gpus else FoundGpus()
     gpus = found.gpus
     return Machine(
@@ -51,10 +51,8 @@ def detect(*, look_for_gpus: bool = True) -> Machine:
 
 
 def usable_cores() -> int:
-    """Cores of the CPU affinity (where the system has one), no more than the container's quota or Slurm's share.
-
-    Not every Slurm binds a task to the cores it was given.
-    """
+    """Cores of the CPU affinity (where the system has one), at most the container's quota or Slurm's share: some Slurm
+    installations do not bind a task to its cores."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -69,7 +67,7 @@ def usable_cores() -> int:
 
 
 def usable_memory_bytes() -> int:
-    """The node's memory, or the container's limit where that is less."""
+    """The node's memory, or the container's limit if that is less."""
     total = int(psutil.virtual_memory().total)
     limit = _cgroup_setting("memory.max")
     return min(total, int(limit)) if limit.isdigit() else total
@@ -80,11 +78,11 @@ def count_oom_kills(
     membership: Path = Path("/proc/self/cgroup"),
     vmstat: Path = Path("/proc/vmstat"),
 ) -> int:
-    """Return how many processes the kernel has killed so far because memory had run out; 0 where nothing says.
+    """Return the number of processes that the kernel has killed so far for lack of memory; 0 where that is unknown.
 
     They are those of this process's control group or of the next one above it that counts them (`memory.events` of
     version 2, `memory.oom_control` of version 1, in which a container may see its own group as the root). The node's
-    count, which includes other programs, is taken only where no group has one.
+    count, which includes other programs, is used only where no group has one.
     """
     groups = [line.split(":", 2) for line in _text(membership).splitlines() if line.count(":") >= 2]
     version_1 = next((group for _, controllers, group in groups if "memory" in controllers.split(",")), "")
@@ -95,7 +93,7 @@ def count_oom_kills(
 
 
 def _from_own_group_up(root: Path, group: str) -> list[Path]:
-    """Return the folders of a control group and of those above it."""
+    """Return the folders of a control group and of its ancestors."""
     own = PurePosixPath("/", group)
     return [root / one.relative_to("/") for one in (own, *own.parents)]
 
@@ -110,7 +108,7 @@ def _text(path: Path) -> str:
 def _cgroup_setting(
     name: str, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> str:
-    """One setting of this process's own control group (version 2), or "" where there is none."""
+    """One setting of this process's own control group (version 2), or "" without one."""
     try:
         lines = membership.read_text().splitlines()
         group = next(line.removeprefix("0::") for line in lines if line.startswith("0::"))
@@ -124,7 +122,7 @@ def cpu_has_bf16(cpuinfo: Path = CPUINFO) -> bool:
     return BF16_CPU_FLAG in cpu_flags(cpuinfo)
 
 
-# One node's place in a job of several: its number, the first node's address, and its own as seen from there.
+# One node's place in a job of several: its number, the first node's address, and its own address as seen from there.
 
 
 BACKLOG = 1024
@@ -141,18 +139,18 @@ class NodePlace:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens at this node's address `host` alone. Raises MachineError."""
+    """Return a socket that listens only at this node's address `host`. Raises MachineError."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         message = f"{socket.gethostname()} cannot listen at {host or 'any address'}:{port}: {error.strerror or error}"
-        hint = "give another port, that nobody listens on"
+        hint = "choose a port that is free"
         raise MachineError(Problem("cannot_listen", message, hint=hint, environment=True)) from error
 
 
 def allow_connections(connections: int) -> None:
-    """Raise the limit of open files for so many more than a process usually has, as far as the system lets it."""
+    """Raise the limit of open files by this number above the usual need, as far as the system allows it."""
     wanted = connections + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -160,16 +158,14 @@ def allow_connections(connections: int) -> None:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
             break
-        except (ValueError, OSError):  # macOS takes less than it says
+        except (ValueError, OSError):  # macOS accepts less than it reports
             allowed //= 2
 
 
 def listening_address(head: str) -> str:
-    """Return the address at which the first node, this one, listens for the others: that of the job's interface.
-
-    Where its own name means a loopback here (as in many an /etc/hosts) and another address elsewhere, it has to be
-    every interface: "".
-    """
+    """Return the address at which this node, the first, listens for the others: that of the job's interface. If its
+    name resolves to a loopback on this node (as in many /etc/hosts) and to another address elsewhere, the node has to
+    listen on every interface: ""."""
     address = own_address(head)
     named = head != "localhost" and not _is_address(head)
     return "" if named and ipaddress.ip_address(address).is_loopback else address
@@ -184,20 +180,20 @@ def _is_address(text: str) -> bool:
 
 
 def own_address(head: str) -> str:
-    """Return this node's address on the way to `head`; nothing is sent. Raises MachineError where there is no way."""
+    """Return this node's address on the route to `head`; nothing is sent. Raises MachineError without a route."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(head, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as way:
             way.connect(address)
             return str(way.getsockname()[0])
     except OSError as error:
-        message = f"{socket.gethostname()} finds no way to the first node, {head}: {error.strerror or error}"
+        message = f"{socket.gethostname()} has no route to the first node, {head}: {error.strerror or error}"
         hint = f"check that its name is known here (getent hosts {head}) and the network is up (ip address)"
         raise MachineError(Problem("no_route", message, hint=hint, environment=True)) from error
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that holds `address`."""
+    """Return the network interface that has `address`."""
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, held in interfaces if any(entry.address == address for entry in held)), None)
 
@@ -209,11 +205,11 @@ TUNER_FILE = "NCCL_TUNER_CONFIG_FILE"
 EXAMPLE_TUNER = "NVIDIA/nccl, ext-tuner/example/README.md"
 TUNER_COLUMNS = "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"
 PROTOCOL = "simple"
-"""The protocol that the example tuner takes by itself: a row changes the algorithm and nothing else."""
+"""The protocol that the example tuner uses by default: a row changes only the algorithm."""
 
 
 def communication_settings(plan: Plan, run: RunDir) -> tuple[Setting, ...]:
-    """Return the variables that the plan's blueprint sets; where the table of a tuner is wanted, its place too."""
+    """Return the variables that the plan's blueprint sets; with a tuner's table also its path."""
     if plan.blueprint is None:
         return ()
     table: tuple[Setting, ...] = ()
@@ -224,13 +220,13 @@ def communication_settings(plan: Plan, run: RunDir) -> tuple[Setting, ...]:
 
 
 def communication_environment(plan: Plan, run: RunDir) -> Mapping[str, str]:
-    """Return them as variables; what the user has set already stays."""
+    """Return them as variables; the user's own settings have precedence."""
     settings = communication_settings(plan, run)
     return {setting.name: setting.value for setting in settings if setting.name not in os.environ}
 
 
 def write_communication(plan: Plan, run: RunDir) -> None:
-    """Write the settings, and the tuner's table where there is something in it."""
+    """Write the settings, and the tuner's table if it has rows."""
     if plan.blueprint is None:
         return
     if lines := describe_communication(plan, run):
@@ -248,8 +244,8 @@ def write_communication(plan: Plan, run: RunDir) -> None:
 
 
 def describe_communication(plan: Plan, run: RunDir) -> list[str]:
-    """Return each setting below its reason and source, as comments and assignments, or why nothing is set; empty for a
-    run that has no NCCL between nodes."""
+    """Return each setting below its reason and source, as comments and assignments, or the reason why none is set;
+    empty for a run without NCCL between nodes."""
     settings = communication_settings(plan, run)
     if settings:
         lines = ["# Set for the workers of this run; a variable that you have set yourself stays as it is."]

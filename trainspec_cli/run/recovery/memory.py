@@ -1,8 +1,8 @@
-"""The changes of a run whose memory runs out: a smaller micro-batch, then recomputation, then offloading.
+"""What a run changes when its memory runs out: a smaller micro-batch, then recomputation, then offloading.
 
 The global batch stays as it is, and with it the loss and the gradients, up to rounding: only the number of passes and
-the place of the optimizer state change. Settings are ordered by the memory that they leave free, and each shortage
-leads to a later one, so a run takes every setting once at most.
+the location of the optimizer state change. Settings are ordered by the memory that they leave free, and each shortage
+leads to a later one, so a run uses every setting once at most.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OFFLOAD: tuple[Offload, ...] = ("none", "optimizer")
 
 
 def rank_setting(setting: MemorySetting) -> tuple[int, int, int]:
-    """Return where a setting stands among all of them: the later, the less memory it takes."""
+    """Return the position of a setting in the order of all settings: the later, the less memory it needs."""
     return OFFLOAD.index(setting.offload), RECOMPUTE.index(setting.recompute), -setting.micro_batch_size
 
 
@@ -32,11 +32,11 @@ def build_ladder(
     may_offload: bool = True,
     needed_bytes: Callable[[MemorySetting], float | None] = lambda _: None,
 ) -> tuple[MemorySetting, ...]:
-    """Return `start`, which is what the plan asks for, and the settings to take in turn where its memory runs out.
+    """Return `start`, the plan's setting, and the settings to use one after another when its memory runs out.
 
     `keeps_micro_batches`: the samples of a micro-batch share statistics (batch norm). `may_offload`: the optimizer
-    state does not lie in host memory anyway. `needed_bytes` is the memory that a setting is predicted to take, None
-    where nobody knows: one that takes no less than the setting before it is left out.
+    state is not in host memory already. `needed_bytes` is the memory that a setting is predicted to need, None where it
+    is unknown: a setting that needs no less than the one before it is left out.
     """
     ladder = [start]
     least = needed_bytes(start)
@@ -64,22 +64,22 @@ def _below(start: MemorySetting, *, keeps_micro_batches: bool, may_offload: bool
 def next_setting(
     ladder: Sequence[MemorySetting], failed: MemorySetting, taken: MemorySetting | None = None
 ) -> MemorySetting | None:
-    """Return the first setting of `ladder` that comes after `failed`, whose memory ran out, and after `taken`, which
-    was taken last; None where none is left."""
+    """Return the first setting of `ladder` after `failed`, whose memory ran out, and after `taken`, which was used
+    last; None where none is left."""
     last = max(rank_setting(setting) for setting in (failed, taken or failed))
     return next((setting for setting in ladder if rank_setting(setting) > last), None)
 
 
-def settle(setting: MemorySetting, reliefs: Sequence[Relief]) -> MemorySetting:
-    """Return the setting that `reliefs` lead to from `setting`: one that asks for as much as what failed is given up
-    for what was taken instead."""
+def apply_reliefs(setting: MemorySetting, reliefs: Sequence[Relief]) -> MemorySetting:
+    """Return the setting that `reliefs` lead to from `setting`: a setting that needs at least as much as a failed one
+    is replaced by its successor."""
     while True:
         asks_as_much = [
             relief.taken
             for relief in reliefs
             if _is_alike(relief.failed, setting) and setting.micro_batch_size >= relief.failed.micro_batch_size
         ]
-        # A relief that leads nowhere, as only a damaged file has one, is passed over.
+        # A relief that leads nowhere, which only a damaged file has, is skipped.
         found = [taken for taken in asks_as_much if rank_setting(taken) > rank_setting(setting)]
         if not found:
             return setting
@@ -87,9 +87,9 @@ def settle(setting: MemorySetting, reliefs: Sequence[Relief]) -> MemorySetting:
 
 
 def with_reliefs(plan: Plan, reliefs: Sequence[Relief]) -> Plan:
-    """Return `plan` as the shortages so far have left it; from the first of them on no rank is given more samples at a
-    time than the others."""
-    setting = settle(plan.memory_setting, reliefs)
+    """Return `plan` as changed by the shortages so far; from the first one on no rank is given more samples at a time
+    than the others."""
+    setting = apply_reliefs(plan.memory_setting, reliefs)
     if setting == plan.memory_setting and not any(_is_alike(relief.failed, setting) for relief in reliefs):
         return plan
     return replace(with_setting(plan, setting), largest_micro_batch_size=setting.micro_batch_size)

@@ -1,28 +1,28 @@
 """Recovery from failures: a pure state machine over its replica groups; an ordinary run is one group.
 
 `next_action(state, event)` is called by the supervisor with what its backend observes, and by the simulation of goodput
-with what chance brings. A replica group passes through these phases:
+with random events. A replica group passes through these phases:
 
-    waiting -> running -> done                 it ended well
+    waiting -> running -> done                 it ended successfully
                   |
-                  +----> ending -> waiting     it failed, and is started again when its pause is over and its nodes
-                             |                 are there
-                             +---> gone        it is not started again
+                  +----> ending -> waiting     it failed, and is restarted when its pause is over and its nodes are
+                             |                 connected
+                             +---> gone        it is not restarted
 
 A run of one group keeps its state in checkpoints alone. After a failure its workers have a grace time to report, and
-it starts again as a new generation, from its newest checkpoint, where that promises progress. Of several groups a
-failed one is killed at once: the others hold the state, step on, and heal it when it is back. Where memory ran out, the
-next start has a setting that takes less (`memory.py`), and the run ends where there is none.
+it restarts as a new generation, from its newest checkpoint, where that promises progress. Of several groups a failed
+one is killed at once: the others hold the state, continue, and heal it when it is back. After a memory shortage the
+next start has a setting that needs less (`memory.py`), and the run ends where none is left.
 
 A node that is too slow (`SlowNodes` of `supervise.py`) is left out of a run of one group, which writes a checkpoint,
-ends and starts again without it. Several groups keep theirs, and give it fewer samples.
+ends and restarts without it. Several groups keep their slow nodes, with fewer samples.
 
 When a node dies, its agent's connection is closed or silent for `run.node_timeout_s` (`backend/hub.py`). The backend
-(`backend/nodes/backend.py`) lets the groups that ran there know why they will fail (`GroupStart` of
-`backend/observe.py`), and reports NodeLost. Here `_node_lost` has those groups killed, and a run of one group writes
-the loss down (errors/nodeNNNNN.json, by `supervise.py`). When nothing is left of a group GroupEnded follows: a run of
-one group ends, with exit code 5, and its Slurm job is requeued without the node; of several, the others go on, and the
-group waits for its node, or until it is away for too long.
+(`backend/nodes/backend.py`) informs the groups that ran there why they will fail (`GroupStart` of
+`backend/observe.py`), and reports NodeLost. Here `_node_lost` has those groups killed, and a run of one group records
+the loss (errors/nodeNNNNN.json, by `supervise.py`). When no process of a group is left, GroupEnded follows: a run of
+one group ends, with exit code 5, and its Slurm job is requeued without the node; of several, the others continue,
+and the group waits for its node, until that has been away for too long.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ from trainspec_cli.run.recovery.run_state import (
 )
 
 FAILURE_GRACE_S = 10
-"""Workers may take this long to end once one of them has failed, or their torchrun has."""
+"""Seconds that workers may take to end once one of them, or their torchrun, has failed."""
 LISTING_S = 2.0
 """torchrun ends its workers within `FAILURE_GRACE_S` itself, and then lists how each of them ended."""
 RESTART_WINDOW_S = 3600.0
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 STUCK = 0.9
-"""Part of `resilience.exchange_timeout_s` that the others must have waited: clocks are read ten times a second."""
+"""Fraction of `resilience.exchange_timeout_s` that the others must have waited: clocks are read ten times a second."""
 ANSWER_S = 2.0
 """A group whose exchange failed retries within this time."""
 
@@ -93,7 +93,7 @@ def begin(
     memory_ladder: tuple[MemorySetting, ...] = (),
     restarts_left: int | None = None,
 ) -> RunState:
-    """Return the state of a run of which nothing has been started yet."""
+    """Return the state of a run before anything has been started."""
     every = (GroupState(presence=presence),) * groups
     return RunState(
         *(resilience, every, stop_grace_s, checkpoint_step), memory_ladder=memory_ladder, restarts_left=restarts_left
@@ -101,7 +101,7 @@ def begin(
 
 
 def next_action(state: RunState, event: Event) -> Decision:
-    """Return the state after `event`, and what is to be done now, in this order."""
+    """Return the state after `event`, and the actions that follow, in order."""
     match event:
         case Tick():
             return _tick(state, event)
@@ -128,11 +128,11 @@ def next_action(state: RunState, event: Event) -> Decision:
             return _node_slow(state, event)
         case AgentsFailed():
             return _agents_failed(state, event)
-        case StopRequested() | NodeStopRequested() if state.is_over:  # what has ended already cannot be stopped
+        case StopRequested() | NodeStopRequested() if state.is_over:  # a run that has ended cannot be stopped
             return state, ()
         case StopRequested(times):
             state = state._replace(stop_requested=True)
-            # Workers that have written nothing yet have nothing to save; a second request wants no waiting.
+            # Workers that have written nothing yet have nothing to save; at a second request nobody wants to wait.
             if times > 1 or not state.has_begun:
                 return _drop_waiting(state)._replace(killed=True), ()
             return _stop(state)
@@ -140,25 +140,26 @@ def next_action(state: RunState, event: Event) -> Decision:
             return _stop(state._replace(stop_requested=True))
         case RendezvousRestarted():
             return state, (Inform("the rendezvous server ended; it starts again"),)
-        case NodeBack() | NodesSeen():  # the supervisor's own notes of nodes; a group's presence says what follows
+        # only the supervisor records these; a change of the group's presence decides what follows
+        case NodeBack() | NodesSeen():
             return state, ()
 
 
 def may_restart(resilience: ResilienceSpec, restarts_s: tuple[float, ...], now_s: float) -> bool:
-    """Return whether what failed may be started again, having been started again at `restarts_s`."""
+    """Return whether a failed start may be followed by another, after restarts at `restarts_s`."""
     recent = [at for at in restarts_s if now_s - at < RESTART_WINDOW_S]
     return resilience.mode != "none" and len(recent) < resilience.max_restarts_per_hour
 
 
 def pause_s(failures_in_a_row: int) -> float:
-    """Return the pause before the next start: none after a failure of what had worked, then doubling."""
+    """Return the pause before the next start: none after the first failure since a step, then doubling."""
     if failures_in_a_row <= 1:
         return 0.0
     return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(failures_in_a_row - 2, 30)))
 
 
 def enough_groups(resilience: ResilienceSpec, groups_left: int) -> bool:
-    """Return whether the run goes on with the groups that are there or can come back."""
+    """Return whether the run continues with the groups that run or can come back."""
     return groups_left >= resilience.min_groups
 
 
@@ -167,14 +168,19 @@ def enough_groups(resilience: ResilienceSpec, groups_left: int) -> bool:
 
 def _tick(state: RunState, event: Tick) -> Decision:
     state = state._replace(now_s=event.now_s)
-    # They were asked to stop and had their time.
+    # They were asked to stop, and their time is over.
     if event.now_s > state.deadline_s:
         return state._replace(killed=True), ()
     actions: list[Action] = []
     newest_step_s = max(group.stepped_s for group in state.groups)
     newest_retry_s = max(group.retried_s for group in state.groups)
     for number, group in enumerate(state.groups):
-        stuck = group.stepped_s > 0 and _is_stuck(state, group, newest_step_s, newest_retry_s)
+        # The others have waited for this group as long as they may, while it neither stepped nor retried. They may be
+        # unable to continue without it: a quorum is more than half of the living groups. A group does not wait for
+        # itself, so another one must have made a step since, or must have retried and got no answer.
+        allowed_until_s = max(group.stepped_s, group.retried_s) + STUCK * state.resilience.exchange_timeout_s
+        asked = newest_retry_s > allowed_until_s and event.now_s - newest_retry_s > ANSWER_S
+        stuck = group.stepped_s > 0 and (newest_step_s > allowed_until_s or asked)
         if group.phase == "running" and (stuck or event.now_s > group.kill_at_s):
             state = _change(state, number, phase="ending")
             actions.append(Kill(number))
@@ -188,7 +194,7 @@ def _start_if_due(state: RunState, number: int) -> Decision:
     group = state.groups[number]
     if group.phase != "waiting" or state.now_s < group.start_at_s:
         return state, ()
-    # A new generation has a new rendezvous and new logs; its backend reports anew which nodes are there.
+    # A new generation has a new rendezvous and new logs; its backend reports again which nodes are connected.
     if group.needs_generation:
         state = _change(state, number, needs_generation=False, presence="awaited")
         return state._replace(has_begun=False, exit_code=None), (BeginGeneration(),)
@@ -196,7 +202,7 @@ def _start_if_due(state: RunState, number: int) -> Decision:
         return state, ()
     starts = group.starts + 1
     restarts_s = group.restarts_s
-    # The first start, and one that was planned (less memory, a node left out), say nothing of how often it fails.
+    # The first start, and a planned one (less memory, a node left out), do not count as failures.
     if group.starts and not group.is_planned:
         restarts_s = (*(at for at in restarts_s if state.now_s - at < RESTART_WINDOW_S), state.now_s)
     state = _change(
@@ -213,22 +219,11 @@ def _start_if_due(state: RunState, number: int) -> Decision:
     return state, (Launch(number, starts),)
 
 
-def _is_stuck(state: RunState, group: GroupState, newest_step_s: float, newest_retry_s: float) -> bool:
-    """Return whether the others have waited for a group as long as they may, while it neither stepped nor retried.
-
-    They may not be able to go on without it: a quorum is more than half of those that live. `newest_step_s`: when any
-    group last made a step; a group does not wait for itself.
-    """
-    allowed_until_s = max(group.stepped_s, group.retried_s) + STUCK * state.resilience.exchange_timeout_s
-    asked = newest_retry_s > allowed_until_s and state.now_s - newest_retry_s > ANSWER_S
-    return newest_step_s > allowed_until_s or asked
-
-
 # Workers and groups fail
 
 
 def _worker_failed(state: RunState, event: WorkerFailed) -> Decision:
-    """Kill the group, whose state the others hold; those of a run of one group may report and end by themselves."""
+    """Kill the group, whose state the others hold; workers of a run of one group may report and end by themselves."""
     if state.groups[event.group].phase != "running":
         return state, ()
     if not state.is_alone:
@@ -237,7 +232,7 @@ def _worker_failed(state: RunState, event: WorkerFailed) -> Decision:
 
 
 def _orphaned(state: RunState, event: Orphaned) -> Decision:
-    """Let workers without a torchrun save what they hold."""
+    """Let workers without a torchrun save their state."""
     if state.groups[event.group].phase != "running":
         return state, ()
     state, actions = _kill_within(state, event.group, FAILURE_GRACE_S)
@@ -260,7 +255,7 @@ def _group_ended(state: RunState, event: GroupEnded) -> Decision:
     if event.done and (state.is_alone or group.phase == "running" or only_orphans_killed):
         return _drop_waiting(_change(state, event.group, phase="done")), ()
     state = _change(state, event.group, phase="gone", failures_in_a_row=group.failures_in_a_row + 1)
-    # It was asked to end: that is no failure, unless it ended in another way than it was asked to.
+    # It was asked to end: that is no failure, unless it ended in another way.
     if state.leaving is not None:
         return _after_leaving(state, event)
     state = state._replace(last_failure=event.headline)
@@ -268,13 +263,16 @@ def _group_ended(state: RunState, event: GroupEnded) -> Decision:
 
 
 def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
-    """Start again from the newest checkpoint, or leave it at that: how the run ended is reported by others."""
+    """Restart from the newest checkpoint, or do not; others report how the run ended."""
     group = state.groups[0]
     over = state.stop_requested or state.stopping or bool(event.left_behind)
     if not over and (taken := _less_memory(state, event)):
         state, actions, words = _take(state, event, taken)
         state = _change(state, 0, needs_generation=True)
-        return state, (*actions, Inform(f"{event.headline}; the run goes on from step {event.checkpoint_step} {words}"))
+        return state, (
+            *actions,
+            Inform(f"{event.headline}; the run continues from step {event.checkpoint_step} {words}"),
+        )
     # A start that would most likely end in the same way would only repeat its error.
     over = over or _comes_again(group, event, has_budget=state.restarts_left is not None)
     if state.restarts_left is not None:
@@ -288,27 +286,33 @@ def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
 
 
 def _restart_of_budget(state: RunState, event: GroupEnded) -> Decision:
-    """Start a job with a fixed number of restarts again, where one is left. The same exception at the same place,
-    twice without a further step in between, is a bug of the program: it would come again."""
+    """Restart a job with a fixed number of restarts, while one is left.
+
+    The same exception at the same place, twice without a further step in between, is a bug of the program: it would
+    come again.
+    """
     left = state.restarts_left or 0
     group = state.groups[0]
     if event.cause == group.cause != "" and event.reached_step <= group.reached_step and not event.has_worked:
-        why = "the start before failed at the same place, and no step further, so that it is not started again"
+        why = "the previous start failed at the same place without a further step, so that it is not restarted"
         return state, (Inform(f"{event.headline}; {why}"),)
     if not left:
         return state, ()
     state = _change(state, 0, cause=event.cause, reached_step=event.reached_step)
     state, _ = _wait(state._replace(restarts_left=left - 1), 0)
     state = _change(state, 0, needs_generation=True)
-    after = "no other start is left to it" if left == 1 else f"{left - 1} more are left to it"
+    after = "this is the last restart" if left == 1 else f"{left - 1} more restarts are left"
     return state, (Inform(f"{event.headline}; the command starts again, and {after}"),)
 
 
 def _comes_again(group: GroupState, event: GroupEnded, *, has_budget: bool) -> bool:
-    """Return whether another start would most likely end in the same way: an error that was foreseen, or one of the
-    run's own that came before a checkpoint was written. What came from outside need not come again: it is followed by
-    a start from any checkpoint. SIGKILL is followed by a start from the beginning too, unless the kernel sent it for
-    want of memory, or the start before has ended without a step as well."""
+    """Return whether another start would most likely end in the same way.
+
+    That is the case for an anticipated error, and for one of the run's own that came before a checkpoint was written. A
+    failure from outside need not come again: it is followed by a start from any checkpoint. SIGKILL is followed by a
+    start from the beginning too, unless the kernel sent it for lack of memory, or the previous start has ended without
+    a step as well.
+    """
     if event.has_worked or event.foreseen:
         return event.foreseen
     if not event.from_outside:
@@ -320,12 +324,12 @@ def _comes_again(group: GroupState, event: GroupEnded, *, has_budget: bool) -> b
 
 
 def _after_failure_of_group(state: RunState, event: GroupEnded) -> Decision:
-    """Start it again, go on without it, or end the run."""
+    """Restart the group, continue without it, or end the run."""
     failure = f"group {event.group}: {event.headline}"
     if not state.is_ending and (taken := _less_memory(state, event)):
         state, actions, words = _take(state, event, taken)
         return state, (ArchiveErrors(event.group), *actions, Inform(f"{failure}; it starts again {words}"))
-    # The other groups run the same code on the same recipe: what ends this one would end them too.
+    # The other groups run the same code on the same recipe: an error of this one would end them too.
     if event.foreseen or (event.own_error and not state.has_stepped):
         state, actions = _stop(state)
         return state, (Inform(failure), *actions)
@@ -333,23 +337,21 @@ def _after_failure_of_group(state: RunState, event: GroupEnded) -> Decision:
     if state.is_ending:
         return state, (archive,)
     if not may_restart(state.resilience, state.groups[event.group].restarts_s, state.now_s):
-        return state, (archive, Inform(f"{failure}; it stays away, it failed too often"))
+        return state, (archive, Inform(f"{failure}; it is not restarted: it failed too often"))
     state, follows = _wait(state, event.group)
     return state, (archive, Inform(f"{failure}; {follows}"))
 
 
 def _less_memory(state: RunState, event: GroupEnded) -> MemorySetting | None:
-    """Return what to take after a shortage of memory; None where there was none, or nothing is left to take.
-
-    Such starts are no restarts that `max_restarts_per_hour` ends: each setting is taken once.
-    """
+    """Return the next setting after a memory shortage; None without a shortage, or where no setting is left. Such
+    starts do not count towards `max_restarts_per_hour`: each setting is used once."""
     if event.shortage is None or state.resilience.mode == "none":
         return None
     return next_setting(state.memory_ladder, event.shortage.failed, state.groups[event.group].taken)
 
 
 def _take(state: RunState, event: GroupEnded, taken: MemorySetting) -> tuple[RunState, tuple[Action, ...], str]:
-    """Let a group wait for its next start, with less memory; -> how it then differs, for people."""
+    """Let a group wait for its next start, with less memory; -> the difference, for messages."""
     assert event.shortage is not None, "its memory ran out"
     state = _change(state, event.group, taken=taken, is_planned=True, failures_in_a_row=0)
     state, _ = _wait(state, event.group)
@@ -358,7 +360,7 @@ def _take(state: RunState, event: GroupEnded, taken: MemorySetting) -> tuple[Run
 
 
 def _wait(state: RunState, number: int) -> tuple[RunState, str]:
-    """Let a group wait for its next start; -> what follows, for people."""
+    """Let a group wait for its next start; -> what follows, for messages."""
     group = state.groups[number]
     pause = pause_s(group.failures_in_a_row)
     state = _change(state, number, phase="waiting", start_at_s=state.now_s + pause)
@@ -371,9 +373,9 @@ def _wait(state: RunState, number: int) -> tuple[RunState, str]:
 
 
 def _node_lost(state: RunState, event: NodeLost) -> Decision:
-    """A run of one group cannot go on without any of its nodes; of several, those that ran there are away."""
+    """A run of one group cannot continue without any of its nodes; of several, the groups that ran there are away."""
     losses = (RecordLosses(),) if state.is_alone else ()
-    # A group that waits or ends already is left as it is: it has no processes there, or they are being killed.
+    # A group that waits or ends already stays as it is: it has no processes there, or they are being killed.
     hit = [number for number in event.groups if state.groups[number].phase == "running"]
     groups = list(state.groups)
     for number in hit:
@@ -388,12 +390,12 @@ def _node_unfit(state: RunState, event: NodeUnfit) -> Decision:
         return _drop_waiting(state)._replace(exit_code=1), (RecordLosses(),)
     if not any(group.starts for group in state.groups):
         return state._replace(killed=True), (Refuse("unfit_host", f"{name}: {event.why}", event.hint),)
-    return state, (Inform(f"{name} came back and stays away: {event.why}"),)
+    return state, (Inform(f"{name} came back but cannot take part: {event.why}"),)
 
 
 def _node_slow(state: RunState, event: NodeSlow) -> Decision:
-    """Leave a node out of a run of one group that is well: ask its workers to write a checkpoint and end, within the
-    time that they have for a stop. What fails is made good first, and a run that ends is left alone."""
+    """Leave a node out of a healthy run of one group: ask its workers to write a checkpoint and end, within the time
+    that they have for a stop. Failures have precedence, and a run that ends is not changed."""
     group = state.groups[0]
     over = state.is_over or state.is_ending or state.stop_requested or state.resilience.mode == "none"
     over = over or not state.is_alone or event.node in state.left_out or state.leaving is not None
@@ -404,7 +406,7 @@ def _node_slow(state: RunState, event: NodeSlow) -> Decision:
 
 
 def _after_leaving(state: RunState, event: GroupEnded) -> Decision:
-    """Start again without the slow node. That is a failure where the workers did not end as they were asked to."""
+    """Restart without the slow node. That is a failure where the workers did not end as requested."""
     leaving = state.leaving
     group = state.groups[0]
     assert leaving is not None, "a node is being left out"
@@ -433,7 +435,7 @@ def _agents_failed(state: RunState, event: AgentsFailed) -> Decision:
 
 
 def _stop(state: RunState) -> Decision:
-    """Ask the workers to write a checkpoint and end; groups that wait stay away."""
+    """Ask the workers to write a checkpoint and end; groups that wait are not restarted."""
     if state.stopping:
         return state, ()
     deadline_s = min(state.deadline_s, state.now_s + state.stop_grace_s)
@@ -446,12 +448,12 @@ def _drop_waiting(state: RunState) -> RunState:
 
 
 def _count_groups(before: RunState, number: int, decision: Decision) -> Decision:
-    """Add to a decision on group `number` what follows where it changes how many groups run or may come: the workers
-    learn the number, and a run of several groups ends where too few are left."""
+    """Add to a decision on group `number` what follows if the number of groups that run or may come changes: the
+    workers learn the number, and a run of several groups ends if too few are left."""
     state, actions = decision
     if before.expected_groups and _may_come(before.groups[number]) == _may_come(state.groups[number]):
         return decision
-    # A run of one group ends with it, and one that ends anyway needs no other reason.
+    # A run of one group ends with its group, and one that ends anyway needs no other reason.
     if state.is_alone or state.is_ending or state.killed:
         return decision
     left = sum(map(_may_come, state.groups))

@@ -1,4 +1,4 @@
-"""How often a job fails, how long it takes to come back, and what is lost."""
+"""The failure rate of a job, the time to recover, and the work that is lost."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from trainspec_cli.recipe.keys.cluster import ReliabilitySpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 
 PRIOR_WEIGHT = 1 / math.log(10) ** 2
-"""Failures that the cluster's own figure counts as: it is taken to be right within a factor of 10, one standard
-deviation of its logarithm. N failures that were seen give the logarithm of the rate with a variance of about 1/N."""
+"""Weight of the cluster's own figure, as a number of observed failures: the figure is assumed to be right within a
+factor of 10, one standard deviation of its logarithm. N observed failures give the logarithm of the rate with a
+variance of about 1/N."""
 
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds that each way of coming back takes, for one job on one cluster, with a spare at hand."""
+    """Seconds that each kind of recovery takes, for one job on one cluster with a spare node."""
 
     restart_s: float
-    """The time from a failure to the first new work of a job that starts again and reads its checkpoint."""
+    """The time from a failure to the first new work of a job that restarts and reads its checkpoint."""
     group_return_s: float
     """The time from a failure until the failed group can join again, with the state of a healthy one."""
     heal_s: float
@@ -28,7 +29,7 @@ class Durations:
 
 
 def durations(cluster: ReliabilitySpec, state_bytes_per_device: float, load_s: float) -> Durations:
-    """Return those of a job whose devices hold `state_bytes_per_device` of training state each."""
+    """Return those of a job with `state_bytes_per_device` bytes of training state on each device."""
     started_s = cluster.detect_s + cluster.swap_s + cluster.start_s
     heal_s = state_bytes_per_device / (cluster.heal_gb_per_s * 1e9)
     return Durations(started_s + load_s, started_s + heal_s, heal_s)
@@ -40,8 +41,8 @@ def job_mtbf_s(cluster: ReliabilitySpec, devices: int) -> float:
 
 
 def updated_mtbf_s(mtbf_s: float, failures: int, observed_s: float) -> float:
-    """Return the mean time between failures after `failures` were seen in `observed_s` of running, where `mtbf_s` was
-    expected: the logarithms of both, weighted by what each says of the rate. Without a failure it stays as it was."""
+    """Return the mean time between failures after `failures` in `observed_s` of running, where `mtbf_s` was expected: a
+    weighted mean of both logarithms. Without a failure it stays as it was."""
     if not failures:
         return mtbf_s
     seen_s = max(observed_s, 1.0) / failures
@@ -51,10 +52,10 @@ def updated_mtbf_s(mtbf_s: float, failures: int, observed_s: float) -> float:
 
 
 def rollback_mtbf_s(resilience: ResilienceSpec, cluster: ReliabilitySpec, mtbf_s: float, replica_groups: int) -> float:
-    """Return the mean time between failures that throw the run back to a checkpoint: checkpoints are for these alone.
+    """Return the mean time between failures that return the run to a checkpoint, since checkpoints are for these alone.
 
-    An elastic run with two groups or more goes back only after a job-wide failure (that all groups fail at once by
-    chance is left out: it is rarer by the square of the rate).
+    An elastic run with two groups or more returns to one only after a job-wide failure (independent failures of all
+    groups at once are neglected: they are rarer by the square of the rate).
     """
     if resilience.mode != "elastic" or replica_groups == 1:
         return mtbf_s
@@ -65,19 +66,19 @@ def rollback_mtbf_s(resilience: ResilienceSpec, cluster: ReliabilitySpec, mtbf_s
 
 
 AUTO_SHORTEST_S = 60.0
-"""`auto` lets at least so much work go by before its first checkpoint, and between two: shorter runs write the last one
-alone, and a restart takes longer anyway."""
+"""The least work before the first checkpoint of `auto`, and between two: shorter runs write only the last one, and a
+restart takes longer anyway."""
 MOST_LOST_S = 600.0
-"""`auto` lets no more work than this go by between checkpoints that are cheap."""
+"""The most work between checkpoints of `auto` that are cheap."""
 MOST_WAITED = 0.05
-"""`auto` writes so seldom that checkpoints hold training up for this fraction of the time, at most."""
+"""The largest fraction of the time that checkpoints of `auto` may block training."""
 
 
 def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
     """Work between checkpoints, first order: sqrt(2 C M) (Young 1974, doi:10.1145/361147.361115).
 
-    `checkpoint_s` (C) is the time a checkpoint holds training up, `mtbf_s` (M) the mean time between failures of the
-    whole job. Good while C is small beside M; at C = M/10 the loss is some 1% above the least.
+    `checkpoint_s` (C) is the time that a checkpoint blocks training, `mtbf_s` (M) the mean time between failures of the
+    whole job. Good while C is small compared with M; at C = M/10 the loss is about 1% above the minimum.
     """
     return math.sqrt(2 * checkpoint_s * mtbf_s)
 
@@ -102,24 +103,22 @@ def checkpoint_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> 
 
 
 def auto_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> float:
-    """Return the interval of `checkpoint.interval_steps: auto`: that of `checkpoint_interval_s`, but at least a minute
-    and at most ten, as failures are not the only reason to end a run; twenty times `blocked_s` where that is longer, so
+    """Return the interval of `checkpoint.interval_steps: auto`: that of `checkpoint_interval_s`, limited to between one
+    and ten minutes, as runs end for other reasons than failures too; twenty times `blocked_s` where that is longer, so
     that training waits for a twentieth of the time at most."""
     longest_s = max(MOST_LOST_S, blocked_s / MOST_WAITED)
     return max(min(daly_interval_s(blocked_s, mtbf_s), longest_s), written_s, AUTO_SHORTEST_S)
 
 
 def checkpoint_interval_steps(interval_s: float, step_time_s: float) -> int:
-    """Return the nearest whole number of steps, at least one; for an infinite interval, more than any run has.
-
-    It is a number that a record may hold.
-    """
+    """Return the nearest whole number of steps, at least one; for an infinite interval, more than any run has. The
+    number fits into a record."""
     if math.isinf(interval_s):
         return LARGEST_WHOLE
     return max(1, round(interval_s / step_time_s))
 
 
-# Decide which replica groups make the next step together, and which heal from which, on plain numbers.
+# Decide which replica groups make the next step together, and which group heals from which, on plain numbers.
 #
 # The rules are those of torchft's lighthouse (github.com/pytorch/torchft, `quorum_compute`), restated.
 
@@ -140,7 +139,7 @@ class QuorumRules:
     silence_s: float
     """A replica group that was silent for this long counts as dead."""
     patience_s: float
-    """How long waiting replica groups wait for one that is alive but does not ask."""
+    """Seconds that waiting replica groups wait for one that is alive but does not ask."""
 
 
 def choose_members(
@@ -173,9 +172,8 @@ class Healing:
 
 def plan_healing(steps: Sequence[int], place: int, rank: int) -> Healing:
     """Plan the copies of rank `rank` of the group at index `place`; `steps` are the updates that each group has made.
-
-    Groups that are behind copy from those in front, in turn; each rank starts at another one, which spreads the load.
-    """
+    Groups that are behind copy from those that are ahead, in turn; each rank starts at another one, which spreads the
+    load."""
     front = [other for other, step in enumerate(steps) if step == max(steps)]
     behind = [other for other, step in enumerate(steps) if step < max(steps)]
     sources = {other: front[(number + rank) % len(front)] for number, other in enumerate(behind)}

@@ -11,19 +11,19 @@ from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
 
 Phase = Literal["waiting", "running", "ending", "done", "gone"]
 Presence = Literal["there", "awaited", "away"]
-"""The nodes of a group: all are there; some may still come; or one is not waited for (it may come all the same)."""
+"""The nodes of a group: all are connected; some may still come; or one is not waited for (it may come nevertheless)."""
 
 
 class GroupState(NamedTuple):
-    """A replica group; times are seconds of the clock that `Tick` brings."""
+    """A replica group; times are seconds of the clock in `Tick`."""
 
     phase: Phase = "waiting"
     presence: Presence = "awaited"
     starts: int = 0
     restarts_s: tuple[float, ...] = ()
-    """When it was started again, within the last hour."""
+    """Times of its restarts within the last hour."""
     start_at_s: float = -math.inf
-    """waiting: not before."""
+    """waiting: the earliest time of its next start."""
     kill_at_s: float = math.inf
     """running: it has failed, and its workers have until then."""
     failures_in_a_row: int = 0
@@ -31,19 +31,19 @@ class GroupState(NamedTuple):
     needs_generation: bool = False
     """waiting: its next start is a new generation of the run."""
     checkpoint_step: int = 0
-    """The newest checkpoint when it was last started."""
+    """The newest checkpoint at its last start."""
     stepped_s: float = 0.0
-    """When it was last seen to have made a step; 0 before the first of this start."""
+    """Time of its last step; 0 before the first step of this start."""
     retried_s: float = 0.0
-    """When it was last seen to begin a step again, because an exchange had failed."""
+    """Time when it last began a step again, because an exchange had failed."""
     taken: MemorySetting | None = None
-    """The setting that it was last started with because its memory had run out."""
+    """The setting of its last start after a memory shortage."""
     cause: str = ""
     reached_step: int = 0
-    """How far it had come when it last failed, and why (`GroupEnded.cause`)."""
+    """Its step at the last failure, and the cause (`GroupEnded.cause`)."""
     is_planned: bool = False
-    """waiting: it ended for want of memory, or to leave a node out, so that its next start is no restart after a
-    failure."""
+    """waiting: it ended for lack of memory, or to leave a node out, so that its next start does not count as a restart
+    after a failure."""
 
 
 class RunState(NamedTuple):
@@ -53,35 +53,35 @@ class RunState(NamedTuple):
     groups: tuple[GroupState, ...]
     stop_grace_s: float = 0.0
     checkpoint_step: int = 0
-    """The newest, 0 where there is none."""
+    """The newest step, 0 without one."""
     now_s: float = 0.0
     deadline_s: float = math.inf
     """The workers were asked to stop, and have until then."""
     stop_requested: bool = False
-    """A person or a scheduler wants the run to end."""
+    """A user or a scheduler has asked the run to end."""
     stopping: bool = False
     killed: bool = False
-    """True where the processes that are left are to be killed: at the deadline, at a second request, or before there
-    was anything to save."""
+    """True where the remaining processes are to be killed: at the deadline, at a second request, or before they had
+    anything to save."""
     has_begun: bool = False
-    """True once the workers of this generation have written an event: before that there is nothing to save."""
+    """True once the workers of this generation have written an event: before that they have nothing to save."""
     has_stepped: bool = False
     expected_groups: int = 0
     """The number of groups that run or may still come, of several."""
     given_up: str = ""
-    """Why the run ends although nobody wanted it to: too few groups are left."""
+    """Why the run ends without a request: too few groups are left."""
     last_failure: str = "their nodes did not come"
     exit_code: int | None = None
     """The exit code of the last group that has ended."""
     memory_ladder: tuple[MemorySetting, ...] = ()
-    """The settings to take in turn where memory runs out."""
+    """The settings to use one after another when memory runs out."""
     leaving: NodeSlow | None = None
     """The workers were asked to write a checkpoint and end, and the next start is without this node."""
     left_out: tuple[int, ...] = ()
     """Nodes that were left out."""
     restarts_left: int | None = None
-    """Starts after failures that are left, of a job that has a number of them and keeps its checkpoints itself: the
-    steps that it has made stand for them here. None: the resilience decides."""
+    """Remaining restarts after failures, of a job that has a fixed number of them and keeps its checkpoints itself: its
+    steps take the place of checkpoints here. None: the resilience decides."""
 
     @property
     def is_alone(self) -> bool:
@@ -93,7 +93,7 @@ class RunState(NamedTuple):
 
     @property
     def is_lost(self) -> bool:
-        """Return whether no group holds the training state any more: it has to be read from a checkpoint."""
+        """Return whether no group holds the training state any more, so that it has to be read from a checkpoint."""
         return not any(group.phase == "running" for group in self.groups)
 
     @property
@@ -137,7 +137,7 @@ class Retried:
 
 @dataclass(frozen=True)
 class WorkerFailed:
-    """A worker or a torchrun of the group has failed; others of it may live."""
+    """A worker or a torchrun of the group has failed; others of it may be alive."""
 
     group: int
 
@@ -151,34 +151,33 @@ class Orphaned:
 
 @dataclass(frozen=True)
 class GroupEnded:
-    """Nothing is left of the group's start, but for processes that hang in the kernel."""
+    """No process of the group's start is left, except those that hang in the kernel."""
 
     group: int
     done: bool
     headline: str = ""
-    """Why it failed, where it did."""
+    """Why it failed, if it did."""
     exit_code: int | None = None
-    """torchrun's, negative for a signal; None where it had to be killed."""
+    """torchrun's exit code, negative for a signal; None where torchrun had to be killed."""
     own_error: bool = False
     """A worker has reported an error of its own."""
     foreseen: bool = False
-    """The error would come again where the run is started again as it is."""
+    """The error would come again if the run were restarted unchanged."""
     from_outside: bool = False
     """Workers or torchrun were ended by a signal or without a report, and none has reported an error."""
     checkpoint_step: int = 0
-    """The newest checkpoint by now; of a command of the user's own the steps that all its starts have made."""
+    """The newest checkpoint; for a user-defined command the steps that all its starts have made."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended."""
     shortage: Shortage | None = None
-    """Its memory ran out, and that is why it failed."""
+    """It failed because its memory ran out."""
     has_worked: bool = False
-    """A command of the user's own, none of whose steps is counted, has worked for long: its state has most likely come
-    further."""
+    """A user-defined command without counted steps has worked for long: its state has most likely advanced."""
     cause: str = ""
-    """Of a command of the user's own: the exception that ended it, and where it was raised; empty where none is known,
-    or where it came from outside."""
+    """For a user-defined command: the exception that ended it, and where it was raised; empty where that is unknown, or
+    where the failure came from outside."""
     reached_step: int = 0
-    """Of a command of the user's own: the furthest step of any of its starts."""
+    """For a user-defined command: the furthest step of any of its starts."""
     was_killed: bool = False
     """Workers or torchrun were ended by SIGKILL."""
 
@@ -189,7 +188,7 @@ class NodeLost:
     hostname: str
     why: str
     groups: tuple[int, ...]
-    """Groups that run there, or partly."""
+    """Groups that run there, at least in part."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ class NodeBack:
 
 @dataclass(frozen=True)
 class NodeUnfit:
-    """A node cannot take part: it lacks something, or is too slow."""
+    """A node cannot take part: it is unfit, or too slow."""
 
     node: int
     hostname: str
@@ -209,7 +208,7 @@ class NodeUnfit:
 
 @dataclass(frozen=True)
 class NodeSlow:
-    """The run is expected to go on faster without a node, by more than that costs (`leave_out.py`)."""
+    """The run is expected to be faster without a node, by more than leaving it out costs (`leave_out.py`)."""
 
     node: int
     hostname: str
@@ -218,24 +217,24 @@ class NodeSlow:
 
 @dataclass(frozen=True)
 class NodesSeen:
-    """Other nodes are there than before: those of the run, and those that stand by."""
+    """The set of connected nodes has changed: those of the run, and the spares."""
 
     hostnames: tuple[str, ...]
-    """The nodes' names by place, the run's own first; empty for a node that is not there."""
+    """The nodes' names by place, the run's own first; empty for a node that is not connected."""
     waiting: str = ""
-    """For people: which of the run's own nodes are missing, where some are there."""
+    """For messages: the run's own nodes that are missing, if only some are."""
 
 
 @dataclass(frozen=True)
 class AgentsFailed:
-    """The command that starts the nodes' agents has ended before any of them came."""
+    """The command that starts the nodes' agents has ended before any of them connected."""
 
     exit_code: int
 
 
 @dataclass(frozen=True)
 class StopRequested:
-    """The supervisor was asked to stop, `times` so far."""
+    """The supervisor was asked to stop, `times` times so far."""
 
     times: int
 
@@ -249,7 +248,7 @@ class NodeStopRequested:
 
 @dataclass(frozen=True)
 class RendezvousRestarted:
-    """The rendezvous server had ended, and was started again."""
+    """The rendezvous server had ended, and was restarted."""
 
 
 Event = (
@@ -259,7 +258,7 @@ Event = (
 )  # fmt: skip
 
 
-# Actions: what is to be done
+# Actions: what the supervisor does
 
 
 @dataclass(frozen=True)
@@ -283,12 +282,13 @@ class Kill:
 
 @dataclass(frozen=True)
 class BeginGeneration:
-    """Close what is left of this generation of the run, and open the next, which goes on from the newest checkpoint."""
+    """Close what is left of this generation of the run, and open the next, which continues from the newest
+    checkpoint."""
 
 
 @dataclass(frozen=True)
 class TakeSetting:
-    """Write the directive by which the next start takes less memory."""
+    """Write the directive that makes the next start use less memory."""
 
     group: int
     shortage: Shortage
@@ -298,38 +298,38 @@ class TakeSetting:
 
 @dataclass(frozen=True)
 class LeaveOut:
-    """Let the next start be without a node: on a spare one where there is one, else on fewer."""
+    """Make the next start without the node: with a spare if there is one, else with fewer nodes."""
 
     node: int
 
 
 @dataclass(frozen=True)
 class Inform:
-    """People should know."""
+    """Show a message to the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class MarkFailure:
-    """Note when the run was found to have failed."""
+    """Record the time at which the run was found to have failed."""
 
 
 @dataclass(frozen=True)
 class ArchiveErrors:
-    """Move the error reports of a start that is made good again to its logs."""
+    """Move the error reports of a start that is followed by another to its logs."""
 
     group: int
 
 
 @dataclass(frozen=True)
 class RecordLosses:
-    """Write down the nodes that are lost or unfit: the run ends because of them."""
+    """Record the lost or unfit nodes that end the run."""
 
 
 @dataclass(frozen=True)
 class Expect:
-    """Let a run that has not stepped yet wait for this many groups."""
+    """Let a run that has not made a step yet wait for this number of groups."""
 
     groups: int
 

@@ -11,26 +11,26 @@ from statistics import median
 SLOWER = 5.0
 """A step may take this many times as long as the slowest of the recent ones."""
 STALL_SLOWER, STALL_FLOOR_S = 2.5, 2.0
-"""A step is reported as stalled when it takes so many times as long, and so long at least."""
+"""A step is reported as stalled when it takes this many times as long as usual, and at least this many seconds."""
 LEARNING_STEPS = 3
 FIRST_S = 1800.0
 """The usual limit until a program's own steps are known (the first ones compile), and between steps."""
 READING_THREAD = "loader"
-"""The prefix of the names of threads that read batches, by which a hang is traced to them."""
+"""Prefix of the names of threads that read batches; it attributes a hang to them."""
 NOTE_S = 120.0
 """A first step that takes this long is reported with what it waits for, long before its limit."""
 
 
 def step_deadline_s(recent_s: Sequence[float], floor_s: float, first_s: float = FIRST_S) -> float:
-    """Return the time limit of a step, learned from those before it; never below `floor_s`. Until there are steps to
-    learn from (the first ones compile) it is `first_s`."""
+    """Return the time limit of a step, learned from the steps before it; at least `floor_s`. Before any step (the first
+    ones compile) it is `first_s`."""
     if len(recent_s) < LEARNING_STEPS:
         return max(first_s, floor_s)
     return max(floor_s, SLOWER * max(recent_s))
 
 
 def stall_after_s(recent_s: Sequence[float], deadline_s: float) -> float:
-    """Return the time after which a step is reported that may come to hang, long before `deadline_s` ends the run."""
+    """Return the time after which a step that may hang is reported, long before `deadline_s` ends the run."""
     if len(recent_s) < LEARNING_STEPS:
         return math.inf
     return min(deadline_s / 2, max(STALL_FLOOR_S, STALL_SLOWER * max(recent_s)))
@@ -64,13 +64,13 @@ def find_late(found: Mapping[int, Whereabouts], world_size: int) -> tuple[list[i
     return [], "all ranks wait in the same collective"
 
 
-# Detect memory that grows from step to step and will run out, while there is still some left.
+# Detect memory that grows from step to step and will run out, while some is still free.
 
 
 WINDOW = 48
 """The number of readings that a verdict is based on."""
 STEADY = 0.8
-"""Fraction of neighbouring eighths that must grow: caches fill and then stay, leaks go on."""
+"""Fraction of neighbouring eighths that must grow: caches fill and then stay constant, leaks continue."""
 EIGHTHS = 8
 
 

@@ -1,4 +1,4 @@
-"""The key-value store that process groups are built with (torch.distributed's Store), on the server's side."""
+"""The server side of the key-value store with which process groups are built (torch.distributed's Store)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from trainspec_cli.core.wire import rendezvous as messages
 
 STORE_BYTES = 2**30
-"""The largest size of the store; requests beyond it are refused."""
+"""The largest size of the store; requests that would exceed it are refused."""
 
 
 class KeyValueStore:
@@ -34,7 +34,7 @@ class KeyValueStore:
         return messages.KeyValues(tuple(self._values.get(key, "") for key in wanted))
 
     def answer(self, request: messages.KeyRequest) -> messages.StoreAnswer:
-        """Raises ValueError where the store would grow too large, or a value to add to is no number."""
+        """Raises ValueError if the store would grow too large, or a value to add to is not a number."""
         value: str | int | bool | None = None
         match request:
             case messages.SetKey(key, new):

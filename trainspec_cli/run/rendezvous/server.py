@@ -28,11 +28,11 @@ from trainspec_cli.recipe.records import read_record
 from trainspec_cli.run.folder.generations import read_secret
 from trainspec_cli.run.job.machine import BACKLOG, allow_connections
 from trainspec_cli.run.recovery.reliability import ConnectedGroup, QuorumRules, choose_members
-from trainspec_cli.run.rendezvous.door import BAD_REQUEST, Door, prove
+from trainspec_cli.run.rendezvous.handshakes import BAD_REQUEST, Handshakes, prove
 from trainspec_cli.run.rendezvous.key_value import KeyValueStore
 
 TICK_S = 0.05
-"""The interval at which silent replica groups are looked for."""
+"""The interval at which the server checks for silent replica groups."""
 MAX_CONNECTIONS = 100_000
 """The most connections of a job; the system's limit may be lower."""
 Write = Callable[[messages.Answer], None]
@@ -48,7 +48,7 @@ class Quorums:
         self._requests: dict[str, messages.JoinQuorum] = {}
         self._writers: dict[str, Write] = {}
         self._previous: list[str] = []
-        # A server that was started again counts from 0; the time keeps its quorums apart from those before.
+        # A restarted server counts from 0 again; the time distinguishes its quorums from the earlier ones.
         self._epoch = time.time_ns()
         self._number = 0
 
@@ -57,7 +57,7 @@ class Quorums:
         name = request.name
         now_s = time.monotonic()
         if self._writers.get(name) is not write:
-            self._groups.pop(name, None)  # it repeats a request of a lost connection
+            self._groups.pop(name, None)  # the group repeats a request whose connection was lost
         self._writers[name] = write
         self._groups[name] = replace(self._groups.get(name, ConnectedGroup(now_s)), heard_at_s=now_s)
         if isinstance(request, messages.JoinQuorum):
@@ -79,7 +79,8 @@ class Quorums:
         if not members or now_s < self._begin_s:
             return
         requests = [self._requests.pop(name) for name in members]
-        # Another number makes the groups connect to one another anew; they keep their connections while all is well.
+        # Another number makes the groups reconnect to one another; they keep their connections while all of them are
+        # healthy.
         if members != self._previous or any(request.failures for request in requests):
             self._number += 1
         self._previous = members
@@ -95,7 +96,7 @@ class RendezvousServer:
         self._secret = secret
         self.store = KeyValueStore()
         self.quorums = quorums
-        self._door = Door()
+        self._handshakes = Handshakes()
         self._proven = 0
 
     async def serve(self, listener: socket.socket, supervisor: int, grace_s: float) -> None:
@@ -120,7 +121,7 @@ class RendezvousServer:
 
         name = ""
         try:
-            async with self._door.proving():
+            async with self._handshakes.limited():
                 await prove(reader, writer, Challenge(self._secret, RENDEZVOUS_PURPOSE))
             self._proven += 1
             try:
@@ -139,7 +140,7 @@ class RendezvousServer:
                 self._proven -= 1
                 self.quorums.leave(name, write)
         except (*BAD_REQUEST, OSError, EOFError, asyncio.CancelledError) as error:
-            self._door.note_refusal("rendezvous", writer, error)
+            self._handshakes.note_refusal("rendezvous", writer, error)
         finally:
             writer.transport.abort()
 

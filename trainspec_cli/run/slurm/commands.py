@@ -13,7 +13,7 @@ from trainspec_cli.core.errors import MachineError, Problem
 TIMEOUT_S = 30.0
 NONE = "(null)"
 SILENT = "slurm_silent"
-"""The code of the error where a command of Slurm's has not answered: what it was to do may be done."""
+"""The code of the error where a Slurm command has not answered: its effect may have happened."""
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
 
@@ -42,13 +42,12 @@ def pending() -> frozenset[str]:
 
 
 def show(name: str, kind: str = "job") -> dict[str, str]:
-    """Return Slurm's fields of a job (`Restarts`, `PreemptTime`, `ExcNodeList`, ...) or a partition.
-
-    Raises MachineError.
-    """
+    """Return Slurm's fields of a job (`Restarts`, `PreemptTime`, `ExcNodeList`, ...) or a partition. Raises
+    MachineError."""
     answer = _run(["scontrol", "show", kind, name, "--oneliner"], hint="")
-    words = re.sub(r" JobName=.*? UserId=", " UserId=", answer).split()  # a name may hold blanks, and words like these;
-    return dict(word.split("=", 1) for word in reversed(words) if "=" in word)  # so may paths, which stand at the end
+    # a name may contain blanks, and words like these;
+    words = re.sub(r" JobName=.*? UserId=", " UserId=", answer).split()
+    return dict(word.split("=", 1) for word in reversed(words) if "=" in word)  # so may paths, which are at the end
 
 
 def requeue(job_id: str) -> None:
@@ -59,11 +58,11 @@ def requeue(job_id: str) -> None:
 def exclude(job_id: str, hostnames: Sequence[str], always: str | None = None) -> None:
     """Exclude `hostnames`, and those of the node list `always`, from a pending job.
 
-    Earlier exclusions are kept as far as the partition has nodes enough, the newest first: a node lost long ago may
-    work again, and a job that could never start would wait forever. Raises MachineError.
+    Earlier exclusions are kept, the newest first, while the partition has enough nodes: a node lost long ago may work
+    again, and a job that could never start would wait forever. Raises MachineError.
     """
     job = show(job_id)
-    nodes_wanted = int(job["NumNodes"].partition("-")[0])  # of a range the lower end
+    nodes_wanted = int(job["NumNodes"].partition("-")[0])  # the lower end of a range
     room = int(show(job["Partition"], "partition")["TotalNodes"]) - nodes_wanted
     kept = _names(always)
     lost = [*(name for name in _names(job.get("ExcNodeList")) if name not in {*hostnames, *kept}), *hostnames]
@@ -100,7 +99,7 @@ def topology_addresses(num_nodes: int) -> dict[str, str]:
 
 
 def show_topology() -> str:
-    """Return what Slurm says of its switches. Raises MachineError."""
+    """Return what Slurm reports about its switches. Raises MachineError."""
     return _run(["scontrol", "show", "topology"], hint="")
 
 
@@ -110,8 +109,8 @@ def _run(command: Sequence[str], hint: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
     except FileNotFoundError as error:
-        hint = "go to a login node of the cluster, or print the script here without --submit"
-        raise _failed("no_slurm", f"there is no {name} on this node", hint) from error
+        hint = "use a login node of the cluster, or print the script here without --submit"
+        raise _failed("no_slurm", f"{name} is not installed on this node", hint) from error
     except subprocess.TimeoutExpired as error:
         raise _failed(SILENT, f"{name} has not answered for {TIMEOUT_S:g} s", "scontrol ping") from error
     if done.returncode != 0:
@@ -124,11 +123,10 @@ def _failed(code: str, message: str, hint: str) -> MachineError:
     return MachineError(Problem(code, message, hint=hint, environment=True))
 
 
-# Place a job's nodes beside their neighbours on the same switch, as the plan wants them.
+# Place a job's nodes next to their neighbours on the same switch, as the plan wants them.
 #
-# Slurm numbers tasks by the hostfile where it is asked to (`srun --distribution=arbitrary` with SLURM_HOSTFILE), and
-# tells each task the switches above its node (SLURM_TOPOLOGY_ADDR, under topology/tree); both are documented in
-# srun(1).
+# Slurm numbers tasks by a hostfile on request (`srun --distribution=arbitrary` with SLURM_HOSTFILE), and gives each
+# task the switches above its node (SLURM_TOPOLOGY_ADDR, under topology/tree); both are documented in srun(1).
 
 
 HOSTFILE = "SLURM_HOSTFILE"
@@ -136,11 +134,12 @@ SEPARATOR = "."
 
 
 def arrange(addresses: Mapping[str, str], first: str, places: Sequence[int]) -> list[str]:
-    """Return the job's nodes by their number. `addresses`: the switches above each node, from the top, and its name.
+    """Return the job's nodes by their number.
 
-    Nodes are sorted so that each switch is left once, with `first`, where the supervisor runs, and its neighbours at
-    the beginning; those of one switch stay in the order of `addresses`. `places`: of each number, among nodes sorted
-    so; empty: they are numbered in that order.
+    `addresses`: the switches above each node, from the top, and its name. Nodes are sorted so that each switch is left
+    once, with `first`, where the supervisor runs, and its neighbours at the beginning; nodes of one switch stay in the
+    order of `addresses`. `places`: the place of each number among the sorted nodes; empty: they are numbered in that
+    order.
     """
     own = _switches(addresses[first], first)
 
@@ -155,7 +154,7 @@ def arrange(addresses: Mapping[str, str], first: str, places: Sequence[int]) -> 
 
 
 def has_switches(addresses: Mapping[str, str]) -> bool:
-    """Return whether Slurm knows what its nodes are joined by."""
+    """Return whether Slurm knows the switches of its nodes."""
     return any(_switches(address, node) for node, address in addresses.items())
 
 

@@ -1,4 +1,4 @@
-"""The job of a run in Slurm's queue: which it is, whether it is still pending, whether and how it goes back."""
+"""The job of a run in Slurm's queue: its id, whether it is still pending, whether and why it is requeued."""
 
 from __future__ import annotations
 
@@ -23,23 +23,21 @@ def note_job(run: RunDir, job_id: str) -> None:
 
 
 def job_of(run: RunDir) -> str | None:
-    """Return the job that a run was last given to; None where it was given to none."""
+    """Return the last job of a run; None where it never had one."""
     if not run.slurm_json.is_file():
         return None
     return read_field(run.slurm_json, read_versioned(run.slurm_json), "job_id", str)
 
 
 def own_job() -> str:
-    """Return the id of the job that this process is in, as `note_job` wants it.
-
-    A task's plain number would name the whole array in some commands.
-    """
+    """Return the id of this process's job, as `note_job` expects it. A task's plain number would name the whole array
+    in some commands."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else os.environ["SLURM_JOB_ID"]
 
 
 class Queue:
-    """Asks Slurm once for all runs, and not at all if none of them was submitted."""
+    """Queries Slurm once for all runs, and not at all if none of them was submitted."""
 
     def __init__(self) -> None:
         self._pending: frozenset[str] | None = None
@@ -62,10 +60,8 @@ class Requeue:
 
 
 def is_over(job: Mapping[str, str], restarts: int) -> bool:
-    """Return True if Slurm has restarted the job meanwhile (its node was cut off, and came back).
-
-    The start that had `restarts` before it must then do nothing. `job` holds Slurm's fields of it.
-    """
+    """Return True if Slurm has restarted the job meanwhile (its node was disconnected, and came back). The start that
+    had `restarts` before it must then do nothing. `job` holds Slurm's fields of the job."""
     return int(job.get("Restarts", restarts)) > restarts
 
 
@@ -86,7 +82,7 @@ def decide(
     if exit_code not in (WorkerError.exit_code, MachineError.exit_code):
         return None
     nodes = (read_error(path, NodeErrorRecord) for path in sorted(run.errors_folder.glob("node*.json")))
-    # A run that a node never joined ends with MachineError's code, and so does much that a restart does not fix.
+    # A run that a node never joined ends with MachineError's code, as many failures do that a restart does not fix.
     lost = [node for node in nodes if node.lost and (exit_code == WorkerError.exit_code or not node.host)]
     if lost:
         names = ", ".join(f"node {node.node} ({node.host or 'never joined'})" for node in lost)

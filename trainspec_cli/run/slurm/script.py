@@ -35,26 +35,27 @@ TRAP = (
     """trap 'code=$?; if [ "${BASH_SOURCE[0]-}" = "$script" ]; then """
     """echo "cluster.slurm.setup failed with exit code $code: $BASH_COMMAND" >&2; exit $code; fi' ERR"""
 )
-"""As `set -e`, but not within functions and sourced files: those of modules and conda hold commands that may fail."""
+"""As `set -e`, but not within functions and sourced files: those of modules and conda contain commands that may
+fail."""
 KEPT = (CACHE, HUB_MIRROR)
-"""Variables of the submitting shell that the script sets; the rest comes from the site."""
+"""Variables of the submitting shell that the script sets; the site sets the others."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a job asks of Slurm, whether it trains a recipe or a command of the user's own."""
+    """What a job requests from Slurm, for a recipe or a user-defined command."""
 
     slurm: SlurmSpec
     num_nodes: int
     devices_per_node: int | None
-    """None where nobody has said how many."""
+    """None where the number is unknown."""
     uses_gpus: bool
     gpu_vendor: str | None = None
-    """None where the accelerator is not known."""
+    """None where the accelerator is unknown."""
     outlives_nodes: bool = False
-    """The run goes on when a node fails, so that Slurm must not kill the job."""
+    """The run continues when a node fails, so Slurm must not kill the job."""
     by_hostfile: bool = False
-    """Nodes are numbered by the hostfile that the job writes (`placing.py`)."""
+    """Nodes are numbered by the hostfile that the job writes (`commands.py`)."""
 
 
 def asked_by_plan(plan: Plan) -> Asked:
@@ -80,12 +81,14 @@ def render_script(
     *,
     force: bool = False,
 ) -> str:
-    """Return the script. Several `roots` make an array with one task each; the job starts in `folder`. `needed`: what
-    the runs read and a container must see, beside `folder` and their own folders. `force`: train although the plan is
-    predicted not to fit. Raises RecipeError where a container cannot see a folder."""
+    """Return the script. Several `roots` make an array with one task each; the job starts in `folder`.
+
+    `needed`: what the runs read and a container must see, in addition to `folder` and their own folders. `force`: train
+    although the plan is predicted not to fit. Raises RecipeError where a container cannot see a folder.
+    """
     asked = asked_by_plan(plan)
     own = [root.parent if len(roots) > 1 else root for root in roots]
-    # What the agent on each node sets for its workers: the job need not, and its own variables stay.
+    # The agent on each node sets these for its workers: the job does not need them, and its own variables stay.
     communication = [
         line if line.startswith("#") else f"#   {line.replace(str(roots[0]), '$run')}"
         for line in describe_communication(plan, RunDir(roots[0]))
@@ -103,9 +106,11 @@ def render_script(
 
 
 def render_own_script(cluster: ClusterSpec, root: Path, name: str, argv: Sequence[str], folder: Path) -> str:
-    """Return likewise the script of a command of the user's own, whose run in `root` is written down. It has no plan:
-    its cluster says what the job asks for. `name`: its program, for people. The command finds PYTHONPATH as the job's
-    shell has it, and not as trainspec needs it."""
+    """Return the script of a user-defined command whose run in `root` is recorded.
+
+    It has no plan: its cluster says what the job requests. `name`: its program, for messages. The command gets the
+    PYTHONPATH of the job's shell, and not the one that trainspec needs.
+    """
     devices = cluster.devices_per_node
     asked = Asked(
         slurm=cluster.slurm,
@@ -160,7 +165,7 @@ def _run_driver(options: Sequence[str], srun: Sequence[str], agent: Sequence[str
 
 
 def check_folder(root: Path, named_by: str = "run.dir") -> None:
-    """Raise RecipeError if sbatch could not write the log below `root` (`%j` fails beside a backslash), or the script
+    """Raise RecipeError if sbatch could not write the log below `root` (`%j` fails next to a backslash), or the script
     could not name it. `named_by`: the key or option that names the folder."""
     path = str(root)
     if "\\" in path or path != on_one_line(path):
@@ -176,21 +181,21 @@ def log_of(root: Path) -> Path:
 
 
 def array_log(roots: Sequence[Path]) -> Path:
-    """Return the pattern of an array's logs, which lie beside the runs: a script has one pattern for all tasks."""
+    """Return the pattern of an array's logs, which are next to the runs: a script has one pattern for all tasks."""
     return roots[0].parent / "slurm" / "%A_%a.log"
 
 
 def _options(asked: Asked, roots: Sequence[Path], name: str) -> Iterator[str]:
     slurm = asked.slurm
     is_array = len(roots) > 1
-    # squeue shows eight characters: of the run's folder where the user has named it, else of the recipe or the script.
+    # squeue shows eight characters: of the run's folder if the user has named it, else of the recipe or the script.
     if not is_array and not re.fullmatch(r"\d{8}-\d{6}(-\d+)?|TIME", roots[0].name):
         name = roots[0].name
     yield _option("job-name", slurm.job_name or on_one_line(name))
     yield f"--nodes={asked.num_nodes}"
     yield "--ntasks-per-node=1"
     log = array_log(roots) if is_array else log_of(roots[0])
-    # A per cent sign of the folder is no pattern; only the file's name holds patterns such as %j.
+    # A per cent sign of the folder is no pattern; only the file's name has patterns such as %j.
     yield _option("output", f"{str(log.parent).replace('%', '%%')}/{log.name}")
     yield "--open-mode=append"
     if is_array:
@@ -212,7 +217,7 @@ def _asked(asked: Asked) -> Iterator[str]:
 
 
 def _gpus(asked: Asked) -> Iterator[str]:
-    """Yield the option that asks for a node's GPUs, in the site's own way; srun takes them from the job."""
+    """Yield the option that requests a node's GPUs, in the site's own form; srun inherits them from the job."""
     slurm = asked.slurm
     devices = asked.devices_per_node
     wanted = slurm.gpus_per_node or (str(devices) if asked.uses_gpus and devices else None)
@@ -224,7 +229,7 @@ def _gpus(asked: Asked) -> Iterator[str]:
 
 
 def _option(name: str, value: str) -> str:
-    """Quote an option by sbatch's own rules for `#SBATCH` lines.
+    """Quote an option by sbatch's rules for `#SBATCH` lines.
 
     Blanks end a word and `#` begins a comment, except between double quotes; a backslash escapes the next character,
     between quotes too.
@@ -240,7 +245,7 @@ def _variables() -> dict[str, str]:
 
 
 def _caches() -> dict[str, str]:
-    """Return the folders of caches by name: a home inside a container need not be that outside."""
+    """Return the folders of caches by name: a home inside a container may differ from the one outside."""
     return {CACHE: str(cache_dir().absolute()), "HF_HUB_CACHE": str(hub_cache().absolute())}
 
 
@@ -264,8 +269,8 @@ def start_command(plan: Plan, folder: Path, needed: Sequence[Path]) -> list[str]
 def _start(
     asked: Asked, folder: Path, needed: Sequence[Path], inside: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Return srun with its options, and what it starts on each node. `inside`: variables of a container beside those
-    of the script."""
+    """Return srun with its options, and what it starts on each node. `inside`: variables of a container in addition to
+    those of the script."""
     slurm = asked.slurm
     nodes = asked.num_nodes
     srun = [
@@ -273,7 +278,7 @@ def _start(
         *([f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else []),
         *_outliving(asked),
         *(["--distribution=arbitrary"] if asked.by_hostfile else []),
-        # A failed task does not end the others; their agents report.
+        # A failed task does not end the others; their agents report it.
         *("--cpu-bind=none", "--kill-on-bad-exit=0", "--unbuffered", "--mpi=none"),
     ]
     if slurm.container_image is None:
@@ -285,7 +290,7 @@ def _start(
 
 
 def places_nodes(plan: Plan) -> bool:
-    """Return whether the plan's cost depends on which nodes stand together: the job then numbers them by a hostfile."""
+    """Return whether the plan's cost depends on which nodes are neighbours: the job then numbers them by a hostfile."""
     return plan.blueprint is not None and plan.blueprint.sorts_nodes
 
 
@@ -294,17 +299,19 @@ def _outliving(asked: Asked) -> Iterator[str]:
         yield "--no-kill"
 
 
-# The Python environment that was active at submission, as the job's script takes it up again. The job's Python is named
-# by its full path and needs no activation; what it starts may need the environment's programs and variables (a
+# The Python environment that was active at submission, for the job's script to activate again. The job's Python is
+# named by its full path and needs no activation; what it starts may need the environment's programs and variables (a
 # compiler, libraries' folders).
 
 
 def activation_lines(
     environ: Mapping[str, str], prefix: str, python: str, *, of_command: bool = False
 ) -> Iterator[str]:
-    """Yield the lines of the script, and comments that say which environment and why. `prefix` and `python` are those
-    of the Python that runs trainspec. `of_command`: the environment is that of a command of the user's own, and
-    trainspec need not be installed there."""
+    """Yield the lines of the script, and comments that say which environment and why.
+
+    `prefix` and `python` are those of the Python that runs trainspec. `of_command`: the environment is that of a
+    user-defined command, and trainspec need not be installed there.
+    """
     if modules := environ.get("LOADEDMODULES"):
         names = on_one_line(", ".join(modules.split(":")))
         yield f"# Modules loaded at submission: {names}. sbatch passes their variables on; a site that does not"

@@ -81,7 +81,7 @@ def run(
     """
     mail = mail or WorkerMail()
     looks_deeper = plan is not None and plan.spec.observe.deeper_look
-    verdicts = VerdictLines(job.run, (lambda order: mail.tell(order, order.looker)) if looks_deeper else None)
+    verdicts = VerdictLines(job.run, (lambda order: mail.send(order, order.looker)) if looks_deeper else None)
     watches = [verdicts, *(one for one in (limits, advisor) if one is not None)]
     requests = requests or StopRequests()
 

@@ -17,7 +17,7 @@ from typing import Protocol, TextIO
 from trainspec_cli.core.errors import TrainspecError
 from trainspec_cli.core.wire.handshake import Challenge
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run.rendezvous.door import BAD_REQUEST, Door, prove
+from trainspec_cli.run.rendezvous.handshakes import BAD_REQUEST, Handshakes, prove
 from trainspec_cli.wings.sites.meeting import agreement_of
 from trainspec_cli.wings.sites.messages import (
     BEAT_S,
@@ -141,7 +141,7 @@ class SiteServer:
         self._secret = secret
         self._file = log
         self._certificate = make_certificate()
-        self._door = Door(log)
+        self._handshakes = Handshakes(log)
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -182,7 +182,7 @@ class SiteServer:
         connection = RankConnection(writer)
         hello: SiteHello | None = None
         try:
-            async with self._door.proving():
+            async with self._handshakes.limited():
                 writer.write(GREETING)
                 await writer.start_tls(self._certificate.context)
                 await prove(reader, writer, Challenge(self._secret, self._certificate.purpose(self._name)))
@@ -205,7 +205,7 @@ class SiteServer:
             finally:
                 writing.cancel()
         except ENDS as error:
-            self._door.note_refusal("sites", writer, error)
+            self._handshakes.note_refusal("sites", writer, error)
         finally:
             if hello is not None:
                 self._served.leave(hello, connection)

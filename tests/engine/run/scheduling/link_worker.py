@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lab.engine_runs import KeptEvents, run_of
 
 from trainspec_cli.balance.batch.division import even_division_of
 from trainspec_cli.balance.decisions.links import TOLD_STEPS
@@ -31,7 +32,7 @@ from trainspec_cli.engine.run.step_report import StepReport
 from trainspec_cli.engine.tools.certify_worker import drawn_batch
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.records import to_plain
-from trainspec_cli.run.folder.event_types.events import Event
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.certify.cases import Case, build_plan
 from trainspec_cli.wings.certify.families import SAMPLES
 
@@ -83,22 +84,15 @@ class Network:
         return slowed
 
 
-class Log:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def write(self, event: Event) -> None:
-        self.events.append(event)
-
-
 class Run:
     def __init__(self) -> None:
         self.plan = build_plan(Case("dense", Layout(dp_shard=2, tp=2), micro_batch_size=8), "cpu")
         self.state: TrainState = build_train_state(self.plan, torch.device("cpu"))
         own = even_division_of(self.plan).of_rank(self.state.mesh.data_rank, 0, SAMPLES)
         self.batch = drawn_batch(self.plan.spec, self.state, own)
-        self.log = Log()
-        self.links = StepLinks(self.plan, self.state, self.log, None, SimpleNamespace())  # type: ignore[arg-type]
+        self.log = KeptEvents()
+        run = run_of(self.plan, self.state, RunDir("unused"), self.log)
+        self.links = StepLinks(run, SimpleNamespace())  # type: ignore[arg-type]
         self.step = 0
 
     def make(self, steps: int) -> None:

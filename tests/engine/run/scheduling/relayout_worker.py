@@ -27,7 +27,7 @@ from trainspec_cli.engine.optim.optimizer import set_learning_rate
 from trainspec_cli.engine.run.scheduling import relayout
 from trainspec_cli.engine.run.scheduling.relayout import Meshes, Prepare, RelayoutError, change_layout
 from trainspec_cli.engine.run.step import train_step
-from trainspec_cli.engine.tools.certify_batches import drawn_batch
+from trainspec_cli.engine.tools.certify_worker import drawn_batch
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.results.plan import Plan

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lab.engine_runs import KeptEvents, run_of
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.engine.run.scheduling.directives import Directives, follows_earlier, planned_by, read_directives
@@ -15,21 +16,13 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.training import SchedulerSpec
 from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.recipe.results.plan import PlannedLayout
-from trainspec_cli.run.folder.event_types.events import DirectiveEvent, Event
+from trainspec_cli.run.folder.event_types.events import DirectiveEvent
 from trainspec_cli.run.folder.events import EventWriter, read_events
 from trainspec_cli.run.folder.paths import RunDir
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
 DATA, PIPELINE, MOVED = Layout(dp_shard=4), Layout(pp=2, dp_shard=2), Layout(pp=2, dp_shard=2, stage_layers=(3, 1))
-
-
-class Journal:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def write(self, event: Event) -> None:
-        self.events.append(event)
 
 
 def shares(number: int, step: int, *counts: int) -> DirectiveEvent:
@@ -69,7 +62,7 @@ def reopened(folder: Path, layout: Layout, *written: DirectiveEvent, recalls: bo
     for event in written:
         writer.write(event)
     writer.close()
-    return Directives(run_dir, Journal(), layout, recalls=recalls)  # type: ignore[arg-type]
+    return Directives(run_of(SimpleNamespace(layout=layout), None, run_dir, KeptEvents()), recalls=recalls)
 
 
 def numbers(found: list[DirectiveEvent]) -> list[int]:
@@ -91,7 +84,7 @@ def test_a_run_that_is_resumed_goes_through_the_same_layouts_and_shares(tmp_path
     run = reopened(tmp_path, DATA, *HISTORY)
     assert numbers(run.shares_of_layout(4, applied=True)) == [1]
     assert run.due_layout(9) is None
-    assert run.has_layout_ahead
+    assert run.layouts_ahead
     first = run.due_layout(10)
     assert first is not None and first.number == 2
     known = PlannedLayout(8, PIPELINE, 4, 4, 7, 3)
@@ -99,14 +92,14 @@ def test_a_run_that_is_resumed_goes_through_the_same_layouts_and_shares(tmp_path
     assert planned_by(first, plan) == replace(known, step=10)
     unknown = SimpleNamespace(layout=DATA, changes=())
     assert planned_by(first, unknown) == PlannedLayout(10, PIPELINE, 4, 4)  # type: ignore[arg-type]
-    run.follow_layout(first)
+    run.layout_number = first.number
     assert numbers(run.shares_of_layout(2, applied=True)) == [3]
     assert run.due_layout(29) is None  # the change that failed is passed over
     second = run.due_layout(30)
     assert second is not None and second.number == 5
-    run.follow_layout(second)
+    run.layout_number = second.number
     assert numbers(run.shares_of_layout(2, applied=True)) == [6]
-    assert not run.has_layout_ahead
+    assert not run.layouts_ahead
 
 
 def test_from_a_later_checkpoint_it_goes_to_the_newest_layout_at_once(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lab.engine_runs import KeptEvents, run_of
 
 from trainspec_cli.balance.decisions.balance import LayerChange
 from trainspec_cli.engine.run.scheduling.directives import Directives, planned_by, read_directives
@@ -32,13 +33,11 @@ class Changes:
         plan = build_plan(Case("dense"), "cpu")
         spec = replace(plan.spec, scheduler=SchedulerSpec(mode=mode))  # type: ignore[arg-type]
         self.plan = replace(plan, spec=spec, **{"layout": PIPELINE, "devices_per_node": 2, **changes})
-        self.path, journal = RunDir(folder).directives, SimpleNamespace(write=lambda event: None)
-        self.directives = Directives(RunDir(folder), journal, PIPELINE, recalls=True)  # type: ignore[arg-type]
-        state: Any = SimpleNamespace(mesh=SimpleNamespace(layout=PIPELINE))
-        self.layouts = LayoutChanges(self.plan, state, self.directives)
-
-    def due(self, step: int, *wanted: Any) -> DueLayout | None:
-        return self.layouts.due(step, self.plan, *wanted)
+        self.path = RunDir(folder).directives
+        state = SimpleNamespace(mesh=SimpleNamespace(layout=PIPELINE))
+        self.run = run_of(self.plan, state, RunDir(folder), KeptEvents())
+        self.layouts = LayoutChanges(self.run, Directives(self.run, recalls=True))
+        self.due = self.layouts.due
 
     @property
     def written(self) -> list[DirectiveEvent]:
@@ -68,6 +67,11 @@ def test_a_proposal_for_another_layout_than_the_present_one_is_void(tmp_path: Pa
     assert run.due(9, None, void) is None
     due = run.due(9, MOVED, void)
     assert due is not None and due.planned.layout == replace(PIPELINE, stage_layers=(3, 1))
+    run.run.plan = replace(run.plan, layout=SHARDED)  # the run has changed to it meanwhile
+    assert run.due(10, None, void) == DueLayout(
+        PlannedLayout(10, DATA, 4, 1, 7, None), "rank 1 is slow", None, 2.0, 1.5
+    )
+    assert run.due(10, None, PROPOSED) is None
 
 
 def test_what_the_recipe_plans_comes_first(tmp_path: Path) -> None:

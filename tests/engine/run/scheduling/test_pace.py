@@ -17,8 +17,9 @@ from trainspec_cli.balance.batch.batch import (
     learning_rate,
     schedule_batches,
 )
-from trainspec_cli.engine.run.coordinator import TrainProgress
 from trainspec_cli.engine.run.scheduling.step_scheduler import StepPace
+from trainspec_cli.engine.run.trainer import Trainer
+from trainspec_cli.engine.run.training_run import TrainProgress
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
@@ -28,21 +29,18 @@ STEPS, BATCH, SEQ_LEN = 40, 8, 4
 OPTIM = OptimSpec(lr=1e-2, schedule=ScheduleSpec(kind="cosine", warmup_steps=4, final_lr_ratio=0.1))
 
 
-def pace_of(
-    layout: Layout = Layout(dp_shard=2),  # noqa: B008
-    groups: int = 1,
-    tokens: int | None = None,
-    **schedule: Any,
-) -> StepPace:
-    spec = RunSpec(
+def pace_of(tokens: int | None = None, **schedule: Any) -> StepPace:
+    return StepPace(spec_of(tokens, **schedule))
+
+
+def spec_of(tokens: int | None = None, **schedule: Any) -> RunSpec:
+    return RunSpec(
         model=DecoderModel(1, 32, 2, 1, 16, 48, 50),
         data=DataSpec(seq_len=SEQ_LEN, source="python_stdlib"),
         optim=OPTIM,
         batching=BatchingSpec(global_batch_size=BATCH, schedule=BatchScheduleSpec(**schedule)),
         train=TrainSection(max_steps=STEPS, tokens=tokens),
     )
-    plan: Any = SimpleNamespace(spec=spec, layout=layout, replica_groups=groups, grad_accum_steps=1)
-    return StepPace(plan)
 
 
 def walk(pace: StepPace, noise: float | None = None) -> list[int]:
@@ -187,15 +185,22 @@ def test_noise_shows_between_parts_alone() -> None:
 def test_noise_is_measured_where_it_shows_and_costs_no_exchange_of_all_gradients(
     layout: Layout, groups: int, measured: bool
 ) -> None:
-    assert pace_of(layout, groups).measures_noise is measured
-    following = pace_of(layout, groups, kind="noise", max_global_batch_size=64)
-    assert following.measures_noise is (measured or layout.cp > 1), "what a batch follows is measured at any cost"
+    assert measures_noise(spec_of(), layout, groups) is measured
+    following = spec_of(kind="noise", max_global_batch_size=64)
+    measured = measured or layout.cp > 1
+    assert measures_noise(following, layout, groups) is measured, "what a batch follows is measured at any cost"
+
+
+def measures_noise(spec: RunSpec, layout: Layout, groups: int = 1) -> bool:
+    """Return whether a trainer measures the noise of the gradients in the layout in force."""
+    plan = SimpleNamespace(layout=layout, replica_groups=groups, grad_accum_steps=1)
+    trainer: Any = SimpleNamespace(spec=spec, pace=StepPace(spec), run=SimpleNamespace(plan=plan))
+    return Trainer.measures_noise.fget(trainer)  # type: ignore[attr-defined]
 
 
 def test_a_tied_embedding_that_two_stages_sum_after_each_micro_batch_hides_the_noise() -> None:
-    plain = pace_of(Layout(dp_shard=2, pp=2))
-    tied = replace(plain._spec, model=replace(plain._spec.model, tied_embeddings=True))
+    plain = spec_of()
+    tied = replace(plain, model=replace(plain.model, tied_embeddings=True))
     once = Layout(dp_shard=2, pp=2, zero_stage=1)
     for layout, measured in ((Layout(dp_shard=2, pp=2), False), (once, True), (Layout(dp_shard=2), True)):
-        plan: Any = SimpleNamespace(spec=tied, layout=layout, replica_groups=1, grad_accum_steps=1)
-        assert StepPace(plan).measures_noise is measured
+        assert measures_noise(tied, layout) is measured

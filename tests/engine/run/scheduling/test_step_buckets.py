@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lab.engine_runs import run_of
 
 from trainspec_cli.balance.decisions.speeds import ONE_BY_ONE, ROUNDS, WARM_STEPS
 from trainspec_cli.engine.run.scheduling.step_scheduler import StepBuckets
@@ -14,6 +15,7 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.blueprint import Blueprint, Exchange
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.event_types.events import BucketsEvent
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.certify.cases import Case, build_plan
 
 RANKS, BLOCK = 2, 1000
@@ -24,7 +26,7 @@ class Directives:
     def __init__(self, known: dict[str, int] | None = None):
         self.buckets, self.written = dict(known or {}), list[BucketsEvent]()
 
-    def note_buckets(self, event: BucketsEvent) -> None:
+    def note(self, event: BucketsEvent) -> None:
         self.written.append(event)
 
 
@@ -39,9 +41,12 @@ class Run:
             )
             for rank in range(RANKS)
         ]
-        states: list[Any] = [SimpleNamespace(sums=one) for one in self.sums]
-        self.ranks = [StepBuckets(plan, state, self.directives, None) for state in states]  # type: ignore[arg-type]
+        self.begin_with(plan)
         self.used: list[int] = []
+
+    def begin_with(self, plan: Plan) -> None:
+        runs = [run_of(plan, SimpleNamespace(sums=one), RunDir("unused")) for one in self.sums]
+        self.ranks = [StepBuckets(run, self.directives) for run in runs]  # type: ignore[arg-type]
 
     def make(self, steps: int) -> None:
         for step in range(len(self.used), len(self.used) + steps):
@@ -119,8 +124,7 @@ def test_another_layout_is_learnt_anew() -> None:
     run = Run(quickest_at_4000)
     run.make(40)
     other = build_plan(Case("dense", Layout(dp_replicate=2)), "cpu")
-    states: list[Any] = [SimpleNamespace(sums=one) for one in run.sums]
-    run.ranks = [StepBuckets(other, state, run.directives, None) for state in states]  # type: ignore[arg-type]
+    run.begin_with(other)
     assert {sums.bucket_bytes for sums in run.sums} == {0}
     run.make(4 * ROUNDS + WARM_STEPS + 4)
     assert [event.layout for event in run.directives.written[::2]] == [PLAN.layout.describe(), other.layout.describe()]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from lab.engine_runs import run_of
 
 from trainspec_cli.balance.decisions.links import (
     COST_SHARE,
@@ -28,8 +29,10 @@ from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.observe.links import GROUPS
 from trainspec_cli.engine.run.scheduling import links
 from trainspec_cli.engine.run.scheduling.links import StepLinks
+from trainspec_cli.engine.run.training_run import TrainingRun
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.run.folder.event_types.events import Event, LinkEvent, LinksEvent
+from trainspec_cli.run.folder.paths import RunDir
 
 RANKS = 4
 BYTES, RATE, STEP_S = 1e6, 2e9, 50.0
@@ -71,12 +74,8 @@ class Ranks:
         self.timers = [Timers(cost_s) for cost_s in about.get("costs_s", (1e-5,) * RANKS)]
         self.events: list[Event] = []
         self.supervisor: Any = SimpleNamespace()
-        self.links = []
-        for rank in range(RANKS):
-            self._rank = rank
-            plan, state = self._built(layout, rank)
-            self.links.append(StepLinks(plan, state, self, group, self.supervisor))  # type: ignore[arg-type]
         self.group = group
+        self.begin_with(layout)
         self.at, self.sampled, self.told = 0, list[int](), list[int]()
         self.step_s = STEP_S
 
@@ -87,7 +86,7 @@ class Ranks:
         """The first of two stages sends ahead alone, and the second back."""
         return (0.0, SENT_OVER_LINES_S) if self._rank >= RANKS // 2 else (SENT_OVER_LINES_S, 0.0)
 
-    def _built(self, layout: Layout, rank: int) -> tuple[Any, Any]:
+    def _built(self, layout: Layout, rank: int) -> TrainingRun:
         scheduler = SimpleNamespace(mode=self._mode, change=0.1)
         plan = SimpleNamespace(spec=SimpleNamespace(scheduler=scheduler), prediction=None)
         axes = SimpleNamespace(mesh=torch.arange(RANKS).view(layout.pp, 1, -1, 1, layout.tp))
@@ -100,12 +99,13 @@ class Ranks:
             stages=SimpleNamespace(hidden=hidden, layout=layout, lines=None),
             sums=SimpleNamespace(holds_back=False),
         )
-        return plan, state
+        return run_of(plan, state, RunDir("unused"), self, self.group)
 
     def begin_with(self, layout: Layout) -> None:
+        self.links = []
         for rank in range(RANKS):
             self._rank = rank
-            self.links[rank] = StepLinks(*self._built(layout, rank), self, self.group, self.supervisor)  # type: ignore[arg-type]
+            self.links.append(StepLinks(self._built(layout, rank), self.supervisor))
 
     def step(self, *, fails: bool = False, samples: int = 2) -> None:
         """Make a step; one that `fails` is left in the middle, as after an aborted exchange or for want of memory."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lab.drawing import slow_after
+from lab.engine_runs import CPU, MACHINE, DrawnTokens, begin_folder, events_of, run_of, trainer_of, with_spec
 from torch import Tensor
 
 from trainspec_cli.balance.batch.division import OwnSamples
@@ -18,13 +19,11 @@ from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.files import kept_buffers
 from trainspec_cli.engine.checkpoint.saver import load_newest
-from trainspec_cli.engine.data.loader import Staging, cut_micro_batches, positions_of
+from trainspec_cli.engine.data.loader import cut_micro_batches
 from trainspec_cli.engine.digest import MicroBatch
 from trainspec_cli.engine.optim.optimizer import clear_gradients
 from trainspec_cli.engine.parallel.pipeline import forget_visits
 from trainspec_cli.engine.run.checkpoints import Checkpoints
-from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, TrainProgress
-from trainspec_cli.engine.run.faults import StopRequest
 from trainspec_cli.engine.run.shortage import (
     NOT_SAVED,
     OutOfMemory,
@@ -33,19 +32,17 @@ from trainspec_cli.engine.run.shortage import (
     recall_reliefs,
 )
 from trainspec_cli.engine.run.step import compute_gradients
-from trainspec_cli.engine.run.trainer import Trainer
+from trainspec_cli.engine.run.training_run import TrainingRun, TrainProgress
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
+from trainspec_cli.recipe.keys.cluster import ClusterSpec
 from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, ExpertSpec
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
 from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec, ScheduleSpec
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.tables import MemorySetting, Relief
-from trainspec_cli.run.folder.event_types.events import EvalEvent, MemoryEvent
+from trainspec_cli.recipe.results.tables import MemorySetting
+from trainspec_cli.run.folder.event_types.events import MemoryEvent
 from trainspec_cli.run.folder.events import EventWriter, read_events
-from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.record import RunResult
 from trainspec_cli.run.recovery.memory import build_ladder
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -60,42 +57,10 @@ SPEC = RunSpec(
     train=TrainSection(max_steps=STEPS),
     cluster=ClusterSpec(devices_per_node=1, device="cpu"),
 )
-MACHINE = Machine("host", cpu_cores=1, memory_bytes=2**34, bf16=False)
-CPU = torch.device("cpu")
+SOURCE = DrawnTokens(TOKENS)
 
 
-class Source:
-    """Tokens drawn by their position."""
-
-    def __init__(self) -> None:
-        self.staging = Staging(CPU)
-
-    def read(self, own: OwnSamples) -> list[MicroBatch]:
-        samples = [tokens_at(int(position)) for position in positions_of(own)]
-        return cut_micro_batches(tuple(torch.cat(field) for field in zip(*samples, strict=True)), own)
-
-    def counted(self, positions: Any) -> int:
-        return TOKENS * len(positions)
-
-    def evaluate(self, step: int) -> None:
-        return None
-
-    def summarise(self, result: RunResult, evaluated: EvalEvent | None) -> RunResult:
-        return result
-
-    def write_sample(self) -> None:
-        return None
-
-    def first_text(self, position: int) -> None:
-        return None
-
-
-def tokens_at(position: int) -> MicroBatch:
-    generator = torch.Generator().manual_seed(position)
-    return tuple(torch.randint(50, (1, TOKENS), generator=generator) for _ in range(2))
-
-
-Start = Callable[..., RunContext]
+Start = Callable[..., TrainingRun]
 
 
 @pytest.fixture
@@ -104,33 +69,26 @@ def start(tmp_path: Path) -> Start:
 
     def start(
         fault: str = "", micro: int = BATCH, name: str = "run", ladder: bool = True, compute: str = "fp32"
-    ) -> RunContext:
+    ) -> TrainingRun:
         batching = replace(SPEC.batching, micro_batch_size=micro)
         made = replace(plan(replace(SPEC, fault=fault, batching=batching), MACHINE), peak_flops=1e9, compute=compute)  # type: ignore[arg-type]
         if ladder:
             made = replace(made, memory_ladder=build_ladder(made.memory_setting, may_offload=False))
-        run_dir = RunDir(tmp_path / name)
-        write_json(run_dir.run_json, {"recipe": "made", "created_at": 0.0})
-        return RunContext(made, run_dir, Source(), build_train_state(made, CPU), "", StopRequest())  # type: ignore[arg-type]
+        return run_of(made, build_train_state(made, CPU), begin_folder(RunDir(tmp_path / name)))
 
     return start
 
 
-def train(context: RunContext) -> Trainer:
-    trainer = Trainer(context, SingleGroup(context))
+def train(context: TrainingRun) -> None:
+    trainer = trainer_of(context, SOURCE)
     try:
-        trainer.run()
+        trainer.train()
     finally:
         trainer.watch.close()
-    return trainer
 
 
 def weights(state: TrainState) -> list[Tensor]:
     return [tensor.clone() for tensor in state.held.tensors()]
-
-
-def events(context: RunContext, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_events(context.run_dir.events(0)) if event["type"] == kind]
 
 
 def test_a_process_of_its_own_makes_the_step_again_with_smaller_micro_batches(start: Start) -> None:
@@ -139,23 +97,23 @@ def test_a_process_of_its_own_makes_the_step_again_with_smaller_micro_batches(st
     train(short)
     for ours, theirs in zip(weights(short.state), weights(even.state), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    ours, theirs = ([event["loss"] for event in events(context, "step")] for context in (short, even))
+    ours, theirs = ([event["loss"] for event in events_of(context, "step")] for context in (short, even))
     assert len(ours) == STEPS
     assert ours == pytest.approx(theirs, rel=1e-6)
     given = list(read_events(short.run_dir.directives))
     sizes = [(one["step"], one["failed"]["micro_batch_size"], one["taken"]["micro_batch_size"]) for one in given]
     assert sizes == [(1, 4, 2), (1, 2, 1)], "and the steps after it begin with what was left"
     assert not any(one["restarts"] for one in given)
-    assert [one["taken"] for one in given] == [one["taken"] for one in events(short, "memory")]
+    assert [one["taken"] for one in given] == [one["taken"] for one in events_of(short, "memory")]
 
 
 def test_an_error_without_a_message_is_named_in_the_reason(start: Start) -> None:
     """Python's own MemoryError has none."""
     context, failures = start(), [MemoryError()]
-    trainer = Trainer(context, SingleGroup(context))
+    trainer = trainer_of(context, SOURCE)
 
     def attempt() -> None:
-        compute_gradients(context.state, Source().read(OwnSamples((0,), (2,))), 2 * TOKENS)
+        compute_gradients(context.state, SOURCE.read(OwnSamples((0,), (2,))), 2 * TOKENS)
         if failures:
             raise PassesOutOfMemory(BATCH) from failures.pop()
 
@@ -173,8 +131,8 @@ def test_passes_that_were_cut_short_leave_nothing_behind(start: Start, at: str, 
     """In the first micro-batch, or in the second, when gradients have been added up (of bf16 ones in fp32); in the
     midst of the model."""
     context = start(compute=compute)
-    trainer = Trainer(context, SingleGroup(context))
-    state, pairs = context.state, [Source().read(OwnSamples((first,), (2,)))[0] for first in (0, 2, 4)]
+    trainer = trainer_of(context, SOURCE)
+    state, pairs = context.state, [SOURCE.read(OwnSamples((first,), (2,)))[0] for first in (0, 2, 4)]
     compute_gradients(state, pairs, 6 * TOKENS)
     wanted = [share.gradient.clone() for share in state.shares]  # type: ignore[union-attr]
     clear_gradients(state.shares)
@@ -215,7 +173,7 @@ def test_the_beginning_of_a_step_that_cannot_be_made_is_saved(start: Start) -> N
     assert "tried before: micro-batches of 2 samples" in str(raised.value)
     assert context.run_dir.checkpoint_steps() == [2]
     whole = start(name="whole")
-    short = replace(whole, plan=replace(whole.plan, spec=replace(whole.plan.spec, train=TrainSection(max_steps=2))))
+    short = with_spec(whole, train=TrainSection(max_steps=2))
     train(short)
     again = start(name="again")
     again.run_dir.checkpoints.mkdir(parents=True)
@@ -236,7 +194,7 @@ def test_a_state_that_cannot_be_saved_is_reported_and_the_shortage_too(
     context = start("oom(step=2,above=0)", micro=1)
     with pytest.raises(OutOfMemory):
         train(context)
-    assert [event["message"] for event in events(context, "warning")] == [NOT_SAVED]
+    assert [event["message"] for event in events_of(context, "warning")] == [NOT_SAVED]
     assert context.run_dir.checkpoint_steps() == []
 
 
@@ -270,12 +228,10 @@ def test_statistics_of_a_step_that_was_not_made_are_not_saved(tmp_path: Path) ->
     )
     made = replace(plan(spec, MACHINE), peak_flops=1e9)
     made = replace(made, memory_ladder=build_ladder(made.memory_setting, keeps_micro_batches=True, may_offload=False))
-    run_dir = RunDir(tmp_path / "conv")
-    write_json(run_dir.run_json, {"recipe": "made", "created_at": 0.0})
+    run_dir = begin_folder(RunDir(tmp_path / "conv"))
     state = build_train_state(made, CPU)
-    context = RunContext(made, run_dir, Pictures(), state, "", StopRequest())  # type: ignore[arg-type]
     after_first: list[Tensor] = []
-    trainer = Trainer(context, SingleGroup(context))
+    trainer = trainer_of(run_of(made, state, run_dir), Pictures(1))
     beat = trainer.watch.beat
     trainer.watch.beat = lambda step: (after_first.extend(statistics(state)), beat(step))[1]  # type: ignore[method-assign]
     backwards = 0
@@ -288,7 +244,7 @@ def test_statistics_of_a_step_that_was_not_made_are_not_saved(tmp_path: Path) ->
 
     state.stages.allowance.check = fail_in_the_last  # type: ignore[method-assign]
     with pytest.raises(OutOfMemory):
-        trainer.run()
+        trainer.train()
     trainer.watch.close()
     assert any(not torch.equal(now, then) for now, then in zip(statistics(state), after_first, strict=True))
     load_newest(run_dir, state.held, CPU)
@@ -300,14 +256,11 @@ def statistics(state: TrainState) -> list[Tensor]:
     return [buffer.clone() for _, buffer in kept_buffers(state.parts[0])]
 
 
-class Pictures(Source):
+class Pictures(DrawnTokens):
     def read(self, own: OwnSamples) -> list[MicroBatch]:
         generator = torch.Generator().manual_seed(own.starts[0])
         whole = torch.randn(own.samples, 3, 8, 8, generator=generator), torch.arange(own.samples) % 2
         return cut_micro_batches(whole, own)
-
-    def counted(self, positions: Any) -> int:
-        return len(positions)
 
 
 @pytest.mark.parametrize(
@@ -346,9 +299,9 @@ def test_a_later_start_recalls_what_was_taken_in_its_layout(start: Start) -> Non
     context, taken = start(), MemorySetting(2, "none", "none")
     relieved(context.run_dir, taken)
     relieved(context.run_dir, MemorySetting(1, "full", "none"), layout="dp_shard=2")
-    assert recall_reliefs(context.plan, context.run_dir) == [Relief(MemorySetting(4, "none", "none"), taken)]
+    assert recall_reliefs(context.plan, context.run_dir).memory_setting == taken
     silent: Plan = replace(context.plan, memory_ladder=())
-    assert recall_reliefs(silent, context.run_dir) == []
+    assert recall_reliefs(silent, context.run_dir) is silent
 
 
 @pytest.mark.parametrize("taken", [MemorySetting(0, "none", "none"), MemorySetting(1, "most", "none")])  # type: ignore[arg-type]

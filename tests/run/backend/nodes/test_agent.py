@@ -237,7 +237,7 @@ def test_the_first_nodes_word_is_waited_for_and_a_folder_that_is_not_shared_is_t
 
     monkeypatch.setattr(agent.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(agent.time, "sleep", sleep)
-    with pytest.raises(MachineError, match=r"does not see .*00000009\.json") as raised:
+    with pytest.raises(MachineError, match=r"cannot see .*00000009\.json") as raised:
         agent.await_record(run, 9)
     assert raised.value.problems[0].code == "not_shared"
     assert now[0] == pytest.approx(agent.APPEAR_TIMEOUT_S, abs=2 * agent.POLL_S)
@@ -333,6 +333,6 @@ def test_a_node_has_its_place_in_each_start_or_stands_by(
 def test_an_agent_whose_number_is_taken_starts_and_kills_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent.processes, "kill", lambda launch_id: pytest.fail("they are another agent's"))
     lab.hub.send(NumberTaken("elsewhere"))
-    with pytest.raises(RecipeError, match="--node-rank 1 is given twice: elsewhere has it"):
+    with pytest.raises(RecipeError, match="--node-rank 1 is used twice: elsewhere has it"):
         lab.agent.work()
     assert lab.processes.calls == []

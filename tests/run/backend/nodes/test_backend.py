@@ -184,7 +184,7 @@ def test_nodes_that_do_not_come_are_lost_after_the_recipes_limit(open_lab: Calla
     lab = open_lab(waits_for(0.05, plan), nodes=(0, 1))
     lab.wait_until(lambda: sum(isinstance(event, NodeLost) for event in lab.events) == 2)
     assert {event.why for event in lab.events if isinstance(event, NodeLost)} == {
-        "did not come within 0.05 s (run.join_timeout_s)"
+        "did not join within 0.05 s (run.join_timeout_s)"
     }
 
 
@@ -203,7 +203,7 @@ def test_nodes_of_a_job_without_a_plan_that_do_not_come_are_lost_after_its_limit
     lab = open_lab(None, nodes=(0, 1), **unplanned(0.05))
     lab.wait_until(lambda: sum(isinstance(event, NodeLost) for event in lab.events) == 2)
     assert {event.why for event in lab.events if isinstance(event, NodeLost)} == {
-        "did not come within 0.05 s (--join-timeout-s)"
+        "did not join within 0.05 s (--join-timeout-s)"
     }
 
 

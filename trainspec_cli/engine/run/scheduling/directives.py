@@ -6,23 +6,21 @@ that was in force when they were given: with another one they are passed over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from trainspec_cli.core.reading.files import UnreadableFileError, unreadable
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, errors_together
-from trainspec_cli.engine.observe.journal import DirectiveLog, GroupJournal, Journal
+from trainspec_cli.engine.observe.journal import DirectiveLog
+from trainspec_cli.engine.run.training_run import TrainingRun
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.records import ABSENT, Absent, read_record, to_plain
 from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
 from trainspec_cli.run.folder.event_types.events import AchievedEvent, BucketsEvent, DirectiveEvent
 from trainspec_cli.run.folder.events import read_log
-from trainspec_cli.run.folder.paths import RunDir
 
 OF_LAYOUT = ("layers", "layout")
 
@@ -30,19 +28,28 @@ OF_LAYOUT = ("layers", "layout")
 class Directives:
     """Called by every rank of the replica group together."""
 
-    def __init__(self, run_dir: RunDir, journal: Journal | GroupJournal, layout: Layout, *, recalls: bool):
-        """`layout` is that of the plan. Not `recalls`: none of an earlier start is followed.
+    def __init__(self, run: TrainingRun, *, recalls: bool):
+        """Not `recalls`: none of an earlier start is followed.
 
         Raises MachineError, on every rank, where one cannot be followed.
         """
-        self._log = DirectiveLog(run_dir, journal)
-        self._earlier = recall(run_dir.directives) if recalls else []
+        self._log = DirectiveLog(run.run_dir, run.journal)
+        self._earlier = list[DirectiveEvent]()
         """Directives of earlier starts, by number."""
-        self.buckets = recall_buckets(run_dir.directives) if recalls else {}
+        self.buckets = dict[str, int]()
         """Sizes of buckets that earlier starts have found, by layout."""
-        self._layouts = leading_on(self._earlier, layout)
+        if recalls:
+            self._recall(run.run_dir.directives)
+        # The changes of layout that begin with the plan's and lead on from one another: a run that is resumed in
+        # another layout than it had follows none.
+        self._layouts = list[DirectiveEvent]()
+        layout = run.plan.layout
+        for one in self._earlier:
+            if one.kind in OF_LAYOUT and one.before == layout:
+                self._layouts.append(one)
+                layout = _layout_of(one) if one.applied else layout
         self._number = len(self._earlier)
-        self._layout_number = 0
+        self.layout_number = 0
         """The number of the directive whose layout is in force; 0: the plan's."""
         self.last_pause_s: float | None = None
         """The time that the last change of layout took in this start."""
@@ -52,18 +59,13 @@ class Directives:
         self._number += 1
         numbered = replace(event, number=self._number)
         if event.kind in OF_LAYOUT and event.applied:
-            self._layout_number = self._number
+            self.layout_number = self._number
             self.last_pause_s = event.pause_s or None
-        self._write(numbered)
+        self.note(numbered)
         return numbered
 
-    def note_effect(self, event: AchievedEvent) -> None:
-        self._write(event)
-
-    def note_buckets(self, event: BucketsEvent) -> None:
-        self._write(event)
-
-    def _write(self, event: DirectiveEvent | AchievedEvent | BucketsEvent) -> None:
+    def note(self, event: DirectiveEvent | AchievedEvent | BucketsEvent) -> None:
+        """Write down what is known of directives, which rank 0 does for all."""
         if dist.get_rank() == 0:
             self._log.write(event)
 
@@ -72,6 +74,20 @@ class Directives:
 
     # What a resumed run follows
 
+    def _recall(self, path: Path) -> None:
+        """Take in what earlier starts have written, which rank 0 reads for all."""
+        plain: list[object] = []
+        with errors_together():
+            if dist.get_rank() == 0:
+                plain = [to_plain(directive) for directive in read_directives(path)]
+        self._earlier = broadcast_json(plain, lambda lines: [read_record(DirectiveEvent, line) for line in lines])
+        found: dict[str, object] = {}
+        with errors_together():
+            if dist.get_rank() == 0:
+                events = (event for event in read_log(path) if isinstance(event, BucketsEvent))
+                found = {event.layout: event.bucket_bytes for event in events}
+        self.buckets = broadcast_json(found, lambda plain: dict(plain))
+
     def shares_of_layout(self, ranks: int, *, applied: bool) -> list[DirectiveEvent]:
         """Return the shares of `ranks` data-parallel ranks that were given in the layout in force."""
         given = []
@@ -79,41 +95,22 @@ class Directives:
         for one in self._earlier:
             if one.kind in OF_LAYOUT:
                 layout_number = one.number if one.applied else layout_number
-            elif layout_number == self._layout_number and len(one.counts) == ranks and one.applied == applied:
+            elif layout_number == self.layout_number and len(one.counts) == ranks and one.applied == applied:
                 given.append(one)
         return given
 
     def due_layout(self, step: int) -> DirectiveEvent | None:
         """Return the newest change of layout that is to be followed after `step` updates and is not yet in force."""
-        return next((one for one in reversed(self._layouts_ahead) if one.step <= step), None)
+        return next((one for one in reversed(self.layouts_ahead) if one.step <= step), None)
 
     @property
-    def has_layout_ahead(self) -> bool:
-        """Return whether a change of layout is still to be followed."""
-        return bool(self._layouts_ahead)
-
-    @property
-    def _layouts_ahead(self) -> list[DirectiveEvent]:
-        return [one for one in self._layouts if one.applied and one.number > self._layout_number]
-
-    def follow_layout(self, directive: DirectiveEvent) -> None:
-        """Note that the layout of an earlier start's directive is in force."""
-        self._layout_number = directive.number
+    def layouts_ahead(self) -> list[DirectiveEvent]:
+        """Return the changes of layout that are still to be followed."""
+        return [one for one in self._layouts if one.applied and one.number > self.layout_number]
 
     def has_changed_layout(self, step: int) -> bool:
         """Return whether an earlier start has changed the layout, or tried to, after `step` updates or more."""
         return any(one.step >= step for one in self._layouts)
-
-
-def leading_on(earlier: Sequence[DirectiveEvent], layout: Layout) -> list[DirectiveEvent]:
-    """Return the changes of layout that begin with `layout` and lead on from one another: a run that is resumed in
-    another layout than it had follows none."""
-    chain = []
-    for one in earlier:
-        if one.kind in OF_LAYOUT and one.before == layout:
-            chain.append(one)
-            layout = _layout_of(one) if one.applied else layout
-    return chain
 
 
 def follows_earlier(plan: Plan, group: int | None) -> bool:
@@ -172,29 +169,6 @@ def planned_by(directive: DirectiveEvent, plan: Plan) -> PlannedLayout:
 def _layout_of(directive: DirectiveEvent) -> Layout:
     assert isinstance(directive.layout, Layout), "a change of layout has one"
     return directive.layout
-
-
-def recall(path: Path) -> list[DirectiveEvent]:
-    """Return the directives of earlier starts, which rank 0 reads for all."""
-    plain: list[object] = []
-    with errors_together():
-        if dist.get_rank() == 0:
-            plain = [to_plain(directive) for directive in read_directives(path)]
-    return broadcast_json(plain, _read_all)
-
-
-def recall_buckets(path: Path) -> dict[str, int]:
-    """Return the sizes of buckets that earlier starts have found, by layout; rank 0 reads them for all."""
-    found: dict[str, object] = {}
-    with errors_together():
-        if dist.get_rank() == 0:
-            events = (event for event in read_log(path) if isinstance(event, BucketsEvent))
-            found = {event.layout: event.bucket_bytes for event in events}
-    return broadcast_json(found, lambda plain: dict(plain))
-
-
-def _read_all(lines: Sequence[Any]) -> list[DirectiveEvent]:
-    return [read_record(DirectiveEvent, line) for line in lines]
 
 
 def read_directives(path: Path) -> list[DirectiveEvent]:

@@ -14,12 +14,10 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from trainspec_cli.balance.decisions.links import (
     FIRST_SAMPLE_STEPS,
     AxisLinks,
-    LinkChange,
     LinkSpeed,
     SampleTimes,
     Transfer,
@@ -27,15 +25,13 @@ from trainspec_cli.balance.decisions.links import (
 )
 from trainspec_cli.balance.decisions.shares import reporting_interval
 from trainspec_cli.engine.accelerators import on_chip
-from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.digest import MicroBatch
-from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.observe.links import GROUPS
 from trainspec_cli.engine.parallel.pipeline import neighbours, time_messages
 from trainspec_cli.engine.run.step_report import LinkFigures
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
+from trainspec_cli.engine.run.training_run import TrainingRun
 from trainspec_cli.recipe.records import ABSENT
-from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.verdict import MeasuredLink
 from trainspec_cli.run.folder.event_types.events import LinkEvent, LinkRate, LinksEvent
 
@@ -43,37 +39,40 @@ AHEAD, BACK = "pp", "pp back"
 """Messages of a pipeline's ranks to the next stage and to the one before; a link is two neighbours and both ways."""
 REMEMBERED = 5
 FIRST_WRITTEN, WRITTEN_SAMPLES = 8, 50
-"""The speeds are written down after so many samples, then after every so many, at a change and at the end."""
+"""The speeds are written down after the first number of samples, then after every further second number of them, at a
+change and at the end."""
 
 
 class StepLinks:
     """Called by every rank of the replica group together. On a GPU, and with `scheduler=off`, nothing is measured."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        state: TrainState,
-        journal: Journal | GroupJournal,
-        group: int | None,
-        supervisor: SupervisorLink,
-    ):
-        """Learn the links of the layout of `plan`, which is in force; another layout has other links.
-
-        `group`: the replica group, where there are several; the supervisor learns nothing of theirs.
-        """
-        self._journal = journal
-        self._group = group
+    def __init__(self, run: TrainingRun, supervisor: SupervisorLink):
+        """Learn the links of the layout in force; another layout has other links. The supervisor learns nothing of
+        those of replica groups."""
+        plan = run.plan
+        state = run.state
+        self._run = run
         self._supervisor = supervisor
-        self._state = state
-        is_measured = plan.spec.scheduler.mode != "off" and not on_chip(state.device)
-        self._links = links_of(state, self._group) if is_measured else {}
+        self._links: dict[str, list[tuple[int, ...]]] = {}
+        """The ranks of each link by axis: the groups that exchange, two neighbours of a pipeline, and where there are
+        several replica groups each rank, with those of its number in the others."""
+        if plan.spec.scheduler.mode != "off" and not on_chip(state.device):
+            self._links |= state.mesh.links()
+            layout = state.mesh.layout
+            if layout.pp > 1:
+                pipelines = state.mesh.axes.mesh.flatten(1).T.tolist()
+                self._links[AHEAD] = [
+                    (ranks[low], ranks[high]) for ranks in pipelines for low, high in neighbours(layout)
+                ]
+            if run.group is not None:
+                self._links[GROUPS] = [(rank,) for rank in range(dist.get_world_size())]
         self._columns = [*self._links, *([BACK] if AHEAD in self._links else [])]
         change = plan.spec.scheduler.change
         self._axes = [AxisLinks(axis, links, change) for axis, links in self._links.items() if dist.get_rank() == 0]
         planned = plan.prediction.links if plan.prediction else ()
         self._planned = {link.axis: link.bytes_per_s for link in planned}
         self._due: int | None = None
-        """The step after so many updates is sampled."""
+        """The number of updates after which the next step is sampled."""
         state.links.is_due = lambda step: step == self._due
         self._is_sampled = False
         """Whether the step that was begun last is sampled."""
@@ -95,15 +94,15 @@ class StepLinks:
         if self._due is None or (step > self._due and self.report is None):
             self._due = step + FIRST_SAMPLE_STEPS
         self._is_sampled = step == self._due
-        self._state.links.begin(self._is_sampled)
-        if self._state.sums is not None:
-            self._state.sums.holds_back = self._is_sampled
+        self._run.state.links.begin(self._is_sampled)
+        if self._run.state.sums is not None:
+            self._run.state.sums.holds_back = self._is_sampled
 
     def finish(self, micro_batches: Sequence[MicroBatch]) -> None:
         """The step is made."""
         if not self._links:
             return
-        timers = self._state.links
+        timers = self._run.state.links
         timers.end()
         if not self._is_sampled:
             return
@@ -111,18 +110,15 @@ class StepLinks:
         cost_s = timers.cost_s + self._learning_s
         if AHEAD in self._links:
             started_s = time.perf_counter()
-            of_axis |= self._time_pipeline(micro_batches[0][0])
+            stages = self._run.state.stages
+            message = torch.zeros_like(stages.hidden.like(micro_batches[0][0]), device=self._run.state.device)
+            with self._run.state.clock.collective():
+                times_s = time_messages(stages.layout, stages.lines, message)
+            for way, seconds in zip((AHEAD, BACK), times_s, strict=True):
+                of_axis[way] = Transfer(message.nbytes, seconds) if seconds else Transfer()
             cost_s += time.perf_counter() - started_s
         transfers = tuple(of_axis[column] for column in self._columns)
         self.report = LinkFigures(transfers, cost_s, median(self._steps_s or [0.0]))
-
-    def _time_pipeline(self, tokens: Tensor) -> dict[str, Transfer]:
-        stages = self._state.stages
-        message = torch.zeros_like(stages.hidden.like(tokens), device=self._state.device)
-        with self._state.clock.collective():
-            times_s = time_messages(stages.layout, stages.lines, message)
-        ahead, back = (Transfer(message.nbytes, seconds) if seconds else Transfer() for seconds in times_s)
-        return {AHEAD: ahead, BACK: back}
 
     def note_step(self, step: int, step_s: float, reported: Sequence[LinkFigures], steps_to_sample: int) -> None:
         """Take in the step that made update `step` in `step_s`, what all ranks reported of links in it, and what rank 0
@@ -135,7 +131,10 @@ class StepLinks:
         if not self._is_sampled:
             self._steps_s.append(step_s)
         if not reported:
-            self._ask_for_sample(step, step_s)
+            # Ask for a sample where steps take another time than before, and none is coming or on its way.
+            is_coming = self._is_sampled or self._due == step or self.steps_to_sample
+            if self._axes and not is_coming and self._times.note_step(step_s):
+                self.steps_to_sample = 1
             return
         assert self._due is not None, "a step was sampled"
         started_s = time.perf_counter()
@@ -151,90 +150,60 @@ class StepLinks:
             self.steps_to_sample = self._times.steps_to_next(usual, least, is_undecided=is_undecided)
         self._learning_s = time.perf_counter() - started_s
 
-    def _ask_for_sample(self, step: int, step_s: float) -> None:
-        """Ask for a sample where steps take another time than before, and none is coming or on its way."""
-        is_coming = self._is_sampled or self._due == step or self.steps_to_sample
-        if self._axes and not is_coming and self._times.note_step(step_s):
-            self.steps_to_sample = 1
-
     def _learn(self, step: int, reported: Sequence[LinkFigures]) -> None:
-        transfers = zip(*(one.transfers for one in reported), strict=True)
-        by_column = dict(zip(self._columns, map(list, transfers), strict=True))
-        changes = [(one.axis, one.note(step, self._of_links(one.axis, by_column))) for one in self._axes]
-        self._samples += 1
-        self._tell()
-        for axis, change in changes:
+        of_ranks = zip(*(one.transfers for one in reported), strict=True)
+        by_column = dict(zip(self._columns, map(list, of_ranks), strict=True))
+        has_changed = False
+        for axis in self._axes:
+            if axis.axis == AHEAD:  # of two neighbours what each sends to the other
+                pairs = self._links[AHEAD]
+                transfers = [[by_column[AHEAD][first], by_column[BACK][second]] for first, second in pairs]
+            else:
+                transfers = [[by_column[axis.axis][rank] for rank in ranks] for ranks in self._links[axis.axis]]
+            change = axis.note(step, transfers)
             if change is not None:
-                self._write_change(step, axis, change)
-        is_due = self._samples == FIRST_WRITTEN or self._samples % WRITTEN_SAMPLES == 0
-        if is_due or any(change is not None for _, change in changes):
-            self.write_speeds(step)
-
-    def _tell(self) -> None:
-        """Let the supervisor know of speeds that have been confirmed."""
+                has_changed = True
+                self._run.journal.write(
+                    LinkEvent(
+                        step=step,
+                        since_step=change.since_step,
+                        axis=axis.axis,
+                        ranks=change.ranks,
+                        before_bytes_per_s=change.before_bytes_per_s,
+                        now_bytes_per_s=change.now_bytes_per_s,
+                        changed_links=change.links,
+                        group=self._run.group_field,
+                    )
+                )
+        self._samples += 1
         confirmed = [axis.confirmed for axis in self._axes]
-        if self._group is not None or confirmed == self._confirmed:
-            return
-        self._confirmed = confirmed
-        self._supervisor.links = tuple(
-            MeasuredLink(
-                axis=axis.axis,
-                ranks=link.ranks,
-                bytes_per_s=link.bytes_per_s,
-                noise=link.noise,
-                sent_bytes=link.sent_bytes,
+        if self._run.group is None and confirmed != self._confirmed:
+            self._confirmed = confirmed
+            self._supervisor.links = tuple(
+                MeasuredLink(
+                    axis=axis.axis,
+                    ranks=link.ranks,
+                    bytes_per_s=link.bytes_per_s,
+                    noise=link.noise,
+                    sent_bytes=link.sent_bytes,
+                )
+                for axis, links in zip(self._axes, confirmed, strict=True)
+                for link in links
             )
-            for axis, links in zip(self._axes, confirmed, strict=True)
-            for link in links
-        )
-
-    def _of_links(self, axis: str, by_column: dict[str, list[Transfer]]) -> list[list[Transfer]]:
-        """Return the transfers of the ranks of each link; of two neighbours what each sends to the other."""
-        if axis == AHEAD:
-            return [[by_column[AHEAD][first], by_column[BACK][second]] for first, second in self._links[axis]]
-        return [[by_column[axis][rank] for rank in ranks] for ranks in self._links[axis]]
-
-    def _write_change(self, step: int, axis: str, change: LinkChange) -> None:
-        self._journal.write(
-            LinkEvent(
-                step=step,
-                since_step=change.since_step,
-                axis=axis,
-                ranks=change.ranks,
-                before_bytes_per_s=change.before_bytes_per_s,
-                now_bytes_per_s=change.now_bytes_per_s,
-                changed_links=change.links,
-                group=ABSENT if self._group is None else self._group,
-            )
-        )
+        if has_changed or self._samples == FIRST_WRITTEN or self._samples % WRITTEN_SAMPLES == 0:
+            self.write_speeds(step)
 
     def write_speeds(self, step: int) -> None:
         """Write down how fast the slowest link of each axis is, where that is known."""
-        rates = [self._rate(one) for one in self._axes if one.slowest is not None]
-        if rates:
-            group = ABSENT if self._group is None else self._group
-            self._journal.write(LinksEvent(step=step, links=tuple(rates), group=group))
-
-    def _rate(self, axis: AxisLinks) -> LinkRate:
-        speed = axis.slowest
-        assert speed is not None, "it was sampled"
-        return LinkRate(
-            axis=axis.axis,
-            links=len(axis),
-            planned_bytes_per_s=self._planned.get(axis.axis, ABSENT),
-            **vars(speed),
+        rates = tuple(
+            LinkRate(
+                axis=one.axis,
+                links=len(one),
+                planned_bytes_per_s=self._planned.get(one.axis, ABSENT),
+                **vars(one.slowest),
+            )
+            for one in self._axes
+            if one.slowest is not None
         )
-
-
-def links_of(state: TrainState, group: int | None) -> dict[str, list[tuple[int, ...]]]:
-    """Return the ranks of each link by axis: the groups that exchange, two neighbours of a pipeline, and where there
-    are several replica groups each rank, with those of its number in the others."""
-    mesh = state.mesh
-    layout = state.mesh.layout
-    links = mesh.links()
-    if layout.pp > 1:
-        pipelines = mesh.axes.mesh.flatten(1).T.tolist()
-        links[AHEAD] = [(ranks[low], ranks[high]) for ranks in pipelines for low, high in neighbours(layout)]
-    if group is not None:
-        links[GROUPS] = [(rank,) for rank in range(dist.get_world_size())]
-    return links
+        if rates:
+            self._run.journal.write(LinksEvent(step=step, links=rates, group=self._run.group_field))

@@ -28,6 +28,7 @@ from trainspec_cli.engine.checkpoint.reshard import BUCKET_BYTES, ReshardError, 
 from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.observe.counters import free_bytes
 from trainspec_cli.engine.run.scheduling.directives import Directives, planned_by
+from trainspec_cli.engine.run.training_run import TrainingRun
 from trainspec_cli.recipe.keys.layout import MESH_AXES, Layout
 from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
@@ -73,72 +74,60 @@ class DueLayout:
 class LayoutChanges:
     """Decides which layout the run is to have, by what earlier starts have done and what the recipe plans."""
 
-    def __init__(self, plan: Plan, state: TrainState, directives: Directives):
-        self._planned = list(plan.changes)
+    def __init__(self, run: TrainingRun, directives: Directives):
+        self._run = run
+        self._planned = list(run.plan.changes)
         self._directives = directives
-        self.meshes = Meshes(state.mesh)
+        self.meshes = Meshes(run.state.mesh)
         self.bucket_bytes = BUCKET_BYTES
 
-    def due(
-        self, step: int, plan: Plan, decided: LayerChange | None = None, proposed: Proposal | None = None
-    ) -> DueLayout | None:
+    def due(self, step: int, decided: LayerChange | None = None, proposed: Proposal | None = None) -> DueLayout | None:
         """Return the layout that the run changes to after `step` updates, if any. Of several that are due, as after a
         resume, it is the last; `decided` is what the scheduler asks for, and `proposed` the supervisor."""
+        plan = self._run.plan
         if followed := self._directives.due_layout(step):
             return DueLayout(planned_by(followed, plan), followed.reason, followed)
         due = [planned for planned in self._planned if planned.step <= step]
         self._planned = [planned for planned in self._planned if planned.step > step]
+        # An earlier start that has changed the layout since, or has tried to, knew of the plan's change.
         if due and not self._directives.has_changed_layout(due[-1].step) and due[-1].layout != plan.layout:
             return DueLayout(due[-1], "the recipe plans it")
-        wanted = [_proposed(step, proposed)] if proposed is not None and proposed.before == plan.layout else []
-        wanted += [] if decided is None else [_moved(step, plan, decided)]
-        return next((due for due in wanted if self._takes(step, plan, due)), None)
-
-    def _takes(self, step: int, plan: Plan, due: DueLayout) -> bool:
-        """Return whether a change that is wanted is made. What is advice alone is written down."""
+        wanted = list[DueLayout]()
+        if proposed is not None and proposed.before == plan.layout:
+            asked = proposed.proposal
+            wanted.append(DueLayout(asked.planned_from(step), asked.reason, None, asked.before_s, asked.expected_s))
+        if decided is not None:  # the layout in force, with another cut
+            cut = with_stages(plan.layout, decided.stage_layers)
+            sizes = (plan.micro_batch_size, plan.grad_accum_steps)
+            planned = PlannedLayout(step, cut, *sizes, plan.largest_micro_batch_size, plan.largest_stage_layers)
+            wanted.append(DueLayout(planned, decided.reason, None, decided.before_s, decided.after_s))
         if plan.spec.scheduler.mode == "auto":
-            return True
-        self._directives.write(_directive(step, due, plan, ADVICE + due.reason))
-        return False
+            return wanted[0] if wanted else None
+        for advised in wanted:
+            self._directives.write(_directive(step, advised, plan, ADVICE + advised.reason))
+        return None
 
     def change(
-        self, step: int, due: DueLayout, before: Plan, after: Plan, state: TrainState, prepare: Prepare
+        self, step: int, due: DueLayout, after: Plan, prepare: Prepare
     ) -> tuple[Relayout, DirectiveEvent] | None:
         """Change to the layout of `after`, and write that down; None where a rank could not, and all is as it was."""
+        before = self._run.plan
         try:
-            done = change_layout(state, after, self.meshes, prepare, self.bucket_bytes)
+            done = change_layout(self._run.state, after, self.meshes, prepare, self.bucket_bytes)
         except RelayoutError as error:
             if due.followed is not None:
-                raise _cannot_follow(due.followed, error) from error
+                number = due.followed.number
+                message = (
+                    f"the layout of directive {number}, which this run has followed before, cannot be made: {error}"
+                )
+                hint = "give the run more memory, or start it again from its recipe"
+                raise WorkerError(message, code="cannot_move", hint=hint) from error
             self._directives.write(_directive(step, due, before, f"the layout stays as it was: {error}"))
             return None
         if due.followed is not None:
-            self._directives.follow_layout(due.followed)
+            self._directives.layout_number = due.followed.number
             return done, due.followed
         return done, self._directives.write(_directive(step, due, before, due.reason, done))
-
-
-def _proposed(step: int, record: Proposal) -> DueLayout:
-    wanted = record.proposal
-    return DueLayout(wanted.planned_from(step), wanted.reason, None, wanted.before_s, wanted.expected_s)
-
-
-def _moved(step: int, plan: Plan, decided: LayerChange) -> DueLayout:
-    """Return the plan's layout with another cut."""
-    planned = PlannedLayout(
-        step,
-        with_stages(plan.layout, decided.stage_layers),
-        plan.micro_batch_size,
-        plan.grad_accum_steps,
-        plan.largest_micro_batch_size,
-        plan.largest_stage_layers,
-    )
-    return DueLayout(planned, decided.reason, None, decided.before_s, decided.after_s)
-
-
-def _cannot_follow(followed: DirectiveEvent, error: RelayoutError) -> WorkerError:
-    message = f"the layout of directive {followed.number}, which this run has followed before, cannot be made: {error}"
-    return WorkerError(message, code="cannot_move", hint="give the run more memory, or start it again from its recipe")
 
 
 def _directive(step: int, due: DueLayout, plan: Plan, reason: str, done: Relayout | None = None) -> DirectiveEvent:

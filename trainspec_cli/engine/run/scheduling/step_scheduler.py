@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain
 from statistics import fmean, median
 
 from trainspec_cli.balance.batch.batch import (
@@ -51,15 +51,14 @@ from trainspec_cli.balance.decisions.speeds import (
 )
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.parallel.gradient_sums import GradientSums
-from trainspec_cli.engine.run.coordinator import TrainProgress
 from trainspec_cli.engine.run.scheduling.directives import Directives, largest_stage_layers, watches_speeds
 from trainspec_cli.engine.run.step_report import BucketFigures, SpeedFigures
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
+from trainspec_cli.engine.run.training_run import TrainingRun, TrainProgress
 from trainspec_cli.planner.pipeline import LayerTimes
 from trainspec_cli.recipe.field_types import AUTO
-from trainspec_cli.recipe.records import ABSENT
+from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.rules.run import noise_hindrance
 from trainspec_cli.run.folder.event_types.events import AchievedEvent, BucketsEvent, BucketTry, DirectiveEvent
 
 # The samples and the learning rate of the steps to come, by the recipe's batch schedule.
@@ -68,21 +67,12 @@ from trainspec_cli.run.folder.event_types.events import AchievedEvent, BucketsEv
 class StepPace:
     """The same on every rank: what it learns of the gradients' noise comes with the steps' own exchange."""
 
-    def __init__(self, plan: Plan):
-        self._spec = plan.spec
-        self._schedule = schedule_batches(plan.spec)
-        self.follows_noise = plan.spec.batching.schedule.kind == "noise"
-        self.adopt(plan)
-        self.state = BatchPace(plan.spec.batching.global_batch_size, NoiseAverage())
+    def __init__(self, spec: RunSpec):
+        self._spec = spec
+        self._schedule = schedule_batches(spec)
+        self.follows_noise = spec.batching.schedule.kind == "noise"
+        self.state = BatchPace(spec.batching.global_batch_size, NoiseAverage())
         self._warned = False
-
-    def adopt(self, plan: Plan) -> None:
-        """Go on in another layout.
-
-        Under cp the noise takes an exchange of all gradients, which nobody pays for where nothing follows it.
-        """
-        hindrance = noise_hindrance(plan.spec.model, plan.layout, plan.replica_groups, plan.grad_accum_steps)
-        self.measures_noise = not hindrance and (self.follows_noise or plan.layout.cp == 1)
 
     @property
     def kept(self) -> BatchPace | None:
@@ -106,13 +96,12 @@ class StepPace:
         return StepBatch(self._spec.batching.global_batch_size, rate)
 
     def coming(self, progress: TrainProgress, steps: int) -> list[tuple[int, int]]:
-        """Return (first position, samples) of so many steps from `progress` on, as far as they are foreseen."""
-        return list(islice(self._following(progress), steps))
-
-    def _following(self, progress: TrainProgress) -> Iterator[tuple[int, int]]:
-        while batch := self.batch(progress):
-            yield progress.samples, batch.samples
+        """Return (first position, samples) of this number of steps from `progress` on, as far as they are foreseen."""
+        found = list[tuple[int, int]]()
+        while len(found) < steps and (batch := self.batch(progress)):
+            found.append((progress.samples, batch.samples))
             progress = TrainProgress(progress.step + 1, progress.samples + batch.samples)
+        return found
 
     def note_step(self, step: int, samples: int, squares: Sequence[PartSquares]) -> float | None:
         """Take in the squared norms of the gradients of a step of `samples`.
@@ -167,7 +156,7 @@ class StepPace:
 
 
 MEASURED_STEPS = 5
-"""The effect of a directive is the median over so many steps."""
+"""The effect of a directive is the median over this number of steps."""
 SETTLED_STEPS = 10
 """The number of steps after which shares have followed the speeds of another layout, once these are known."""
 
@@ -220,7 +209,7 @@ class Effects:
 
     def _write(self, step: int, watched: Watched) -> None:
         given = watched.directive
-        self._directives.note_effect(
+        self._directives.note(
             AchievedEvent(
                 step=step,
                 number=given.number,
@@ -235,18 +224,18 @@ class Effects:
 class StepScheduler:
     """Called by every rank of the replica group together."""
 
-    def __init__(self, plan: Plan, state: TrainState, directives: Directives, group: int | None, link: SupervisorLink):
-        """Learn the ranks' speeds in the layout of `plan`, which is in force; in another they have other work.
+    def __init__(self, run: TrainingRun, directives: Directives, link: SupervisorLink):
+        """Learn the ranks' speeds in the layout in force; in another they have other work.
 
-        `group`: the replica group, where there are several; their runs are not resumed to the bit, so none of their
-        directives is followed again, and the supervisor learns none of their speeds.
+        Runs of replica groups are not resumed to the bit, so none of their directives is followed again, and the
+        supervisor learns none of their speeds.
         """
-        self._group = group
+        plan = run.plan
+        self._run = run
         self._directives = directives
         self._link = link
         spec = plan.spec.scheduler
-        self._mode = spec.mode if watches_speeds(plan, self._group) else "off"
-        self._layout = plan.layout
+        self._mode = spec.mode if watches_speeds(plan, run.group) else "off"
         keeps_micro_batches = plan.spec.model.unit == "samples"
         self._even = even_division_of(plan)
         self._largest = largest_micro_batch(plan)
@@ -256,14 +245,21 @@ class StepScheduler:
             patience_s=patience_s(spec.mode),
         )
         self._may_change = spec.may_change
-        self._layers = layer_scheduler(plan, self._even, self._largest) if "layers" in spec.may_change else None
-        self._total_steps = plan.total_steps
+        self._layers: LayerScheduler | None = None
+        most_layers = largest_stage_layers(plan)
+        if "layers" in spec.may_change and most_layers is not None and run.group is None:
+            times = LayerTimes(plan.layer_flops, 0.0, plan.head_flops)
+            self._layers = LayerScheduler(
+                plan.layout, times, most_layers, self._even, self._largest, spec.change, patience_s(spec.mode)
+            )
         self.decided_layers: LayerChange | None = None
         """Layers that are to move before the next step."""
         self.is_proposed = False
         """The supervisor proposes a layout that the ranks have not taken up."""
-        self._rows, self._pipelines = ranks_of_data(state), ranks_of_pipelines(state)
-        self._ranks, self._interval_steps = plan.group_size, reporting_interval(plan.group_size)
+        self._pipelines = ranks_of_pipelines(run.state)
+        self._rows = [list(chain.from_iterable(row)) for row in self._pipelines]
+        """The ranks of each data-parallel rank: all that work on the same samples."""
+        self._interval_steps = reporting_interval(plan.group_size)
         self._tracker = SpeedTracker(spec.change, SETTLING_S)
         self._change_cost = ChangeCost()
         self._last_s = (0.0, 0.0)
@@ -275,7 +271,7 @@ class StepScheduler:
         self._effects = Effects(self._directives)
         self._ahead = list[DirectiveEvent]()
         """Shares of an earlier start for steps that are now made again."""
-        if self._mode != "off" and self._group is None:
+        if self._mode != "off" and run.group is None:
             self._ahead = self._directives.shares_of_layout(len(self._even.weights), applied=self._mode == "auto")
 
     # Before a step
@@ -287,8 +283,24 @@ class StepScheduler:
             self._ahead = [directive for directive in self._ahead if directive.step > step]
             self._shares.follow(division_of(self._even, reached[-1], self._largest))
         elif self._decided is not None:
-            self._give(step, *self._decided)
+            change, samples = self._decided
             self._decided = None
+            division = change.division
+            directive = DirectiveEvent(
+                step=step,
+                number=0,
+                applied=self._mode == "auto",
+                counts=division.counts(samples),
+                micro_batch_size=division.micro_batch_size,
+                micro_batches=division.count_micro_batches(samples),
+                reason=change.reason,
+                before_s=change.before_s,
+                expected_s=change.after_s,
+                group=self._run.group_field,
+            )
+            directive = self._directives.write(directive)
+            if directive.applied:
+                self._effects.watch(directive)
         return self._shares.division if self._mode == "auto" else self._even
 
     def limit(self, micro_batch_size: int) -> None:
@@ -302,7 +314,7 @@ class StepScheduler:
         if self._mode == "off" or step % self._interval_steps:
             return None
         speed = self._tracker.estimate or Speed(0.0, 0.0)
-        proposal = self._link.look() if self._group is None else 0
+        proposal = self._link.newest_number() if self._run.group is None else 0
         change_s = self._change_cost.seconds
         own = speed.fixed_s, speed.per_sample_s, speed.noise
         return SpeedFigures(*own, change_s, *self._last_s, proposal, speed.shown_steps, float(speed.is_settled))
@@ -337,7 +349,7 @@ class StepScheduler:
         self._last_s = compute_s, parts_s["exposed_comm"] / micro_batches
         if not reported:
             return
-        exchange_s = exchange_each_s(self._layout, min(one.waited_s for one in reported))
+        exchange_s = exchange_each_s(self._run.plan.layout, min(one.waited_s for one in reported))
         slowest_s = max(one.last_s for one in reported)
         whole_s = sum(seconds for part, seconds in parts_s.items() if part != "checkpoint")
         counts = self._shares.division.counts(samples)
@@ -346,59 +358,32 @@ class StepScheduler:
         slowest_step_s = slowest_s + micro_batches * exchange_s
         self._effects.note_step(step, slowest_step_s, whole_s, knows_speeds=None not in settled)
         speeds = [slowest([known[rank] for rank in row], n) for row, n in zip(self._rows, counts, strict=True)]
-        if self._mode == "auto" and self._group is not None and "shares" in self._may_change:
+        if self._mode == "auto" and self._run.group is not None and "shares" in self._may_change:
             self.rate = 0.0 if None in settled else samples_per_s(speeds)
-        if self._ahead or self._directives.has_layout_ahead:
+        if self._ahead or self._directives.layouts_ahead:
             return
-        self._tell(step, slowest_step_s, micro_batches, counts, settled)
-        self.is_proposed = self._link.is_news(int(reported[0].proposal))
+        if self._run.group is None and self._link.writes:  # the supervisor decides on what the ranks cannot
+            samples_of = {rank: count for row, count in zip(self._rows, counts, strict=True) for rank in row}
+            of_ranks = [samples_of[rank] for rank in range(len(samples_of))]
+            self._link.report(step, slowest_step_s, self._run.plan.layout, micro_batches, of_ranks, settled)
+        self.is_proposed = int(reported[0].proposal) > self._link.received
         steps = self._interval_steps
         change_s = max(one.change_s for one in reported)
-        self._interval_steps = reporting_interval(self._ranks, slowest_s)
+        self._interval_steps = reporting_interval(self._run.plan.group_size, slowest_s)
         division = self._shares.division
         decides_shares = "shares" in self._may_change
         if decides_shares and (change := self._shares.note_step(samples, speeds, exchange_s, steps, change_s)):
             self._decided = change, samples
-        if self._layers is not None and self._group is None:
+        if self._layers is not None:
             stages = [
                 [slowest([settled[rank] for rank in ranks], n) for ranks in row]
                 for row, n in zip(self._pipelines, counts, strict=True)
             ]
-            left = self._total_steps - step
+            left = self._run.plan.total_steps - step
             pause_s = self._directives.last_pause_s
             self.decided_layers = self.decided_layers or self._layers.note_step(
                 samples, division, stages, left, pause_s, steps
             )
-
-    def _tell(
-        self, step: int, step_s: float, micro_batches: int, counts: Sequence[int], known: Sequence[Speed | None]
-    ) -> None:
-        """Let the supervisor know, which decides on what the ranks cannot."""
-        if self._group is not None or not self._link.writes:
-            return
-        samples = [0] * self._ranks
-        for row, count in zip(self._rows, counts, strict=True):
-            for rank in row:
-                samples[rank] = count
-        self._link.tell(step, step_s, self._layout, micro_batches, samples, known)
-
-    def _give(self, step: int, change: ShareChange, samples: int) -> None:
-        division = change.division
-        directive = DirectiveEvent(
-            step=step,
-            number=0,
-            applied=self._mode == "auto",
-            counts=division.counts(samples),
-            micro_batch_size=division.micro_batch_size,
-            micro_batches=division.count_micro_batches(samples),
-            reason=change.reason,
-            before_s=change.before_s,
-            expected_s=change.after_s,
-            group=ABSENT if self._group is None else self._group,
-        )
-        directive = self._directives.write(directive)
-        if directive.applied:
-            self._effects.watch(directive)
 
     def watch(self, directive: DirectiveEvent) -> None:
         """Measure what a directive of the layout has come to; it is in force."""
@@ -438,29 +423,11 @@ def read_speed(
     return Speed(fixed_s, per_sample_s, noise, int(shown_steps), bool(is_settled))
 
 
-def layer_scheduler(plan: Plan, even: Division, largest_micro_batch: int) -> LayerScheduler | None:
-    """Return what decides on moved layers; None where none may move."""
-    most = largest_stage_layers(plan)
-    if most is None:
-        return None
-    times = LayerTimes(plan.layer_flops, 0.0, plan.head_flops)
-    scheduler = plan.spec.scheduler
-    patience = patience_s(scheduler.mode)
-    return LayerScheduler(plan.layout, times, most, even, largest_micro_batch, scheduler.change, patience)
-
-
 def ranks_of_pipelines(state: TrainState) -> list[list[list[int]]]:
     """Return for each data-parallel rank and each of its pipeline ranks the ranks that share the work of its stages."""
     mesh = state.mesh.axes.mesh  # (pp, dp_replicate, dp_shard, cp, tp)
     rows = mesh.permute(1, 2, 0, 3, 4).flatten(3).flatten(0, 1)
     return [[[int(rank) for rank in ranks] for ranks in row] for row in rows.tolist()]
-
-
-def ranks_of_data(state: TrainState) -> list[list[int]]:
-    """Return the ranks of each data-parallel rank: all that work on the same samples."""
-    mesh = state.mesh.axes.mesh  # (pp, dp_replicate, dp_shard, cp, tp)
-    rows = mesh.permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1)
-    return [[int(rank) for rank in row] for row in rows.tolist()]
 
 
 # Tries sizes of the buckets in which gradients are summed, in a run's first steps, and keeps the best.
@@ -473,12 +440,12 @@ class StepBuckets:
     """Called by every rank of the replica group together. On a GPU, where FSDP2 sums each block's gradients, and where
     no two blocks' can go together, nothing is tried."""
 
-    def __init__(self, plan: Plan, state: TrainState, directives: Directives, group: int | None):
-        """Begin with the layout of `plan`, which is in force; another layout has its own sizes."""
+    def __init__(self, run: TrainingRun, directives: Directives):
+        """Begin with the layout in force; another layout has its own sizes."""
+        self._run = run
         self._directives = directives
-        self._group = group
-        self._sums, self._layout = state.sums, plan.layout.describe()
-        self._planned_bytes = _planned_bytes(plan)
+        self._sums = run.state.sums
+        self._layout = run.plan.layout.describe()
         self._tries: BucketTries | None = None
         self._warm_steps = 0
         self.report: BucketFigures | None = None
@@ -486,10 +453,11 @@ class StepBuckets:
         self._is_on = False
         if self._sums is None:
             return
-        known = self._directives.buckets.get(self._layout)
-        chosen = known if plan.spec.comm.bucket_bytes is None else plan.spec.comm.bucket_bytes
+        known = directives.buckets.get(self._layout)
+        wanted = run.plan.spec.comm.bucket_bytes
+        chosen = known if wanted is None else wanted
         self._sums.bucket_bytes = chosen or 0
-        self._is_on = chosen is None and plan.spec.scheduler.mode != "off"
+        self._is_on = chosen is None and run.plan.spec.scheduler.mode != "off"
 
     def begin(self) -> None:
         """Begin a step, or begin it again."""
@@ -517,34 +485,32 @@ class StepBuckets:
                 return
             gradient_bytes = round(max(one.gradient_bytes for one in reported))
             block_bytes = round(max(one.largest_block_bytes for one in reported))
-            sizes = sizes_to_try(gradient_bytes, block_bytes, self._planned_bytes)
-            self._tries, self._is_on = BucketTries(sizes), bool(sizes)
+            # The blueprint's size, where there is one: of the axis over which gradients are summed first.
+            blueprint = self._run.plan.blueprint
+            exchanges = blueprint.exchanges if blueprint else ()
+            summed = (one.bucket_bytes for one in exchanges if one.operation in ("reduce_scatter", "all_reduce"))
+            planned_bytes = next((size for size in summed if size is not None), None)
+            sizes = sizes_to_try(gradient_bytes, block_bytes, planned_bytes)
+            self._tries = BucketTries(sizes)
+            self._is_on = bool(sizes)
             return
         waited_s = fmean(one.waited_s for one in reported)
         step_s = max(one.step_s for one in reported)
-        self._tries.note(round(reported[0].bucket_bytes), waited_s, step_s)
-        if self._tries.is_done:
-            self._is_on = False
-            sums.bucket_bytes = self._tries.best
-            self._settle(step, self._tries)
-
-    def _settle(self, step: int, tries: BucketTries) -> None:
-        usual = tries.usual_s
+        tries = self._tries
+        tries.note(round(reported[0].bucket_bytes), waited_s, step_s)
+        if not tries.is_done:
+            return
+        self._is_on = False
+        sums.bucket_bytes = tries.best
         self._directives.buckets[self._layout] = tries.best
+        usual = tries.usual_s
         if len(usual) > 1:
-            self._directives.note_buckets(
+            self._directives.note(
                 BucketsEvent(
                     step=step,
                     layout=self._layout,
                     bucket_bytes=tries.best,
                     tries=tuple(BucketTry(size, usual[size]) for size in tries.sizes),
-                    group=ABSENT if self._group is None else self._group,
+                    group=self._run.group_field,
                 )
             )
-
-
-def _planned_bytes(plan: Plan) -> float | None:
-    """Return the blueprint's size for gradients, where there is one: of the axis over which they are summed first."""
-    exchanges = plan.blueprint.exchanges if plan.blueprint else ()
-    summed = (one for one in exchanges if one.operation in ("reduce_scatter", "all_reduce"))
-    return next((one.bucket_bytes for one in summed if one.bucket_bytes is not None), None)

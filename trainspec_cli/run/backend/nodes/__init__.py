@@ -1,1 +1,2 @@
-"""A job on several nodes: an agent on each runs torchrun there, and the backend reaches them through its hub."""
+"""A job on several nodes: an agent on each node runs torchrun there, and the backend commands the agents through its
+hub."""

@@ -1,9 +1,9 @@
 """`python -m trainspec_cli.run.backend.nodes.agent [--node I] RUN GENERATION`: the agent of one node of a job.
 
-It runs the workers of this node as the hub asks it to, and reports what becomes of them. The agent of a node that takes
-no part, as a spare one or since it was too slow, is there and runs nothing. When the hub is silent for too
-long this node is cut off: what runs here is ended, since the job goes on elsewhere; to a run of replica groups it comes
-back when it can. Under Slurm the node's number is the task's.
+It runs the workers of this node as the hub requests, and reports how they end. The agent of a spare node, or of one
+that was left out as too slow, is connected and runs nothing. When the hub is silent for too long this node is
+disconnected: its processes are ended, since the job continues elsewhere; the agent of a run of replica groups
+reconnects when it can. Under Slurm the node's number is the task's.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from trainspec_cli.run.job.machine import NodePlace, detect
 from trainspec_cli.run.signals import PatientRequests, on_stop_signal
 
 APPEAR_TIMEOUT_S = 60.0
-"""A network file system may show a new file this late on another node."""
+"""Seconds after which a network file system may show a new file on another node."""
 EXAMINE_TIMEOUT_S = 180.0
 RETURN_INTERVAL_S = 1.0
-"""How often an agent that was cut off tries to come back."""
+"""Interval at which a disconnected agent tries to reconnect."""
 CUT_OFF, UNFIT = 3, 4
-"""Exit codes of an agent: it no longer heard the hub, or the node lacks something."""
+"""Exit codes of an agent: the connection to the hub was lost, or the node is unfit."""
 
 
 def main() -> None:
@@ -55,17 +55,18 @@ def main() -> None:
     parser.add_argument("run", type=RunDir)
     parser.add_argument("generation", type=int)
     options = parser.parse_args()
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm warns every process of a step; the supervisor heeds it
+    # Slurm sends this warning to every process of a step; the supervisor acts on it
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     sys.exit(run_agent(options.run, options.generation, int(options.node)))
 
 
 def run_agent(
     run: RunDir, generation: int, node: int, begin: Callable[[GenerationRecord], None] = lambda _: None
 ) -> int:
-    """Take part in one generation of a run; -> 0 when the hub has ended it, else `CUT_OFF` or `UNFIT`. `begin` is
-    called once it is known what the first node runs, before anything is started.
+    """Take part in one generation of a run; -> 0 when the hub has ended it, else `CUT_OFF` or `UNFIT`.
 
-    Raises MachineError where the hub cannot be reached, RecipeError where another agent has the number.
+    `begin` is called when the first node's record has been read, before anything is started. Raises MachineError where
+    the hub cannot be reached, RecipeError where another agent has the number.
     """
     record = await_record(run, generation)
     begin(record)
@@ -83,7 +84,7 @@ def run_agent(
 
 
 def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool], return_timeout_s: float) -> int:
-    """An agent of replica groups that was cut off comes back when there is a way again, and tries for that long."""
+    """A disconnected agent of replica groups tries this long to reconnect."""
     code = serve()
     deadline = time.monotonic() + return_timeout_s
     while code == CUT_OFF and goes_on() and time.monotonic() < deadline:
@@ -93,7 +94,7 @@ def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool], return_
             deadline = time.monotonic() + return_timeout_s
         except MachineError as error:
             if isinstance(error.__cause__, (ConnectionRefusedError, FileNotFoundError)):
-                break  # the first node is there, and its hub, or this start's secret, is not
+                break  # the first node is up, but its hub, or this start's secret, is not
     return code
 
 
@@ -112,11 +113,11 @@ def _serve(run: RunDir, plan: Plan | None, record: GenerationRecord, place: int,
 
 
 def await_record(run: RunDir, generation: int) -> GenerationRecord:
-    """Return what the first node has written of this generation. Raises MachineError where it is not seen here."""
+    """Return the first node's record of this generation. Raises MachineError where this node does not see it."""
     deadline = time.monotonic() + APPEAR_TIMEOUT_S
     while not (record := generations.read(run, generation)):
         if time.monotonic() > deadline:
-            message = f"{socket.gethostname()} does not see {run.generation(generation)}"
+            message = f"{socket.gethostname()} cannot see {run.generation(generation)}"
             hint = "keep the folder of the run on a file system that all nodes share"
             raise MachineError(Problem("not_shared", message, hint=hint, environment=True))
         time.sleep(POLL_S)
@@ -130,7 +131,7 @@ def connect(record: GenerationRecord, secret: bytes, node: int) -> Wire:
         wire = call_hub(address, secret)
     except OSError as error:
         message = f"{socket.gethostname()} cannot reach the first node at {address[0]}:{address[1]}: {error}"
-        hint = "open the way between the job's nodes (a firewall), or look at the cable"
+        hint = "open the network between the job's nodes (a firewall), or check the cable"
         raise MachineError(Problem("hub_unreachable", message, hint=hint, environment=True)) from error
     wire.send(messages.Hello(node, node_name()))
     return wire
@@ -146,7 +147,7 @@ class Agent:
         node: int,
         requests: PatientRequests,
     ):
-        """`plan`: None for a kind of job that has none."""
+        """`plan`: None for a kind of job without a plan."""
         self._wire = wire
         self._plan = plan
         self._record = record
@@ -159,12 +160,13 @@ class Agent:
         self._part = NodePart(run, plan, record, NodePlace(node, record.num_nodes, record.head), self._machine)
         self._received: deque[messages.Message] = deque()
         self._numbers: dict[int, int] = {}
-        """The newest start of each group that runs, or ran, here."""
+        """The newest start of each group that runs, or ran, on this node."""
 
     def work(self) -> int:
-        """Examine the node, and run workers until the hub ends that. Raises MachineError for what this node lacks."""
+        """Check the node, and run workers until the hub ends the job. Raises MachineError where this node is unfit."""
         self._take_in()
-        while not self._wire.was_heard and not self._is_cut_off:  # another agent may have the number, and its processes
+        # another agent may have this node's number, and its processes
+        while not self._wire.was_heard and not self._is_cut_off:
             self._listen()
         if self._is_cut_off:
             return CUT_OFF
@@ -173,7 +175,7 @@ class Agent:
         if self._record.examine:
             self._examine()
         job = self._kind.build_job(self._part)
-        processes.kill(job.launch_id)  # what an agent that was killed here has left
+        processes.kill(job.launch_id)  # processes that an agent killed on this node has left
         running = self._kind.open_node(self._part, job)
         try:
             while self._listen():
@@ -193,7 +195,7 @@ class Agent:
         return 0
 
     def stand_by(self) -> int:
-        """Be there until the hub ends this start, or somebody here asks the agent to stop."""
+        """Serve the hub until it ends this start, or a signal asks the agent to stop."""
         while self._listen() and not self._requests.count:
             self._received.clear()
         if self._is_cut_off:
@@ -208,7 +210,7 @@ class Agent:
         elif isinstance(message, messages.KillGroup):
             if self._numbers.get(message.group) == message.number:
                 running.kill(message.group)
-            else:  # an agent that came back knows nothing of it
+            else:  # an agent that has reconnected does not know about this
                 self._wire.send(messages.GroupExited(message.group, message.number, None))
         elif isinstance(message, messages.HangFound):
             running.record_hang(message.late)
@@ -218,7 +220,7 @@ class Agent:
             self._stop(running)
 
     def _stop(self, running: RunningNode) -> None:
-        """Ask the workers once: Slurm and the hub may both want it."""
+        """Ask the workers to stop, once: both Slurm and the hub may request it."""
         if not self._is_stopping:
             self._is_stopping = True
             running.stop()
@@ -240,23 +242,23 @@ class Agent:
         except (ValueError, RecipeError) as error:
             if self._is_ended:
                 return
-            message = f"the examination of {node_name()} ended without a report within {EXAMINE_TIMEOUT_S:g} s"
+            message = f"the check of {node_name()} ended without a report within {EXAMINE_TIMEOUT_S:g} s"
             raise MachineError(Problem("examination_failed", message, hint=f"look at {self._record.logs}")) from error
         self._wire.send(messages.NodeExamined(report))
 
     def _listen(self) -> bool:
-        """Hear the hub and be heard, for an instant; False where it has ended this agent, or is gone."""
+        """Exchange messages with the hub for a moment; False where the hub has ended this agent, or is lost."""
         time.sleep(POLL_S)
         self._take_in()
         self._wire.beat()
         return not self._is_ended and not self._is_cut_off
 
     def _take_in(self) -> None:
-        """Receive what has come; only then can it be known that nothing did."""
+        """Receive what has arrived; only then is an empty result known to mean silence."""
         self._received.extend(self._wire.receive())
         if taken := next((one for one in self._received if isinstance(one, messages.NumberTaken)), None):
-            message = f"--node-rank {self._node} is given twice: {taken.hostname} has it"
-            hint = "give each node a number of its own, from 0 to --nnodes less 1"
+            message = f"--node-rank {self._node} is used twice: {taken.hostname} has it"
+            hint = "give each node a different number, from 0 to --nnodes less 1"
             raise RecipeError(Problem("usage", message, "--node-rank", hint))
         self._is_ended = self._is_ended or any(isinstance(message, messages.EndAgent) for message in self._received)
 

@@ -1,4 +1,4 @@
-"""The backend of a run on several nodes starts their agents, and reaches the workers through them."""
+"""The backend of a run on several nodes: it starts their agents, and reaches the workers through them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainspec_cli.recipe.keys.run import RunSection
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend.family import Family, start_guard
-from trainspec_cli.run.backend.hub import Came, Hub, Lost, News, RemoteNode, max_knocks
+from trainspec_cli.run.backend.hub import Came, Hub, Lost, News, RemoteNode, max_pending
 from trainspec_cli.run.backend.local import NodeProcesses, close_family
 from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, RunningStart, poll_starts
 from trainspec_cli.run.backend.processes import POLL_S
@@ -38,38 +38,38 @@ from trainspec_cli.run.recovery import run_state
 from trainspec_cli.run.rendezvous.address import Rendezvous
 
 AGENT = ("-m", "trainspec_cli.run.backend.nodes.agent")
-"""Arguments of Python; the run's folder and the generation follow them."""
+"""Arguments for Python; the run's folder and the generation follow them."""
 END_TIMEOUT_S = 12.0
-"""An agent that was asked to end and has not after this long is given up: it ends what it runs by itself when it no
-longer hears the hub."""
+"""Seconds after which an agent that was asked to end is abandoned: it ends its processes by itself when the hub is
+silent."""
 JOIN_KEY = "run.join_timeout_s"
 """The key that sets how long the nodes of a recipe wait for one another."""
 DRAIN_S = 5.0
-"""srun may take this long to end when all agents have."""
+"""Seconds that srun may take to end after all agents have ended."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How the nodes of a job are reached."""
+    """How to reach the nodes of a job."""
 
     head: str
-    """The first node's name or address; this process runs there."""
+    """Name or address of the first node, on which this process runs."""
     start: tuple[str, ...]
-    """A command that runs an agent on every node (srun), or on this one alone; it gets RUN and GENERATION appended."""
+    """A command that runs an agent on every node (srun), or on this node alone; RUN and GENERATION are appended."""
     rendezvous_port: int | None = None
-    """None: a free one."""
+    """None: any free port."""
     return_timeout_s: float = 0.0
-    """A lost node's agent may be started again: where the others are too few without it, they wait this long."""
+    """A lost node's agent may be restarted: if too few nodes are left, the others wait this many seconds for it."""
 
 
 def agent_command(node: int | None = None) -> tuple[str, ...]:
-    """Return the command of an agent; without a number it takes that of its Slurm task."""
+    """Return the command of an agent; without a number the agent uses that of its Slurm task."""
     number = () if node is None else ("--node", str(node))
     return (sys.executable, *AGENT, *number)
 
 
 def build_nodes_job(plan: Plan, root: Path, reach: Reach) -> Job:
-    """Return the job on paper; `NodesBackend` starts it."""
+    """Return the description of the job, which `NodesBackend` starts."""
     root = root.absolute()
     return Job(
         root=root,
@@ -84,17 +84,17 @@ def build_nodes_job(plan: Plan, root: Path, reach: Reach) -> Job:
 
 @dataclass(frozen=True)
 class Examination:
-    """Every node is examined before its workers start."""
+    """The check that every node runs before its workers start."""
 
     command: tuple[str, ...]
-    """Arguments of Python, which runs with them on each node; prints its report as JSON in its last line."""
+    """Arguments for Python; the check prints its report as JSON in its last line."""
     judge: Callable[[Sequence[NodeReport]], None]
-    """Takes the reports of all nodes, by number. Raises MachineError where one is not fit."""
+    """Receives the reports of all nodes, by number. Raises MachineError where a node is unfit."""
 
 
 @dataclass(frozen=True)
 class NodePart:
-    """What one node needs to know of the job that it runs a part of."""
+    """What one node needs to know about the job."""
 
     run: RunDir
     plan: Plan | None
@@ -104,7 +104,7 @@ class NodePart:
 
 
 class RunningNode(Protocol):
-    """The processes of a job on one node; of each group that it starts there, it reports in messages to the hub."""
+    """The processes of a job on one node; reports each group that it starts in messages to the hub."""
 
     def start(self, group: int, number: int) -> None: ...
 
@@ -115,35 +115,35 @@ class RunningNode(Protocol):
     def kill(self, group: int) -> None: ...
 
     def record_hang(self, late: tuple[int, ...]) -> None:
-        """Write down where the ranks of this node stand, since the others wait for `late`."""
+        """Record the position of this node's ranks, since the others wait for `late`."""
 
     def close(self) -> tuple[int, ...]: ...
 
 
 NameHang = Callable[[tuple[int, ...]], None]
-"""Has the nodes of a job write down where their ranks stand."""
+"""Makes the nodes of a job record the position of their ranks."""
 
 
 class JobKind(Protocol):
-    """What differs between the kinds of jobs on several nodes. Nodes find the one of theirs by its name."""
+    """What differs between the kinds of jobs on several nodes. Nodes find the kind by its name."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def join_key(self) -> str:
-        """What sets how long the nodes wait for one another, as it is typed."""
+        """The option that sets how long the nodes wait for one another, as the user types it."""
 
     def open_start(
         self, job: Job, plan: Plan | None, group: int, number: int, nodes: Sequence[int], name_hang: NameHang
     ) -> RunningStart:
-        """Return a start of a group, as the first node sees it."""
+        """Return the first node's view of a start of a group."""
 
     def build_job(self, part: NodePart) -> Job:
         """Return the job of one node. Raises MachineError."""
 
     def open_node(self, part: NodePart, job: Job) -> RunningNode:
-        """Return the processes of one node; none is started."""
+        """Return the processes of one node, none of them started."""
 
 
 class RecipeJobs:
@@ -156,8 +156,8 @@ class RecipeJobs:
         return GroupStart(job, plan, group, number, nodes)
 
     def build_job(self, part: NodePart) -> Job:
-        """Where the agent of a replica group dies its workers are killed without being asked to stop: they would ask
-        those of all groups to."""
+        """Where the agent of a replica group dies, its workers are killed without a request to stop: they would pass
+        the request on to all groups."""
         assert part.plan is not None, "a recipe has a plan"
         job = build_node_job(part.plan, part.run.root, part.machine, part.place.node, part.record)
         return job if part.plan.replica_groups == 1 else replace(job, stop_grace_s=0.0)
@@ -182,9 +182,11 @@ class NodesBackend:
         kind: JobKind = RECIPE_JOBS,
         describe_work: Callable[[int], UnplannedWork] | None = None,
     ):
-        """Own the run, open the hub and the rendezvous server, start the agents. Without a plan the processes of the
-        job meet by themselves, at a port of the first node; `describe_work` returns what every node is to run, given
-        that port."""
+        """Own the run, open the hub and the rendezvous server, start the agents.
+
+        Without a plan the processes of the job meet without the rendezvous server, at a port of the first node;
+        `describe_work` returns what every node is to run, given that port.
+        """
         assert (plan is None) == (describe_work is not None), "a plan says what is to be run"
         self._kind = kind
         self._describe_work = describe_work
@@ -195,7 +197,7 @@ class NodesBackend:
         self._num_nodes = plan.num_nodes if plan else len(job.nodes)
         self._num_groups = plan.replica_groups if plan else 1
         self._places = (*job.nodes, *job.left_out)
-        """The numbers of the job's nodes; those beyond the plan's stand by."""
+        """The numbers of the job's nodes; those beyond the plan's are spares."""
         job.logs.mkdir(parents=True, exist_ok=True)
         self.generation = generations.begin(job.run)
         self._fence = Fence(job.run, self.generation)
@@ -211,13 +213,14 @@ class NodesBackend:
             self._rendezvous = Rendezvous(job, plan.spec.resilience, secret_file, address, port, name=reach.head)
             self._rendezvous_watch = RendezvousWatch(self._rendezvous, job.run, plan)
         else:
-            with listen(address, port) as found:  # where somebody listens there already, it is said now
+            with listen(address, port) as found:  # a port in use is reported now
                 self._port = int(found.getsockname()[1])
         generations.describe(job.run, self._record(worker))
-        # Where this process is killed, groups agree on their last step through the rendezvous server: a guard ends it.
+        # If this process is killed, groups agree on their last step through the rendezvous server; then a guard ends
+        # it.
         self._guarded = (start_guard(job), Family(job)) if self._num_groups > 1 else None
         environment = {**os.environ, **job.environment}
-        del environment[LAUNCH_ID]  # agents are not among those they end
+        del environment[LAUNCH_ID]  # agents are not among those that the guard ends
         with job.torchrun_log.open("ab") as log:
             self._starter = subprocess.Popen(
                 (*job.command, str(job.root), str(self.generation)),
@@ -239,7 +242,7 @@ class NodesBackend:
         self._send(group, messages.StartGroup(group, number))
 
     def poll(self) -> list[run_state.Event]:
-        """Raises MachineError for a node that is unfit from the beginning, WorkerError where the run was begun anew
+        """Raises MachineError for a node that is unfit from the start, WorkerError where the run was restarted
         elsewhere."""
         self._fence.check_now_and_then()
         events = [event for news in self._hub.poll() for event in self._handle(news)]
@@ -263,18 +266,18 @@ class NodesBackend:
             self._send(group, messages.StopWorkers(group))
 
     def kill(self, group: int | None = None) -> tuple[int, ...]:
-        """A lost node is fenced off, and ends by itself what it runs."""
+        """Fence off a lost node, which ends its processes by itself."""
         if group is None:
             return self._close()
         if group in self._starts:
             self._send(group, messages.KillGroup(group, self._starts[group].number))
         return ()
 
-    # What comes from the agents
+    # Reports of the agents
 
     def _handle(self, news: News) -> list[run_state.Event]:
         node, message = news
-        if node.node >= self._num_nodes:  # it stands by: whether it is there is all that counts
+        if node.node >= self._num_nodes:  # a spare: only its presence matters
             return []
         if isinstance(message, Came):
             returned = node.node in self._lost
@@ -290,7 +293,7 @@ class NodesBackend:
             return [run_state.NodeStopRequested(self._number(node))]
         if isinstance(message, messages.ProcessMessage):
             start = self._starts.get(message.group)
-            if start and start.number == message.number:  # else it belongs to an earlier start
+            if start and start.number == message.number:  # else the message belongs to an earlier start
                 return start.hear(node.node, node.hostname, message)
         return []
 
@@ -302,7 +305,7 @@ class NodesBackend:
         return run_state.NodeLost(self._number(node), node.hostname, why, tuple(start.group for start in there))
 
     def _number(self, node: RemoteNode) -> int:
-        """Return the job's number of a node, by which people know it; the hub knows it by its place."""
+        """Return the job's number of a node, which messages show; the hub numbers nodes by their places."""
         return self._places[node.node] if self._places else node.node
 
     def _nodes_of(self, group: int) -> range:
@@ -315,7 +318,7 @@ class NodesBackend:
         return [start for start in self._starts.values() if node.node in self._nodes_of(start.group)]
 
     def _admit(self) -> list[run_state.Event]:
-        """Let workers start once every node that is there has been examined; later, on one that came back."""
+        """Let workers start once every connected node has been checked; later, on a node that has reconnected."""
         here = [node for node in self._hub.nodes[: self._num_nodes] if not node.is_gone and not node.refusal]
         new = [node for node in here if node.wire and not node.admitted]
         if self._examination and any(node.report is None for node in here):
@@ -345,7 +348,7 @@ class NodesBackend:
         self._hostnames = hostnames
         missing = [str(self._number(node)) for node in self._hub.nodes[: self._num_nodes] if not node.is_connected]
         waiting = ""
-        # The agent of node 0 starts here by itself, and may come later than that of another node.
+        # The agent of node 0 starts in this process' job, and may connect later than that of another node.
         if missing and self._hub.nodes[0].is_connected:
             waiting = (
                 f"{self._num_nodes - len(missing)} of {self._num_nodes} nodes are here; waiting for node "
@@ -371,7 +374,7 @@ class NodesBackend:
 
     def _open_hub(self, secret: bytes, address: str) -> Hub:
         nodes = max(self._num_nodes, len(self._places))
-        allow_connections(max_knocks(nodes) + nodes + self._job.world_size)
+        allow_connections(max_pending(nodes) + nodes + self._job.world_size)
         welcomes_back = self._num_groups > 1
         return Hub(
             nodes,
@@ -408,7 +411,7 @@ class NodesBackend:
             self._hub.nodes[node].send(message)
 
     def _close(self) -> tuple[int, ...]:
-        """Have every agent end what it runs, then end what started them."""
+        """Make every agent end its processes, then end what started the agents."""
         self._hub.send(messages.EndAgent())
         deadline_s = time.monotonic() + END_TIMEOUT_S
         while time.monotonic() < deadline_s and any(node.is_connected for node in self._hub.nodes):
@@ -424,8 +427,8 @@ class NodesBackend:
         return close_family(self._guarded[1], self._guarded[0]) if self._guarded else ()
 
     def _end_starter(self, *, in_order: bool) -> None:
-        """One that has nothing more to do ends by itself. At SIGTERM srun has Slurm end the step by its number, and the
-        step of a newer start has the same one."""
+        """An agent without work ends by itself. At SIGTERM srun has Slurm end the step by its number, and the step of a
+        newer start has the same number."""
         signals = (signal.SIGKILL,) if self._fence.is_closed() else (signal.SIGTERM, signal.SIGKILL)
         for number in (None, *signals) if in_order else signals:
             if self._starter.poll() is not None:
@@ -439,5 +442,5 @@ class NodesBackend:
 
 
 def run_section(plan: Plan | None) -> RunSection:
-    """Return the section that has the time limits of nodes; without a plan they are the defaults."""
+    """Return the section with the time limits of nodes; the defaults without a plan."""
     return plan.spec.run if plan else RunSection()

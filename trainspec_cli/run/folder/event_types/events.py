@@ -1,10 +1,9 @@
-"""Events: what happened in a run, one dataclass per type. Each is one JSON object on a line of its rank's file.
+"""Events: what happened in a run, one dataclass per type.
 
-A field that is `Absent` has no key on disk. Where a field of a later version is unknown here, it is passed over; an
-event of an unknown type becomes an `UnknownEvent`.
-
-The leading replica group writes rank 0's file, the run's log; each process of a group has a file of its own below
-`groupNNNNN/`. The supervisor's marks (launch, failure, ended) are in a file of their own.
+Each is one JSON object on a line of its rank's file. A field that is `Absent` has no key on disk. A reader ignores
+fields of later versions; an event of an unknown type becomes an `UnknownEvent`. The leading replica group writes rank
+0's file, the run's log; each process of a group has a file of its own below `groupNNNNN/`. The supervisor's marks
+(launch, failure, ended) are in a separate file.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class UnknownEvent(Event):
     """An event of a type that a later version writes."""
 
 
-# Events of what changes a run between two steps: shares, layers, layout, buckets, memory and nodes.
+# Events about changes to a run between two steps: shares, layers, layout, buckets, memory and nodes.
 
 
 def _read_layout(value: object) -> Layout:
@@ -66,7 +65,7 @@ WrittenLayout = Annotated[Layout, ValueKind("a layout", _read_layout, section=La
 
 
 ADVICE = "advice: "
-"""The beginning of the reason for a layout that was not changed to because `scheduler.mode` is advise."""
+"""Prefix of the reason for a layout that was not adopted because `scheduler.mode` is advise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,17 +73,17 @@ class SchedulerEvent(Event):
     """A line of `directives.jsonl`: a directive, or its effect."""
 
     step: Count
-    """Updates made before it; a directive holds from the next one on."""
+    """Updates made before it; a directive holds from the next update on."""
     number: Count
     """Directives are numbered 1, 2, ... over the starts of a run; each replica group numbers its own, and group_shares
-    have their step's."""
+    have their step's number."""
     before_s: Seconds
-    """The slowest rank's own computing in a step took so long, with the exchanges of its micro-batches; before another
-    layout, the step itself."""
+    """Compute time of the slowest rank in a step, with the exchanges of its micro-batches; before another layout, the
+    time of the step."""
     expected_s: Seconds
-    """The same is expected to take so long after the change; both are 0 where the recipe asked for it."""
+    """The expected time after the change; both times are 0 where the recipe asked for it."""
     group: Count | Absent | None = ABSENT
-    """The replica group whose ranks it is about, where there are several."""
+    """The replica group of the ranks, where there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,24 +97,24 @@ class DirectiveEvent(SchedulerEvent):
     applied: bool
     """False: `scheduler.mode` is advise, or the layout could not be changed."""
     counts: tuple[Count, ...]
-    """Each takes so many samples of a step."""
+    """Samples of a step for each of them."""
     micro_batch_size: Count | Absent = ABSENT
-    """A rank processes at most so many samples at a time; absent of group_shares."""
+    """The most samples that a rank processes at a time; absent for group_shares."""
     micro_batches: Count | Absent = ABSENT
     reason: str
     before: WrittenLayout | Absent = ABSENT
-    """layers, layout: the layout up to now."""
+    """layers, layout: the layout until now."""
     layout: WrittenLayout | Absent = ABSENT
     """The layout from here on."""
     largest_micro_batch_size: Count | Absent | None = ABSENT
     """layers, layout: what memory allows there, for shares; None where that is not known."""
     largest_stage_layers: Count | Absent | None = ABSENT
     pause_s: Seconds | Absent = ABSENT
-    """layers, layout: what the change took."""
+    """layers, layout: seconds that the change took."""
     moved_bytes: Count | Absent = ABSENT
     """Bytes of the state that were sent from rank to rank."""
     peak_bytes: Count | Absent = ABSENT
-    """One rank held so much of the state meanwhile, at most."""
+    """The most bytes of the state that one rank held meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +123,7 @@ class AchievedEvent(SchedulerEvent):
 
     type: Literal["achieved"] = "achieved"
     achieved_s: Seconds
-    """The same takes so long since then."""
+    """The same time since then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +131,18 @@ class BucketTry:
     bucket_bytes: Count
     """0: each block's gradients by themselves."""
     waited_s: Seconds
-    """The time of a step in which a rank waited for gradients: the median over the tries, of the ranks' mean."""
+    """The time of a step that a rank waited for gradients: the median over the tries of the ranks' mean."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketsEvent(Event):
-    """A size of the buckets in which gradients are summed was found by tries. Also a line of `directives.jsonl`."""
+    """The best size of the buckets for sums of gradients was found by trying. Also a line of `directives.jsonl`."""
 
     type: Literal["buckets"] = "buckets"
     step: Count
     """Updates made before it."""
     layout: str
-    """The axes that it was found in: a run in another layout does not follow it."""
+    """The layout's axes during the tries: a run in another layout does not use the size."""
     bucket_bytes: Count
     tries: tuple[BucketTry, ...]
     group: Count | Absent | None = ABSENT
@@ -151,14 +150,14 @@ class BucketsEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEvent(Event):
-    """Memory ran out, and the run goes on with another setting. A directive: also a line of `directives.jsonl`."""
+    """Memory ran out, and the run continues with another setting. A directive: also a line of `directives.jsonl`."""
 
     type: Literal["memory"] = "memory"
     kind: Literal["memory"] = "memory"
     step: Count
     """Updates made before it."""
     layout: str
-    """The axes that the setting was of: a run in another layout does not follow it."""
+    """The layout's axes at that time: a run in another layout does not use the setting."""
     failed: MemorySetting
     taken: MemorySetting
     restarts: bool
@@ -172,7 +171,7 @@ class MemoryEvent(Event):
     limit_bytes: Count | Absent | None = ABSENT
     """Memory that it may hold."""
     group: Count | Absent | None = ABSENT
-    """The replica group whose memory it was, where there are several."""
+    """The replica group whose memory ran out, where there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,22 +187,22 @@ class NodesEvent(Event):
     applied: bool
     """False: `scheduler.mode` is advise."""
     node: Count
-    """As it was numbered when the run was started."""
+    """The node's number at the start of the run."""
     host: str
     spare: Count | Absent = ABSENT
-    """The node that takes its place."""
+    """The node that replaces it."""
     num_nodes: Count
     """Nodes that take part from here on."""
     layout: WrittenLayout
     """The layout from here on."""
     pace: Rate
-    """The slowest of its ranks computes so many times as long as usual."""
+    """Slowdown of the node's slowest rank: its compute time over the usual one."""
     before_s: Seconds
-    """A step took so long."""
+    """The time of a step until now."""
     expected_s: Seconds
-    """A step is expected to take so long without the node."""
+    """The expected time of a step without the node."""
     cost_s: Seconds
-    """The new start is expected to take so long, from the stop to its first step."""
+    """The expected time of the restart, from the stop to its first step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,12 +214,12 @@ class NodesAchievedEvent(Event):
     number: Count
     """The number of the directive."""
     achieved_s: Seconds
-    """A step takes so long since then."""
+    """The time of a step since then."""
     restart_s: Seconds
-    """The new start took so long, from the stop to its first step."""
+    """The time of the restart, from the stop to its first step."""
 
 
-# Events of failures and recoveries, and the supervisor's marks.
+# Events about failures and recoveries, and the supervisor's marks.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,7 +235,7 @@ class RecoveryEvent(Event):
     type: Literal["recovery"] = "recovery"
     step: Count
     change: str
-    """left, joined or retried (replica groups), NOUN_left or NOUN_joined (what else takes part, such as site_left), or
+    """left, joined or retried (replica groups), NOUN_left or NOUN_joined (other participants, such as site_left), or
     restart (the whole run)."""
     group: Count | None
     """The number of the replica group, or of what NOUN names."""
@@ -253,7 +252,7 @@ class LaunchMark(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureMark(Event):
-    """The supervisor has learned of a failure."""
+    """The supervisor has noticed a failure."""
 
     type: Literal["failure"] = "failure"
 
@@ -266,43 +265,43 @@ class EndedMark(Event):
     exit_code: int | None = None
 
 
-# Events of what the ranks observe beside training: links, counters, stalls and verdicts.
+# Events about what the ranks observe: links, counters, stalls and verdicts.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkRate:
-    """The slowest link of an axis, as the steps' own exchanges show it."""
+    """The slowest link of an axis, measured in the steps' own exchanges."""
 
     axis: str
     """An axis of the mesh, `expert_shard` or `groups` (`engine/run/scheduling/links.py`)."""
     ranks: tuple[Count, ...]
-    """The ranks of the link; of `groups` one rank of every replica group."""
+    """The ranks of the link; for `groups` one rank of every replica group."""
     links: Count
     """The number of the axis' links."""
     bytes_per_s: Rate
-    """Rate at which each of its ranks sends, waiting left out: the median over the samples since its last change."""
+    """Rate at which each of its ranks sends, without waits: the median over the samples since its last change."""
     noise: Rate
     """The samples' standard deviation, as a fraction."""
     sent_bytes: Rate
     """Bytes that a rank sends in one exchange."""
     waited_s: Seconds
-    """The first rank waits so long for the last one in each exchange."""
+    """Seconds that the first rank waits for the last one in each exchange."""
     last_rank: Count
-    """The rank that came last in most samples."""
+    """The rank that arrived last in most samples."""
     samples: Count
     planned_bytes_per_s: Rate | Absent | None = ABSENT
-    """The plan's figure; absent where it has not looked at the axis."""
+    """The plan's figure; absent where the plan has none for the axis."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinksEvent(Event):
-    """The speeds of the links of each axis by now."""
+    """The current speeds of the links of each axis."""
 
     type: Literal["links"] = "links"
     step: Count
     links: tuple[LinkRate, ...]
     group: Count | Absent | None = ABSENT
-    """The replica group whose ranks these are, where there are several."""
+    """The replica group of these ranks, where there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,7 +311,7 @@ class LinkEvent(Event):
     type: Literal["link"] = "link"
     step: Count
     since_step: Count
-    """The first step that showed it."""
+    """The first step that showed the change."""
     axis: str
     ranks: tuple[Count, ...]
     before_bytes_per_s: Rate
@@ -320,7 +319,7 @@ class LinkEvent(Event):
     changed_links: Count = 1
     """The number of links of the axis that changed at once; this one changed most."""
     group: Count | Absent | None = ABSENT
-    """The replica group whose ranks these are, where there are several."""
+    """The replica group of these ranks, where there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -333,11 +332,11 @@ class ConnectionCounts:
     sent_bytes: Count
     segments: Count
     resent: Count
-    """Segments that were sent again, and had been lost."""
+    """Segments that were lost and retransmitted."""
     timeouts: Count
-    """Times that no answer came until the connection gave up waiting, and sent again."""
+    """Number of retransmission timeouts."""
     busy_s: Seconds
-    """Time in which something sent had not been acknowledged."""
+    """Time with sent but unacknowledged data."""
     rtt_s: Seconds
     """Smoothed round-trip time at the window's end."""
 
@@ -351,17 +350,17 @@ class CountersEvent(Event):
     steps: Count
     wall_s: Seconds
     own_s: Seconds
-    """Time of the steps without what was spent in exchanges."""
+    """Time of the steps without exchanges."""
     cpu_s: Seconds
     """Processor time of the main thread."""
     queued_s: Seconds
-    """Time in which the main thread could run and had no processor, in exposed communication."""
+    """Time that the main thread was runnable without a processor, in exposed communication."""
     throttled_s: Seconds
-    """Time for which a quota held the process's control group back, over all processors."""
+    """Time that a quota throttled the process's control group, over all processors."""
     steal_s: Seconds
-    """Time for which other virtual machines had the node's processors, over all of them."""
+    """Time that other virtual machines had the node's processors (steal time), over all of them."""
     memory_stall_s: Seconds
-    """Time in which some process of the node waited for memory."""
+    """Time that some process of the node waited for memory."""
     major_faults: Count
     """Pages that had to be read from disk."""
     gc_s: Seconds
@@ -370,19 +369,19 @@ class CountersEvent(Event):
     compiles: Count
     """Graphs that torch compiled."""
     allocator_retries: Count
-    """Times that the GPU's allocator gave back what it held to satisfy a request."""
+    """Times that the GPU's allocator released its cache to satisfy a request."""
     rss_bytes: Count
     swap_bytes: Count
     """At the window's end."""
     available_bytes: Count | Absent = ABSENT
-    """Memory that the process may still take, by the node's memory and its control groups."""
+    """Memory that the process may still allocate, by the node's memory and its control groups."""
     samples: Count | Absent = ABSENT
     """Samples of this rank: the scheduler may give it more than others."""
     tokens: Count
     attended: Count
     """The sum of the squares of the lengths within which tokens attend to one another."""
     agreed_s: Seconds
-    """The shortest of the small exchanges that end each step; of all ranks' the least is the network's latency."""
+    """The shortest of the small exchanges that end each step; the least over all ranks is the network's latency."""
     left_at: Seconds
     """Unix time when this rank left the last of them, by its node's clock."""
     connections: tuple[ConnectionCounts, ...]
@@ -391,21 +390,21 @@ class CountersEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UsageEvent(Event):
-    """What a process of one's own command uses, seen from outside, with what it has started."""
+    """What a process of a user-defined command uses, seen from outside, with its child processes."""
 
     type: Literal["usage"] = "usage"
     step: Count
     cores: Rate
-    """Processor time in a second since the last such event."""
+    """Processor time per second since the last such event."""
     rss_bytes: Count
     """Memory of the process itself."""
     swap_bytes: Count
     available_bytes: Count
-    """Memory that it may still take."""
+    """Memory that it may still allocate."""
     gpu_busy: Rate | Absent = ABSENT
-    """Part of the last second or so in which its GPU ran a kernel; absent where it has none."""
+    """Fraction of about the last second that its GPU ran a kernel; absent without a GPU."""
     gpu_bytes: Count | Absent = ABSENT
-    """Memory of its GPUs that it holds."""
+    """Memory that it holds on its GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -425,11 +424,11 @@ class LateStepEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StallEvent(LateStepEvent):
-    """The step takes far longer than usual, and may be hung; the time-out has not come yet."""
+    """The step takes far longer than usual, and may hang; the timeout has not expired yet."""
 
     type: Literal["stall"] = "stall"
     usual_s: Seconds
-    """The slowest of the steps before it took so long."""
+    """The time of the slowest of the steps before it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -442,7 +441,7 @@ class HangEvent(LateStepEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictEvent(Event):
-    """Something that slows the run was found while it goes on: a line of `verdicts.jsonl`."""
+    """A cause that slows the run was found while it trains: a line of `verdicts.jsonl`."""
 
     type: Literal["verdict"] = "verdict"
     step: Count
@@ -453,7 +452,7 @@ class VerdictEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LookEvent(Event):
-    """This rank has looked at itself more deeply for a few steps."""
+    """This rank has profiled a few of its steps."""
 
     type: Literal["look"] = "look"
     step: Count
@@ -472,9 +471,9 @@ class StartEvent(Event):
     world_size: WorldSize
     device_name: str
     params: Count
-    """The model's own."""
+    """The model's own parameters."""
     adapter_params: Count = 0
-    """Those that a fine-tune with LoRA trains beside them."""
+    """The additional parameters that a fine-tune with LoRA trains."""
     peak_flops: Rate
     """Peak of one device; `peak_source` says how it is known."""
     peak_source: str
@@ -497,16 +496,16 @@ class StepEvent(Event):
     """Absent for images and volumes, which count samples."""
     samples: Count | Absent = ABSENT
     steps: Count | Absent = ABSENT
-    """1, of a command of one's own: neither tokens nor samples are known of it."""
+    """1 for a user-defined command, whose tokens and samples are not known."""
     step_time_s: Seconds
     time_s: dict[str, Seconds]
     """Seconds of each part (`PARTS`)."""
     exchange_s: Seconds | Absent = ABSENT
-    """Time in which an exchange between ranks went on; absent where none did beside the computation."""
+    """Time with an exchange between ranks in progress; absent where no exchange overlaps with compute."""
     exposed_s: Seconds | Absent = ABSENT
-    """The part of `exchange_s` in which the rank computed nothing."""
+    """The part of `exchange_s` without compute."""
     queued_s: Seconds | Absent = ABSENT
-    """Time in which the main thread could run and had no processor, in parts other than exposed communication."""
+    """Time that the main thread was runnable without a processor, in parts other than exposed communication."""
     noise_scale: float | Absent | None = ABSENT
     """Noise scale of the gradients, in samples (`balance/batch/batch.py`), averaged over the steps so far; None where
     it is infinite."""
@@ -514,9 +513,9 @@ class StepEvent(Event):
     """The loss or the gradients were not finite, and nothing was updated."""
     h2d_copies: Count | Absent = ABSENT
     h2d_bytes: Count | Absent = ABSENT
-    """Batches copied to the device; 0 where it is the host itself."""
+    """Batches copied to the device; 0 where the device is the host."""
     allocations: Count | Absent = ABSENT
-    """Buffers made for batches, and calls to a GPU's driver for memory; what malloc does on a CPU is not counted."""
+    """Buffers made for batches, and calls to a GPU's driver for memory; malloc calls on a CPU are not counted."""
     group: Count | Absent | None = ABSENT
     """The replica group that wrote this event; `groups` took part in the step."""
     groups: tuple[Count, ...] | Absent = ABSENT
@@ -525,7 +524,7 @@ class StepEvent(Event):
 
     @property
     def units(self) -> int:
-        """Tokens, or samples where no tokens are counted (images, volumes), or the step alone."""
+        """Return tokens, or samples where no tokens are counted (images, volumes), or 1 step."""
         for counted in (self.tokens, self.samples, self.steps):
             if not isinstance(counted, Absent):
                 return counted
@@ -541,7 +540,7 @@ class SetFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalEvent(Event):
-    """The held-out data were evaluated. Text has bits per byte, images have an accuracy, volumes have Dice."""
+    """The held-out data were evaluated. Text has bits per byte, images an accuracy, volumes Dice."""
 
     type: Literal["eval"] = "eval"
     step: Count
@@ -574,14 +573,14 @@ class TextPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstTextEvent(Event):
-    """The first text of the first batch, with the mask of what is trained on."""
+    """The first text of the first batch, with the mask of the trained tokens."""
 
     type: Literal["first_text"] = "first_text"
     step: Count
     tokens: Count
     """Tokens that could be targets."""
     trained: Count
-    """Those that are: the loss counts them."""
+    """Tokens that are targets: the loss counts them."""
     parts: tuple[TextPart, ...]
     """The text, cut where training begins and ends; only its first parts."""
 
@@ -593,11 +592,11 @@ class CheckpointEvent(Event):
     path: str
     bytes: Count
     seconds: Seconds
-    """How long training waited."""
+    """The time that training waited."""
     written_s: Seconds | Absent | None = ABSENT
-    """The time until it was whole on disk, beside later steps."""
+    """The time until the checkpoint was whole on disk, while later steps ran."""
     waited_s: Seconds | Absent | None = ABSENT
-    """The time that the run's end waited for the last one, outside any step."""
+    """The time that the run's end waited for the last checkpoint, outside any step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -613,9 +612,9 @@ class CadenceEvent(Event):
     step_time_s: Seconds
     mtbf_s: float | None = None
     failures: Count | Absent = ABSENT
-    """Failures of this run that `mtbf_s` takes into account; absent: none were seen."""
+    """Failures of this run that `mtbf_s` takes into account; absent: no failures."""
     observed_s: Seconds | Absent = ABSENT
-    """The time that the run had been running when they had been counted."""
+    """The run's age when they were counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -633,11 +632,11 @@ class EndEvent(Event):
     weights_sha256: str | None = None
 
 
-# Reading the event that a line of a file holds.
+# Reading the event in a line of a file.
 
 
 EVENT_TYPES_OF_WINGS: Point[Mapping[str, type[Event]]] = Point("event_types")
-"""Types of events of a wing, each by its name. Where the wing is missing they are read as UnknownEvent."""
+"""Types of events of a wing, each by its name. If the wing is missing, they are read as UnknownEvent."""
 EVENT_TYPES: dict[str, type[Event]] = {
     "start": StartEvent,
     "step": StepEvent,
@@ -672,7 +671,7 @@ ONE_OF = {
     "step": ("tokens", "samples", "steps"),
     "eval": ("heldout_bits_per_byte", "heldout_accuracy", "heldout_dice"),
 }
-"""Fields of which an event of each type has at least one."""
+"""Fields with at least one present in each event of the type."""
 
 
 @cache
@@ -682,8 +681,8 @@ def event_types() -> Mapping[str, type[Event]]:
 
 
 def parse_event(plain: Mapping[str, object]) -> Event:
-    """Return the event that a line holds. Raises FieldError where a field that readers count on is missing, or one is
-    not of its kind."""
+    """Return the event in a line. Raises FieldError where a required field is missing, or a field has the wrong
+    type."""
     for key in ("type", "time"):
         if key not in plain:
             raise FieldError(f"it has no `{key}`")

@@ -25,7 +25,9 @@ import torch.distributed as dist
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, gather_json
-from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, StepSamples, StepStart, TrainProgress
+from trainspec_cli.engine.run.coordinator import Coordinator, StepSamples, StepStart
+from trainspec_cli.engine.run.sources import DataSource
+from trainspec_cli.engine.run.training_run import TrainingRun, TrainProgress
 from trainspec_cli.recipe.records import convert, from_plain, to_plain
 from trainspec_cli.run.folder.event_types.events import RecoveryEvent, WarningEvent
 from trainspec_cli.run.folder.generations import read_secret
@@ -53,14 +55,14 @@ class Seen:
     """Some rank was asked to stop."""
 
 
-class FarSites(SingleGroup):
-    """Within a step, a site is the only replica group: sites exchange only between steps."""
+class FarSites(Coordinator):
+    """Within a step a site is the only replica group: gradients are exchanged between steps."""
 
     waits_for_groups = True
     merges_at_end = True
 
-    def __init__(self, run: RunContext):
-        super().__init__(run)
+    def __init__(self, run: TrainingRun, source: DataSource):
+        super().__init__(run, source)
         sites = run.plan.spec.resilience.sites
         assert sites.site is not None, "a site is started with its number"
         self._sites = sites
@@ -295,7 +297,7 @@ class FarSites(SingleGroup):
         step = self._progress.step
         waited_s = self._waited_s
         self._waited_s = 0.0
-        self.journal.write(
+        self._run.journal.write(
             ExchangeEvent(
                 step=step,
                 round=record.round,
@@ -308,7 +310,9 @@ class FarSites(SingleGroup):
         )
         for change, sites in (("site_left", record.lost), ("site_joined", record.joined)):
             for site in sites:
-                self.journal.write(RecoveryEvent(step=step, change=change, group=site, stall_s=None, lost_steps=None))
+                self._run.journal.write(
+                    RecoveryEvent(step=step, change=change, group=site, stall_s=None, lost_steps=None)
+                )
 
     def _wait(self, number: int, is_enough: Callable[[Seen], bool], *, heeds_stop: bool) -> Seen | None:
         """Wait until all ranks have seen enough of round `number`; None if the run was asked to stop meanwhile."""
@@ -344,7 +348,7 @@ class FarSites(SingleGroup):
         return Seen(answered, decided, follows, stop=not goes_on)
 
     def _warn(self, message: str) -> None:
-        self.journal.write(WarningEvent(step=self._progress.step, message=message))
+        self._run.journal.write(WarningEvent(step=self._progress.step, message=message))
 
     # Steps
 
@@ -354,13 +358,13 @@ class FarSites(SingleGroup):
         pieces = self._record.pieces(self.site)
         place = self._progress.step - self._record.window.start
         (start, samples), *following = pieces[place : place + len(steps)]
-        own, micro_batches = self.batches.take((start, samples), *following)
+        own, micro_batches = self.read((start, samples), *following)
         self._taken = samples
         return StepSamples(
             micro_batches,
             own,
-            self.batches.division,
-            global_tokens=self.batches.count_targets(start, samples),
+            self.division,
+            global_tokens=self.count_targets(start, samples),
             step_samples=samples,
             group_samples=samples,
             took=(start, samples),

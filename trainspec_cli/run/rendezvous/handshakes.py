@@ -1,4 +1,4 @@
-"""Who may speak to a server of the job: connections in their handshake are few and short-lived; refusals are logged."""
+"""Limit and log a server's connections: connections in their handshake are few and short-lived; refusals are logged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOGGED_REFUSALS = 20
 BAD_REQUEST = (ValueError, KeyError, TypeError, ArithmeticError, RecursionError)
 
 
-class Door:
+class Handshakes:
     def __init__(self, log: TextIO = sys.stderr) -> None:
         self._log = log
         self._unproven: dict[asyncio.Task[None], None] = {}
@@ -27,8 +27,8 @@ class Door:
         self._max_unproven = min(MAX_UNPROVEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
     @asynccontextmanager
-    async def proving(self) -> AsyncIterator[None]:
-        """Cover the handshake of this task's connection, which must be over in time."""
+    async def limited(self) -> AsyncIterator[None]:
+        """Time-limit the handshake of this task's connection."""
         task = asyncio.current_task()
         assert task is not None, "a connection is served by a task"
         if len(self._unproven) >= self._max_unproven:

@@ -1,0 +1,49 @@
+"""The state of a run in this process, which the trainer owns and all its helpers read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.observe.journal import Journal
+from trainspec_cli.engine.run.faults import StopRequest
+from trainspec_cli.recipe.records import ABSENT, Absent
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.channel.worker import SupervisorConnection
+from trainspec_cli.run.folder.paths import RunDir
+
+
+@dataclass
+class TrainingRun:
+    """The run's inputs, and its current plan and state.
+
+    Only the trainer sets `plan` and `state`, when the layout changes. Its helpers keep this object, not copies of the
+    two, and read them at each use, so that no helper has to be notified of a change.
+    """
+
+    plan: Plan
+    state: TrainState
+    run_dir: RunDir
+    recipe_digest: str
+    stop: StopRequest
+    journal: Journal
+    """The log of this rank's events."""
+    group: int | None = None
+    """The number of this replica group, where there are several."""
+    supervisor: SupervisorConnection = field(default_factory=SupervisorConnection)
+    """The default has no address and receives nothing."""
+
+    @property
+    def group_field(self) -> int | Absent:
+        """Return `group` in the form that events have."""
+        return ABSENT if self.group is None else self.group
+
+
+@dataclass(frozen=True)
+class TrainProgress:
+    """The progress of a run."""
+
+    step: int = 0
+    """Updates made."""
+    samples: int = 0
+    """Samples that all ranks have read: the position of the next one."""
