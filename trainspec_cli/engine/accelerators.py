@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ KINDS = {
     "hpu": DeviceKind("hccl"),
     "npu": DeviceKind("hccl"),
     "mps": DeviceKind("gloo", is_numbered=False, capturable=False, is_profiled=False),
+    "emulated": DeviceKind("gloo", is_profiled=False),
 }
 """torch's name of a kind of device -> what differs. NVIDIA's and AMD's devices are both `cuda`, and RCCL is AMD's
 `nccl`; `xpu` is Intel's, `hpu` Habana's, `npu` Ascend's, `mps` Apple's."""
@@ -47,6 +49,8 @@ def on_chip(device: torch.device) -> bool:
 
 def enter(device_type: str) -> torch.device:
     """Return this process' device, of its number on the node, and make it the current one of this thread."""
+    if module := os.environ.get("TRAINSPEC_DEVICE_MODULE"):
+        device_type = import_module(module).register()
     number = int(os.environ["LOCAL_RANK"]) if KINDS[device_type].is_numbered else None
     device = torch.device(device_type) if number is None else torch.device(device_type, number)
     make_current(device)
