@@ -2,9 +2,10 @@
 
 torch calls such a device PrivateUse1, the extension point for vendors' plugins. A tensor of the device describes host
 memory that the device's allocator gave it (memory.py), and an operation on it is queued in the current stream
-(streams.py), where it runs as the host's operation. Values are therefore those of a CPU run to the bit. What differs from
-a CPU is what the engine's accelerator path relies on: tensors of host and device do not mix, order between streams comes
-from events and waits, copies are explicit, memory is limited, and a value that the host reads is a synchronisation.
+(streams.py), where it runs as the host's operation. Values are therefore those of a CPU run to the bit. What differs
+from a CPU is what the engine's accelerator path relies on: tensors of host and device do not mix, order between streams
+comes from events and waits, copies are explicit, memory is limited, and reading a value on the host is a
+synchronisation.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from trainspec_cli.wings.emulated import KIND
-from trainspec_cli.wings.emulated.exchanges import run_exchange
-from trainspec_cli.wings.emulated.memory import DeviceMemory, DeviceStorage
+from trainspec_cli.engine.accelerators import DeviceKind
+from trainspec_cli.wings.emulated import KIND, SETTINGS, read_settings
+from trainspec_cli.wings.emulated.exchanges import run_exchange, run_functional, wait_for
+from trainspec_cli.wings.emulated.memory import GIB, DeviceMemory, DeviceStorage
 from trainspec_cli.wings.emulated.streams import LOCK, SCHEDULER, Event, Stream, counts, current_stream
 
 MEMORY = DeviceMemory()
@@ -103,12 +105,18 @@ def run_operation(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     counts["operations"] += 1
     if op.namespace == "c10d":
         return run_exchange(op, args, kwargs, memory_of)
+    if op.namespace == "_c10d_functional":
+        if name in ("wait_tensor", "_wrap_tensor_autograd"):
+            return wait_for(args[0])
+        return run_functional(op, args, kwargs, memory_of, new_tensor(_shapes(op, args, kwargs)))
     if name in ("_to_copy", "copy_"):
         return _copy(op, args, kwargs)
     if name == "_unsafe_view":
         op = torch.ops.aten.view.default
     if name in ATTENTION:
         return ATTENTION[name](*args, **kwargs)
+    if name in INDEXING:
+        args = (args[0], [_on_device(index) for index in args[1]], *args[2:])
     _refuse_host_tensors(name, args, kwargs)
     kwargs = {key: torch.device("cpu") if isinstance(value, torch.device) else value for key, value in kwargs.items()}
     if "pin_memory" in kwargs:
@@ -118,6 +126,18 @@ def run_operation(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if op._schema.is_mutable and (not op._schema.returns or op._schema.returns[0].alias_info is not None):
         return _run_in_place(op, args, kwargs)
     return _run(op, args, kwargs)
+
+
+INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
+"""torch copies indices on the host to the device, which is easily overlooked."""
+
+
+def _on_device(index: Any) -> Any:
+    if not isinstance(index, Tensor) or isinstance(index, DeviceTensor):
+        return index
+    counts["host to device"] += 1
+    counts["hidden copies"] += 1
+    return to_device(index)
 
 
 def _refuse_host_tensors(name: str, args: Any, kwargs: Any) -> None:
@@ -440,26 +460,39 @@ COMPOSED = ("silu_backward", "mish_backward", "native_channel_shuffle")
 _libraries: list[torch.library.Library] = []
 
 
-def register() -> str:
-    """Register the device in this process, and return its kind. A process cannot take it back."""
-    if _libraries:
-        return KIND
-    module: Any = DeviceModule()
-    _setup_privateuseone_for_python_backend(KIND, backend_module=module)
-    every = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
-    every.fallback(lambda op, *args, **kwargs: run_operation(op, args, kwargs), "PrivateUse1")  # type: ignore[no-untyped-call]
-    aten = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    for name in (*RESIZING, *COMPOSED):
-        packet, _, overload = name.partition(".")
-        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        aten.impl(name, _runner(op), "PrivateUse1")
-    functional: Any = torch.nn.functional
-    functional.scaled_dot_product_attention = _attend(functional.scaled_dot_product_attention)
-    _libraries.extend((every, aten))
+class EmulatedDevice:
+    name = KIND
+    kind = DeviceKind("gloo", is_profiled=False)
+
+    def register(self) -> None:
+        """Register the device in this process, which cannot take it back. `TRAINSPEC_EMULATED` has its settings."""
+        if _libraries:
+            return
+        settings = read_settings(os.environ.get(SETTINGS, ""))
+        MEMORY.capacity_bytes = settings.memory_gib * GIB
+        module: Any = DeviceModule()
+        _setup_privateuseone_for_python_backend(KIND, backend_module=module)
+        every = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+        every.fallback(lambda op, *args, **kwargs: run_operation(op, args, kwargs), "PrivateUse1")  # type: ignore[no-untyped-call]
+        aten = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        for name in (*RESIZING, *COMPOSED):
+            packet, _, overload = name.partition(".")
+            aten.impl(name, _runner(getattr(getattr(torch.ops.aten, packet), overload or "default")), "PrivateUse1")
+        _libraries.extend((every, aten))
+        _replace_in_torch(module)
+        if settings.order is not None:
+            with LOCK:
+                SCHEDULER.random = random.Random(settings.order)
+
+
+def _replace_in_torch(module: Any) -> None:
+    """Replace what torch 2.13 does not pass on to a device in Python."""
     torch_itself: Any = torch
     torch_itself.Generator, torch_itself.Stream, torch_itself.Event = Generator, Stream, Event
     for name in ACCELERATOR_CALLS:
         setattr(torch.accelerator, name, getattr(module, name))
+    functional: Any = torch.nn.functional
+    functional.scaled_dot_product_attention = _attend(functional.scaled_dot_product_attention)
     empty = torch.empty
 
     def empty_or_pinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
@@ -467,19 +500,15 @@ def register() -> str:
         return pin(made) if pin_memory else made
 
     torch_itself.empty = empty_or_pinned
+    torch_itself.Tensor.pin_memory = lambda tensor, device=None: pin(tensor.clone())
+    torch_itself.Tensor.is_pinned = lambda tensor, device=None: is_pinned(tensor)
     # `with torch.device(...)` knows the functions that make tensors by identity.
     _device_constructors.cache_clear()
     _device_constructors().add(empty)
-    if seed := os.environ.get("TRAINSPEC_EMULATED_ORDER"):
-        start_order(int(seed))
-    return KIND
 
 
 def _runner(op: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: run_operation(op, args, kwargs)
 
 
-def start_order(seed: int) -> None:
-    """Run work late from now on, in a random order that the seed determines."""
-    with LOCK:
-        SCHEDULER.random = random.Random(seed)
+PLUGIN = EmulatedDevice()

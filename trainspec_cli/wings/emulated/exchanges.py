@@ -1,11 +1,14 @@
-"""Exchanges between emulated devices, as NCCL makes them: queued in a stream of their group, after what the calling stream
-has been given so far. The host goes on at once; `wait` lets the calling stream wait. The bytes travel over gloo.
+"""Exchanges between emulated devices, as NCCL makes them.
+
+An exchange is queued in a stream of its group, after what the calling stream has been given so far. The host continues
+at once, and `wait` lets the calling stream wait. The bytes travel over gloo.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -17,19 +20,21 @@ from trainspec_cli.wings.emulated.streams import Work as QueuedWork
 
 _streams: dict[tuple[str, str], Stream] = {}
 """The stream of each group, and of each direction between two ranks."""
-_kept: list[Any] = []
+_kept: list[Exchange] = []
+"""Exchanges under way: torch's part of a handle does not keep Python's."""
 
 
 class Exchange(torch._C._distributed_c10d.Work):
     """The handle of an exchange."""
 
-    def __init__(self, done: Event, result: Any):
+    def __init__(self, done: Event, tensors: Any):
         super().__init__()
         self._done = done
-        self._result = result
+        self._tensors = tensors
+        """Keeps their memory until a stream waits, as ProcessGroupNCCL does."""
 
     def wait(self, timeout: Any = None) -> bool:
-        current_stream().wait_event(self._done)
+        self.synchronize()
         return True
 
     def is_completed(self) -> bool:
@@ -40,9 +45,11 @@ class Exchange(torch._C._distributed_c10d.Work):
 
     def synchronize(self) -> None:
         current_stream().wait_event(self._done)
+        self._tensors = None
 
-    def result(self) -> Any:
-        return self._result
+    @property
+    def is_over(self) -> bool:
+        return self._tensors is None or self.is_completed()
 
 
 COMPLETED_BY_WAIT = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_")
@@ -52,34 +59,80 @@ COMPLETED_BY_WAIT = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter
 class Waited:
     """An exchange for which a thread waits."""
 
-    def __init__(self, work: Any):
-        self._thread = threading.Thread(target=work.wait, daemon=True)
-        self._thread.start()
+    def __init__(self, wait: Callable[[], object]):
+        self._future: Future[object] = Future()
+        threading.Thread(target=self._run, args=(wait,), daemon=True).start()
+
+    def _run(self, wait: Callable[[], object]) -> None:
+        try:
+            self._future.set_result(wait())
+        except Exception as error:  # raised in the thread that finds the exchange completed
+            self._future.set_exception(error)
 
     def is_completed(self) -> bool:
-        return not self._thread.is_alive()
+        return self._future.done()
+
+    def wait(self) -> object:
+        return self._future.result()
+
+
+def _stream_of(group: Any, peer: str = "") -> Stream:
+    """Return the stream of a group (or of its messages with one peer), after the current stream's work."""
+    known = dist.ProcessGroup.unbox(group) if isinstance(group, torch.ScriptObject) else group
+    key = getattr(known, "group_name", known), peer
+    if key not in _streams:
+        _streams[key] = Stream()
+    _streams[key].wait_stream(current_stream())
+    return _streams[key]
 
 
 def run_exchange(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable[[Any], Any]) -> Any:
     name = op.overloadpacket.__name__
     on_host = tree_map(memory_of, args)
-    group = next(value for value in args if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()))
-    known = dist.ProcessGroup.unbox(group)
-    pair = str(args[2]) if name in ("send", "recv_") else ""
-    stream = _streams.setdefault((known.group_name, pair), Stream())
-    stream.wait_stream(current_stream())
+    group = next(
+        value for value in args if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
+    )
+    stream = _stream_of(group, str(args[2]) if name in ("send", "recv_") else "")
 
     def start() -> object:
         result = op(*on_host, **kwargs)
         found = result[-1] if isinstance(result, tuple) else result
         work = torch._C._distributed_c10d.Work.unbox(found)
-        return Waited(work) if name in COMPLETED_BY_WAIT else work
+        return Waited(work.wait) if name in COMPLETED_BY_WAIT else work
 
     stream.add(QueuedWork(start))
-    exchange = Exchange(stream.record_event(), None)
-    _kept.append(exchange)
+    exchange = Exchange(stream.record_event(), args)
+    _kept[:] = [exchange, *(one for one in _kept if not one.is_over)]
     boxed = exchange.boxed()
     outputs = [args[place] for place, value in enumerate(op._schema.returns[:-1])]
     if name == "barrier":
         SCHEDULER.finish(stream, stream._queued)
     return (*outputs, boxed) if outputs else boxed
+
+
+def run_functional(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable[[Any], Any], made: Any) -> Any:
+    """Queue an exchange that returns a new tensor, as DTensor makes them; `made` is that tensor, allocated."""
+    on_host = tree_map(memory_of, args)
+    stream = _stream_of(args[-1])
+    target = memory_of(made)
+
+    def start() -> object:
+        result = op(*on_host, **kwargs)
+
+        def finish() -> None:
+            target.copy_(torch.ops._c10d_functional.wait_tensor(result))
+
+        return Waited(finish)
+
+    stream.add(QueuedWork(start))
+    made.untyped_storage().exchange = stream.record_event(), args
+    return made
+
+
+def wait_for(tensor: Any) -> Any:
+    """Let the current stream wait for the exchange that makes this tensor."""
+    storage = tensor.untyped_storage()
+    if storage.exchange is not None:
+        current_stream().wait_event(storage.exchange[0])
+        storage.exchange = None
+    return tensor

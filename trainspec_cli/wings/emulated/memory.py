@@ -1,4 +1,4 @@
-"""The memory of an emulated device: addresses as c10's caching allocator gives them, with the host's memory behind them.
+"""The memory of an emulated device: addresses as c10's caching allocator gives them, backed by the host's memory.
 
 A freed block goes back to the pool of its stream at once, as on CUDA, and the next allocation may get the same bytes.
 Work of another stream that is still queued then reads what was written over it, unless `record_stream` has kept the
@@ -64,10 +64,10 @@ class DeviceMemory:
                 block = self._try(allocator, nbytes)
             if block is None:
                 self.failures += 1
+                used, held, total = self.allocated_bytes / GIB, self.reserved_bytes / GIB, self.capacity_bytes / GIB
                 raise torch.OutOfMemoryError(
-                    f"emulated device out of memory. Tried to allocate {nbytes / GIB:.2f} GiB. It has a total capacity "
-                    f"of {self.capacity_bytes / GIB:.2f} GiB, of which {self.allocated_bytes / GIB:.2f} GiB is allocated "
-                    f"and {(self.reserved_bytes - self.allocated_bytes) / GIB:.2f} GiB is reserved but unallocated."
+                    f"emulated device out of memory: tried to allocate {nbytes / GIB:.2f} GiB; of {total:.2f} GiB, "
+                    f"{used:.2f} GiB are allocated and {held - used:.2f} GiB reserved but unallocated"
                 )
             self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
             return Allocation(self, allocator, block, stream)
@@ -138,6 +138,8 @@ class DeviceStorage:
         self._memory = memory
         self._nbytes = 0
         self._allocation: Allocation | None = None
+        self.exchange: Any = None
+        """The event at which the exchange that makes these bytes ends, and what it reads; until somebody waits."""
         self.resize_(nbytes)
 
     def resize_(self, nbytes: int) -> DeviceStorage:

@@ -77,6 +77,7 @@ class Stream:
         if work.handle is not None:
             if not work.handle.is_completed():
                 return False
+            work.handle.wait()  # raises the error of an exchange that failed
         elif work.after is not None and work.after[0]._done < work.after[1]:
             return False
         elif work.start is not None:
@@ -163,8 +164,15 @@ class Scheduler:
     def poll(self) -> None:
         """Outside of order mode, run all work that can begin."""
         if self.random is None:
-            while any([stream.step() for stream in STREAMS if stream._queue]):
+            while self._step_all():
                 pass
+
+    def _step_all(self) -> bool:
+        """Run the first piece of work of every stream that may begin. Return whether anything changed."""
+        changed = False
+        for stream in STREAMS:
+            changed |= stream.step()
+        return changed
 
     def _pick(self) -> bool:
         assert self.random is not None
@@ -178,7 +186,7 @@ class Scheduler:
             with LOCK:
                 while stream._done < number:
                     if self.random is None:
-                        changed = any([one.step() for one in STREAMS if one._queue])
+                        changed = self._step_all()
                     else:
                         changed = self._pick()
                     if not changed:
