@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -187,7 +188,7 @@ LEFT_OUT = {
 def plant(line: str) -> None:
     """Leave a line of the engine's loader out."""
     source = loader.__file__
-    text = open(source).read()
+    text = Path(source).read_text()
     assert text.count(line) == 1
     exec(compile(text.replace(line, line[: -len(line.lstrip())] + "pass\n"), source, "exec"), vars(loader))
 

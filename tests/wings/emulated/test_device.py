@@ -1,4 +1,4 @@
-"""The emulated device: values of a CPU to the bit, tensors that do not mix, memory that ends, order that only waits give."""
+"""The emulated device: a CPU's values to the bit, tensors that do not mix, memory that ends, order by waits alone."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class DeviceTensor(torch.Tensor):
         made._storage = storage
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -67,7 +67,7 @@ class DeviceTensor(torch.Tensor):
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
         self._storage.record_stream(stream)
 
-    def __repr__(self, *_: Any, **__: Any) -> str:
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
 
 
@@ -210,7 +210,7 @@ def _run_later(run: Callable[[], Any], shapes: Any) -> Any:
 
 def _queue(work: Callable[[], Any]) -> None:
     def run() -> None:
-        with torch.no_grad(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
             work()
 
     current_stream().run(run)
@@ -332,7 +332,7 @@ def _attention_backward(
     return (*grads, None)
 
 
-ATTENTION = {
+ATTENTION: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_fused_attention_overrideable": _attention,
     "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
 }
@@ -367,7 +367,8 @@ class Generator(torch._C.Generator):
 
     def __new__(cls, device: Any = "cpu") -> Generator:
         wanted = torch.device(device)
-        return super().__new__(cls, torch.device("cpu") if wanted.type == KIND else wanted)
+        made: Generator = super().__new__(cls, torch.device("cpu") if wanted.type == KIND else wanted)  # type: ignore[call-arg]
+        return made
 
 
 class DeviceModule:
@@ -402,7 +403,7 @@ class DeviceModule:
         return [torch.bfloat16, torch.float16]
 
     @contextmanager
-    def stream(self, stream: Stream | None) -> Iterator[None]:
+    def stream(self, stream: Any) -> Iterator[None]:
         if stream is None:
             yield
             return
@@ -455,6 +456,8 @@ RESIZING = (
     "randperm.generator", "tril_indices", "triu_indices",
 )  # fmt: skip
 """torch composes these from an empty tensor that it resizes, which a wrapper cannot follow."""
+FROM_DATA = ("tensor", "as_tensor")
+"""torch brings the data of these to the device in C++, where a device in Python is not called."""
 COMPOSED = ("silu_backward", "mish_backward", "native_channel_shuffle")
 """A CPU has kernels for these, and torch composes them for other devices."""
 _libraries: list[torch.library.Library] = []
@@ -477,7 +480,9 @@ class EmulatedDevice:
         aten = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         for name in (*RESIZING, *COMPOSED):
             packet, _, overload = name.partition(".")
-            aten.impl(name, _runner(getattr(getattr(torch.ops.aten, packet), overload or "default")), "PrivateUse1")
+            aten.impl(  # type: ignore[no-untyped-call]
+                name, _runner(getattr(getattr(torch.ops.aten, packet), overload or "default")), "PrivateUse1"
+            )
         _libraries.extend((every, aten))
         _replace_in_torch(module)
         if settings.order is not None:
@@ -500,11 +505,27 @@ def _replace_in_torch(module: Any) -> None:
         return pin(made) if pin_memory else made
 
     torch_itself.empty = empty_or_pinned
+    of_host = {name: getattr(torch, name) for name in FROM_DATA}
+
+    def from_data(name: str) -> Callable[..., Tensor]:
+        def make(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+            if device is None or torch.device(device).type != KIND:
+                return cast(Tensor, of_host[name](data, *args, device=device, **kwargs))
+            if isinstance(data, DeviceTensor):
+                return data.to(kwargs.get("dtype") or data.dtype)
+            needs_grad = kwargs.pop("requires_grad", False)
+            made = of_host[name](data, *args, device="cpu", **kwargs).to(device)
+            return cast(Tensor, made.requires_grad_(needs_grad))
+
+        return make
+
+    for name in FROM_DATA:
+        setattr(torch, name, from_data(name))
     torch_itself.Tensor.pin_memory = lambda tensor, device=None: pin(tensor.clone())
     torch_itself.Tensor.is_pinned = lambda tensor, device=None: is_pinned(tensor)
     # `with torch.device(...)` knows the functions that make tensors by identity.
     _device_constructors.cache_clear()
-    _device_constructors().add(empty)
+    _device_constructors().update((empty, *of_host.values()))
 
 
 def _runner(op: Any) -> Callable[..., Any]:

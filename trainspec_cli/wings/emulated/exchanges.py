@@ -78,8 +78,9 @@ class Waited:
 
 def _stream_of(group: Any, peer: str = "") -> Stream:
     """Return the stream of a group (or of its messages with one peer), after the current stream's work."""
-    known = dist.ProcessGroup.unbox(group) if isinstance(group, torch.ScriptObject) else group
-    key = getattr(known, "group_name", known), peer
+    if isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    key = str(getattr(group, "group_name", group)), peer
     if key not in _streams:
         _streams[key] = Stream()
     _streams[key].wait_stream(current_stream())

@@ -173,7 +173,7 @@ class DeviceStorage:
 
     def view(self, tensor: Tensor) -> Tensor:
         """Return the host memory of a tensor of this storage."""
-        return self.strided(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return self.strided(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def strided(self, dtype: torch.dtype, shape: Any, stride: Any, offset: int) -> Tensor:
         if self._allocation is None:

@@ -7,6 +7,7 @@ program forgot then shows as stale or overwritten memory. Otherwise work runs as
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -122,11 +123,16 @@ class Event:
     def __init__(self, *_: Any, **__: Any):
         self.at: tuple[Stream, int] | None = None
         """The stream in which it was recorded, and how much work that had then."""
+        self._reached_s = math.nan
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or current_stream()
         with LOCK:
+            stream.run(self._note_time)
             self.at = stream, stream._queued
+
+    def _note_time(self) -> None:
+        self._reached_s = time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or current_stream()).wait_event(self)
@@ -140,10 +146,10 @@ class Event:
         return self.at is None or self.at[0].has_done(self.at[1])
 
     def elapsed_time(self, end: Event) -> float:
-        """Return 0: this device keeps no time."""
-        if self.at is None or end.at is None:
-            raise ValueError("both events must be recorded before their distance is asked for")
-        return 0.0
+        """Return the milliseconds of the host between two events that the streams have reached."""
+        if not (self.query() and end.query()) or math.isnan(self._reached_s) or math.isnan(end._reached_s):
+            raise RuntimeError("elapsed_time needs two recorded events that the device has reached")
+        return (end._reached_s - self._reached_s) * 1e3
 
 
 class Scheduler:
