@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainspec_cli.core.environment_names import DEVICE
+from trainspec_cli.core.environment_names import DEVICE, STORE_FILE
 from trainspec_cli.engine.accelerators import enter
+from trainspec_cli.engine.build.assemble import build_train_state
+from trainspec_cli.engine.comm.joining import join_processes
 from trainspec_cli.engine.data import loader
+from trainspec_cli.engine.mesh import build_mesh
 from trainspec_cli.engine.models import decoder
+from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.wings.certify.cases import Case, build_plan
 from trainspec_cli.wings.emulated import device, streams
 from trainspec_cli.wings.emulated.device import MEMORY, PLUGIN
 
@@ -90,6 +96,24 @@ def counting() -> dict[str, Any]:
     model(x).sum().item()
     x[torch.tensor([1, 2])]
     return {"silent": silent, "after": dict(streams.counts)}
+
+
+def steady(family: str) -> dict[str, int]:
+    """Return what a later training step of the engine does that makes the host wait, beyond operations."""
+    plan = build_plan(Case(family), "cpu")
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", STORE_FILE: str(Path(tempfile.mkdtemp()) / "store")}
+    there = join_processes("cpu")
+    state = build_train_state(plan, there, build_mesh(plan.layout, there.type))
+    tokens = torch.randint(0, 64, (4, plan.spec.data.seq_len), device=there)
+    for _ in range(3):
+        streams.counts.clear()
+        outcome = train_step(state, [(tokens, tokens)], global_tokens=tokens.numel(), clip_norm=1.0)
+    assert outcome is not None
+    found = dict(streams.counts)
+    outcome.on_host()
+    found["to read the outcome"] = streams.counts["device to host"] - found.get("device to host", 0)
+    found.pop("operations")
+    return found
 
 
 def memory() -> dict[str, Any]:

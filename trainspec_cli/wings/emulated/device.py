@@ -10,11 +10,13 @@ synchronisation.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -111,6 +113,8 @@ def run_operation(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return run_functional(op, args, kwargs, memory_of, new_tensor(_shapes(op, args, kwargs)))
     if name in ("_to_copy", "copy_"):
         return _copy(op, args, kwargs)
+    if _is_composed(op):
+        return op.decompose(*args, **kwargs)
     if name == "_unsafe_view":
         op = torch.ops.aten.view.default
     if name in ATTENTION:
@@ -126,6 +130,13 @@ def run_operation(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if op._schema.is_mutable and (not op._schema.returns or op._schema.returns[0].alias_info is not None):
         return _run_in_place(op, args, kwargs)
     return _run(op, args, kwargs)
+
+
+@cache
+def _is_composed(op: Any) -> bool:
+    """Return whether torch makes the operation of others. Below autograd, such operations arrive whole."""
+    is_composed: bool = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    return is_composed and op.overloadpacket.__name__ not in COMPOSED
 
 
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
@@ -175,8 +186,7 @@ def _run_in_place(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     on_host, host_kwargs = tree_map(memory_of, args), tree_map(memory_of, kwargs)
-    reads = torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
-    if reads:
+    if _reads(op, args):
         current_stream().synchronize()
     elif SCHEDULER.random is not None:
         shapes = _shapes(op, args, kwargs)
@@ -188,6 +198,13 @@ def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _catch_up()
     result = op(*on_host, **host_kwargs)
     return tree_map(lambda leaf: to_device(leaf) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _reads(op: Any, args: Any) -> bool:
+    """Return whether the host must know values: a number is returned, or shapes depend on them."""
+    if op.overloadpacket.__name__ in INDEXING:
+        return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
 
 
 def _catch_up() -> None:
@@ -332,9 +349,55 @@ def _attention_backward(
     return (*grads, None)
 
 
+# The kernels of CUDA that the engine calls by name. Their log-sum-exp is padded to a multiple of 32 queries.
+
+
+def _padded(logsumexp: Tensor) -> Tensor:
+    return torch.nn.functional.pad(logsumexp, (0, -logsumexp.shape[2] % 32))
+
+
+def _efficient(
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, compute_log_sumexp: bool,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    output, lse, *_ = _attention(query, key, value, attn_bias, dropout_p, is_causal, scale=scale)
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)
+    return output, _padded(lse), seed, seed
+
+
+def _efficient_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, out: Tensor,
+    logsumexp: Tensor, philox_seed: Any, philox_offset: Any, dropout_p: float, grad_input_mask: Any,
+    is_causal: bool = False, *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    lse = logsumexp[:, :, : query.shape[2]].contiguous()
+    given = (grad_out, query, key, value, attn_bias, grad_input_mask, out, lse, None, None, 0, 0)
+    return _attention_backward(*given, dropout_p, is_causal, None, None, scale=scale)
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
+    return_debug_mask: bool = False, *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    return _attention(query, key, value, None, dropout_p, is_causal, scale=scale)
+
+
+def _flash_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, cum_seq_q: Any,
+    cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool, philox_seed: Any, philox_offset: Any,
+    *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    given = (grad_out, query, key, value, None, None, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k)
+    return _attention_backward(*given, dropout_p, is_causal, None, None, scale=scale)[:3]
+
+
 ATTENTION: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_fused_attention_overrideable": _attention,
     "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+    "_scaled_dot_product_efficient_attention": _efficient,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "_scaled_dot_product_flash_attention": _flash,
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
 }
 FLASH = 1
 """torch's number of the flash kernel (at::SDPBackend::flash_attention)."""
@@ -351,6 +414,9 @@ def _attend(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
             given = tree_map(memory_of, (query, key, value, attn_mask, dropout_p, is_causal))
             chosen = torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa)
             if chosen == FLASH:
+                if attn_mask is not None and attn_mask.dtype == torch.bool:
+                    nothing = torch.zeros_like(attn_mask, dtype=query.dtype)
+                    attn_mask = nothing.masked_fill(attn_mask.logical_not(), -math.inf)
                 fused = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
                 output: Tensor = fused(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
                 return output

@@ -19,7 +19,7 @@ from trainspec_cli.wings.emulated.streams import SCHEDULER, Event, Stream, curre
 from trainspec_cli.wings.emulated.streams import Work as QueuedWork
 
 _streams: dict[tuple[str, str], Stream] = {}
-"""The stream of each group, and of each direction between two ranks."""
+"""The stream of each group, and of the messages of each group to and from each peer."""
 _kept: list[Exchange] = []
 """Exchanges under way: torch's part of a handle does not keep Python's."""
 
@@ -52,8 +52,8 @@ class Exchange(torch._C._distributed_c10d.Work):
         return self._tensors is None or self.is_completed()
 
 
-COMPLETED_BY_WAIT = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_")
-"""Exchanges that gloo composes: their last part is made by who waits."""
+COMPLETED_BY_WAIT = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "send", "recv_")
+"""Exchanges that gloo completes only when somebody waits."""
 
 
 class Waited:
@@ -93,7 +93,8 @@ def run_exchange(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable
     group = next(
         value for value in args if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
     )
-    stream = _stream_of(group, str(args[2]) if name in ("send", "recv_") else "")
+    # Messages that are batched do not wait for one another: each direction has a stream of its own.
+    stream = _stream_of(group, f"{name} {args[2]}" if name in ("send", "recv_") else "")
 
     def start() -> object:
         result = op(*on_host, **kwargs)
