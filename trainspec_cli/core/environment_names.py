@@ -13,6 +13,9 @@ HUB_MIRROR = "TRAINSPEC_HUB_MIRROR"
 RUN, STATUS, MESSAGE = "TRAINSPEC_RUN", "TRAINSPEC_STATUS", "TRAINSPEC_MESSAGE"
 """Variables for the command of `--notify`: the run folder, its end (done, stopped or failed), and a line of text."""
 
+DEVICE = "TRAINSPEC_DEVICE"
+"""The name of a device that a wing brings (`engine.accelerators.DEVICES`): workers use it in place of the plan's."""
+
 LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
 """The start that a process belongs to; it identifies all processes of a job."""
 GENERATION = "TRAINSPEC_GENERATION"

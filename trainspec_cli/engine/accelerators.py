@@ -11,9 +11,12 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+from trainspec_cli.core.environment_names import DEVICE
+from trainspec_cli.core.wings import Point, parts_of
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,30 @@ KINDS = {
 `nccl`; `xpu` is Intel's, `hpu` Habana's, `npu` Ascend's, `mps` Apple's."""
 
 
+class DevicePlugin(Protocol):
+    """A device that torch does not know by itself."""
+
+    name: str
+    kind: DeviceKind
+
+    def register(self) -> None:
+        """Make the device known to torch in this process."""
+
+
+DEVICES: Point[DevicePlugin] = Point("devices")
+
+
+def _plugged_in(device_type: str) -> str:
+    """Return the kind of device that this process is to use: the plan's, or one that a wing brings."""
+    wanted = os.environ.get(DEVICE)
+    if wanted is None:
+        return device_type
+    plugin = next(plugin for plugin in parts_of(DEVICES) if plugin.name == wanted)
+    plugin.register()
+    KINDS[plugin.name] = plugin.kind
+    return plugin.name
+
+
 def on_chip(device: torch.device) -> bool:
     """Return True if the device is an accelerator, which works asynchronously."""
     return device.type != "cpu"
@@ -47,6 +74,7 @@ def on_chip(device: torch.device) -> bool:
 
 def enter(device_type: str) -> torch.device:
     """Return this process' device, by its number on the node, and make it the current one of this thread."""
+    device_type = _plugged_in(device_type)
     number = int(os.environ["LOCAL_RANK"]) if KINDS[device_type].is_numbered else None
     device = torch.device(device_type) if number is None else torch.device(device_type, number)
     make_current(device)

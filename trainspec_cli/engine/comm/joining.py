@@ -44,7 +44,7 @@ def join_processes(device_type: str) -> torch.device:
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     _stores.append(_open_store(world_size))
-    backends = process_group_backends(device_type)
+    backends = process_group_backends(device.type)
     dist.init_process_group(backends, store=_stores[-1], rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
     return device
 

@@ -107,7 +107,8 @@ def _update(state: TrainState, loss: Tensor, clip_norm: float | None, report: St
     """
     with state.clock.part("optimizer"):
         squared = squared_norm(state.shares).to(loss.device)
-        of_experts = squared_norm([one for one in state.shares if one.name in state.spread_experts]).to(loss.device)
+        experts = [one for one in state.shares if one.name in state.spread_experts]
+        of_experts = squared_norm(experts).to(loss.device) if experts else squared.new_zeros(())
     # Numbers are filled in on the device: a copy from the host would wait for all queued work.
     sums = [loss.double(), squared, *(squared.new_full((), number) for number in report.sums)]
     noise = torch.cat([state.stages.noise.sums, of_experts[None]])

@@ -1,0 +1,601 @@
+"""An accelerator in software: a torch device whose memory is the host's and whose operations run on the host.
+
+torch calls such a device PrivateUse1, the extension point for vendors' plugins. A tensor of the device describes host
+memory that the device's allocator gave it (memory.py), and an operation on it is queued in the current stream
+(streams.py), where it runs as the host's operation. Values are therefore those of a CPU run to the bit. What differs
+from a CPU is what the engine's accelerator path relies on: tensors of host and device do not mix, order between streams
+comes from events and waits, copies are explicit, memory is limited, and reading a value on the host is a
+synchronisation.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._device import _device_constructors
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from trainspec_cli.engine.accelerators import DeviceKind
+from trainspec_cli.wings.emulated import KIND, SETTINGS, read_settings
+from trainspec_cli.wings.emulated.exchanges import run_exchange, run_functional, wait_for
+from trainspec_cli.wings.emulated.memory import GIB, DeviceMemory, DeviceStorage
+from trainspec_cli.wings.emulated.streams import LOCK, SCHEDULER, Event, Stream, counts, current_stream
+
+MEMORY = DeviceMemory()
+
+
+class DeviceTensor(torch.Tensor):
+    _storage: DeviceStorage
+
+    @staticmethod
+    def __new__(cls, like: Tensor, storage: DeviceStorage, offset: int = 0) -> DeviceTensor:
+        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=offset,
+            dtype=like.dtype,
+            device=torch.device(KIND, 0),
+        )
+        made._storage = storage
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return run_operation(func, args, kwargs or {})
+
+    @property
+    def memory(self) -> Tensor:
+        """The host memory that this tensor describes, as it is now."""
+        return self._storage.view(self)
+
+    def untyped_storage(self) -> Any:
+        return self._storage
+
+    def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
+        self._storage.record_stream(stream)
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
+
+
+def memory_of(value: Any) -> Any:
+    """Return the host memory of a tensor of the device; any other value as it is."""
+    return value.memory if isinstance(value, DeviceTensor) else value
+
+
+def new_tensor(like: Tensor) -> DeviceTensor:
+    """Return a tensor with this shape, strides and type, in newly allocated memory."""
+    return DeviceTensor(like, DeviceStorage(_extent(like) * like.dtype.itemsize, MEMORY))
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the number of elements from a tensor's first to its last one in memory."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def to_device(host: Tensor) -> DeviceTensor:
+    """Return a tensor whose memory has these values now."""
+    made = new_tensor(host)
+    made.memory.copy_(host)
+    return made
+
+
+# Operations
+
+
+def run_operation(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Queue an operation in the current stream, and return its tensors."""
+    packet = op.overloadpacket
+    name = packet.__name__
+    counts["operations"] += 1
+    if op.namespace == "c10d":
+        return run_exchange(op, args, kwargs, memory_of)
+    if op.namespace == "_c10d_functional":
+        if name in ("wait_tensor", "_wrap_tensor_autograd"):
+            return wait_for(args[0])
+        return run_functional(op, args, kwargs, memory_of, new_tensor(_shapes(op, args, kwargs)))
+    if name in ("_to_copy", "copy_"):
+        return _copy(op, args, kwargs)
+    if _is_composed(op):
+        return op.decompose(*args, **kwargs)
+    if name == "_unsafe_view":
+        op = torch.ops.aten.view.default
+    if name in ATTENTION:
+        return ATTENTION[name](*args, **kwargs)
+    if name in INDEXING:
+        args = (args[0], [_on_device(index) for index in args[1]], *args[2:])
+    _refuse_host_tensors(name, args, kwargs)
+    kwargs = {key: torch.device("cpu") if isinstance(value, torch.device) else value for key, value in kwargs.items()}
+    if "pin_memory" in kwargs:
+        kwargs["pin_memory"] = False
+    if _is_view(op):
+        return _view(op, args, kwargs)
+    if op._schema.is_mutable and (not op._schema.returns or op._schema.returns[0].alias_info is not None):
+        return _run_in_place(op, args, kwargs)
+    return _run(op, args, kwargs)
+
+
+@cache
+def _is_composed(op: Any) -> bool:
+    """Return whether torch makes the operation of others. Below autograd, such operations arrive whole."""
+    is_composed: bool = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    return is_composed and op.overloadpacket.__name__ not in COMPOSED
+
+
+INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
+"""torch copies indices on the host to the device, which is easily overlooked."""
+
+
+def _on_device(index: Any) -> Any:
+    if not isinstance(index, Tensor) or isinstance(index, DeviceTensor):
+        return index
+    counts["host to device"] += 1
+    counts["hidden copies"] += 1
+    return to_device(index)
+
+
+def _refuse_host_tensors(name: str, args: Any, kwargs: Any) -> None:
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim():  # as on CUDA, numbers may
+            found = f"{KIND}:0 and {leaf.device}"
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {found}")
+
+
+def _is_view(op: Any) -> bool:
+    infos = [value.alias_info for value in op._schema.returns]
+    return bool(infos) and all(info is not None and not info.is_write for info in infos)
+
+
+def _view(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a view at once: it reads no memory."""
+    base = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, DeviceTensor))
+    result = op(*tree_map(_described, args), **tree_map(_described, kwargs))
+    return tree_map(lambda leaf: DeviceTensor(leaf, base._storage, leaf.storage_offset()), result)
+
+
+def _run_in_place(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    on_host, host_kwargs = tree_map(memory_of, args), tree_map(memory_of, kwargs)
+    _queue(_with_own_random(op, on_host, host_kwargs))
+    returned = []
+    for value in op._schema.returns:
+        for place, argument in enumerate(op._schema.arguments):
+            info = argument.alias_info
+            if info is not None and value.alias_info is not None and info.before_set == value.alias_info.before_set:
+                returned.append(args[place] if place < len(args) else kwargs[argument.name])
+    if not returned:
+        return None
+    return returned[0] if len(returned) == 1 else tuple(returned)
+
+
+def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    on_host, host_kwargs = tree_map(memory_of, args), tree_map(memory_of, kwargs)
+    if _reads(op, args):
+        current_stream().synchronize()
+    elif SCHEDULER.random is not None:
+        shapes = _shapes(op, args, kwargs)
+        if shapes is not None:
+            return _run_later(_with_own_random(op, on_host, host_kwargs), shapes)
+        counts["not queued"] += 1
+        _catch_up()
+    else:
+        _catch_up()
+    result = op(*on_host, **host_kwargs)
+    return tree_map(lambda leaf: to_device(leaf) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _reads(op: Any, args: Any) -> bool:
+    """Return whether the host must know values: a number is returned, or shapes depend on them."""
+    if op.overloadpacket.__name__ in INDEXING:
+        return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
+
+
+def _catch_up() -> None:
+    stream = current_stream()
+    SCHEDULER.finish(stream, stream._queued)
+
+
+def _run_later(run: Callable[[], Any], shapes: Any) -> Any:
+    made = tree_map(lambda leaf: new_tensor(leaf) if isinstance(leaf, Tensor) else leaf, shapes)
+    targets = [leaf.memory for leaf in tree_leaves(made) if isinstance(leaf, DeviceTensor)]
+
+    def work() -> None:
+        values = [leaf for leaf in tree_leaves(run()) if isinstance(leaf, Tensor)]
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
+
+    _queue(work)
+    return made
+
+
+def _queue(work: Callable[[], Any]) -> None:
+    def run() -> None:
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            work()
+
+    current_stream().run(run)
+
+
+def _shapes(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return what the operation returns, as tensors without memory; None where only running it tells."""
+    try:
+        given = {key: None if isinstance(value, torch.Generator) else value for key, value in kwargs.items()}
+        return op(*tree_map(_described, args), **tree_map(_described, given))
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _described(value: Any) -> Any:
+    """Return a tensor's shape, strides and place in its storage, as a tensor without memory."""
+    if isinstance(value, Tensor):
+        whole = torch.empty(value.storage_offset() + _extent(value), dtype=value.dtype, device="meta")
+        return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _with_own_random(op: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """Return the call of an operation; of a random one with the random numbers of the moment at which it is queued."""
+    if SCHEDULER.random is None or torch.Tag.nondeterministic_seeded not in op.tags:
+        return lambda: op(*args, **kwargs)
+    generator: torch.Generator = kwargs.get("generator") or torch.default_generator
+    drawn = generator.get_state()
+    op(*tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, args), **kwargs)
+
+    def call() -> Any:
+        now = generator.get_state()
+        generator.set_state(drawn)
+        result = op(*args, **kwargs)
+        generator.set_state(now)
+        return result
+
+    return call
+
+
+# Copies between host and device
+
+
+_pinned: dict[int, weakref.ref[Any]] = {}
+"""Address of page-locked host memory -> its owner."""
+
+
+def is_pinned(host: Tensor) -> bool:
+    owner = _pinned.get(host.untyped_storage().data_ptr())
+    return owner is not None and owner() is not None
+
+
+def pin(host: Tensor) -> Tensor:
+    _pinned[host.untyped_storage().data_ptr()] = weakref.ref(host)
+    return host
+
+
+def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Copy from the device or to it. A copy between the device and page-locked memory may run late."""
+    is_new = op.overloadpacket.__name__ == "_to_copy"
+    source = args[0] if is_new else args[1]
+    non_blocking = bool(kwargs.get("non_blocking")) or (not is_new and len(args) > 2 and bool(args[2]))
+    if is_new:
+        wanted = torch.device(kwargs.get("device") or source.device)
+        options = {key: value for key, value in kwargs.items() if key not in ("device", "non_blocking", "pin_memory")}
+        with torch.no_grad():
+            described = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+            like = op(described, **options)
+        target: Tensor
+        if wanted.type == KIND:
+            target = new_tensor(like)
+        else:
+            target = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+            if non_blocking:
+                pin(target)  # torch allocates it page-locked
+    else:
+        target = args[0]
+    from_host = not isinstance(source, DeviceTensor)
+    to_host = not isinstance(target, DeviceTensor)
+    into, value = memory_of(target), memory_of(source)
+    if from_host:
+        counts["host to device"] += 1
+        if not (non_blocking and is_pinned(source)):
+            value = source.detach().clone()  # it was read before the call returns
+    _queue(lambda: into.copy_(value))
+    if to_host:
+        counts["device to host"] += 1
+        if not (non_blocking and is_pinned(target)):
+            current_stream().synchronize()
+    return target
+
+
+# Attention: torch asks a device of this kind for one kernel, and a CPU has its own; the values are to be the same.
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, return_debug_mask: bool = False, *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    output, logsumexp = run_operation(
+        flash, (query, key, value, dropout_p, is_causal), {"attn_mask": attn_bias, "scale": scale}
+    )
+    empty = torch.empty(0, dtype=torch.int64, device=query.device)
+    return output, logsumexp, empty, empty, query.shape[2], key.shape[2], empty, empty, empty
+
+
+def _attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, grad_input_mask: Any,
+    out: Tensor, logsumexp: Tensor, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float,
+    is_causal: bool, philox_seed: Any, philox_offset: Any, *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    grads = run_operation(
+        backward,
+        (grad_out, query, key, value, out, logsumexp, dropout_p, is_causal),
+        {"attn_mask": attn_bias, "scale": scale},
+    )
+    return (*grads, None)
+
+
+# The kernels of CUDA that the engine calls by name. Their log-sum-exp is padded to a multiple of 32 queries.
+
+
+def _padded(logsumexp: Tensor) -> Tensor:
+    return torch.nn.functional.pad(logsumexp, (0, -logsumexp.shape[2] % 32))
+
+
+def _efficient(
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, compute_log_sumexp: bool,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    output, lse, *_ = _attention(query, key, value, attn_bias, dropout_p, is_causal, scale=scale)
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)
+    return output, _padded(lse), seed, seed
+
+
+def _efficient_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, out: Tensor,
+    logsumexp: Tensor, philox_seed: Any, philox_offset: Any, dropout_p: float, grad_input_mask: Any,
+    is_causal: bool = False, *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    lse = logsumexp[:, :, : query.shape[2]].contiguous()
+    given = (grad_out, query, key, value, attn_bias, grad_input_mask, out, lse, None, None, 0, 0)
+    return _attention_backward(*given, dropout_p, is_causal, None, None, scale=scale)
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
+    return_debug_mask: bool = False, *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    return _attention(query, key, value, None, dropout_p, is_causal, scale=scale)
+
+
+def _flash_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, cum_seq_q: Any,
+    cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool, philox_seed: Any, philox_offset: Any,
+    *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    given = (grad_out, query, key, value, None, None, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k)
+    return _attention_backward(*given, dropout_p, is_causal, None, None, scale=scale)[:3]
+
+
+ATTENTION: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_fused_attention_overrideable": _attention,
+    "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+    "_scaled_dot_product_efficient_attention": _efficient,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "_scaled_dot_product_flash_attention": _flash,
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+}
+FLASH = 1
+"""torch's number of the flash kernel (at::SDPBackend::flash_attention)."""
+
+
+def _attend(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return `scaled_dot_product_attention` that takes the kernel a CPU would, where torch would decompose it."""
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if isinstance(query, DeviceTensor):
+            given = tree_map(memory_of, (query, key, value, attn_mask, dropout_p, is_causal))
+            chosen = torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa)
+            if chosen == FLASH:
+                if attn_mask is not None and attn_mask.dtype == torch.bool:
+                    nothing = torch.zeros_like(attn_mask, dtype=query.dtype)
+                    attn_mask = nothing.masked_fill(attn_mask.logical_not(), -math.inf)
+                fused = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+                output: Tensor = fused(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
+                return output
+        return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    return attend
+
+
+# The device's module and its registration
+
+
+class Generator(torch._C.Generator):
+    """Random numbers of the device are those of the host: the same seed gives the same values as on a CPU."""
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        wanted = torch.device(device)
+        made: Generator = super().__new__(cls, torch.device("cpu") if wanted.type == KIND else wanted)  # type: ignore[call-arg]
+        return made
+
+
+class DeviceModule:
+    """`torch.emulated`: what torch, FSDP2 and the engine ask of a kind of device."""
+
+    Stream = Stream
+    Event = Event
+    current_stream = staticmethod(current_stream)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        """Do nothing: a process sees one device."""
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "emulated accelerator"
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        with stream:
+            yield
+
+    def synchronize(self, device: Any = None) -> None:
+        counts["synchronisations"] += 1
+        SCHEDULER.finish_all()
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Do nothing: the host's random numbers are seeded anyway."""
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        return MEMORY.statistics()
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return MEMORY.allocated_bytes
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return MEMORY.reserved_bytes
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return MEMORY.peak_bytes
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        MEMORY.peak_bytes = MEMORY.allocated_bytes
+
+    def get_memory_info(self, device: Any = None) -> tuple[int, int]:
+        total = int(MEMORY.capacity_bytes)
+        return total - MEMORY.reserved_bytes, total
+
+    def empty_cache(self) -> None:
+        MEMORY.release_unused()
+
+
+ACCELERATOR_CALLS = (
+    "current_stream", "synchronize", "memory_stats", "memory_allocated", "memory_reserved", "max_memory_allocated",
+    "get_memory_info", "empty_cache", "reset_peak_memory_stats",
+)  # fmt: skip
+"""Functions of torch.accelerator that a device in Python cannot serve by itself in torch 2.13."""
+RESIZING = (
+    "arange", "arange.start", "arange.start_step", "linspace", "logspace", "eye", "eye.m", "randperm",
+    "randperm.generator", "tril_indices", "triu_indices",
+)  # fmt: skip
+"""torch composes these from an empty tensor that it resizes, which a wrapper cannot follow."""
+FROM_DATA = ("tensor", "as_tensor")
+"""torch brings the data of these to the device in C++, where a device in Python is not called."""
+COMPOSED = ("silu_backward", "mish_backward", "native_channel_shuffle")
+"""A CPU has kernels for these, and torch composes them for other devices."""
+_libraries: list[torch.library.Library] = []
+
+
+class EmulatedDevice:
+    name = KIND
+    kind = DeviceKind("gloo", is_profiled=False)
+
+    def register(self) -> None:
+        """Register the device in this process, which cannot take it back. `TRAINSPEC_EMULATED` has its settings."""
+        if _libraries:
+            return
+        settings = read_settings(os.environ.get(SETTINGS, ""))
+        MEMORY.capacity_bytes = settings.memory_gib * GIB
+        module: Any = DeviceModule()
+        _setup_privateuseone_for_python_backend(KIND, backend_module=module)
+        every = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+        every.fallback(lambda op, *args, **kwargs: run_operation(op, args, kwargs), "PrivateUse1")  # type: ignore[no-untyped-call]
+        aten = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        for name in (*RESIZING, *COMPOSED):
+            packet, _, overload = name.partition(".")
+            aten.impl(  # type: ignore[no-untyped-call]
+                name, _runner(getattr(getattr(torch.ops.aten, packet), overload or "default")), "PrivateUse1"
+            )
+        _libraries.extend((every, aten))
+        _replace_in_torch(module)
+        if settings.order is not None:
+            with LOCK:
+                SCHEDULER.random = random.Random(settings.order)
+
+
+def _replace_in_torch(module: Any) -> None:
+    """Replace what torch 2.13 does not pass on to a device in Python."""
+    torch_itself: Any = torch
+    torch_itself.Generator, torch_itself.Stream, torch_itself.Event = Generator, Stream, Event
+    for name in ACCELERATOR_CALLS:
+        setattr(torch.accelerator, name, getattr(module, name))
+    functional: Any = torch.nn.functional
+    functional.scaled_dot_product_attention = _attend(functional.scaled_dot_product_attention)
+    empty = torch.empty
+
+    def empty_or_pinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        made = empty(*args, **kwargs)
+        return pin(made) if pin_memory else made
+
+    torch_itself.empty = empty_or_pinned
+    of_host = {name: getattr(torch, name) for name in FROM_DATA}
+
+    def from_data(name: str) -> Callable[..., Tensor]:
+        def make(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+            if device is None or torch.device(device).type != KIND:
+                return cast(Tensor, of_host[name](data, *args, device=device, **kwargs))
+            if isinstance(data, DeviceTensor):
+                return data.to(kwargs.get("dtype") or data.dtype)
+            needs_grad = kwargs.pop("requires_grad", False)
+            made = of_host[name](data, *args, device="cpu", **kwargs).to(device)
+            return cast(Tensor, made.requires_grad_(needs_grad))
+
+        return make
+
+    for name in FROM_DATA:
+        setattr(torch, name, from_data(name))
+    torch_itself.Tensor.pin_memory = lambda tensor, device=None: pin(tensor.clone())
+    torch_itself.Tensor.is_pinned = lambda tensor, device=None: is_pinned(tensor)
+    # `with torch.device(...)` knows the functions that make tensors by identity.
+    _device_constructors.cache_clear()
+    _device_constructors().update((empty, *of_host.values()))
+
+
+def _runner(op: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: run_operation(op, args, kwargs)
+
+
+PLUGIN = EmulatedDevice()

@@ -1,0 +1,186 @@
+"""The memory of an emulated device: addresses as c10's caching allocator gives them, backed by the host's memory.
+
+A freed block goes back to the pool of its stream at once, as on CUDA, and the next allocation may get the same bytes.
+Work of another stream that is still queued then reads what was written over it, unless `record_stream` has kept the
+block.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainspec_cli.planner.memory.caching_allocator import CachingAllocator, MemoryBlock
+from trainspec_cli.wings.emulated.streams import LOCK, Event, Stream, current_stream
+
+GIB = 2**30
+ARENA_BYTES = 64 * GIB
+"""Addresses of a pool. Only pages that are written take memory of the host."""
+
+
+MAP_NORESERVE = 0x4000
+"""Of Linux: address space without memory behind it until it is written."""
+
+
+class DeviceMemory:
+    """Allocators of a device, one for each stream, which share its capacity."""
+
+    def __init__(self, capacity_bytes: float = 80 * GIB, *, expandable: bool = True):
+        self.capacity_bytes = capacity_bytes
+        self.expandable = expandable
+        self.retries = 0
+        self.failures = 0
+        self._allocators: dict[int, CachingAllocator] = {}
+        self._arenas: dict[int, Tensor] = {}
+        self._kept: list[tuple[CachingAllocator, MemoryBlock, list[Event]]] = []
+        """Freed blocks that other streams still use."""
+        self.peak_bytes = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(one.allocated_bytes for one in self._allocators.values())
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(one.reserved_bytes for one in self._allocators.values())
+
+    def allocate(self, nbytes: int, stream: Stream) -> Allocation:
+        """Raises torch.OutOfMemoryError where it does not fit even when all that is unused is given back."""
+        with LOCK:
+            self._reclaim()
+            allocator = self._allocators.get(id(stream))
+            if allocator is None:
+                allocator = self._allocators[id(stream)] = CachingAllocator(expandable=self.expandable)
+            block = self._try(allocator, nbytes)
+            if block is None:
+                self.retries += 1
+                self.release_unused()
+                block = self._try(allocator, nbytes)
+            if block is None:
+                self.failures += 1
+                used, held, total = self.allocated_bytes / GIB, self.reserved_bytes / GIB, self.capacity_bytes / GIB
+                raise torch.OutOfMemoryError(
+                    f"emulated device out of memory: tried to allocate {nbytes / GIB:.2f} GiB; of {total:.2f} GiB, "
+                    f"{used:.2f} GiB are allocated and {held - used:.2f} GiB reserved but unallocated"
+                )
+            self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+            return Allocation(self, allocator, block, stream)
+
+    def _try(self, allocator: CachingAllocator, nbytes: int) -> MemoryBlock | None:
+        others_bytes = self.reserved_bytes - allocator.reserved_bytes
+        allocator.capacity_bytes = self.capacity_bytes - others_bytes
+        try:
+            return allocator.allocate(nbytes)
+        except MemoryError:
+            return None
+
+    def release_unused(self) -> None:
+        for allocator in self._allocators.values():
+            allocator.release_unused()
+
+    def free(self, allocation: Allocation) -> None:
+        with LOCK:
+            if allocation.used_by:
+                events = [stream.record_event() for stream in allocation.used_by]
+                self._kept.append((allocation.allocator, allocation.block, events))
+            else:
+                allocation.allocator.free(allocation.block)
+
+    def _reclaim(self) -> None:
+        left = []
+        for allocator, block, events in self._kept:
+            if all(event.query() for event in events):
+                allocator.free(block)
+            else:
+                left.append((allocator, block, events))
+        self._kept = left
+
+    def arena(self, block: MemoryBlock) -> Tensor:
+        """Return the host memory behind a block's pool, as bytes."""
+        key = id(block.pool)
+        if key not in self._arenas:
+            memory = mmap.mmap(-1, ARENA_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._arenas[key] = torch.frombuffer(memory, dtype=torch.uint8)
+        return self._arenas[key]
+
+    def statistics(self) -> dict[str, int]:
+        """Return what torch.accelerator.memory_stats does, as far as the engine asks for it."""
+        return {
+            "allocated_bytes.all.current": self.allocated_bytes,
+            "allocated_bytes.all.peak": self.peak_bytes,
+            "reserved_bytes.all.current": self.reserved_bytes,
+            "num_alloc_retries": self.retries,
+            "num_ooms": self.failures,
+        }
+
+
+@dataclass
+class Allocation:
+    memory: DeviceMemory
+    allocator: CachingAllocator
+    block: MemoryBlock
+    stream: Stream
+    used_by: set[Stream] = field(default_factory=set)
+
+
+class DeviceStorage:
+    """The bytes behind a tensor and its views. FSDP frees and allocates parameters by resizing it."""
+
+    def __init__(self, nbytes: int, memory: DeviceMemory):
+        self._memory = memory
+        self._nbytes = 0
+        self._allocation: Allocation | None = None
+        self.exchange: Any = None
+        """The event at which the exchange that makes these bytes ends, and what it reads; until somebody waits."""
+        self.resize_(nbytes)
+
+    def resize_(self, nbytes: int) -> DeviceStorage:
+        if nbytes != self._nbytes:
+            self._free()
+            if nbytes:
+                self._allocation = self._memory.allocate(nbytes, current_stream())
+            self._nbytes = nbytes
+        return self
+
+    def _free(self) -> None:
+        if self._allocation is not None:
+            self._memory.free(self._allocation)
+            self._allocation = None
+
+    def __del__(self) -> None:
+        self._free()
+
+    def size(self) -> int:
+        return self._nbytes
+
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def data_ptr(self) -> int:
+        return id(self) if self._nbytes else 0
+
+    def record_stream(self, stream: Stream) -> None:
+        if self._allocation is not None and stream is not self._allocation.stream:
+            self._allocation.used_by.add(stream)
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Return the host memory of a tensor of this storage."""
+        return self.strided(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def strided(self, dtype: torch.dtype, shape: Any, stride: Any, offset: int) -> Tensor:
+        if self._allocation is None:
+            if math.prod(shape):
+                raise RuntimeError("the memory of this tensor has been freed")
+            return torch.empty_strided(shape, stride, dtype=dtype)
+        block = self._allocation.block
+        arena = self._memory.arena(block)
+        host = arena[block.address : block.address + self._nbytes]
+        return host.view(dtype).as_strided(shape, stride, block.address // dtype.itemsize + offset)

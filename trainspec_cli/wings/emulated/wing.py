@@ -1,0 +1,5 @@
+"""An accelerator in software."""
+
+from trainspec_cli.core.wings import Wing
+
+WING = Wing(parts={"devices": "trainspec_cli.wings.emulated.device:PLUGIN"})
