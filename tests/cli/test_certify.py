@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lab import own_model
@@ -156,6 +157,9 @@ def test_a_signed_certificate_is_refused_if_another_key_is_required(run, refusal
         (("--engine", ""), (2, "usage", "--engine")),
         (("--engine", "python x.py", "--only", "LIVE-1"), (2, "unknown_value", "--only")),
         (("recipe=tiny", "--engine", "python x.py"), (2, "usage", "--engine")),
+        (("--engine", "python x.py", "--device", "emulated"), (2, "usage", "--device")),
+        (("--verify", "c.json", "--device", "emulated"), (2, "usage", "--device")),
+        (("--device", "emulatd"), (2, "unknown_value", "--device")),
     ],
 )
 def test_options_are_checked_before_anything_runs(refusal, families_restored, arguments, expected):
@@ -165,6 +169,23 @@ def test_options_are_checked_before_anything_runs(refusal, families_restored, ar
 def test_cases_of_engines_and_of_launches_are_listed_too(run, families_restored):
     assert "PERF-3  launched" in run("--list", "--only", "PERF-*")[1]
     assert "NUM-2  fp32-dp_replicate2-sgd" in run("--engine", "python x.py", "--list")[1].splitlines()
+
+
+def test_an_emulated_device_compiles_nothing_and_launches_nothing(run: Any) -> None:
+    lines = run("--list", "--device", "emulated", "--processes", "2")[1].splitlines()
+    assert "NUM-1  dense-fp32-tp2" in lines
+    assert not any("compile" in line or line.endswith("launched") or line.startswith("KERN") for line in lines)
+
+
+@pytest.mark.slow
+def test_gradients_on_an_emulated_device_do_not_depend_on_the_layout(run: Any, tmp_path: Path) -> None:
+    """ZeRO-3 and ring attention take paths of the engine that no CPU run takes."""
+    cases = ("dense-fp32-dp_shard2", "dense-fp32-cp2.ring", "dense-fp32-pp2.zbv", "moe-fp32-dp_shard2.ep2")
+    only = [word for case in cases for word in ("--only", case)]
+    code, out, _ = run("--device", "emulated", *only, "--dir", str(tmp_path / "runs"), "--json")
+    found = json.loads(out)
+    assert code == 0 and found["features"] == ["emulated"] and found["whole"] is False
+    assert len(found["findings"]) >= 2 * len(cases) and all(finding["passed"] for finding in found["findings"])
 
 
 ENGINES = Path(__file__).parents[1] / "wings" / "certify" / "engines"

@@ -216,6 +216,11 @@ def test_a_restart_stalls_from_the_last_step_to_the_first_new_one():
     assert read_recoveries(events) == [Recovery("restart", None, 7, 20.0, 3)]
 
 
+def test_a_restart_before_the_first_step_stalls_from_the_start() -> None:
+    events = [start(100.0), restart(101.0, step=0, lost_steps=0), start(110.0), one_step(1, 121.0)]
+    assert read_recoveries(events) == [Recovery("restart", None, 0, 20.0, 0)]
+
+
 def test_clocks_that_differ_by_their_jitter_take_from_the_steps_and_make_no_negative_time():
     """The steps say 4.2 s, and 4 s passed."""
     check(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.drawing import slow_after
 from wings.emulated.on_device import LEFT_OUT, SCHEDULES
 
 from trainspec_cli.core.errors import RecipeError
@@ -50,9 +51,7 @@ def test_what_makes_the_host_wait_is_counted() -> None:
     assert (found["after"]["synchronisations"], found["after"]["hidden copies"]) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    "family", ["dense", *(pytest.param(name, marks=pytest.mark.slow) for name in ("moe", "windowed", "mamba", "hybrid"))]
-)
+@pytest.mark.parametrize("family", slow_after(1, ["dense", "moe", "windowed", "mamba", "hybrid"]))
 def test_a_step_of_the_engine_never_waits_for_the_host(family: str) -> None:
     """Its outcome is copied to page-locked memory, and read when the next step is under way."""
     assert run("steady", family) == {"to read the outcome": 3}
@@ -81,7 +80,7 @@ def test_random_numbers_do_not_depend_on_the_order_of_the_streams() -> None:
         ("kept_memory", "record_stream"),
         ("read_early", "synchronize"),
         ("reused_host_memory", "synchronize"),
-        *(pytest.param("loading", line, marks=() if line == "copied.wait" else pytest.mark.slow) for line in LEFT_OUT),
+        *slow_after(0, [("loading", line) for line in LEFT_OUT]),
     ],
 )
 def test_a_missing_wait_is_found(program: str, without: str) -> None:

@@ -98,17 +98,19 @@ class RecoveryLog:
         self.recoveries: list[Recovery] = []
         self._open_restart: tuple[int, float] | None = None
         self._last_time = 0.0
+        """The last time that the run was known to work: the end of a step, or its start."""
 
     def take(self, event: Event) -> None:
         if isinstance(event, RecoveryEvent):
             if event.change == "restart":
                 self._open_restart = len(self.recoveries), self._last_time
             self.recoveries.append(recovery_of(event))
-        elif isinstance(event, StartEvent) and self._open_restart is not None:
-            place, _ = self._open_restart
-            failed = self.recoveries[place]
-            if failed.lost_steps is None and event.step < failed.step:
-                self.recoveries[place] = replace(failed, lost_steps=failed.step - event.step)
+        elif isinstance(event, StartEvent):
+            self._last_time = event.time
+            if self._open_restart is not None:
+                failed = self.recoveries[self._open_restart[0]]
+                if failed.lost_steps is None and event.step < failed.step:
+                    self.recoveries[self._open_restart[0]] = replace(failed, lost_steps=failed.step - event.step)
         elif isinstance(event, StepEvent):
             if self._open_restart is not None:
                 place, failed_at = self._open_restart

@@ -346,6 +346,10 @@ SPREAD_FAMILIES = {"grouped_matmul": "moe", "ssd_scan": "mamba"}
 FP8 = "fp8"
 
 
+EMULATED = "emulated"
+"""The feature of a certificate that was measured on the emulated accelerator, which compiles nothing."""
+
+
 def features_here(*, on_gpu: bool) -> tuple[str, ...]:
     """Return the kernels (`attention.math`) and formats (`fp8`) that this machine supports in addition to the
     defaults."""

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from trainspec_cli.recipe.results.certificate import REFUSALS, Certificate, Figure
 from trainspec_cli.reporter.rich_text import Text
+from trainspec_cli.wings.certify.cases import EMULATED
 
 SHOWN_DIGITS = 16
 
@@ -63,6 +64,8 @@ def _describe_verdict(found: Certificate) -> str:
     what = f"the training spec {found.spec_version}" if found.whole else part
     gpus = found.machine.gpu_names
     where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{found.machine.cpu_cores} CPU cores"
+    if EMULATED in found.features:
+        where = f"an emulated accelerator ({where})"
     return f"{what}: {found.verdict}{engine}, {counts} on {where}; digest {found.digest[:SHOWN_DIGITS]}"
 
 

@@ -10,6 +10,7 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.certificate import REFUSALS, Finding
 from trainspec_cli.wings.certify.cases import (
     COMM_CLAUSES,
+    EMULATED,
     FITTING_SAMPLES,
     FP8,
     KILLED_AT,
@@ -74,10 +75,13 @@ def checks(
     `features`: the kernels and formats that a machine has, as its certificate states them; None: those of this machine.
     """
     found = []
-    for check in _all_checks(max_processes, features_here(on_gpu=on_gpu) if features is None else features):
+    given = features_here(on_gpu=on_gpu) if features is None else features
+    for check in _all_checks(max_processes, given):
         names = (check.clause, check.run.name, check.run.case.family)
         is_wanted = not only or any(fnmatchcase(name, pattern) for name in names for pattern in only)
-        if is_wanted and check.run.case.layout.world_size <= max_processes:
+        case = check.run.case
+        can_run = EMULATED not in given or not case.compile
+        if is_wanted and can_run and case.layout.world_size <= max_processes:
             found.append(check)
     return found
 

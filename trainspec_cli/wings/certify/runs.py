@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from trainspec_cli import __version__
+from trainspec_cli.core.environment_names import DEVICE
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.core.node import make_folder
 from trainspec_cli.core.reading.files import UnreadableFileError, read_object
@@ -156,13 +157,18 @@ def measure(
     machine: Machine,
     on_progress: Callable[[int], None],
     tool: Tool[CertifyRequest, CertifyResult] = CERTIFY,
+    on_device: str = "",
 ) -> dict[Run, Measured]:
     """Make all runs below `folder` that it does not hold yet; `on_progress` gets the number of finished runs.
+
+    `on_device`: the device that a wing brings, in place of the machine's.
 
     Raises MachineError if a job fails, Interrupted if a stop was requested.
     """
     wanted = list(dict.fromkeys(runs))
     device = device_of(machine)
+    # The models are so small that more threads would only wait for each other.
+    environment = {"OMP_NUM_THREADS": "1"} | ({DEVICE: on_device} if on_device else {})
     left = []
     for run in wanted:
         kept = folder / run.name
@@ -184,8 +190,7 @@ def measure(
     report_done()
     for batch in _batches(left):
         request = CertifyRequest(str(folder.absolute()), {run.name: run.request(device) for run in batch})
-        # The models are so small that more threads would only wait for each other.
-        where = torchrun(request.runs[batch[0].name].plan, machine, {"OMP_NUM_THREADS": "1"})
+        where = torchrun(request.runs[batch[0].name].plan, machine, environment)
         try:
             run_tool(tool, request, where, on_tick=report_done)
         except MachineError as error:

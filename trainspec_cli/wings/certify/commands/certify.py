@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.core.errors import Interrupted, MachineError, Problem, RecipeError, WorkerError, closest
+from trainspec_cli.core.wings import find_wings
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.records import to_plain
@@ -28,7 +29,7 @@ from trainspec_cli.run.job.job import machine_identity
 from trainspec_cli.run.job.machine import detect
 from trainspec_cli.session.console import PrintableConsole, make_console
 from trainspec_cli.session.recipe.load import load_for_planning
-from trainspec_cli.wings.certify.cases import Case, features_here, refusals
+from trainspec_cli.wings.certify.cases import EMULATED, Case, features_here, refusals
 from trainspec_cli.wings.certify.certificate import read_fingerprint, read_key, sign_certificate, write_certificate
 from trainspec_cli.wings.certify.certificate import verify as read_verified
 from trainspec_cli.wings.certify.certificate_text import describe_trust, render_certificate
@@ -86,6 +87,12 @@ OtherEngine = Annotated[
         metavar="COMMAND", help="Measure another engine, which this command starts (docs/spec/engine-protocol.md)."
     ),
 ]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="emulated", help="Measure the engine's accelerator path on a device in software; no GPU needed."
+    ),
+]
 Listed = Annotated[bool, typer.Option("--list", help="List the cases and run none.")]
 
 
@@ -98,6 +105,7 @@ def certify(
     key: Key = None,
     verify: Verify = None,
     engine: OtherEngine = None,
+    device: Device = None,
     listed: Listed = False,
     as_json: AsJson = False,
 ) -> int:
@@ -108,7 +116,7 @@ def certify(
     """
     console = make_console(as_json=as_json)
     if verify is not None:
-        given = {"--output": output, "--only": only, "--dir": folder, "--engine": engine}
+        given = {"--output": output, "--only": only, "--dir": folder, "--engine": engine, "--device": device}
         for option in (option for option, value in given.items() if value):
             message = f"{option} cannot be combined with --verify, which reads an existing certificate"
             raise RecipeError(Problem("usage", message, option, "give one of the two"))
@@ -124,7 +132,10 @@ def certify(
                 hint = "choose a file in an existing folder"
                 raise RecipeError(Problem("output_exists", message, hint=hint)) from error
         if engine is None:
-            made = _certify_here(arguments or [], only or [], processes, folder, console, listed=listed)
+            made = _certify_here(arguments or [], only or [], processes, folder, console, device or "", listed=listed)
+        elif device:
+            message = "--device is for trainspec's own engine, but --engine names another"
+            raise RecipeError(Problem("usage", message, "--device", "leave out --device, or --engine"))
         elif arguments:
             message = "--engine measures another engine on a fixed model, but a recipe was given"
             raise RecipeError(Problem("usage", message, "--engine", "leave out the recipe, or --engine"))
@@ -149,10 +160,12 @@ def _certify_here(
     processes: int | None,
     folder: Path | None,
     console: Console,
+    device: str,
     *,
     listed: bool,
 ) -> Certificate | None:
-    """Measure this engine and return its certificate; None if the cases were only listed.
+    """Measure this engine and return its certificate; None if the cases were only listed. `device`: one that a wing
+    brings; empty: the machine's.
 
     Raises RecipeError if the recipe cannot be measured or a pattern matches nothing, MachineError if a run fails,
     Interrupted if a stop was requested.
@@ -163,11 +176,18 @@ def _certify_here(
         if refused := refusals(Case(spec.model.family)):
             raise RecipeError(refused)
     recipe = tuple(arguments) or RECIPE
-    machine = machine_here()
+    machine = machine_here() if not device else replace(detect(look_for_gpus=False), gpu_names=())
     gpus = len(machine.gpu_names)
     processes = processes or (gpus if gpus > 1 else DEFAULT_PROCESSES)
     features = features_here(on_gpu=gpus >= processes)
-    launched = (*SECURITY, *LEVELS)
+    launched: tuple[str, ...] = (*SECURITY, *LEVELS)
+    if device:
+        devices = [name for name, wing in find_wings().items() if "devices" in wing.parts]
+        if device not in devices:
+            remedy = f"type --device {', '.join(devices)}" if devices else "leave it out"
+            raise RecipeError(Problem("unknown_value", f"`{device}` is not a device in software", "--device", remedy))
+        # What is launched says something about this machine, and not about the device.
+        features, launched = (EMULATED,), ()
     for pattern in only:
         elsewhere = any(fnmatchcase(clause, pattern) for clause in (REFUSALS, *launched))
         if not elsewhere and not checks(processes, [pattern], features=features):
@@ -189,10 +209,10 @@ def _certify_here(
         return None
     runs = list(dict.fromkeys(run for check in wanted for run in check.runs))
     findings = []
-    with _workplace(folder, machine, "") as (root, since):
+    with _workplace(folder, machine, device) as (root, since):
         if runs:
             with _bar(len(runs)) as on_done:
-                results = measure(runs, root, machine, on_done)
+                results = measure(runs, root, machine, on_done, on_device=device)
                 findings += [judge(check, results) for check in wanted]
         # On a CPU, launched runs have at most one process for each core.
         most = len(machine.gpu_names) or max(2, machine.cpu_cores)
