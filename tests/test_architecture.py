@@ -197,6 +197,8 @@ UNTYPED = {
     "engine/optim/whole.py": "torch's parameter groups",
     "engine/optim/own.py": "torch's parameter groups",
     "engine/parallel/expert.py": "keyword arguments of torch's checkpoint()",
+    "wings/emulated/engine/device.py": "keyword arguments of torch's operations",
+    "wings/emulated/engine/exchanges.py": "keyword arguments of torch's operations",
 }
 """Files that may hold values without types by name, and what these are. Records are dataclasses; a plain value on its
 way to or from a file is a `JsonObject`."""

@@ -15,6 +15,8 @@ RUN, STATUS, MESSAGE = "TRAINSPEC_RUN", "TRAINSPEC_STATUS", "TRAINSPEC_MESSAGE"
 
 DEVICE = "TRAINSPEC_DEVICE"
 """The name of a device that a wing brings (`engine.accelerators.DEVICES`): workers use it in place of the plan's."""
+EMULATED = "TRAINSPEC_EMULATED"
+"""The settings of the emulated device, such as `order=7,memory_gib=2` (`wings.emulated`)."""
 
 LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
 """The start that a process belongs to; it identifies all processes of a job."""

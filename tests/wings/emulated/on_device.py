@@ -26,8 +26,8 @@ from trainspec_cli.engine.models import decoder
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.wings.certify.cases import Case, build_plan
-from trainspec_cli.wings.emulated import device, streams
-from trainspec_cli.wings.emulated.device import MEMORY, PLUGIN
+from trainspec_cli.wings.emulated.engine import device, streams
+from trainspec_cli.wings.emulated.engine.device import MEMORY, PLUGIN
 
 MODEL = DecoderModel(2, 64, 4, 2, 16, 160, 512)
 SEQ_LEN = 32

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainspec_cli.core.environment_names import EMULATED
 from trainspec_cli.core.errors import Problem, RecipeError
 
 KIND = "emulated"
 """torch's name of the device: `torch.device("emulated", 0)`."""
-SETTINGS = "TRAINSPEC_EMULATED"
-"""The environment variable with the settings of the device, such as `order=7,memory_gib=2`."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,6 @@ def read_settings(text: str) -> Settings:
                 raise ValueError
             found[name] = int(value) if name == "order" else float(value)
         except ValueError:
-            message = f"{SETTINGS}: `{part}` is not a setting of the emulated device"
-            raise RecipeError(Problem("usage", message, SETTINGS, "such as order=7,memory_gib=2")) from None
+            message = f"{EMULATED}: `{part}` is not a setting of the emulated device"
+            raise RecipeError(Problem("usage", message, EMULATED, "such as order=7,memory_gib=2")) from None
     return Settings(**found)  # type: ignore[arg-type]

@@ -2,4 +2,4 @@
 
 from trainspec_cli.core.wings import Wing
 
-WING = Wing(parts={"devices": "trainspec_cli.wings.emulated.device:PLUGIN"})
+WING = Wing(parts={"devices": "trainspec_cli.wings.emulated.engine.device:PLUGIN"})

@@ -1,7 +1,7 @@
-"""The directives of a run: those of its earlier starts, which a resumed run follows, and those that it adds.
+"""The directives of a run: those of its earlier starts, which a resumed run follows, and new ones.
 
-They are numbered over all starts, and rank 0 writes them down before a step is made with them. Shares are of the layout
-that was in force when they were given: with another one they are passed over.
+They are numbered over all starts, and rank 0 records each before the step that uses it. Shares belong to the layout in
+force at that time: with another layout they are skipped.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class Directives:
     """Called by every rank of the replica group together."""
 
     def __init__(self, run: TrainingRun, *, recalls: bool):
-        """Not `recalls`: none of an earlier start is followed.
+        """Without `recalls`, directives of earlier starts are not followed.
 
-        Raises MachineError, on every rank, where one cannot be followed.
+        Raises MachineError, on every rank, if one cannot be followed.
         """
         self._log = DirectiveLog(run.run_dir, run.journal)
         self._earlier = list[DirectiveEvent]()
         """Directives of earlier starts, by number."""
         self.buckets = dict[str, int]()
-        """Sizes of buckets that earlier starts have found, by layout."""
+        """Bucket sizes that earlier starts have found, by layout."""
         if recalls:
             self._recall(run.run_dir.directives)
-        # The changes of layout that begin with the plan's and lead on from one another: a run that is resumed in
-        # another layout than it had follows none.
+        # The chain of layout changes that starts with the plan's layout: a run that is resumed in another layout
+        # follows none.
         self._layouts = list[DirectiveEvent]()
         layout = run.plan.layout
         for one in self._earlier:
@@ -52,10 +52,10 @@ class Directives:
         self.layout_number = 0
         """The number of the directive whose layout is in force; 0: the plan's."""
         self.last_pause_s: float | None = None
-        """The time that the last change of layout took in this start."""
+        """Seconds of the last change of layout in this start."""
 
     def write(self, event: DirectiveEvent) -> DirectiveEvent:
-        """Number a directive and write it down; return it as it stands there."""
+        """Number a directive and record it; return the numbered one."""
         self._number += 1
         numbered = replace(event, number=self._number)
         if event.kind in OF_LAYOUT and event.applied:
@@ -65,7 +65,7 @@ class Directives:
         return numbered
 
     def note(self, event: DirectiveEvent | AchievedEvent | BucketsEvent) -> None:
-        """Write down what is known of directives, which rank 0 does for all."""
+        """Record an event about directives; rank 0 does so for all."""
         if dist.get_rank() == 0:
             self._log.write(event)
 
@@ -75,7 +75,7 @@ class Directives:
     # What a resumed run follows
 
     def _recall(self, path: Path) -> None:
-        """Take in what earlier starts have written, which rank 0 reads for all."""
+        """Load what earlier starts have written; rank 0 reads it for all."""
         plain: list[object] = []
         with errors_together():
             if dist.get_rank() == 0:
@@ -89,7 +89,7 @@ class Directives:
         self.buckets = broadcast_json(found, lambda plain: dict(plain))
 
     def shares_of_layout(self, ranks: int, *, applied: bool) -> list[DirectiveEvent]:
-        """Return the shares of `ranks` data-parallel ranks that were given in the layout in force."""
+        """Return the shares of `ranks` data-parallel ranks from directives in the layout in force."""
         given = []
         layout_number = 0
         for one in self._earlier:
@@ -100,12 +100,12 @@ class Directives:
         return given
 
     def due_layout(self, step: int) -> DirectiveEvent | None:
-        """Return the newest change of layout that is to be followed after `step` updates and is not yet in force."""
+        """Return the newest change of layout that is due after `step` updates and not yet in force."""
         return next((one for one in reversed(self.layouts_ahead) if one.step <= step), None)
 
     @property
     def layouts_ahead(self) -> list[DirectiveEvent]:
-        """Return the changes of layout that are still to be followed."""
+        """Return the changes of layout that are still due."""
         return [one for one in self._layouts if one.applied and one.number > self.layout_number]
 
     def has_changed_layout(self, step: int) -> bool:
@@ -114,14 +114,14 @@ class Directives:
 
 
 def follows_earlier(plan: Plan, group: int | None) -> bool:
-    """Return whether a start of `plan` follows the directives of those before it. Replica groups are not resumed to the
-    bit."""
+    """Return whether a start of `plan` follows the directives of earlier ones. Replica groups are not resumed
+    bit-exactly."""
     return group is None and (watches_speeds(plan, group) or bool(plan.changes))
 
 
 def watches_speeds(plan: Plan, group: int | None) -> bool:
     """Return whether the scheduler could change anything: shares of several ranks or groups, layers of stages, the
-    layout of several ranks, or which nodes take part."""
+    layout of several ranks, or the participating nodes."""
     scheduler = plan.spec.scheduler
     divided = plan.layout.data_parallel_size > 1 or group is not None
     could_change = {
@@ -134,8 +134,8 @@ def watches_speeds(plan: Plan, group: int | None) -> bool:
 
 
 def largest_stage_layers(plan: Plan) -> int | None:
-    """Return the layers that a pipeline rank may hold: what memory allows; where nobody knows that, what the recipe
-    says; None where no layers move."""
+    """Return the most layers of a pipeline rank: what memory allows, or without a prediction what the recipe gives;
+    None if no layers move."""
     wanted = plan.spec.scheduler.max_stage_layers
     if plan.layout.pp == 1 or not plan.layer_flops:
         return None
@@ -145,8 +145,8 @@ def largest_stage_layers(plan: Plan) -> int | None:
 
 
 def planned_by(directive: DirectiveEvent, plan: Plan) -> PlannedLayout:
-    """Return the layout that a directive changed to, with what memory allows there: as it says itself, or as `plan`
-    knows of the one of these axes."""
+    """Return the layout that a directive changed to, with its memory limits: from the directive itself, or from the
+    layout in `plan` with the same axes."""
     assert isinstance(directive.micro_batch_size, int) and isinstance(directive.micro_batches, int)
     layout = _layout_of(directive)
     sizes = (directive.micro_batch_size, directive.micro_batches)
@@ -172,8 +172,8 @@ def _layout_of(directive: DirectiveEvent) -> Layout:
 
 
 def read_directives(path: Path) -> list[DirectiveEvent]:
-    """Return a run's directives, without those of replica groups. Raises UnreadableFileError where a line is damaged,
-    missing or of a later version: without it the run would silently compute other bits."""
+    """Return a run's directives, without those of replica groups. Raises UnreadableFileError if a line is damaged,
+    missing or from a later version: without it the run would silently compute other bits."""
     events = [event for event in read_log(path) if isinstance(event, DirectiveEvent)]
     found = [event for event in events if not isinstance(event.group, int) and event.kind != "group_shares"]
     for number, directive in enumerate(found, 1):

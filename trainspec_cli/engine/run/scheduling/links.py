@@ -1,8 +1,8 @@
-"""The speed of the links of each mesh axis, measured in a step now and then and exchanged in the next one.
+"""The speed of the links of each mesh axis, measured in sampled steps and exchanged in the following ones.
 
-A sample's figures travel with the exchange that every step makes for its loss, as the ranks' own speeds do. Rank 0
-learns from them how fast the links are, and says with the exchange after that when the next sample is taken: soon
-where a link or the steps' time has changed, else as seldom as the rank asks to which it costs most.
+A sample's figures travel with the exchange that every step makes for its loss, like the ranks' own speeds. Rank 0
+computes the speeds of the links, and announces the next sample with the exchange after that: soon if a link or the step
+time has changed, else as rarely as the rank with the highest cost requires.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from trainspec_cli.recipe.results.verdict import MeasuredLink
 from trainspec_cli.run.folder.event_types.events import LinkEvent, LinkRate, LinksEvent
 
 AHEAD, BACK = "pp", "pp back"
-"""Messages of a pipeline's ranks to the next stage and to the one before; a link is two neighbours and both ways."""
+"""Messages of a pipeline's ranks to the next and the previous stage; a link is two neighbours, in both directions."""
 REMEMBERED = 5
 FIRST_WRITTEN, WRITTEN_SAMPLES = 8, 50
-"""The speeds are written down after the first number of samples, then after every further second number of them, at a
-change and at the end."""
+"""Speeds are recorded after the first number of samples, then after each further second number, at a change and at the
+end."""
 
 
 class StepLinks:
     """Called by every rank of the replica group together. On a GPU, and with `scheduler=off`, nothing is measured."""
 
     def __init__(self, run: TrainingRun, supervisor: SupervisorLink):
-        """Learn the links of the layout in force; another layout has other links. The supervisor learns nothing of
-        those of replica groups."""
+        """Learn the links of the layout in force; another layout has other links. Links of replica groups are not
+        reported to the supervisor."""
         plan = run.plan
         state = run.state
         self._run = run
         self._supervisor = supervisor
         self._links: dict[str, list[tuple[int, ...]]] = {}
-        """The ranks of each link by axis: the groups that exchange, two neighbours of a pipeline, and where there are
-        several replica groups each rank, with those of its number in the others."""
+        """The ranks of each link by axis: exchanging groups, two neighbours of a pipeline, and with several replica
+        groups each rank with the ranks of the same number in the others."""
         if plan.spec.scheduler.mode != "off" and not on_chip(state.device):
             self._links |= state.mesh.links()
             layout = state.mesh.layout
@@ -72,14 +72,14 @@ class StepLinks:
         planned = plan.prediction.links if plan.prediction else ()
         self._planned = {link.axis: link.bytes_per_s for link in planned}
         self._due: int | None = None
-        """The number of updates after which the next step is sampled."""
+        """Number of updates after which the next step is sampled."""
         state.links.is_due = lambda step: step == self._due
         self._is_sampled = False
-        """Whether the step that was begun last is sampled."""
+        """The current step is sampled."""
         self.report: LinkFigures | None = None
-        """This rank's part of the next step's report; None where none was sampled."""
+        """This rank's part of the next step's report; None without a sample."""
         self.steps_to_sample = 0
-        """Rank 0 says so in the exchange of the next step; 0 where it says nothing, as all others do."""
+        """Rank 0 announces it in the exchange of the next step; 0 without an announcement, as on all other ranks."""
         self._times = SampleTimes(change)
         self._steps_s, self._costs_s = deque[float](maxlen=REMEMBERED), deque[float](maxlen=REMEMBERED)
         self._learning_s = 0.0
@@ -88,7 +88,7 @@ class StepLinks:
         self._confirmed = list[list[LinkSpeed]]()
 
     def begin(self, step: int) -> None:
-        """Begin the step after update `step`, or begin it again."""
+        """Begin the step after update `step`, or repeat it."""
         if not self._links:
             return
         if self._due is None or (step > self._due and self.report is None):
@@ -99,7 +99,7 @@ class StepLinks:
             self._run.state.sums.holds_back = self._is_sampled
 
     def finish(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """The step is made."""
+        """End the step."""
         if not self._links:
             return
         timers = self._run.state.links
@@ -121,8 +121,8 @@ class StepLinks:
         self.report = LinkFigures(transfers, cost_s, median(self._steps_s or [0.0]))
 
     def note_step(self, step: int, step_s: float, reported: Sequence[LinkFigures], steps_to_sample: int) -> None:
-        """Take in the step that made update `step` in `step_s`, what all ranks reported of links in it, and what rank 0
-        said of the next sample."""
+        """Record the step that made update `step` in `step_s`, what all ranks reported on links in it, and the next
+        sample that rank 0 announced."""
         if not self._links:
             return
         if steps_to_sample:
@@ -131,7 +131,7 @@ class StepLinks:
         if not self._is_sampled:
             self._steps_s.append(step_s)
         if not reported:
-            # Ask for a sample where steps take another time than before, and none is coming or on its way.
+            # Request a sample if step times have changed and no sample is planned.
             is_coming = self._is_sampled or self._due == step or self.steps_to_sample
             if self._axes and not is_coming and self._times.note_step(step_s):
                 self.steps_to_sample = 1
@@ -194,7 +194,7 @@ class StepLinks:
             self.write_speeds(step)
 
     def write_speeds(self, step: int) -> None:
-        """Write down how fast the slowest link of each axis is, where that is known."""
+        """Record the speed of the slowest link of each axis, if known."""
         rates = tuple(
             LinkRate(
                 axis=one.axis,

@@ -1,9 +1,8 @@
-"""Change the layout of a run that goes on: the same processes, other groups, other parts of the state.
+"""Change the layout of a running job: the same processes, other groups, other parts of the state.
 
-The order is: meet in the new groups; build the new stages without values (nothing that a rank does alone has happened
-to the old state yet); move the state, bucket by bucket; let go of the old modules. Whatever fails on a rank before the
-last bucket has arrived takes all of them back to the state before.
-"""
+The order is: create the new groups; build the new stages without values (the old state is still untouched); move the
+state, bucket by bucket; release the old modules. If a rank fails before the last bucket has arrived, all ranks return
+to the old state. """
 
 from __future__ import annotations
 
@@ -40,39 +39,39 @@ DROPS_LOST = "what compressed gradients had lost is not sent in this layout, in 
 
 
 class RelayoutError(Exception):
-    """The layout could not be changed; the message says why, the same on every rank. The old state is as it was."""
+    """The layout could not be changed; every rank has the same message. The old state is unchanged."""
 
 
 @dataclass(frozen=True)
 class Relayout:
-    """A change that was made."""
+    """A completed change."""
 
     state: TrainState
     pause_s: float
     moved_bytes: int
-    """Bytes of parameters, moments and buffers, sent from rank to rank."""
+    """Bytes of parameters, moments and buffers sent between ranks."""
     peak_bytes: int
-    """The most of them that one rank held meanwhile, messages included."""
+    """The most bytes of these that one rank held during the change, including messages."""
     drops_lost: bool = False
-    """Some of what compressed gradients had lost is of exchanges that this layout does not make, or not in few bits."""
+    """Some stored errors of compressed gradients belong to exchanges that this layout lacks, or does not compress."""
 
 
 @dataclass(frozen=True)
 class DueLayout:
-    """A layout that the next step is to be made in."""
+    """The layout of the next step."""
 
     planned: PlannedLayout
     reason: str
     followed: DirectiveEvent | None = None
-    """The directive of an earlier start that asked for it."""
+    """The directive of an earlier start that requested it."""
     before_s: float = 0.0
     expected_s: float = 0.0
-    """What the slowest rank computes in a step as it is, and is expected to; for another layout than the same with
-    other cuts, the step's own seconds. 0 where nobody has measured it."""
+    """Compute seconds of the slowest rank in a step, before and expected; for a layout that differs in more than its
+    cut, seconds of the whole step. 0 if unmeasured."""
 
 
 class LayoutChanges:
-    """Decides which layout the run is to have, by what earlier starts have done and what the recipe plans."""
+    """Decides on the layout of the run, from the changes of earlier starts and those in the recipe."""
 
     def __init__(self, run: TrainingRun, directives: Directives):
         self._run = run
@@ -82,14 +81,14 @@ class LayoutChanges:
         self.bucket_bytes = BUCKET_BYTES
 
     def due(self, step: int, decided: LayerChange | None = None, proposed: Proposal | None = None) -> DueLayout | None:
-        """Return the layout that the run changes to after `step` updates, if any. Of several that are due, as after a
-        resume, it is the last; `decided` is what the scheduler asks for, and `proposed` the supervisor."""
+        """Return the layout that the run changes to after `step` updates, if any; the last one if several are due, as
+        after a resume. `decided` comes from the scheduler, `proposed` from the supervisor."""
         plan = self._run.plan
         if followed := self._directives.due_layout(step):
             return DueLayout(planned_by(followed, plan), followed.reason, followed)
         due = [planned for planned in self._planned if planned.step <= step]
         self._planned = [planned for planned in self._planned if planned.step > step]
-        # An earlier start that has changed the layout since, or has tried to, knew of the plan's change.
+        # An earlier start that has changed the layout since, or has tried to, has handled the plan's change.
         if due and not self._directives.has_changed_layout(due[-1].step) and due[-1].layout != plan.layout:
             return DueLayout(due[-1], "the recipe plans it")
         wanted = list[DueLayout]()
@@ -110,7 +109,7 @@ class LayoutChanges:
     def change(
         self, step: int, due: DueLayout, after: Plan, prepare: Prepare
     ) -> tuple[Relayout, DirectiveEvent] | None:
-        """Change to the layout of `after`, and write that down; None where a rank could not, and all is as it was."""
+        """Change to the layout of `after`, and record the change; None if a rank failed, and nothing has changed."""
         before = self._run.plan
         try:
             done = change_layout(self._run.state, after, self.meshes, prepare, self.bucket_bytes)
@@ -131,7 +130,7 @@ class LayoutChanges:
 
 
 def _directive(step: int, due: DueLayout, plan: Plan, reason: str, done: Relayout | None = None) -> DirectiveEvent:
-    """`done` None: it could not be."""
+    """Return the directive of a change; `done` None: it failed."""
     planned = due.planned
     even = even_division_of(plan.with_layout(due.planned))
     return DirectiveEvent(
@@ -156,19 +155,19 @@ def _directive(step: int, due: DueLayout, plan: Plan, reason: str, done: Relayou
 
 
 def kind_of(before: Layout, after: Layout) -> Literal["layers", "layout"]:
-    """Return `layers` where nothing but the cut into stages changes."""
+    """Return `layers` if only the cut into stages changes, else `layout`."""
     return "layers" if replace(before, stage_layers=after.stage_layers) == after else "layout"
 
 
 class Meshes:
-    """The process groups of the layouts that a run has had. They are kept: a run goes back to a layout, and each group
-    has connections and threads, which torch does not give back while anything refers to it."""
+    """The process groups of the layouts that a run has used. They are kept: a run may return to a layout, and torch
+    does not release the connections and threads of a group while anything refers to it."""
 
     def __init__(self, *known: Mesh):
         self._known = {_shape(mesh.layout): mesh for mesh in known}
 
     def of(self, layout: Layout, device_type: str) -> Mesh:
-        """Return the groups of `layout`, made now where they are new. Called by every rank together."""
+        """Return the groups of `layout`, and create those that are new. Called by every rank together."""
         shape = _shape(layout)
         if shape not in self._known:
             self._known[shape] = build_mesh(layout, device_type)
@@ -176,7 +175,7 @@ class Meshes:
 
 
 def _shape(layout: Layout) -> tuple[int, ...]:
-    """Return what the groups depend on: the axes, and the rank of the last stage."""
+    """Return what the groups depend on: the axes and the rank of the last stage."""
     axes = (getattr(layout, axis) for axis in (*MESH_AXES, "ep"))
     return (*axes, layout.rank_of_stage(layout.num_stages - 1))
 

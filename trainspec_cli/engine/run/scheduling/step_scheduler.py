@@ -1,8 +1,8 @@
-"""The scheduler at work: every rank's speed travels with the step's own exchange, and shares change between steps.
+"""The scheduler of a run: every rank's speed travels with the step's own exchange, and shares change between steps.
 
-All ranks see the same speeds and decide the same by the same function, so a directive needs no exchange of its own.
-Rank 0 writes it down before it takes effect. A resumed run follows what stands there, at the same steps, and so
-computes the same bits.
+All ranks see the same speeds and decide with the same function, so a directive needs no additional exchange. Rank 0
+records it before it takes effect. A resumed run follows the recorded directives at the same steps, and so computes the
+same bits.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.event_types.events import AchievedEvent, BucketsEvent, BucketTry, DirectiveEvent
 
-# The samples and the learning rate of the steps to come, by the recipe's batch schedule.
+# The samples and the learning rate of the next steps, by the recipe's batch schedule.
 
 
 class StepPace:
-    """The same on every rank: what it learns of the gradients' noise comes with the steps' own exchange."""
+    """Equal on every rank: the noise of the gradients is measured with the steps' own exchange."""
 
     def __init__(self, spec: RunSpec):
         self._spec = spec
@@ -76,14 +76,14 @@ class StepPace:
 
     @property
     def kept(self) -> BatchPace | None:
-        """Return what a checkpoint holds, for a resumed run to decide the same."""
+        """Return the state that a checkpoint holds, so that a resumed run decides the same."""
         return self.state if self.follows_noise else None
 
     def batch(self, progress: TrainProgress) -> StepBatch | None:
-        """Return the step that begins at `progress`; None where the run has trained all that it should.
+        """Return the step that begins at `progress`; None at the end of the run.
 
-        A constant batch is counted in steps unless the recipe says how much is trained: while a replica group is away,
-        they may have fewer samples.
+        A constant batch is counted in steps unless the recipe gives tokens or epochs: while a replica group is absent,
+        steps may have fewer samples.
         """
         if self._spec.ends_by_samples:
             size = self.state.size if self.follows_noise else None
@@ -96,7 +96,7 @@ class StepPace:
         return StepBatch(self._spec.batching.global_batch_size, rate)
 
     def coming(self, progress: TrainProgress, steps: int) -> list[tuple[int, int]]:
-        """Return (first position, samples) of this number of steps from `progress` on, as far as they are foreseen."""
+        """Return (first position, samples) of the next `steps` steps from `progress` on, as far as they are known."""
         found = list[tuple[int, int]]()
         while len(found) < steps and (batch := self.batch(progress)):
             found.append((progress.samples, batch.samples))
@@ -104,9 +104,9 @@ class StepPace:
         return found
 
     def note_step(self, step: int, samples: int, squares: Sequence[PartSquares]) -> float | None:
-        """Take in the squared norms of the gradients of a step of `samples`.
+        """Record the squared norms of the gradients of a step of `samples`.
 
-        Return the noise scale in samples, averaged over the steps so far; None where nothing was measured.
+        Return the noise scale in samples, averaged over the steps so far; None if nothing was measured.
         """
         if min(of.parts for of in squares) < 2:
             return None
@@ -120,8 +120,8 @@ class StepPace:
         return noise.noise_scale
 
     def warning(self, samples: int) -> str | None:
-        """Return what to tell of a step of `samples` whose batch has outgrown the noise; None where it has not, or
-        it was said before."""
+        """Return the warning for a step of `samples` whose batch has outgrown the noise; None if it has not, or after
+        the first warning."""
         batching = self._spec.batching
         noise = self.state.noise
         if self._warned or not outgrows_noise(batching, samples, noise):
@@ -134,7 +134,7 @@ class StepPace:
         )
 
     def _remedy(self) -> str:
-        """Return what to type in the next run: the growth that the noise allows, or a smaller first batch."""
+        """Return the advice for the next run: the growth that the noise allows, or a smaller first batch."""
         batching = self._spec.batching
         scale = self.state.noise.noise_scale or 0.0
         allowed = batching.sizes_up_to(EQUIVALENT_FRACTION * scale)
@@ -152,13 +152,13 @@ class StepPace:
         )
 
 
-# Measure the effect of directives in the steps after them, and write it down beside what was expected.
+# Measure the effect of directives in the following steps, and record it with the expected effect.
 
 
 MEASURED_STEPS = 5
-"""The effect of a directive is the median over this number of steps."""
+"""Number of steps whose median is the effect of a directive."""
 SETTLED_STEPS = 10
-"""The number of steps after which shares have followed the speeds of another layout, once these are known."""
+"""Number of steps after which shares follow the speeds of another layout, once these are known."""
 
 
 @dataclass
@@ -168,7 +168,7 @@ class Watched:
     directive: DirectiveEvent
     before_s: float
     skipped: int
-    """The first steps still bring what was measured before it."""
+    """Number of first steps that still report figures from before the directive."""
     seen_s: list[float] = field(default_factory=list)
 
     @property
@@ -177,7 +177,7 @@ class Watched:
 
 
 class Effects:
-    """The effects of the directives that were given in one layout, and of the one that led to it."""
+    """The effects of the directives in one layout, and of the one that led to it."""
 
     def __init__(self, directives: Directives):
         self._directives = directives
@@ -185,8 +185,8 @@ class Effects:
         self._watched: list[Watched] = []
 
     def watch(self, directive: DirectiveEvent) -> None:
-        """Measure what a directive comes to, which is in force from the next step on. Another layout has come to what
-        it can once its speeds are learnt and shares have followed them."""
+        """Measure the effect of a directive that is in force from the next step on. The effect of another layout is
+        measured once its speeds are known and shares have followed them."""
         if directive.kind == "shares":
             before_s = median(self._slowest_s)
             skipped = SKIPPED_STEPS
@@ -197,8 +197,8 @@ class Effects:
         self._watched.append(Watched(directive, before_s, skipped))
 
     def note_step(self, step: int, slowest_s: float, whole_s: float, *, knows_speeds: bool) -> None:
-        """Take in what the slowest rank computed in the step before, and what the step itself took: layouts differ in
-        exchanges and waiting too. `knows_speeds`: of all ranks."""
+        """Record the compute time of the slowest rank in the previous step, and the whole time of the step: layouts
+        also differ in exchanges and waiting. `knows_speeds`: the speeds of all ranks are known."""
         self._slowest_s.append(slowest_s)
         for watched in list(self._watched):
             if knows_speeds or not watched.is_of_layout:
@@ -225,10 +225,10 @@ class StepScheduler:
     """Called by every rank of the replica group together."""
 
     def __init__(self, run: TrainingRun, directives: Directives, link: SupervisorLink):
-        """Learn the ranks' speeds in the layout in force; in another they have other work.
+        """Learn the ranks' speeds in the layout in force; in another layout they have other work.
 
-        Runs of replica groups are not resumed to the bit, so none of their directives is followed again, and the
-        supervisor learns none of their speeds.
+        Runs of replica groups are not resumed bit-exactly, so their directives are not repeated, and their speeds are
+        not reported to the supervisor.
         """
         plan = run.plan
         self._run = run
@@ -253,24 +253,24 @@ class StepScheduler:
                 plan.layout, times, most_layers, self._even, self._largest, spec.change, patience_s(spec.mode)
             )
         self.decided_layers: LayerChange | None = None
-        """Layers that are to move before the next step."""
+        """Layers to move before the next step."""
         self.is_proposed = False
-        """The supervisor proposes a layout that the ranks have not taken up."""
+        """The supervisor has proposed a layout that the ranks have not received yet."""
         self._pipelines = ranks_of_pipelines(run.state)
         self._rows = [list(chain.from_iterable(row)) for row in self._pipelines]
-        """The ranks of each data-parallel rank: all that work on the same samples."""
+        """The ranks that work on the same samples, for each data-parallel rank."""
         self._interval_steps = reporting_interval(plan.group_size)
         self._tracker = SpeedTracker(spec.change, SETTLING_S)
         self._change_cost = ChangeCost()
         self._last_s = (0.0, 0.0)
         self.rate = 0.0
-        """Samples that the replica group computes a second by its confirmed speeds, where shares of groups follow it; 0
-        where they are not known."""
+        """Samples per second of the replica group at its confirmed speeds, if shares of groups follow them; 0 if they
+        are unknown."""
         self._decided: tuple[ShareChange, int] | None = None
-        """The change that the next step begins with, and the samples of a step."""
+        """The change at the beginning of the next step, and the samples of a step."""
         self._effects = Effects(self._directives)
         self._ahead = list[DirectiveEvent]()
-        """Shares of an earlier start for steps that are now made again."""
+        """Shares of an earlier start for steps that are repeated now."""
         if self._mode != "off" and run.group is None:
             self._ahead = self._directives.shares_of_layout(len(self._even.weights), applied=self._mode == "auto")
 
@@ -304,13 +304,13 @@ class StepScheduler:
         return self._shares.division if self._mode == "auto" else self._even
 
     def limit(self, micro_batch_size: int) -> None:
-        """Let no rank process more samples together from now on: memory has run out."""
+        """Limit the micro-batches of all ranks from now on: memory has run out."""
         self._even = replace(self._even, micro_batch_size=min(self._even.micro_batch_size, micro_batch_size))
         self._largest = min(self._largest, micro_batch_size)
         self._shares.limit(micro_batch_size)
 
     def report(self, step: int) -> SpeedFigures | None:
-        """Return this rank's part of the report of the step after update `step`; None where it reports none."""
+        """Return this rank's part of the report of the step after update `step`; None if it does not report."""
         if self._mode == "off" or step % self._interval_steps:
             return None
         speed = self._tracker.estimate or Speed(0.0, 0.0)
@@ -332,11 +332,11 @@ class StepScheduler:
         shows_speed: bool = True,
         garbage_s: float = 0.0,
     ) -> None:
-        """Take in where this rank's time of a step went, and what all ranks `reported` in it.
+        """Record the parts of this rank's step time, and what all ranks `reported` in the step.
 
-        `samples` are those of the replica group. On a GPU the step after it has begun. `shows_speed`: the step took no
-        longer on this rank than it needs, as one does that is profiled. `garbage_s`: of its passes in which garbage was
-        collected.
+        `samples` are those of the replica group. On a GPU the next step has begun already. `shows_speed`: False for a
+        step that took longer than usual, such as a profiled one. `garbage_s`: seconds of garbage collection in its
+        passes.
         """
         if self._mode == "off":
             return
@@ -362,7 +362,7 @@ class StepScheduler:
             self.rate = 0.0 if None in settled else samples_per_s(speeds)
         if self._ahead or self._directives.layouts_ahead:
             return
-        if self._run.group is None and self._link.writes:  # the supervisor decides on what the ranks cannot
+        if self._run.group is None and self._link.writes:  # the supervisor decides on layouts and nodes
             samples_of = {rank: count for row, count in zip(self._rows, counts, strict=True) for rank in row}
             of_ranks = [samples_of[rank] for rank in range(len(samples_of))]
             self._link.report(step, slowest_step_s, self._run.plan.layout, micro_batches, of_ranks, settled)
@@ -386,13 +386,13 @@ class StepScheduler:
             )
 
     def watch(self, directive: DirectiveEvent) -> None:
-        """Measure what a directive of the layout has come to; it is in force."""
+        """Measure the effect of a directive on the layout, which is in force."""
         self._effects.watch(directive)
 
 
 def largest_micro_batch(plan: Plan) -> int:
-    """Return the samples that a rank may process together: what the recipe and memory allow; where nobody knows what
-    memory does, what the recipe says."""
+    """Return the largest micro-batch of a rank that the recipe and memory allow; without a memory prediction, that of
+    the recipe."""
     if plan.largest_micro_batch_size is not None:
         return plan.largest_micro_batch_size
     wanted = plan.spec.scheduler.max_micro_batch_size
@@ -400,8 +400,8 @@ def largest_micro_batch(plan: Plan) -> int:
 
 
 def division_of(even: Division, directive: DirectiveEvent, largest_micro_batch: int) -> Division:
-    """Return the division that a directive asks for, in as many more micro-batches as memory and schedule need now.
-    Even shares stay even, of any batch."""
+    """Return the division of a directive, with as many more micro-batches as memory and schedule need now. Even shares
+    stay even for any batch."""
     assert isinstance(directive.micro_batch_size, int) and isinstance(directive.micro_batches, int)
     samples = sum(directive.counts)
     if (directive.counts, directive.micro_batches) == (even.counts(samples), even.count_micro_batches(samples)):
@@ -417,31 +417,31 @@ def division_of(even: Division, directive: DirectiveEvent, largest_micro_batch: 
 def read_speed(
     fixed_s: float, per_sample_s: float, noise: float = 0.0, shown_steps: float = 0.0, is_settled: float = 1.0
 ) -> Speed | None:
-    """Return a speed as it was reported; None for a rank that does not know its own yet."""
+    """Return a reported speed; None for a rank that does not know its speed yet."""
     if not 0 < per_sample_s < math.inf:
         return None
     return Speed(fixed_s, per_sample_s, noise, int(shown_steps), bool(is_settled))
 
 
 def ranks_of_pipelines(state: TrainState) -> list[list[list[int]]]:
-    """Return for each data-parallel rank and each of its pipeline ranks the ranks that share the work of its stages."""
+    """Return the ranks that share the work of a stage, by data-parallel rank (outer) and pipeline rank (inner)."""
     mesh = state.mesh.axes.mesh  # (pp, dp_replicate, dp_shard, cp, tp)
     rows = mesh.permute(1, 2, 0, 3, 4).flatten(3).flatten(0, 1)
     return [[[int(rank) for rank in ranks] for ranks in row] for row in rows.tolist()]
 
 
-# Tries sizes of the buckets in which gradients are summed, in a run's first steps, and keeps the best.
+# Try bucket sizes for the sums of gradients in a run's first steps, and keep the best one.
 #
-# What a step has waited for gradients travels with the exchange that the next step makes for its loss. A size changes
-# no bit of the sums, so that a run may try them whatever `scheduler.mode` is, but for off.
+# The time that a step waited for gradients travels with the exchange of the next step's loss. The size changes no bit
+# of the sums, so a run may try sizes in any `scheduler.mode` except off.
 
 
 class StepBuckets:
-    """Called by every rank of the replica group together. On a GPU, where FSDP2 sums each block's gradients, and where
-    no two blocks' can go together, nothing is tried."""
+    """Called by every rank of the replica group together. Nothing is tried on a GPU, where FSDP2 sums each block's
+    gradients, and if no two blocks can share a bucket."""
 
     def __init__(self, run: TrainingRun, directives: Directives):
-        """Begin with the layout in force; another layout has its own sizes."""
+        """Start with the layout in force; another layout has other sizes."""
         self._run = run
         self._directives = directives
         self._sums = run.state.sums
@@ -449,7 +449,7 @@ class StepBuckets:
         self._tries: BucketTries | None = None
         self._warm_steps = 0
         self.report: BucketFigures | None = None
-        """This rank's part of the next step's report; None where nothing is tried."""
+        """This rank's part of the next step's report; None if nothing is tried."""
         self._is_on = False
         if self._sums is None:
             return
@@ -460,19 +460,19 @@ class StepBuckets:
         self._is_on = chosen is None and run.plan.spec.scheduler.mode != "off"
 
     def begin(self) -> None:
-        """Begin a step, or begin it again."""
+        """Begin a step, or repeat it."""
         if self._sums is not None and self._tries is not None and self._is_on:
             self._sums.bucket_bytes = self._tries.size
 
     def note_step(self, step: int, step_s: float, reported: Sequence[BucketFigures]) -> None:
-        """Take in the step that made update `step` in `step_s`, and what all ranks reported of the one before it."""
+        """Record the step that made update `step` in `step_s`, and the reports of all ranks on the previous one."""
         if not self._is_on or self._sums is None:
             return
         if reported:
             self._learn(step, reported, self._sums)
         self.report = None
         if self._sums.holds_back or not self._is_on:
-            return  # a step that waits for each exchange, to show the links, says nothing
+            return  # a step that waits for each exchange, to measure the links, cannot be compared
         sizes = self._sums.sizes_bytes if self._sums.can_join else []
         self.report = BucketFigures(
             self._sums.bucket_bytes, self._sums.waited_s, step_s, sum(sizes), max(sizes, default=0)
@@ -485,7 +485,7 @@ class StepBuckets:
                 return
             gradient_bytes = round(max(one.gradient_bytes for one in reported))
             block_bytes = round(max(one.largest_block_bytes for one in reported))
-            # The blueprint's size, where there is one: of the axis over which gradients are summed first.
+            # The blueprint's size, if any, for the axis over which gradients are summed first.
             blueprint = self._run.plan.blueprint
             exchanges = blueprint.exchanges if blueprint else ()
             summed = (one.bucket_bytes for one in exchanges if one.operation in ("reduce_scatter", "all_reduce"))

@@ -25,13 +25,14 @@ from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from trainspec_cli.core.environment_names import EMULATED
 from trainspec_cli.engine.accelerators import DeviceKind
-from trainspec_cli.wings.emulated import KIND, SETTINGS, read_settings
-from trainspec_cli.wings.emulated.exchanges import run_exchange, run_functional, wait_for
-from trainspec_cli.wings.emulated.memory import GIB, DeviceMemory, DeviceStorage
-from trainspec_cli.wings.emulated.streams import LOCK, SCHEDULER, Event, Stream, counts, current_stream
+from trainspec_cli.wings.emulated import KIND, read_settings
+from trainspec_cli.wings.emulated.engine.exchanges import run_exchange, run_functional, wait_for
+from trainspec_cli.wings.emulated.engine.memory import GIB, DeviceStorage, EmulatedMemory
+from trainspec_cli.wings.emulated.engine.streams import LOCK, SCHEDULER, Stream, StreamEvent, counts, current_stream
 
-MEMORY = DeviceMemory()
+MEMORY = EmulatedMemory()
 
 
 class DeviceTensor(torch.Tensor):
@@ -441,7 +442,7 @@ class DeviceModule:
     """`torch.emulated`: what torch, FSDP2 and the engine ask of a kind of device."""
 
     Stream = Stream
-    Event = Event
+    Event = StreamEvent
     current_stream = staticmethod(current_stream)
 
     def is_initialized(self) -> bool:
@@ -537,7 +538,7 @@ class EmulatedDevice:
         """Register the device in this process, which cannot take it back. `TRAINSPEC_EMULATED` has its settings."""
         if _libraries:
             return
-        settings = read_settings(os.environ.get(SETTINGS, ""))
+        settings = read_settings(os.environ.get(EMULATED, ""))
         MEMORY.capacity_bytes = settings.memory_gib * GIB
         module: Any = DeviceModule()
         _setup_privateuseone_for_python_backend(KIND, backend_module=module)
@@ -559,7 +560,7 @@ class EmulatedDevice:
 def _replace_in_torch(module: Any) -> None:
     """Replace what torch 2.13 does not pass on to a device in Python."""
     torch_itself: Any = torch
-    torch_itself.Generator, torch_itself.Stream, torch_itself.Event = Generator, Stream, Event
+    torch_itself.Generator, torch_itself.Stream, torch_itself.Event = Generator, Stream, StreamEvent
     for name in ACCELERATOR_CALLS:
         setattr(torch.accelerator, name, getattr(module, name))
     functional: Any = torch.nn.functional

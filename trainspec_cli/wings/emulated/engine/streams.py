@@ -32,7 +32,7 @@ POLL_S = 2e-5
 
 
 @dataclass
-class Work:
+class QueuedWork:
     """A piece of work in a stream."""
 
     start: Callable[[], object | None] | None = None
@@ -45,7 +45,7 @@ class Work:
 class Stream:
     def __init__(self, device: Any = None, priority: int = 0, **_: Any):
         self.priority = priority
-        self._queue: deque[Work] = deque()
+        self._queue: deque[QueuedWork] = deque()
         self._queued = 0
         self._done = 0
         self._outer: list[Stream] = []
@@ -56,14 +56,14 @@ class Stream:
     def device(self) -> torch.device:
         return torch.device(KIND, 0)
 
-    def add(self, work: Work) -> None:
+    def add(self, work: QueuedWork) -> None:
         with LOCK:
             self._queue.append(work)
             self._queued += 1
             SCHEDULER.progress()
 
     def run(self, start: Callable[[], object | None]) -> None:
-        self.add(Work(start))
+        self.add(QueuedWork(start))
 
     def has_done(self, number: int) -> bool:
         with LOCK:
@@ -91,15 +91,15 @@ class Stream:
 
     # What torch calls
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: StreamEvent) -> None:
         if event.at is not None:
-            self.add(Work(after=event.at))
+            self.add(QueuedWork(after=event.at))
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
+    def record_event(self, event: StreamEvent | None = None) -> StreamEvent:
+        event = event or StreamEvent()
         event.record(self)
         return event
 
@@ -119,7 +119,7 @@ class Stream:
         _here.stream = self._outer.pop()
 
 
-class Event:
+class StreamEvent:
     def __init__(self, *_: Any, **__: Any):
         self.at: tuple[Stream, int] | None = None
         """The stream in which it was recorded, and how much work that had then."""
@@ -145,7 +145,7 @@ class Event:
     def query(self) -> bool:
         return self.at is None or self.at[0].has_done(self.at[1])
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: StreamEvent) -> float:
         """Return the milliseconds of the host between two events that the streams have reached."""
         if not (self.query() and end.query()) or math.isnan(self._reached_s) or math.isnan(end._reached_s):
             raise RuntimeError("elapsed_time needs two recorded events that the device has reached")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainspec_cli.planner.memory.caching_allocator import CachingAllocator, MemoryBlock
-from trainspec_cli.wings.emulated.streams import LOCK, Event, Stream, current_stream
+from trainspec_cli.wings.emulated.engine.streams import LOCK, Stream, StreamEvent, current_stream
 
 GIB = 2**30
 ARENA_BYTES = 64 * GIB
@@ -28,7 +28,7 @@ MAP_NORESERVE = 0x4000
 """Of Linux: address space without memory behind it until it is written."""
 
 
-class DeviceMemory:
+class EmulatedMemory:
     """Allocators of a device, one for each stream, which share its capacity."""
 
     def __init__(self, capacity_bytes: float = 80 * GIB, *, expandable: bool = True):
@@ -38,7 +38,7 @@ class DeviceMemory:
         self.failures = 0
         self._allocators: dict[int, CachingAllocator] = {}
         self._arenas: dict[int, Tensor] = {}
-        self._kept: list[tuple[CachingAllocator, MemoryBlock, list[Event]]] = []
+        self._kept: list[tuple[CachingAllocator, MemoryBlock, list[StreamEvent]]] = []
         """Freed blocks that other streams still use."""
         self.peak_bytes = 0
 
@@ -124,7 +124,7 @@ class DeviceMemory:
 
 @dataclass
 class Allocation:
-    memory: DeviceMemory
+    memory: EmulatedMemory
     allocator: CachingAllocator
     block: MemoryBlock
     stream: Stream
@@ -134,7 +134,7 @@ class Allocation:
 class DeviceStorage:
     """The bytes behind a tensor and its views. FSDP frees and allocates parameters by resizing it."""
 
-    def __init__(self, nbytes: int, memory: DeviceMemory):
+    def __init__(self, nbytes: int, memory: EmulatedMemory):
         self._memory = memory
         self._nbytes = 0
         self._allocation: Allocation | None = None

@@ -15,19 +15,18 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from trainspec_cli.wings.emulated.streams import SCHEDULER, Event, Stream, current_stream
-from trainspec_cli.wings.emulated.streams import Work as QueuedWork
+from trainspec_cli.wings.emulated.engine.streams import SCHEDULER, QueuedWork, Stream, StreamEvent, current_stream
 
 _streams: dict[tuple[str, str], Stream] = {}
 """The stream of each group, and of the messages of each group to and from each peer."""
-_kept: list[Exchange] = []
+_kept: list[DeviceExchange] = []
 """Exchanges under way: torch's part of a handle does not keep Python's."""
 
 
-class Exchange(torch._C._distributed_c10d.Work):
+class DeviceExchange(torch._C._distributed_c10d.Work):
     """The handle of an exchange."""
 
-    def __init__(self, done: Event, tensors: Any):
+    def __init__(self, done: StreamEvent, tensors: Any):
         super().__init__()
         self._done = done
         self._tensors = tensors
@@ -103,7 +102,7 @@ def run_exchange(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable
         return Waited(work.wait) if name in COMPLETED_BY_WAIT else work
 
     stream.add(QueuedWork(start))
-    exchange = Exchange(stream.record_event(), args)
+    exchange = DeviceExchange(stream.record_event(), args)
     _kept[:] = [exchange, *(one for one in _kept if not one.is_over)]
     boxed = exchange.boxed()
     outputs = [args[place] for place, value in enumerate(op._schema.returns[:-1])]

@@ -1,0 +1,1 @@
+"""The part of the emulated accelerator that runs in the workers."""
