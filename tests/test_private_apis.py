@@ -25,12 +25,21 @@ FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
 PARTS: dict[str, str] = {
     "torch.Tensor._base": "engine/tools/ledger.py",
     "torch.UntypedStorage._cdata": "engine/tools/ledger.py",
-    "torch._C": "engine/observe/watch.py",
-    "torch._C._distributed_c10d": "engine/observe/watch.py",
+    "torch._C": "engine/observe/watch.py wings/emulated/engine/device.py wings/emulated/engine/exchanges.py",
+    "torch._C._DisableTorchDispatch": "wings/emulated/engine/device.py",
+    "torch._C._disabled_torch_function_impl": "wings/emulated/engine/device.py",
+    "torch._C._dispatch_has_kernel_for_dispatch_key": "wings/emulated/engine/device.py",
+    "torch._C._distributed_c10d": "engine/observe/watch.py wings/emulated/engine/exchanges.py",
     "torch._C._distributed_c10d.FakeWork": "engine/tools/trace.py",
     "torch._C._distributed_c10d._dump_fr_trace_json": "engine/observe/watch.py",
     "torch._dynamo": "engine/kernels/adamw.py",
     "torch._dynamo.utils.disable_cache_limit": "engine/kernels/adamw.py",
+    "torch.Tensor._make_wrapper_subclass": "wings/emulated/engine/device.py",
+    "torch._fused_sdp_choice": "wings/emulated/engine/device.py",
+    "torch._ops.OpOverload._schema": "wings/emulated/engine/device.py wings/emulated/engine/exchanges.py",
+    "torch.ops._c10d_functional": "wings/emulated/engine/exchanges.py",
+    "torch.utils._device._device_constructors": "wings/emulated/engine/device.py",
+    "torch.utils.backend_registration._setup_privateuseone_for_python_backend": "wings/emulated/engine/device.py",
     "torch._foreach_div_": "engine/kernels/adamw.py engine/optim/own.py",
     "torch._foreach_norm": "engine/optim/optimizer.py",
     "torch._ops.OpOverload._overloadpacket": "engine/tools/ledger.py",
@@ -55,14 +64,17 @@ PARTS: dict[str, str] = {
     f"{ATEN}._scaled_dot_product_flash_attention": "engine/parallel/context.py engine/parallel/expert.py",
     f"{ATEN}._scaled_dot_product_flash_attention_backward": "engine/parallel/context.py",
     f"{ATEN}._scaled_dot_product_flash_attention_for_cpu": (
-        "engine/parallel/context.py engine/parallel/expert.py engine/tools/ledger.py"
+        "engine/parallel/context.py engine/parallel/expert.py engine/tools/ledger.py wings/emulated/engine/device.py"
     ),
     f"{ATEN}._scaled_dot_product_flash_attention_for_cpu_backward": (
-        "engine/parallel/context.py engine/tools/ledger.py"
+        "engine/parallel/context.py engine/tools/ledger.py wings/emulated/engine/device.py"
     ),
+    f"{ATEN}._scaled_dot_product_fused_attention_overrideable": "wings/emulated/engine/device.py",
     "torch.testing._internal.distributed.fake_pg.FakeStore": "engine/tools/trace.py",
     "torch.utils._python_dispatch.TorchDispatchMode": "engine/parallel/expert.py engine/tools/ledger.py",
     "torch.utils._pytree.tree_iter": "engine/tools/ledger.py",
+    "torch.utils._pytree.tree_leaves": "wings/emulated/engine/device.py",
+    "torch.utils._pytree.tree_map": "wings/emulated/engine/device.py wings/emulated/engine/exchanges.py",
     "torch.utils._pytree.tree_map_only": "engine/parallel/expert.py",
 }
 """The name -> the files that use it."""

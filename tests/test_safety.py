@@ -1,4 +1,4 @@
-"""What no module of the package may do: let data that comes from elsewhere run code, or write what is no JSON."""
+"""What no module of the package may do: let data that comes from elsewhere run code, or write what is not JSON."""
 
 from __future__ import annotations
 

@@ -164,5 +164,5 @@ def test_the_last_node_and_step_there_are_are_accepted() -> None:
         "disturb.slow_nodes.0.node",
         "disturb.slow_nodes.0.from_step",
     ], "each thing that is wrong is told"
-    assert problems[0].hint.startswith("type disturb.slow_nodes.0.node=3 or less")
-    assert problems[1].hint == "type disturb.slow_nodes.0.from_step=300 or less"
+    assert problems[0].hint.startswith("set disturb.slow_nodes.0.node=3 or less")
+    assert problems[1].hint == "set disturb.slow_nodes.0.from_step=300 or less"

@@ -143,7 +143,7 @@ def evaluate(expression: str, find: Callable[[str, str], float]) -> float:
                 return find(room, name)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
                 return OPERATORS[type(op)](value(left), value(right))
-        raise ValueError(f"`{ast.unparse(node)}` of `{expression}` is no number, name or sum")
+        raise ValueError(f"`{ast.unparse(node)}` of `{expression}` is not a number, name or sum")
 
     return value(ast.parse(expression, mode="eval").body)
 

@@ -96,4 +96,4 @@ def test_a_damaged_profile_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run(["calibrate", str(rows_file(tmp_path, "1")), "--cluster", "h100"]) == 0
     profile_path("h100").write_text("cluster: h100\n", encoding="utf-8")
     assert run([*PLAN]) == 2
-    assert "is no profile of a cluster" in capsys.readouterr().out + capsys.readouterr().err
+    assert "is not a profile of a cluster" in capsys.readouterr().out + capsys.readouterr().err

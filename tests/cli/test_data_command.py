@@ -82,7 +82,7 @@ def test_errors_speak_of_options_rather_than_recipe_keys(tmp_path):
     with pytest.raises(RecipeError) as error:
         run("prepare", "--source", "jsonl", "--path", tmp_path, "--output", tmp_path / "out")
     (problem,) = error.value.problems
-    assert (problem.path, problem.hint) == ("--path", "type --text-field NAME to choose one")
+    assert (problem.path, problem.hint) == ("--path", "set --text-field NAME to choose one")
     assert problem.where() == f"{tmp_path / 'x.jsonl'}:1"
     assert not (tmp_path / "out").exists()
 
@@ -190,9 +190,9 @@ def test_the_rows_of_a_token_folder():
      ("data.chat_template", "--chat-template"), ("optim.lr", "optim.lr")],
 )  # fmt: skip
 def test_keys_are_called_by_their_options(key, option):
-    told = _as_option(Problem("c", "m", key, f"type {key}=3, or leave {key} out"))
+    told = _as_option(Problem("c", "m", key, f"set {key}=3, or leave {key} out"))
     typed = f"{key}=3" if option == key else f"{option} 3"
-    assert (told.path, told.hint) == (option, f"type {typed}, or leave {option} out")
+    assert (told.path, told.hint) == (option, f"set {typed}, or leave {option} out")
 
 
 def test_options_do_not_stand_beside_a_recipe(tmp_path):

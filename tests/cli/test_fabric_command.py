@@ -139,7 +139,7 @@ def test_files_of_another_cluster_are_read_without_gpu_and_slurm(
     ("arguments", "code", "part"),
     [
         (["--gpus", "nothing.txt"], 4, "there is no file nothing.txt"),
-        (["--gpus", "topology.txt"], 4, "topology.txt contains no matrix"),
+        (["--gpus", "topology.txt"], 4, "topology.txt contains no GPU matrix"),
         (["--topology", "bin/nvidia-smi"], 4, "no BlockName=..."),
         (["--measured", "topology.txt"], 4, "is not JSON"),
         (["--measured", "alone.json"], 4, "alone.json contains no measured links"),

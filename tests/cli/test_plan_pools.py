@@ -43,9 +43,9 @@ def test_pools_are_in_the_json_and_on_the_page(capsys: pytest.CaptureFixture[str
         (["cluster.pools=[h100_sxn*1x8, h100_sxm*1by8]"], ["did you mean `h100_sxm`?", "write it as h100_sxm*8x8"]),
         (
             [MIXED, "fabric=leaf_spine", "cost=owned", "cluster.reliability.spare_nodes=1"],
-            ["type fabric=flat", "set price_usd_per_device_hour in each", "count the spare nodes in a pool"],
+            ["set fabric=flat", "set price_usd_per_device_hour in each", "count the spare nodes in a pool"],
         ),
-        pytest.param(["cluster=h100", MIXED], ["type cluster=auto"], marks=pytest.mark.slow),
+        pytest.param(["cluster=h100", MIXED], ["set cluster=auto"], marks=pytest.mark.slow),
         pytest.param([MIXED, "disturb=slow_node"], ["leave out disturb="], marks=pytest.mark.slow),
     ],
 )

@@ -60,7 +60,7 @@ def test_ones_own_group_can_be_chosen_in_a_recipe(capsys, write) -> None:
 
 @pytest.mark.parametrize(
     ("group", "hint"),
-    [("optm", "hint: type trainspec schema optim\n"), ("xyz", "hint: there are: recipe, accelerator, batching, ")],
+    [("optm", "hint: run trainspec schema optim\n"), ("xyz", "hint: there are: recipe, accelerator, batching, ")],
 )
 def test_an_unknown_group(capsys, write, group: str, hint: str) -> None:
     assert run(["schema", group]) == 2

@@ -84,7 +84,7 @@ def test_for_people_with_the_line_it_stands_in(capsys, write) -> None:
         "  --> recipes/mine.yaml:3:3\n"
         "    3 |   max_steps: four\n"
         "      |   ^^^^^^^^^^^^^^^\n"
-        "  hint: type train.max_steps=<a whole number>\n"
+        "  hint: set train.max_steps=<a whole number>\n"
         "\n"
         "2 problems\n"
     )
@@ -155,7 +155,7 @@ def test_a_noise_that_the_layout_hides_is_named_with_its_line(capsys, write) -> 
     assert (code, found["code"], found["path"]) == (2, "unsupported", "batching.schedule.kind")
     assert f"{found['file']}:{found['line']}" == "recipes/mine.yaml:7"
     assert "noise, which is measured between data-parallel ranks, but there is only" in found["message"]
-    assert found["hint"].startswith("type cluster.devices_per_node=2 or more with room for data parallelism")
+    assert found["hint"].startswith("set cluster.devices_per_node=2 or more with room for data parallelism")
     assert errors(capsys, "recipe=mine", "layout.tp=1", "layout.dp_shard=2") == (0, [])
 
 
@@ -193,7 +193,7 @@ def test_remote_paths_are_named_as_remote(capsys, key: str, more: list[str]) -> 
     code, found = errors(capsys, "recipe=tiny", *more, f"{key}=s3://bucket/x.jsonl")
     (error,) = [one for one in found if one["path"] == key]
     assert code == 2
-    assert "copy it" in error["hint"] and "type data.path=<" not in error["hint"]
+    assert "copy it" in error["hint"] and "set data.path=<" not in error["hint"]
 
 
 @pytest.mark.parametrize(

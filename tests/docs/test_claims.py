@@ -94,7 +94,7 @@ def test_the_live_scheduler_which_does_nothing_on_gpus_proves_no_claim() -> None
 def test_expressions_are_arithmetic_and_nothing_else() -> None:
     assert evaluate("2 * (a.b - 1) / 4", lambda room, name: 9.0) == 4.0
     for text in ("open('x')", "a.b.c", "a ** 2", "-a"):
-        with pytest.raises(ValueError, match="is no number"):
+        with pytest.raises(ValueError, match="is not a number"):
             evaluate(text, lambda room, name: 1.0)
 
 

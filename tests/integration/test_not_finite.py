@@ -13,7 +13,7 @@ DIVERGING = (*TINY, "cluster.devices_per_node=1", "optim.lr=1e30", "optim.grad_c
 
 def strict(text):
     def refuse(constant):
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
 

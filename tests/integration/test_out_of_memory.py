@@ -94,7 +94,7 @@ def test_a_run_whose_scheduler_is_off_ends_at_once(trainspec, tmp_path: Path) ->
     fault = f"fault=oom(step={FAILS_AT},rank=1,above=2)"
     ended = trainspec("launch", *RECIPE, *LAYOUTS["zero3"], fault, "scheduler=off", "run.dir=run")
     assert ended.returncode == 5, ended.stdout + ended.stderr
-    assert "type batching.micro_batch_size=2, or scheduler=advise" in ended.stdout + ended.stderr
+    assert "set batching.micro_batch_size=2, or scheduler=advise" in ended.stdout + ended.stderr
     assert not RunDir(tmp_path / "run").directives.exists()
 
 

@@ -70,45 +70,45 @@ def test_what_is_accepted(data, path: str, given: Any, taken: Any) -> None:
     ("path", "value", "code", "message", "hint"),
     [
         ("train.max_steps", "four", "wrong_type", "`train.max_steps` is 'four'; a whole number is needed",
-         "type train.max_steps=<a whole number>"),
+         "set train.max_steps=<a whole number>"),
         ("train.max_steps", 2.5, "wrong_type", "`train.max_steps` is 2.5; a whole number is needed",
-         "type train.max_steps=<a whole number>"),
+         "set train.max_steps=<a whole number>"),
         ("train.max_steps", True, "wrong_type", "`train.max_steps` is true; a whole number is needed",
-         "type train.max_steps=<a whole number>"),
+         "set train.max_steps=<a whole number>"),
         ("train.max_steps", "", "wrong_type", "`train.max_steps` is empty; a whole number is needed",
-         "type train.max_steps=<a whole number>"),
+         "set train.max_steps=<a whole number>"),
         ("train.max_steps", [1], "wrong_type", "`train.max_steps` is [1]; a whole number is needed",
-         "type train.max_steps=<a whole number>"),
-        ("optim.lr", None, "wrong_type", "`optim.lr` is null; a number is needed", "type optim.lr=<a number>"),
-        ("optim.lr", float("nan"), "wrong_type", "`optim.lr` is nan; a number is needed", "type optim.lr=<a number>"),
-        ("optim.lr", float("inf"), "wrong_type", "`optim.lr` is inf; a number is needed", "type optim.lr=<a number>"),
-        ("optim.lr", True, "wrong_type", "`optim.lr` is true; a number is needed", "type optim.lr=<a number>"),
+         "set train.max_steps=<a whole number>"),
+        ("optim.lr", None, "wrong_type", "`optim.lr` is null; a number is needed", "set optim.lr=<a number>"),
+        ("optim.lr", float("nan"), "wrong_type", "`optim.lr` is nan; a number is needed", "set optim.lr=<a number>"),
+        ("optim.lr", float("inf"), "wrong_type", "`optim.lr` is inf; a number is needed", "set optim.lr=<a number>"),
+        ("optim.lr", True, "wrong_type", "`optim.lr` is true; a number is needed", "set optim.lr=<a number>"),
         ("compile", "yes", "wrong_type", "`compile` is 'yes'; true or false is needed",
-         "type compile=true or compile=false"),
-        ("compile", 1, "wrong_type", "`compile` is 1; true or false is needed", "type compile=true or compile=false"),
+         "set compile=true or compile=false"),
+        ("compile", 1, "wrong_type", "`compile` is 1; true or false is needed", "set compile=true or compile=false"),
         ("sample.prompt", 5, "wrong_type", "`sample.prompt` is 5; text is needed",
          "quote it to make it text: 'sample.prompt=\"5\"'"),
         ("data.path", {"x": 1}, "wrong_type", "`data.path` is a section (keys x); text or null is needed",
-         "type data.path=<text or null>"),
+         "set data.path=<text or null>"),
         ("optim.schedule.kind", "cosin", "wrong_choice",
          "`optim.schedule.kind` is 'cosin'; constant, cosine or wsd is needed",
          "did you mean optim.schedule.kind=cosine?"),
         ("cluster.device", "gpu", "wrong_choice", "`cluster.device` is 'gpu'; cpu, cuda or auto is needed",
          "did you mean cluster.device=cuda?"),
         ("layout.zero_stage", 4, "wrong_choice", "`layout.zero_stage` is 4; 1, 2, 3 or auto is needed",
-         "type layout.zero_stage=<1, 2, 3 or auto>"),
+         "set layout.zero_stage=<1, 2, 3 or auto>"),
         ("layout.zero_stage", True, "wrong_choice", "`layout.zero_stage` is true; 1, 2, 3 or auto is needed",
-         "type layout.zero_stage=<1, 2, 3 or auto>"),
+         "set layout.zero_stage=<1, 2, 3 or auto>"),
         ("layout.stage_layers", [1, "x"], "wrong_type", "`layout.stage_layers` is [1, 'x']; a list or null is needed",
-         "type layout.stage_layers=<a list or null>"),
+         "set layout.stage_layers=<a list or null>"),
         ("optim.options", 3, "wrong_type", "`optim.options` is 3; a section of values by name is needed",
-         "type optim.options=<a section of values by name>"),
+         "set optim.options=<a section of values by name>"),
         ("layout.tp", "aut", "wrong_type", "`layout.tp` is 'aut'; a whole number or auto is needed",
          "did you mean layout.tp=auto?"),
         ("train.callbacks", "mine.py:make", "wrong_type", "`train.callbacks` is 'mine.py:make'; a list is needed",
-         "type train.callbacks=[mine.py:make]"),
+         "set train.callbacks=[mine.py:make]"),
         ("train.callbacks", 3, "wrong_type", "`train.callbacks` is 3; a list is needed",
-         "type train.callbacks=<a list>"),
+         "set train.callbacks=<a list>"),
         ("train", "max_steps:3", "wrong_type",
          "`train` is 'max_steps:3'; a section with the keys max_steps, tokens, epochs, "
          "seed, max_skipped_steps, eval_interval_steps, early_stop_evals, sample_interval_steps, log_interval_steps, "
@@ -141,7 +141,7 @@ def test_what_is_refused(data, path: str, value: Any, code: str, message: str, h
         ("batching.warmup_ratio", "did you mean `optim.schedule.warmup_steps`?"),
         ("optim.zzz", "`optim` has: lr, name, beta1, beta2, eps, momentum, weight_decay, grad_clip_norm, schedule, "
          "options, state_bytes"),
-        ("model.block", "type model=own too"),
+        ("model.block", "set model=own too"),
         ("model.num_classes", "the family conv has this key: `trainspec list model` shows each option's family"),
         ("zzz", f"a recipe has: {', '.join(field.name for field in dataclasses.fields(RunSpec))}"),
     ],
@@ -155,10 +155,10 @@ def test_missing_values(data) -> None:
     data["optim"]["lr"] = "???"
     data["data"]["path"] = "???"
     assert told(data) == [
-        ("missing_value", "data.path", "`data.path` has no value; text is needed", "type data.path=<text>"),
-        ("missing_value", "optim.lr", "`optim.lr` has no value; a number is needed", "type optim.lr=<a number>"),
+        ("missing_value", "data.path", "`data.path` has no value; text is needed", "set data.path=<text>"),
+        ("missing_value", "optim.lr", "`optim.lr` has no value; a number is needed", "set optim.lr=<a number>"),
         ("missing_value", "train.max_steps", "`train.max_steps` has no value; a whole number is needed",
-         "type train.max_steps=<a whole number>"),
+         "set train.max_steps=<a whole number>"),
     ]  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def test_numbers_have_a_largest_value(data, path: str, most: float) -> None:
     assert told(with_value(data, path, most)) == []
     above = most * 2 if isinstance(most, float) else most + 1
     ((code, where, message, hint),) = told(with_value(data, path, above))
-    assert (code, where, hint) == ("out_of_range", path, f"type {path}={most} or less")
+    assert (code, where, hint) == ("out_of_range", path, f"set {path}={most} or less")
     assert message.endswith(f"; at most {most:,} is allowed")
 
 
@@ -234,7 +234,7 @@ def test_text_that_no_file_could_hold_is_refused(data, text: str, refused: bool)
 @pytest.mark.parametrize("value", [10**400, -(10**400), -1e300], ids=["400 digits", "below 0", "a float"])
 def test_a_number_that_no_format_holds_is_too_large_and_breaks_nothing(data, value: float) -> None:
     (problem,) = told(with_value(data, "optim.lr", value))
-    assert (problem[0], problem[3]) == ("out_of_range", "type optim.lr=1e+30 or less")
+    assert (problem[0], problem[3]) == ("out_of_range", "set optim.lr=1e+30 or less")
 
 
 def test_the_sections_that_options_fill_are_the_groups() -> None:

@@ -171,7 +171,7 @@ def _inside_out(disturbance: Disturbance, path: str) -> Iterator[Problem]:
         if low > high:
             name = f"{path}.by_chance.{least}"
             message = f"`{name}` is {low:g}, and `{most}` is {high:g}"
-            yield Problem("out_of_range", message, name, f"type {name}={high:g} or less")
+            yield Problem("out_of_range", message, name, f"set {name}={high:g} or less")
 
 
 def check_cluster(
@@ -186,13 +186,13 @@ def check_cluster(
             value = getattr(event, name)
             if value is not None and value >= there_are:
                 message = f"`{place}.{name}` is {value:,}, and the cluster has {there_are:,} {name}s"
-                hint = f"type {place}.{name}={there_are - 1} or less; they are counted from 0"
+                hint = f"set {place}.{name}={there_are - 1} or less; they are counted from 0"
                 yield Problem("out_of_range", message, f"{place}.{name}", hint)
             if event.from_step > disturbance.steps:
                 message = (
                     f"`{place}.from_step` is {event.from_step:,}, and the run ends with step {disturbance.steps:,}"
                 )
-                hint = f"type {place}.from_step={disturbance.steps} or less"
+                hint = f"set {place}.from_step={disturbance.steps} or less"
                 yield Problem("out_of_range", message, f"{place}.from_step", hint)
     yield from _check_leaves(disturbance, path, num_nodes, replica_groups, min_groups)
 
@@ -202,7 +202,7 @@ def _check_leaves(
 ) -> Iterator[Problem]:
     if disturbance.leaves and replica_groups == 1:
         message = "a node can leave only if replica groups continue without it, and this run has no replica groups"
-        hint = "type resilience=elastic on the command line, or leave `leaves` out"
+        hint = "set resilience=elastic on the command line, or leave `leaves` out"
         yield Problem("unsupported", message, f"{path}.leaves", hint)
         return
     for number, leave in enumerate(disturbance.leaves):
@@ -215,7 +215,7 @@ def _check_leaves(
         if replica_groups - len(away) < min_groups:
             there = f"{replica_groups - len(away)} of {replica_groups} replica groups are left at step"
             message = f"{there} {leave.from_step:,}, and the run waits for {min_groups}"
-            yield Problem("unsupported", message, f"{path}.leaves.{number}", "let fewer nodes be absent together")
+            yield Problem("unsupported", message, f"{path}.leaves.{number}", "let fewer nodes be absent at once")
 
 
 def groups_of_node(node: int, num_nodes: int, replica_groups: int) -> range:

@@ -83,7 +83,7 @@ def prepare(
         given = [name for name, value in options.items() if value is not None]
         if given:
             message = f"a recipe determines what is read and where it goes; leave out {' and '.join(given)}"
-            raise RecipeError(Problem("contradiction", message, given[0], "type data.path=... instead"))
+            raise RecipeError(Problem("contradiction", message, given[0], "set data.path=... instead"))
         prepare_recipe(arguments, as_json)
         return
     if source in READY:

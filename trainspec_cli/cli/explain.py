@@ -49,9 +49,9 @@ def _hint(path: str) -> str:
     known = list(dict.fromkeys(known_paths(RunSpec)))
     same = [other for other in known if other.rpartition(".")[2] == path]
     if len(same) > 1:
-        return f"several sections have it; type trainspec explain {', or '.join(same)}"
+        return f"several sections have it; run trainspec explain {', or '.join(same)}"
     near = closest_path(path, known) or closest(path, known)
-    return f"type trainspec explain {near}" if near else "trainspec show recipe=NAME lists the keys of a recipe"
+    return f"run trainspec explain {near}" if near else "trainspec show recipe=NAME lists the keys of a recipe"
 
 
 def _path(key: str, folders: Folders) -> str:

@@ -50,7 +50,7 @@ def export(
     check_new(output)
     if naming != "hf" and format_ != "dcp":
         message = f"--naming {naming} needs --format dcp, and the format is {format_}"
-        raise RecipeError(Problem("usage", message, "--naming", "type --format dcp, or leave --naming out"))
+        raise RecipeError(Problem("usage", message, "--naming", "pass --format dcp, or leave --naming out"))
     wanted = Export(run_dir, chosen, dtype, round(max_file_gb * 1e9))
     if format_ == "peft":
         what = write_adapters(wanted, output)

@@ -110,7 +110,7 @@ def list(
         group = group if group in groups else group.removesuffix("s")
         if group not in groups:
             near = closest(group, groups)
-            hint = f"type trainspec list {near}" if near else f"groups: {', '.join(groups)}"
+            hint = f"run trainspec list {near}" if near else f"groups: {', '.join(groups)}"
             raise RecipeError(Problem("usage", f"there is no group `{group}`", hint=hint))
     wanted = [name for name in groups if group in (None, name)]
     found = {name: options_of(name, folders, cwd) for name in wanted}

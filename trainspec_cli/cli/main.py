@@ -238,7 +238,7 @@ def _usage_problem(name: str, error: Any) -> Problem:
         return Problem(code="usage", message=f"trainspec {name} needs a command", hint=f"see trainspec {name} --help")
     hint = f"see trainspec {name} --help"
     option = getattr(error, "option_name", "").lstrip("-")
-    # Users of argparse programs type --optim.lr=3e-4.
+    # Users of argparse programs pass --optim.lr=3e-4.
     if option == "recipe" or "." in option:
         hint = f"values are given without dashes: {option}=<value>"
     elif type(error).__name__ == "NoSuchOption":
@@ -259,7 +259,8 @@ def _meant_option(context: Any, option: str) -> str:
     from trainspec_cli.recipe.records import only_key_named  # the help does without
 
     if option in FORMER_FLAGS:
-        return f"type {FORMER_FLAGS[option]}"
+        remedy = FORMER_FLAGS[option]
+        return f"{'pass' if remedy.startswith('--') else 'set'} {remedy}"
     parameters = context.command.params
     # The options come from the parser, so that a hint never names one that does not exist.
     near = closest(f"--{option}", [opt for parameter in parameters for opt in parameter.opts if opt.startswith("--")])
@@ -283,7 +284,7 @@ def _hint_of_option(name: str, option: str) -> str:
         key = f"{PREFIX}.{KEYS[option]}"
     elif option in ("gres", "gpus-per-node"):
         key = f"{PREFIX}.gpus_per_node"
-    return f"type {key}=<value>" if key else f"see trainspec explain slurm, and {PREFIX}.sbatch_lines for all else"
+    return f"set {key}=<value>" if key else f"see trainspec explain slurm, and {PREFIX}.sbatch_lines for all else"
 
 
 def _unknown_command(name: str, rest: Sequence[str]) -> Problem:

@@ -170,7 +170,7 @@ def _refuse_bare_command(arguments: Sequence[str]) -> None:
     """Raise RecipeError for a program or a script among the `key=value` arguments."""
     for place, word in enumerate(arguments):
         if "=" not in word and not word.startswith("~") and (shutil.which(word) or Path(word).is_file()):
-            hint = f"type {shlex.join(['trainspec', 'sbatch', *arguments[:place], '--', *arguments[place:]])}"
+            hint = f"run {shlex.join(['trainspec', 'sbatch', *arguments[:place], '--', *arguments[place:]])}"
             raise RecipeError(Problem("usage", f"`{word}` is a command, which must follow --", "COMMAND", hint))
 
 
@@ -184,5 +184,5 @@ def _check_options(context: typer.Context, others: Sequence[str], *, of_recipe: 
             message = f"{name} is for your own commands" if of_recipe else f"{name} is for recipes"
             hint = "put the command after --" if of_recipe else "leave it out: the words after -- are a command"
             if name == "--dir" and of_recipe:
-                hint = f"type run.dir={context.params[option.name]}; or put your own command after --"
+                hint = f"set run.dir={context.params[option.name]}; or put your own command after --"
             raise RecipeError(Problem("usage", message, name, hint))

@@ -63,7 +63,7 @@ def _schema_of(name: str, groups: Sequence[str]) -> JsonObject:
 
 def _unknown(group: str, names: list[str]) -> Problem:
     near = closest(group, names)
-    hint = f"type trainspec schema {near}" if near else f"there are: {', '.join(names)}"
+    hint = f"run trainspec schema {near}" if near else f"there are: {', '.join(names)}"
     return Problem("unknown_group", f"there is no schema of `{group}`", hint=hint)
 
 

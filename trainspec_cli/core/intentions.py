@@ -173,7 +173,7 @@ class Former:
     key, so a former key with this value is ignored; any other value is refused."""
 
 
-_LOW_RANK = Former("it changed the loss, and `auto` never chose it", "type comm=int8, or comm=bf16 to lose less")
+_LOW_RANK = Former("it changed the loss, and `auto` never chose it", "set comm=int8, or comm=bf16 to lose less")
 _RANK = Former("gradients no longer travel in low rank", "leave it out", always=4)
 FORMER_KEYS: Mapping[tuple[str, str], Former] = {
     ("CommSpec", "rank"): _RANK,

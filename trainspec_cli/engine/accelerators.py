@@ -44,7 +44,7 @@ KINDS = {
 
 
 class DevicePlugin(Protocol):
-    """A device that torch does not know by itself."""
+    """A device that torch does not support by itself."""
 
     name: str
     kind: DeviceKind

@@ -343,7 +343,7 @@ def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]
     for number in converted if isinstance(converted, tuple) else (converted,):
         if isinstance(number, (int, float)) and abs(number) > (most := largest_of(path, number)):
             message = f"`{path}` is {show_value(number)}; at most {most:,} is allowed"
-            return UNKNOWN, [Problem("out_of_range", message, path, f"type {path}={most} or less")]
+            return UNKNOWN, [Problem("out_of_range", message, path, f"set {path}={most} or less")]
     if isinstance(converted, tuple) and len(converted) > MAX_ITEMS:
         message = f"`{path}` has {len(converted):,} values; at most {MAX_ITEMS} are allowed"
         return UNKNOWN, [Problem("out_of_range", message, path)]
@@ -441,7 +441,7 @@ def _missing(wanted: Any, path: str) -> list[Problem]:
         return problems
     allowed = describe(wanted, with_null=False)
     message = f"`{path}` has no value; {allowed} is needed"
-    return [Problem(code="missing_value", path=path, message=message, hint=f"type {path}=<{allowed}>")]
+    return [Problem(code="missing_value", path=path, message=message, hint=f"set {path}=<{allowed}>")]
 
 
 def _unknown_key(cls: type, key: str, path: str, value: object, former: Former | None) -> Problem:
@@ -456,7 +456,7 @@ def _unknown_key(cls: type, key: str, path: str, value: object, former: Former |
     if families := [str(family) for kind in having for family in choices_of(hints_of(kind).get("family"))]:
         hint = f"the family {_join_or(families)} has this key: `trainspec list {path[:-1]}` shows each option's family"
         if families == ["own"]:
-            hint = f"type {path[:-1]}=own too"
+            hint = f"set {path[:-1]}=own too"
         return Problem("unknown_key", f"unknown key `{path}{key}`", f"{path}{key}", hint)
     # The dotted path of the only value in nested sections; "" for a plain value, or for several values.
     names: list[str] = []
@@ -541,21 +541,21 @@ def _hint(wanted: Any, value: Any, path: str) -> str:
             option = f"- override /{path.rpartition('.')[2]}: {value}"
             return f"to select the option of that name, write `{option}` in the recipe's defaults"
         if isinstance(value, str) and path == "cluster.accelerator":
-            return f"type cluster.accelerator={value} on the command line, or write a file in conf/cluster"
+            return f"set cluster.accelerator={value} on the command line, or write a file in conf/cluster"
         return f"set its keys one by one, such as {path}.{key_of(dataclasses.fields(sections[0])[0])}"
     if typing.get_origin(wanted) is tuple and choices_of(wanted):
-        return f"type {path}=[{', '.join(map(str, choices_of(wanted)))}], or a part of this list"
+        return f"set {path}=[{', '.join(map(str, choices_of(wanted)))}], or a part of this list"
     listed = next((member for member in members_of(wanted) if typing.get_origin(member) is tuple), None)
     if listed is not None and isinstance(value, (str, int, float)) and _PLAIN.fullmatch(str(value)):
         with suppress(WrongValueError):  # one item, without the brackets
             convert(typing.get_args(listed)[0], value)
-            return f"type {path}=[{value}]"
+            return f"set {path}=[{value}]"
     if isinstance(value, str) and choices_of(wanted):
         meant = closest(value, [str(choice) for choice in choices_of(wanted)])
         if meant:
             return f"did you mean {path}={meant}?"
     if wanted is bool:
-        return f"type {path}=true or {path}=false"
+        return f"set {path}=true or {path}=false"
     if wanted in (str, str | None) and isinstance(value, (int, float)):
         hint = f"""quote it to make it text: '{path}="{show_value(value)}"'"""
         if isinstance(value, int) and not isinstance(value, bool) and value >= 60:
@@ -566,7 +566,7 @@ def _hint(wanted: Any, value: Any, path: str) -> str:
             written = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
             hint += f'; or "{written}", which YAML reads as that number if it is not quoted'
         return hint
-    return f"type {path}=<{describe(wanted)}>"
+    return f"set {path}=<{describe(wanted)}>"
 
 
 def choices_of(wanted: Any) -> tuple[Any, ...]:

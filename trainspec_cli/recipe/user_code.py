@@ -171,7 +171,7 @@ def find(extension: Extension, built_in: Iterable[str] = ()) -> Source:
     place, _, name = text.rpartition(":")
     if not name.isidentifier():
         got = f"`{extension.path}` is {extension.text}, which does not end in the name of a function or class"
-        hint = f"type {extension.typed(f'{place}:NAME' if place else 'FILE.py:NAME')}"
+        hint = f"set {extension.typed(f'{place}:NAME' if place else 'FILE.py:NAME')}"
         if place.endswith(SUFFIX):
             hint = _hint_of_names(extension, _find_file(extension, place), place)
         raise _refuse(extension, "wrong_type", got, hint)
@@ -266,7 +266,7 @@ def _find_file(extension: Extension, place: str) -> Path:
     file = expand(place).absolute()
     if not exists(file):
         beside = [found.name for found in file.parent.glob(f"*{SUFFIX}")] if file.parent.is_dir() else []
-        hint = did_you_mean(file.name, beside) or f"type {extension.typed(f'<file>{SUFFIX}:NAME')}"
+        hint = did_you_mean(file.name, beside) or f"set {extension.typed(f'<file>{SUFFIX}:NAME')}"
         raise _refuse(extension, "missing_file", f"`{extension.path}` names {file}, which does not exist", hint)
     for each in source_files(Source("", file, "")):
         if reason := why_not_trusted(each.stat()):
@@ -284,7 +284,7 @@ def _find_module(extension: Extension, module: str, name: str) -> Path | None:
     if spec is None:
         message = f"`{extension.path}` names the module {module}, but no package {top} is installed"
         own = f"{module.replace('.', '/')}{SUFFIX}"
-        hint = f"type pip install {top}, or {extension.typed('FILE.py:NAME')} for your own file"
+        hint = f"run pip install {top}, or {extension.typed('FILE.py:NAME')} for your own file"
         if exists(Path(own)):
             hint = _hint_of_names(extension, Path(own), own, name)
         raise _refuse(extension, "missing_package", message, hint)
@@ -341,9 +341,9 @@ def _hint_of_names(extension: Extension, file: Path, place: str, name: str = "")
     if near is None and len(callable_names) == 1:
         near = callable_names[0]
     if near is not None:
-        return f"type {extension.typed(f'{place}:{near}')}"
+        return f"set {extension.typed(f'{place}:{near}')}"
     shown = f"; it has {', '.join(callable_names[:SHOWN_NAMES])}" if callable_names else ""
-    return f"type {extension.typed(f'{place}:NAME')}{shown}"
+    return f"set {extension.typed(f'{place}:NAME')}{shown}"
 
 
 def _why_not_callable(extension: Extension, signature: inspect.Signature) -> TypeError | None:
@@ -565,7 +565,7 @@ def _problem(extension: Extension, when: str, error: Exception) -> Problem:
         own = Path(extension.text.rpartition(":")[0])
         is_near = (own.parent / f"{module}.py").is_file() or (own.parent / module).is_dir()
         by_name = f"write `import {module}` in {own.name}: modules next to it are found if it imports them by name"
-        hint = by_name if is_near else f"type pip install {module}"
+        hint = by_name if is_near else f"run pip install {module}"
     if frame is None:
         return Problem("own_code", message, extension.path, hint)
     file, line, function = frame

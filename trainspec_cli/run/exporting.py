@@ -85,7 +85,7 @@ def find_checkpoint(run: RunDir, step: int | None, *, best: bool = False) -> int
         raise RecipeError(Problem("no_checkpoint", f"{run.root} has no whole checkpoint", hint="train it first"))
     if best and (step := best_checkpoint(run)) is None:
         message = "no checkpoint was evaluated on held-out data"
-        hint = "type checkpoint.keep_best=true in a launch"
+        hint = "set checkpoint.keep_best=true in a launch"
         raise RecipeError(Problem("no_checkpoint", message, "--best", hint))
     if step is not None and step not in steps:
         message = f"no checkpoint of step {step} exists"
@@ -172,7 +172,7 @@ def write_adapters(wanted: Export, output: Path) -> str:
     plan = read_plan(wanted.run)
     if not plan.spec.lora.rank:
         message = f"{wanted.run.root} trained whole weights, and no adapters"
-        raise RecipeError(Problem("unsupported", message, "--format", "type --format hf"))
+        raise RecipeError(Problem("unsupported", message, "--format", "pass --format hf"))
     output = output.expanduser().resolve()
     config = _config(plan, wanted)
     base = plan.spec.init.hugging_face

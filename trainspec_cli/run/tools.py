@@ -98,7 +98,7 @@ COUNT_BLOCK = Tool(
     messages.BlockCount,
     "the count of a block's parameters",
     "block_failed",
-    hint="type model.block_params=NUMBER to skip it",
+    hint="set model.block_params=NUMBER to skip it",
     timeout_s=600.0,
 )
 TRACE = Tool("trace", messages.TraceRequest, messages.TraceResult, "the trace", "trace_failed")

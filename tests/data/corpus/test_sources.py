@@ -91,7 +91,7 @@ def test_a_missing_field_says_how_to_choose_another(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"body": "a"}')
     with pytest.raises(RecipeError) as error:
         read(source="jsonl", path=str(tmp_path))
-    assert problem_of(error).hint == "type data.text_field=NAME to choose one"
+    assert problem_of(error).hint == "set data.text_field=NAME to choose one"
 
 
 def test_text_that_is_not_utf8_names_file_and_byte(tmp_path):
@@ -178,7 +178,7 @@ def test_a_file_of_conversations_is_answered_once_with_their_source(tmp_path):
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     with pytest.raises(RecipeError) as error:
         read(source="jsonl", path=str(tmp_path))
-    assert (problem_of(error).line, problem_of(error).hint) == (1, "type data=chat: these are conversations (messages)")
+    assert (problem_of(error).line, problem_of(error).hint) == (1, "set data=chat: these are conversations (messages)")
 
 
 def test_every_line_that_is_wrong_is_reported_with_the_format_of_its_source(tmp_path):

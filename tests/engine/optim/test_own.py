@@ -161,7 +161,7 @@ def test_the_bytes_of_state_are_measured(lion: Any) -> None:
         RecipeError, match=r"`optim.state_bytes` is 8, and .* keeps 4 bytes of each parameter"
     ) as caught:
         build(shares_of(), lion(), state_bytes=8.0)
-    assert caught.value.problems[0].hint == "type optim.state_bytes=4"
+    assert caught.value.problems[0].hint == "set optim.state_bytes=4"
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_formats_of_rows(dtype: str, compute: str, matmul: str) -> None:
     [
         ({"gpu": "Abacus"}, "unknown accelerator Abacus"),
         ({"n_gpus": ""}, "column n_gpus is empty"),
-        ({"layers": "many"}, "column layers: 'many' is no number"),
+        ({"layers": "many"}, "column layers: 'many' is not a number"),
         ({"layers": "-1"}, "column layers: '-1' is beyond"),
         ({"hidden": "1e16"}, "column hidden: '1e16' is beyond"),
         ({"mbs": "", "gbs": ""}, "columns mbs and gbs are empty"),

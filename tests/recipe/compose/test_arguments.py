@@ -43,9 +43,9 @@ def test_tilde_takes_a_key_out() -> None:
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
-        ("quickstart", "`quickstart` is not of the form key=value", "to choose a recipe, type recipe=quickstart"),
-        ("optim.lr", "`optim.lr` is not of the form key=value", "type optim.lr=<value>, without spaces"),
-        ("optim.lr: 3", "`optim.lr: 3` is not of the form key=value", "type optim.lr=3"),
+        ("quickstart", "`quickstart` is not of the form key=value", "to choose a recipe, set recipe=quickstart"),
+        ("optim.lr", "`optim.lr` is not of the form key=value", "set optim.lr=<value>, without spaces"),
+        ("optim.lr: 3", "`optim.lr: 3` is not of the form key=value", "set optim.lr=3"),
         ("", "an argument is empty", "leave it out, or write key=value"),
         ("a..b=1", "`a..b` is not a key; a key is words joined by dots, such as optim.lr",
          "write key=value without spaces"),
@@ -53,7 +53,7 @@ def test_tilde_takes_a_key_out() -> None:
          "did you mean `train.seed`?"),
         ("a[0]=1", "`a[0]` is not a key; a key is words joined by dots, such as optim.lr",
          "give the whole list: a=[...]"),
-        ("data.path=~/text", "the value ~/text contains characters that must be quoted", "type 'data.path=\"~/text\"'"),
+        ("data.path=~/text", "the value ~/text contains characters that must be quoted", "set 'data.path=\"~/text\"'"),
         ("data.path=[a", "`[` is not closed in [a", "close the ["),
         ("sample.prompt='a", "`'` is not closed in 'a", "close the '"),
     ],

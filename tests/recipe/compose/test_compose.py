@@ -109,7 +109,7 @@ def test_taking_a_key_out(tmp_path: Path) -> None:
 
 def test_a_key_below_a_single_value(tmp_path: Path) -> None:
     assert told(compose("tiny", ["compile.foo=3"], tmp_path)) == [
-        ("unknown_key", "command line:2", "`compile` is a single value: it has no key `foo`", "type compile=<value>")
+        ("unknown_key", "command line:2", "`compile` is a single value: it has no key `foo`", "set compile=<value>")
     ]
 
 
@@ -132,7 +132,7 @@ def test_unknown_recipe(tmp_path: Path, write) -> None:
 
 
 def test_no_recipe(tmp_path: Path) -> None:
-    hint = "type recipe=quickstart, or another: `trainspec list recipe` shows all"
+    hint = "set recipe=quickstart, or another: `trainspec list recipe` shows all"
     assert told(compose_arguments([], tmp_path)) == [("missing_value", "", "no recipe is named", hint)]
     assert told(compose("", [], tmp_path)) == [("missing_value", "command line:1", "no recipe is named", hint)]
 
@@ -141,7 +141,7 @@ def test_no_recipe(tmp_path: Path) -> None:
 def test_a_word_alone_is_one_mistake(tmp_path: Path, word: str, meant: str) -> None:
     ((code, where, _, hint),) = told(compose_arguments([word], tmp_path))
     assert (code, where) == ("bad_override", "command line:1")
-    assert hint == f"to choose a recipe, type recipe={meant}"
+    assert hint == f"to choose a recipe, set recipe={meant}"
 
 
 def test_unknown_option_on_the_command_line_and_in_a_recipe(tmp_path: Path, write) -> None:
@@ -392,7 +392,7 @@ def test_a_problem_of_a_chosen_section_is_located_at_the_choice(tmp_path: Path, 
 def test_a_group_that_no_recipe_chooses_from_leads_to_its_section(argument: str, tmp_path: Path) -> None:
     (problem,) = compose("llama3_8b", [argument], tmp_path).problems
     assert (problem.code, problem.where(), problem.hint) == (
-        "unknown_group", "command line:2", "type cluster.accelerator=rtx_4090"
+        "unknown_group", "command line:2", "set cluster.accelerator=rtx_4090"
     )  # fmt: skip
 
 
@@ -554,4 +554,4 @@ def test_a_missing_file_and_an_unknown_name_say_what_to_type(tmp_path: Path) -> 
     assert (missing.code, "there is no file mine.yaml" in missing.message) == ("missing_file", True)
     unknown = compose("quickstart", ["framework=megatrn"], tmp_path).problems[0]
     assert unknown.hint.startswith("did you mean framework=megatron? `trainspec list framework` shows all")
-    assert unknown.hint.endswith("or describe your own in a file, and type framework=./mine.yaml")
+    assert unknown.hint.endswith("or describe your own in a file, and set framework=./mine.yaml")

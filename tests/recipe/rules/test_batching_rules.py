@@ -47,44 +47,44 @@ def test_sound_schedules(make_spec, changes: dict[str, Any]) -> None:
     ("changes", "path", "message", "hint"),
     [
         (RAMP, f"{PATH}.stages", "is empty; a ramp needs at least one stage",
-         f"type {PATH}.stages='[{{from_tokens: 1e9, global_batch_size: 16}}]'"),
+         f"set {PATH}.stages='[{{from_tokens: 1e9, global_batch_size: 16}}]'"),
         (stages((100, 16)), f"{PATH}.stages", "has 1 sizes, but `batching.schedule.kind` is constant",
-         f"type {PATH}.kind=ramp, or ~{PATH}.stages"),
+         f"set {PATH}.kind=ramp, or ~{PATH}.stages"),
         (RAMP | stages((200, 16), (100, 32)), f"{PATH}.stages.1.from_tokens",
          "is 100, but the previous stage begins at 200", "order the stages by tokens"),
         (RAMP | stages((200, 16), (200, 32)), f"{PATH}.stages.1.from_tokens",
          "is 200, but the previous stage begins at 200", "201 or more"),
         (RAMP | stages((100, 4)), f"{PATH}.stages.0.global_batch_size",
-         "is 4, but the steps before it have 8", "a ramp never shrinks the batch: type 8 or more"),
+         "is 4, but the steps before it have 8", "a ramp never shrinks the batch: set 8 or more"),
         (RAMP | stages((100, 32), (200, 24)), f"{PATH}.stages.1.global_batch_size",
-         "is 24, but the steps before it have 32", "type 32 or more"),
+         "is 24, but the steps before it have 32", "set 32 or more"),
         (RAMP | stages((0, 16)), f"{PATH}.stages.0.from_tokens",
-         "is 0; a whole number of at least 1 is needed", f"type {PATH}.stages.0.from_tokens=1 or more"),
+         "is 0; a whole number of at least 1 is needed", f"set {PATH}.stages.0.from_tokens=1 or more"),
         (RAMP | stages((100, 16)) | {LARGEST: 64}, LARGEST, "kind` is ramp, which has no largest size",
-         f"type {LARGEST}=null"),
-        (SEESAW | {LARGEST: 4}, LARGEST, "is 4, but the run begins with 8", f"type {LARGEST}=12 or more"),
+         f"set {LARGEST}=null"),
+        (SEESAW | {LARGEST: 4}, LARGEST, "is 4, but the run begins with 8", f"set {LARGEST}=12 or more"),
         (SEESAW | {LARGEST: 8}, f"{PATH}.growth", "gives no size between 8 and the largest, 8", ""),
         (SEESAW | {LARGEST: 11}, f"{PATH}.growth", "gives no size between 8 and the largest, 11",
-         f"type {PATH}.growth=1.1, a larger {LARGEST}"),
+         f"set {PATH}.growth=1.1, a larger {LARGEST}"),
         (SEESAW | {"optim.schedule.final_lr_ratio": 0.8}, f"{PATH}.growth",
          "gives no size between 8 and the largest, 10", ""),
         (SEESAW | {"optim.schedule.final_lr_ratio": 0}, LARGEST, "is null and the learning rate ends at 0",
-         f"type {LARGEST}=64"),
+         f"set {LARGEST}=64"),
         (SEESAW | {"optim.schedule.kind": "constant"}, "optim.schedule.kind", "but it does not",
-         f"type optim.schedule.kind=cosine, or {PATH}.kind=constant"),
+         f"set optim.schedule.kind=cosine, or {PATH}.kind=constant"),
         (SEESAW | {"optim.schedule.final_lr_ratio": 1}, "optim.schedule.final_lr_ratio", "but it does not",
-         "type optim.schedule.final_lr_ratio=0.1"),
+         "set optim.schedule.final_lr_ratio=0.1"),
         (SEESAW | {"optim.schedule.kind": "wsd", "optim.schedule.decay_fraction": 0},
-         "optim.schedule.decay_fraction", "but it does not", "type optim.schedule.decay_fraction=0.2"),
+         "optim.schedule.decay_fraction", "but it does not", "set optim.schedule.decay_fraction=0.2"),
         (SEESAW | {f"{PATH}.lr_rule": "none"}, f"{PATH}.lr_rule", "would fall as it does without seesaw",
-         f"type {PATH}.lr_rule=optimizer"),
-        (NOISE | {LARGEST: None}, LARGEST, "is null and the noise scale has no limit", f"type {LARGEST}=64"),
-        (NOISE | {LARGEST: 7}, LARGEST, "is 7, but the run begins with 8", f"type {LARGEST}=12 or more"),
+         f"set {PATH}.lr_rule=optimizer"),
+        (NOISE | {LARGEST: None}, LARGEST, "is null and the noise scale has no limit", f"set {LARGEST}=64"),
+        (NOISE | {LARGEST: 7}, LARGEST, "is 7, but the run begins with 8", f"set {LARGEST}=12 or more"),
         (NOISE | {"cluster.devices_per_node": 1}, f"{PATH}.kind",
-         "is measured between data-parallel ranks, but there is only 1", "type cluster.devices_per_node=2 or more"),
+         "is measured between data-parallel ranks, but there is only 1", "set cluster.devices_per_node=2 or more"),
         (NOISE | {"layout.tp": 2}, f"{PATH}.kind", "but there is only 1", f"or {PATH}.kind=seesaw"),
         (NOISE | {f"{PATH}.growth": 1}, f"{PATH}.growth", "a number of at least 1.05 and at most 16 is needed",
-         f"type {PATH}.growth=1.05 or more"),
+         f"set {PATH}.growth=1.05 or more"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(make_spec, changes, path: str, message: str, hint: str) -> None:
@@ -176,13 +176,13 @@ def test_noise_that_nobody_can_measure_is_refused_with_the_reason(
     (problem,) = problems
     assert (problem.code, problem.path) == ("unsupported", f"{PATH}.kind")
     assert problem.message == f"`{PATH}.kind` is noise, not measurable in this layout ({layout.describe()}): {why}"
-    assert problem.hint == f"type layout=ddp cluster.devices_per_node=2 (or more), or {PATH}.kind=seesaw"
+    assert problem.hint == f"set layout=ddp cluster.devices_per_node=2 (or more), or {PATH}.kind=seesaw"
 
 
 def test_replica_groups_measure_the_noise_and_follow_none(make_spec) -> None:
     (problem,) = measurable_noise(make_spec(NOISE), Layout(dp_shard=2), 3, 1)
     assert "restarted replica group (of 3) does not know the measured noise" in problem.message
-    assert problem.hint == f"type resilience=restart, or {PATH}.kind=seesaw"
+    assert problem.hint == f"set resilience=restart, or {PATH}.kind=seesaw"
     assert noise_hindrance(make_spec(NOISE).model, Layout(), 2, 1) == "", "between groups of one rank each"
 
 

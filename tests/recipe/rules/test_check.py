@@ -36,11 +36,11 @@ def told(problems) -> list[tuple[str, str, str, str]]:
     ("path", "value", "message", "hint"),
     [
         ("train.max_steps", 0, "`train.max_steps` is 0; a whole number of at least 1 is needed",
-         "type train.max_steps=1 or more"),
+         "set train.max_steps=1 or more"),
         ("optim.beta1", 1, "`optim.beta1` is 1; a number of at least 0 and less than 1 is needed", ""),
         ("data.tokenizer.vocab_size", 200,
          "`data.tokenizer.vocab_size` is 200; a whole number of at least 257 is needed",
-         "type data.tokenizer.vocab_size=257 or more"),
+         "set data.tokenizer.vocab_size=257 or more"),
     ],
 )  # fmt: skip
 def test_ranges(make_spec, path: str, value: Any, message: str, hint: str) -> None:
@@ -78,13 +78,13 @@ DIVISION = [
     ({"layout.dp_shard": 3}, "layout.dp_shard",
      "the cluster has 1 x 2 = 2 processes (nodes x devices), but the layout asks for dp_shard=3, "
      "which does not divide the processes",
-     "type layout.dp_shard=auto; with the other axes unchanged, it may be 1, 2"),
+     "set layout.dp_shard=auto; with the other axes unchanged, it may be 1, 2"),
     ({"layout.dp_shard": 4, "layout.dp_replicate": 1}, "layout.dp_shard",
      "the cluster has 1 x 2 = 2 processes (nodes x devices), but the layout asks for dp_shard=4, which makes 4",
-     "type layout.dp_shard=auto; with the other axes unchanged, it may be 1, 2"),
+     "set layout.dp_shard=auto; with the other axes unchanged, it may be 1, 2"),
     ({"layout.dp_shard": 1, "layout.dp_replicate": 1}, "layout.dp_shard",
      "the cluster has 1 x 2 = 2 processes (nodes x devices), but the layout asks for every axis=1, which makes 1",
-     "type layout.dp_shard=auto; with the other axes unchanged, it may be 1, 2"),
+     "set layout.dp_shard=auto; with the other axes unchanged, it may be 1, 2"),
     ({"layout.dp_shard": 3, "layout.dp_replicate": 3, "cluster.num_nodes": 2}, "layout.dp_shard",
      "the cluster has 2 x 2 = 4 processes (nodes x devices), but the layout asks for dp_replicate=3 x dp_shard=3, "
      "which makes 9", "choose axes whose product divides 4, or change cluster.devices_per_node"),
@@ -130,7 +130,7 @@ def test_a_tokenizer_fits_the_model(make_spec) -> None:
     assert told(check(make_spec({"data.tokenizer.vocab_size": 600}))) == [
         ("out_of_range", "data.tokenizer.vocab_size",
          "a tokenizer of 600 tokens does not fit a model with `model.vocab_size` 512",
-         "type model.vocab_size=600, or data.tokenizer.vocab_size=512")
+         "set model.vocab_size=600, or data.tokenizer.vocab_size=512")
     ]  # fmt: skip
     assert check(make_spec({"data.tokenizer.vocab_size": 300})) == []
 
@@ -142,11 +142,11 @@ def test_data_files(make_spec, tmp_path, monkeypatch) -> None:
         assert check(make_spec({"data.source": "text", "data.path": path})) == []
     assert told(check(make_spec({"data.path": "b.txt"}))) == [
         ("missing_file", "data.path", f"`data.path` is b.txt; no such file, folder or glob in {tmp_path}",
-         "type data.path=<the file, folder or glob's path>")
+         "set data.path=<the file, folder or glob's path>")
     ]  # fmt: skip
     assert told(check(make_spec({"data.source": "tokens", "data.path": "/no/where"}))) == [
         ("missing_file", "data.path", "`data.path` is /no/where; no such folder",
-         "type data.path=<the folder's path>")
+         "set data.path=<the folder's path>")
     ]  # fmt: skip
     for source in ("tokens", "images", "volumes"):
         is_a_file = check(make_spec({"data.source": source, "data.path": "a.txt"}))
@@ -156,15 +156,15 @@ def test_data_files(make_spec, tmp_path, monkeypatch) -> None:
         assert f"`data.path` is null; data={source} reads a folder" in [problem.message for problem in missing]
     assert told(check(make_spec({"data.source": "jsonl", "data.path": None}))) == [
         ("missing_value", "data.path", "`data.path` is null; data=jsonl reads a file, folder or glob",
-         "type data.path=<path>")
+         "set data.path=<path>")
     ]  # fmt: skip
     assert told(check(make_spec({"data.source": "python_stdlib", "data.path": "a.txt"}))) == [
         ("unsupported", "data.path", "`data.path` is a.txt, but data=python_stdlib reads no file",
-         "type data=text or data=jsonl")
+         "set data=text or data=jsonl")
     ]  # fmt: skip
     assert told(check(make_spec({"data.path": None, "data.tokenizer.path": "t.json"}))) == [
         ("missing_file", "data.tokenizer.path", f"`data.tokenizer.path` is t.json; no such file in {tmp_path}",
-         "type data.tokenizer.path=<the file's path>")
+         "set data.tokenizer.path=<the file's path>")
     ]  # fmt: skip
 
 
@@ -178,7 +178,7 @@ def test_gpus_that_lack_are_the_machines_fault(make_spec) -> None:
     assert (none.code, none.environment, few.code, few.environment) == ("no_gpu", True, "too_few_gpus", True)
     assert none.message == "`cluster.device` is cuda, but box has no GPU"
     assert few.message == "`cluster.devices_per_node` is 2, but box has 1 GPUs"
-    assert few.hint == "type cluster.devices_per_node=1, or auto"
+    assert few.hint == "set cluster.devices_per_node=1, or auto"
     assert check_machine(spec, host("H200", "H200")) == []
     assert check_machine(make_spec({"cluster.device": "cpu"}), host()) == []
 
@@ -212,7 +212,7 @@ def test_a_package_that_lacks(make_spec, monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (problem,) = check_machine(make_spec({"tracking.tensorboard": True}), host())
     assert (problem.code, problem.environment) == ("missing_package", True)
-    assert problem.hint == "type pip install 'trainspec[tensorboard]'"
+    assert problem.hint == "run pip install 'trainspec[tensorboard]'"
 
 
 MODELS = {
@@ -286,7 +286,7 @@ def test_compiling_without_a_compiler_is_told_before_the_workers_start(make_spec
     monkeypatch.setenv("PATH", str(tmp_path))
     (problem,) = check_machine(make_spec({"compile": True, "cluster.device": "cpu"}), host())
     assert (problem.code, problem.environment) == ("missing_compiler", True)
-    assert problem.hint == "type compile=false, or install one (apt install g++)"
+    assert problem.hint == "set compile=false, or install one (apt install g++)"
     assert check_machine(make_spec({"compile": False, "cluster.device": "cpu"}), host()) == []
     (tmp_path / "clang++").write_text("#!/bin/sh")
     (tmp_path / "clang++").chmod(0o755)
@@ -366,14 +366,14 @@ def test_what_a_machine_lacks_for_tables_fp8_and_memory_copies(make_spec, monkey
     tables = check_machine(make_spec(parts | {"precision.matmul": "fp8", "tracking.wandb": True}), host())
     assert told(tables) == [
         ("missing_package", "tracking.wandb", "`tracking.wandb` is true, but the package wandb is not installed",
-         "type pip install 'trainspec[wandb]'"),
+         "run pip install 'trainspec[wandb]'"),
         ("missing_package", "data.source", "`data.source` is parquet, but the package pyarrow is not installed",
-         "type pip install 'trainspec[hf]'"),
+         "run pip install 'trainspec[hf]'"),
         ("missing_package", "data.validation.v.source",
          "`data.validation.v.source` is arrow, but the package pyarrow is not installed",
-         "type pip install 'trainspec[hf]'"),
+         "run pip install 'trainspec[hf]'"),
         ("missing_package", "precision.matmul", "`precision.matmul` is fp8, but the package torchao is not installed",
-         "type pip install 'trainspec[float8]'"),
+         "run pip install 'trainspec[float8]'"),
     ]  # fmt: skip
     assert {problem.environment for problem in tables} == {True}
 
@@ -383,7 +383,7 @@ def test_copies_in_memory_need_shared_memory(make_spec, monkeypatch) -> None:
     assert check_machine(copies, host()) == []
     monkeypatch.setattr(Path, "is_dir", lambda folder: False)
     (problem,) = check_machine(copies, host())
-    assert (problem.code, problem.hint) == ("no_shared_memory", "type checkpoint.memory_interval_steps=null")
+    assert (problem.code, problem.hint) == ("no_shared_memory", "set checkpoint.memory_interval_steps=null")
     assert check_machine(make_spec({"checkpoint.memory_interval_steps": None}), host()) == []
 
 
@@ -394,7 +394,7 @@ def test_what_follows_the_heldout_loss_needs_evaluations_and_one_replica_group(
     (path,) = wanted
     (problem,) = check(make_spec(wanted))
     assert (problem.code, problem.path) == ("missing_value", path)
-    assert problem.hint == "type train.eval_interval_steps=100, or another number"
+    assert problem.hint == "set train.eval_interval_steps=100, or another number"
     evaluated = wanted | {"train.eval_interval_steps": 5}
     assert check(make_spec(evaluated)) == []
     groups = {"resilience.mode": "elastic", "resilience.replica_groups": 2, "cluster.devices_per_node": 2}

@@ -42,9 +42,9 @@ def test_these_go_together(spec: RunSpec) -> None:
 @pytest.mark.parametrize(
     ("spec", "path", "words"),
     [
-        (on_nodes(with_comm(gradients="int8"), 1, "bf16"), "precision.reduce", "type precision.reduce=fp32"),
+        (on_nodes(with_comm(gradients="int8"), 1, "bf16"), "precision.reduce", "set precision.reduce=fp32"),
         (on_nodes(with_comm(across_nodes="int4"), 2, "bf16"), "precision.reduce", "comm.across_nodes=full"),
-        (with_comm(parameters="int4"), "comm.parameters", "type comm.parameters=int8"),
+        (with_comm(parameters="int4"), "comm.parameters", "set comm.parameters=int8"),
         (on_nodes(with_comm(across_nodes="int8"), 1), "comm.across_nodes", "comm.gradients=int8"),
     ],
 )
@@ -70,7 +70,7 @@ def test_formats_need_an_exchange_that_they_are_for(
 ) -> None:
     found = list(exchanged(with_comm(**comm), layout, groups))
     assert [problem.path for problem in found] == ([path] if path else [])
-    assert all(layout.describe() in problem.message and problem.hint.startswith("type ") for problem in found)
+    assert all(layout.describe() in problem.message and problem.hint.startswith("set ") for problem in found)
 
 
 @pytest.mark.parametrize(
@@ -90,4 +90,4 @@ def test_formats_need_an_exchange_that_they_are_for(
 def test_buckets_are_of_gradients_that_go_together(comm: dict[str, Any], layout: Layout, device: str, why: str) -> None:
     found = list(joined(with_comm(**comm), layout, device))
     assert len(found) == bool(why)
-    assert all(why in problem.message and problem.hint == "type comm.bucket_bytes=null" for problem in found)
+    assert all(why in problem.message and problem.hint == "set comm.bucket_bytes=null" for problem in found)

@@ -26,7 +26,7 @@ def test_a_value_that_only_the_planner_knows_is_refused(make_spec, path, value, 
     (problem,) = check_engine(make_spec({path: value}))
     assert problem.code == "unsupported"
     assert problem.message == f"`{path}` is {value}; this version trains with {choices}"
-    assert problem.hint.startswith(f"type {path}={choices.split()[0]}, or predict it with trainspec plan")
+    assert problem.hint.startswith(f"set {path}={choices.split()[0]}, or predict it with trainspec plan")
 
 
 def test_every_refusal_is_told_at_once(make_spec):
@@ -79,7 +79,7 @@ def test_a_pinned_layout_is_one_that_the_framework_has(make_spec):
     pinned = {"layout.pp": 2, "layout.pipeline_schedule": "zero_bubble", "layout.dp_shard": 2, "layout.zero_stage": 3}
     assert list(framework_has(make_spec(pinned))) == []
     problems = list(framework_has(make_spec(facts | pinned)))
-    assert [problem.hint for problem in problems] == ["type layout.zero_stage=1", "type layout.pipeline_schedule=1f1b"]
+    assert [problem.hint for problem in problems] == ["set layout.zero_stage=1", "set layout.pipeline_schedule=1f1b"]
     assert list(framework_has(make_spec(facts | pinned | {"layout.pp": 1, "layout.dp_shard": 1}))) == []
 
 
@@ -180,4 +180,4 @@ def test_a_gpu_without_fp8_is_told_and_a_cpu_emulates(make_spec):
 def test_torchao_may_lack(make_spec, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torchao" else object())
     (problem,) = check_machine(make_spec(FP8), Machine("node", 2, 2**34))
-    assert problem.hint == "type pip install 'trainspec[float8]'"
+    assert problem.hint == "run pip install 'trainspec[float8]'"

@@ -87,7 +87,7 @@ def test_nodes_that_nothing_joins_are_refused(make_spec: Callable[..., RunSpec])
     [problem] = check(make_spec({**alone, "cluster.num_nodes": 8}))
     assert (problem.path, problem.code) == ("cluster.nic_gbit_per_s", "out_of_range")
     assert "8 nodes exchange data over their NICs" in problem.message
-    assert "type cluster.nic_gbit_per_s=400" in problem.hint
+    assert "set cluster.nic_gbit_per_s=400" in problem.hint
     assert check(make_spec(alone)) == []
     assert check(make_spec({**alone, "cluster.num_nodes": 8, "cluster.nic_gbit_per_s": None})) == []
     tiers = [{"name": "node", "devices": 8}, {"name": "network", "gbit_per_s": 200}]

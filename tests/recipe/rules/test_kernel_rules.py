@@ -45,7 +45,7 @@ def test_an_unknown_operation_names_those_there_are(data) -> None:
 )
 def test_a_backend_of_an_operation_that_the_run_has_not(changes, op: str, make_spec: Make) -> None:
     told = [told for told in problems(make_spec(changes)) if "no such operation" in told]
-    assert told and f"type kernels.{op}=torch" in told[0]
+    assert told and f"set kernels.{op}=torch" in told[0]
 
 
 def test_auto_asks_for_no_operation_in_particular(make_spec: Make) -> None:
@@ -60,14 +60,14 @@ def test_auto_asks_for_no_operation_in_particular(make_spec: Make) -> None:
             GPU,
             "package",
             "`kernels.rms_norm` is liger: the package liger_kernel is not installed (pip install 'trainspec[kernels]') "
-            "-> type pip install 'trainspec[kernels]', or kernels.rms_norm=torch",
+            "-> run pip install 'trainspec[kernels]', or kernels.rms_norm=torch",
         ),
         # A package that no device here could use would not help.
         (
             {"kernels.rms_norm": "liger"},
             CPU,
             "package",
-            "`kernels.rms_norm` is liger: it runs only on CUDA -> type kernels.rms_norm=torch",
+            "`kernels.rms_norm` is liger: it runs only on CUDA -> set kernels.rms_norm=torch",
         ),
         ({"kernels.rope": "compiled"}, CPU, "compiler", "no C++ compiler (g++, clang++) is on the PATH"),
         ({"kernels.rope": "halves"}, CPU, "compiler", ""),

@@ -34,10 +34,10 @@ RESNET = ConvModel("resnet", (32, 32), (8,), (1,), num_classes=10)
 @pytest.mark.parametrize(
     ("changes", "path", "hint"),
     [
-        ({"lora": LoraSpec(rank=4)}, "optim.name", "type optim.name=adamw, or lora.rank=0"),
-        ({"model": RESNET}, "optim.name", "type optim.name=adamw or optim.name=sgd"),
-        ({"offload": "optimizer"}, "offload", "type offload=none, or optim.name=adamw"),
-        (QUANTISED | {"offload": "optimizer"}, "offload", "type offload=none, or optim.name=adamw"),
+        ({"lora": LoraSpec(rank=4)}, "optim.name", "set optim.name=adamw, or lora.rank=0"),
+        ({"model": RESNET}, "optim.name", "set optim.name=adamw or optim.name=sgd"),
+        ({"offload": "optimizer"}, "offload", "set offload=none, or optim.name=adamw"),
+        (QUANTISED | {"offload": "optimizer"}, "offload", "set offload=none, or optim.name=adamw"),
         (QUANTISED | CHANGED, "scheduler.changes.0.tp", "type ~scheduler.changes.0.tp, or optim.name=adamw"),
     ],
     ids=["adapters", "convolutions", "offloaded muon", "offloaded moments", "another tp"],

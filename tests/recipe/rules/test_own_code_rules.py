@@ -43,30 +43,30 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "values", "path", "hint"),
     [
-        ({"block": ""}, {}, "model.block", "type model.block=FILE.py:NAME"),
-        ({"block_params": None}, {}, "model.block_params", "type model.block_params=NUMBER"),
+        ({"block": ""}, {}, "model.block", "set model.block=FILE.py:NAME"),
+        ({"block_params": None}, {}, "model.block_params", "set model.block_params=NUMBER"),
         ({"block": "mine.py:Blok"}, {}, "model.block", "did you mean `Block`?"),
         ({"block": "none.py:Block"}, {}, "model.block", "did you mean `mine.py`?"),
         ({"block": "mine.py:narrow"}, {}, "model.block", "define it as narrow(hidden_size, layer, *, width)"),
         ({"options": {"wide": 1}}, {}, "model.block", "define it as Block(hidden_size, layer, *, wide)"),
         ({}, {"train.loss": "mine.py:narrow"}, "train.loss", "define it as narrow(logits, targets)"),
         ({}, LOSS | {"train.loss_options": {"a": 1}}, "train.loss", "define it as loss(logits, targets, *, a)"),
-        ({}, {"train.loss_options": {"a": 1}}, "train.loss_options", "or type train.loss=FILE.py:NAME"),
+        ({}, {"train.loss_options": {"a": 1}}, "train.loss_options", "or set train.loss=FILE.py:NAME"),
         (
             *({}, LOSS | {"kernels.linear_cross_entropy": "full"}),
-            *("kernels.linear_cross_entropy", "type kernels.linear_cross_entropy=torch, or leave out train.loss"),
+            *("kernels.linear_cross_entropy", "set kernels.linear_cross_entropy=torch, or leave out train.loss"),
         ),
         ({}, TOKENS | {"data.tokenizer.options": {"a": 1}}, KEY, "define it as Tokens(*, a)"),
-        ({}, {"data.tokenizer.options": {"a": 1}}, "data.tokenizer.options", f"or type {KEY}=FILE.py:NAME"),
-        ({}, TOKENS | {"data.tokenizer.path": "x.json"}, "data.tokenizer.path", "type data.tokenizer.path=null"),
+        ({}, {"data.tokenizer.options": {"a": 1}}, "data.tokenizer.options", f"or set {KEY}=FILE.py:NAME"),
+        ({}, TOKENS | {"data.tokenizer.path": "x.json"}, "data.tokenizer.path", "set data.tokenizer.path=null"),
         ({}, TOKENS | {"data.source": "chat", "data.path": "."}, KEY, "it works with python_stdlib, text, jsonl"),
         ({}, TOKENS | {"data.source": "nanogpt", "data.path": "."}, KEY, "and user-defined sources"),
-        ({}, {"layout.tp": 2}, "layout.tp", "type layout.tp=1"),
-        ({}, {"layout.cp": 2}, "layout.cp", "type layout.cp=1"),
-        ({}, {"layout.ep": 2}, "layout.ep", "type layout.ep=1"),
-        ({}, {"lora.rank": 4}, "lora.rank", "type lora.rank=0"),
-        ({}, {"precision.matmul": "fp8"}, "precision.matmul", "type precision.matmul=compute"),
-        ({}, {"optim.name": "muon"}, "optim.name", "type optim.name=adamw or optim.name=sgd"),
+        ({}, {"layout.tp": 2}, "layout.tp", "set layout.tp=1"),
+        ({}, {"layout.cp": 2}, "layout.cp", "set layout.cp=1"),
+        ({}, {"layout.ep": 2}, "layout.ep", "set layout.ep=1"),
+        ({}, {"lora.rank": 4}, "lora.rank", "set lora.rank=0"),
+        ({}, {"precision.matmul": "fp8"}, "precision.matmul", "set precision.matmul=compute"),
+        ({}, {"optim.name": "muon"}, "optim.name", "set optim.name=adamw or optim.name=sgd"),
         ({}, {"data.document_masks": True}, "data.document_masks", "choose a decoder with rotary positions"),
     ],
 )
@@ -91,7 +91,7 @@ def test_what_fits_is_not(make_spec: Make, layout: dict[str, Any], loss: dict[st
 def test_a_loss_of_ones_own_is_for_text_and_sees_the_whole_vocabulary(make_spec: Make) -> None:
     cut = make_spec(LOSS | {"layout.tp": 2, "layout.dp_shard": 1})
     (problem,) = check_engine(cut)
-    assert (problem.path, problem.hint) == ("layout.tp", "type layout.tp=1")
+    assert (problem.path, problem.hint) == ("layout.tp", "set layout.tp=1")
     images = replace(cut, model=ConvModel("unet", (16, 16), (8, 16)))
     assert any("`train.loss` is for text models" in problem.message for problem in check(images))
 
@@ -114,16 +114,16 @@ def source(tmp_path: Path) -> str:
     ("part", "path", "hint"),
     [
         (PartSpec("jsonll"), "data.validation.v.source", "did you mean data.validation.v.source=jsonl?"),
-        (PartSpec("phantom"), "data.validation.v.source", "type data.validation.v.source=jsonl, or another of these"),
+        (PartSpec("phantom"), "data.validation.v.source", "set data.validation.v.source=jsonl, or another of these"),
         (
             PartSpec("python_stdlib", options={"count": 1}),
             "data.validation.v.options",
-            "leave it out, or type data.validation.v.source=FILE.py:NAME",
+            "leave it out, or set data.validation.v.source=FILE.py:NAME",
         ),
         (
             PartSpec("CODE", path="x"),
             "data.validation.v.path",
-            "type data.validation.v.path=null data.validation.v.options.path=x",
+            "set data.validation.v.path=null data.validation.v.options.path=x",
         ),
         (PartSpec("CODE", options={"size": 1}), "data.validation.v.source", ""),
     ],

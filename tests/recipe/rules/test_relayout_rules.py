@@ -44,7 +44,7 @@ def test_an_illegal_layout_is_named_by_its_change() -> None:
     ((path, message, hint),) = found(with_changes(LayoutChangeSpec(5), LayoutChangeSpec(10, pp=2, stage_layers=(9, 1))))
     assert path == "scheduler.changes.1.stage_layers"
     assert message.startswith("the layout from step 10: `layout.stage_layers` is [9, 1]: 2 stages with 10 layers")
-    assert hint == "in scheduler.changes.1: type stage_layers=[1,1], or null to divide by planned times"
+    assert hint == "in scheduler.changes.1: set stage_layers=[1,1], or null to divide by planned times"
 
 
 def test_a_network_of_convolutions_gets_no_pipeline() -> None:
@@ -59,7 +59,7 @@ def test_a_network_of_convolutions_gets_no_pipeline() -> None:
 def test_changes_come_in_order_and_before_the_end(steps: tuple[int, ...], place: int) -> None:
     ((path, _, hint),) = found(with_changes(*map(LayoutChangeSpec, steps)))
     assert path == f"scheduler.changes.{place}.step"
-    assert "or more" in hint or hint == "type 19 or less"
+    assert "or more" in hint or hint == "set 19 or less"
 
 
 def test_replica_groups_keep_their_layout() -> None:
@@ -71,7 +71,7 @@ def test_axes_that_the_planner_is_to_choose_cannot_be_built_on() -> None:
     layout = LayoutSpec(tp="auto")
     ((path, _, hint),) = found(with_changes(LayoutChangeSpec(10, pp=2), layout=layout))
     assert path == "scheduler.changes.0.tp"
-    assert hint == "name tp in scheduler.changes.0, or type layout.tp=1"
+    assert hint == "name tp in scheduler.changes.0, or set layout.tp=1"
     assert found(with_changes(LayoutChangeSpec(10, pp=2, tp=1), layout=layout)) == []
 
 

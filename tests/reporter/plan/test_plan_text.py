@@ -109,7 +109,7 @@ def test_a_step_has_the_bounds_that_it_is_known_within(plan: PlanReport) -> None
 
 def test_what_money_and_energy_miss_is_named(plan: PlanReport) -> None:
     assert plan.run is not None
-    power, price = "type cluster.accelerator.tdp_w=<watts>", "type cluster.cost.price_usd_per_device_hour=<dollars>"
+    power, price = "set cluster.accelerator.tdp_w=<watts>", "set cluster.cost.price_usd_per_device_hour=<dollars>"
     without = with_run(plan, energy_joules=None)
     assert power in rows_of(without, "energy")[0][3]
     assert price in rows_of(without, "money")[0][3]

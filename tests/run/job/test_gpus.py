@@ -66,7 +66,7 @@ def test_what_is_wrong_is_a_problem_with_advice(monkeypatch: pytest.MonkeyPatch,
     assert found.problem is not None
     assert (found.problem.code, found.problem.path, found.problem.environment) == ("no_gpu", "cluster.device", True)
     assert said in found.problem.message
-    assert found.problem.hint.endswith("or type cluster.device=cpu")
+    assert found.problem.hint.endswith("or set cluster.device=cpu")
 
 
 def test_a_lost_gpu_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def test_a_layout_that_cannot_read_the_8_bit_state_is_refused_before_the_start(
     (problem,) = refused.value.problems
     assert (problem.path, problem.file, problem.line) == ("layout.tp", "command line", 1)
     assert "layout.tp 1 and 2 divide rows of model." in problem.message
-    assert problem.hint == "type layout.tp=1, which the run has saved"
+    assert problem.hint == "set layout.tp=1, which the run has saved"
     assert prepare(run, "layout.dp_replicate=1", "layout.dp_shard=2").plan.layout.dp_shard == 2
 
 
@@ -291,12 +291,10 @@ def test_a_run_made_for_slurm_is_submitted_again(make_run: MakeRun, prepare: Pre
     run.job_sbatch.touch()
     with pytest.raises(RecipeError, match="was made for Slurm, on 2 nodes") as refused:
         prepare(run)
-    assert refused.value.problems[0].hint == f"type sbatch {run.job_sbatch}"
+    assert refused.value.problems[0].hint == f"run sbatch {run.job_sbatch}"
     with pytest.raises(RecipeError) as refused:
         prepare(run, "optim.lr=1e-3")
-    hint = (
-        f"type trainspec resume {run.root} optim.lr=1e-3, which records the changes, and then sbatch {run.job_sbatch}"
-    )
+    hint = f"run trainspec resume {run.root} optim.lr=1e-3, which records the changes, and then sbatch {run.job_sbatch}"
     assert refused.value.problems[0].hint == hint
     assert prepare(run, nodes=FIRST_OF_TWO).reach is not None, "unless it is said how its nodes are reached"
 

@@ -245,7 +245,7 @@ def test_side_by_side_each_run_sees_its_own_devices(node: Node, here: Machine, m
 def test_what_does_not_fit_is_refused_before_anything_is_made(node: Node) -> None:
     with pytest.raises(MachineError, match="3 runs of 1 processes need 3 cores, and this node has 2") as refused:
         sweep(["0.1", "0.2", "0.3"], "cluster.devices_per_node=1", at_once=3)
-    assert refused.value.problems[0].hint.startswith("type --at-once 2,")
+    assert refused.value.problems[0].hint.startswith("pass --at-once 2,")
     with pytest.raises(RecipeError, match="each run of a sweep needs a separate folder"):
         sweep(["0.1", "0.2"], "run.dir=mine")
     with pytest.raises(RecipeError, match="a sweep runs on this node"):

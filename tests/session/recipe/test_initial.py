@@ -55,7 +55,7 @@ def test_a_name_of_the_hub_is_the_checkpoint_in_its_cache(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     (found,) = examine(["recipe=tiny", "model=auto", "init.from=hf:some-org/tiny"]).problems
     assert f"the Hub's cache {tmp_path}/cache does not have some-org/tiny (main)" in found.message
-    assert "type hf download some-org/tiny; " in found.hint
+    assert "run hf download some-org/tiny; " in found.hint
     (snapshots / ("a" * 40)).symlink_to(folder)
     examined = examine(["recipe=tiny", "model=auto", "init.from=hf:some-org/tiny"])
     assert (examined.problems, examined.draft.model.hidden_size) == ([], 64)
@@ -79,7 +79,7 @@ def test_a_recipe_that_contradicts_the_checkpoint_is_told_the_key(folder: Path) 
 def test_a_model_that_nobody_names() -> None:
     (problem,) = examine(["recipe=tiny", "model=auto"]).problems
     assert (problem.path, problem.code) == ("model", "missing_value")
-    assert problem.hint.startswith("type init.from=hf:FOLDER"), "weights come with their model"
+    assert problem.hint.startswith("set init.from=hf:FOLDER"), "weights come with their model"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_recipe_that_asks_for_weights_names_them_first(
     examined = examine(["recipe=finetune_chat", *arguments], to_run=to_run)
     problems = [one for one in examined.problems if not one.path.startswith("data.")]
     assert [(one.path, one.code) for one in problems] == [(path, "missing_value") for path in missing]
-    assert all(one.hint.startswith("type init.from=hf:FOLDER") for one in problems)
+    assert all(one.hint.startswith("set init.from=hf:FOLDER") for one in problems)
     assert missing or examined.draft.init.from_ is None
 
 

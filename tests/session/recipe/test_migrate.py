@@ -140,7 +140,7 @@ def test_all_that_stands_against_it_is_told_before_anything_is_written(run: RunD
     said = [problem.message for problem in error.problems]
     assert said[0].endswith("it has version 7.0 of the training spec; this one reads 0.1 and 1.0")
     assert said[2] == f"{run.root / 'looks.json'} is a link"
-    assert said[4] == f"{tmp_path}/group.yaml is no recipe: it has the key `num_layers`, which no recipe has"
+    assert said[4] == f"{tmp_path}/group.yaml is not a recipe: it has the key `num_layers`, which no recipe has"
     assert snapshot(tmp_path) == before
 
 
@@ -183,7 +183,7 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     [
         ("0.1", "downgrade", "restore the backup next to the file: mv FILE.0.1.bak FILE"),
         ("3.0", "newer_version", "upgrade: pip install --upgrade trainspec"),
-        ("x", "unknown_version", "type --to 1.0, or leave it out"),
+        ("x", "unknown_version", "pass --to 1.0, or leave it out"),
     ],
 )
 def test_another_version_than_the_current_one_is_no_aim(run: RunDir, version: str, code: str, hint: str) -> None:

@@ -65,4 +65,4 @@ def test_weights_are_seen_with_what_their_links_lead_to(planned, here, tmp_path:
 def test_kernels_are_not_measured_outside_the_container(planned, here) -> None:
     with pytest.raises(RecipeError, match="outside the container") as refused:
         check_container(plan_on(planned("kernels=auto"), here))
-    assert refused.value.problems[0].hint == "type kernels=default"
+    assert refused.value.problems[0].hint == "set kernels=default"

@@ -147,7 +147,7 @@ FIGURES: dict[str, dict[str, Figure]] = {
         clause: {**SAME, "undisturbed": "ab", **dict.fromkeys(FACTS[clause], AS_THEY_MUST_BE)}
         for clause in ("LIVE-3", "LIVE-4")
     },
-    "LEGAL-1": {"reason": "it has no experts", "hint": "type layout.ep=1"},
+    "LEGAL-1": {"reason": "it has no experts", "hint": "set layout.ep=1"},
     "SEC-1": {"listening": 2.0, "beyond": "none"},
     "SEC-2": {"ports": 2.0, "sha256": "ab", "left_alone": "ab", "ended": "well", "their_code": "was not run"},
     "SEC-3": {"files": 9.0, "open": 0.0},

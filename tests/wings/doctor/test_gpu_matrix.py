@@ -93,5 +93,5 @@ def test_a_damaged_matrix_is_refused_with_the_line() -> None:
         parse_matrix("\n".join(published("rtx_4090").splitlines()[:3]), "topology.txt")
     with pytest.raises(MachineError, match=r"topology.txt:2: the row of GPU0 has 3 links; 4 are needed"):
         parse_matrix(published("rtx_4090").replace("PHB     0-15    0               N/A", "", 1), "topology.txt")
-    with pytest.raises(MachineError, match=r"topology\.txt contains no matrix"):
+    with pytest.raises(MachineError, match=r"topology\.txt contains no GPU matrix"):
         parse_matrix("Failed to initialize NVML: Driver/library version mismatch\n", "topology.txt")

@@ -72,7 +72,7 @@ def test_a_valid_recipe_is_accepted() -> None:
 
 def test_fragments_that_divide_the_interval_are_proposed() -> None:
     (problem,) = check(spec_of(SITES | {f"{OF}.interval_steps": 9}))
-    assert problem.hint == f"type {OF}.fragments=3"
+    assert problem.hint == f"set {OF}.fragments=3"
 
 
 @pytest.mark.parametrize("key", ["site", "endpoint", "listen", "secret"])

@@ -273,7 +273,7 @@ def gain_without_slowest(
 ) -> Gain | None:
     """Return the gain of dropping the node with the slowest rank of all; None if that is not worthwhile.
 
-    `step_s`: seconds of a step now. `best_s`: the slowest rank's compute time with the node, at best. `work`: growth
+    `step_s`: current seconds per step. `best_s`: the slowest rank's compute time with the node, at best. `work`: growth
     factor of each rank's work without the node (1 if a spare node replaces it).
 
     All parts of a step except the slowest rank's compute time are assumed to stay. The remaining ranks keep their

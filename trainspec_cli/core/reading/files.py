@@ -298,7 +298,7 @@ def check_depth(content: JsonValue) -> None:
         level = [item for node in level for item in (node.values() if isinstance(node, dict) else node)]
 
 
-# A JSON array item by item, each with the line in which it begins.
+# Read a JSON array item by item, each with the line it starts on.
 
 
 _SPACE = re.compile(r"[ \t\n\r]*")

@@ -202,7 +202,7 @@ def check_options(data: DataSpec) -> None:
 
 def _token_folder(data: DataSpec) -> Path:
     if not data.path:
-        hint = "type data.path=FOLDER, a folder written by `trainspec data prepare`"
+        hint = "set data.path=FOLDER, a folder written by `trainspec data prepare`"
         raise RecipeError(Problem("missing_file", "the source tokens needs a path", "data.path", hint))
     return expand(data.path)
 

@@ -47,7 +47,7 @@ from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.run import DataSpec
 from trainspec_cli.recipe.records import read_record, to_plain
 
-CHOOSE_FIELD = "type data.text_field=NAME to choose one"
+CHOOSE_FIELD = "set data.text_field=NAME to choose one"
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _text_of(record: Mapping[str, object], file: Path, number: int, data: DataSp
         # the mistake.
         fields = excerpt(", ".join(map(str, record)), 200) or "none"
         try:
-            hint = f"type data=chat: these are conversations ({find_format(record)})"
+            hint = f"set data=chat: these are conversations ({find_format(record)})"
         except FormatError:
             hint = CHOOSE_FIELD
         error = bad_document(file, number, f"no field `{data.text_field}`; it has: {fields}", hint)
@@ -249,7 +249,7 @@ class Collection:
             message = f"the tokenizer has {ids:,} ids, but the model has {vocab_size:,} rows (`model.vocab_size`)"
             given = [key for key in ("path", "code") if getattr(data.tokenizer, key)]
             path = f"data.tokenizer.{given[0]}" if given else "data.path"
-            raise RecipeError(Problem("out_of_range", message, path, f"type model.vocab_size={ids}"))
+            raise RecipeError(Problem("out_of_range", message, path, f"set model.vocab_size={ids}"))
         packed = [open_rows(part.folder, "train", data) for part in self.parts.values()]
         cut = sum(rows.cut for rows in packed if isinstance(rows, Packed))
         silenced = sum(rows.silenced for rows in packed if isinstance(rows, Packed))
@@ -303,7 +303,7 @@ def check_tokenizers(folders: list[Path]) -> None:
     digests = {TokenFolder.open(folder).manifest.any_tokenizer_sha256: folder for folder in folders}
     if len(digests) > 1:
         message = f"{' and '.join(map(str, digests.values()))} were made with different tokenizers"
-        hint = "type data.tokenizer.path=FILE to use one for all; prepare token folders made with another one again"
+        hint = "set data.tokenizer.path=FILE to use one for all; prepare token folders made with another one again"
         raise RecipeError(Problem("contradiction", message, "data.tokenizer.path", hint))
 
 

@@ -110,7 +110,7 @@ def find_template(tokenizer: Path | None, wanted: str | None) -> ChatTemplate:
     return ChatTemplate(source, tokens)
 
 
-_HINT = "type data.chat_template=chatml, or name a Jinja file; or start from a chat model's folder (init.from)"
+_HINT = "set data.chat_template=chatml, or name a Jinja file; or start from a chat model's folder (init.from)"
 
 
 def _read_wanted(wanted: str) -> str:

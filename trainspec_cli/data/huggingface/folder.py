@@ -44,7 +44,7 @@ def read_config(folder: Path, name: str = CONFIG) -> JsonObject:
 
 
 def _missing(folder: Path, name: str) -> Problem:
-    hint = "type init.from=hf:<a checkpoint's folder>"
+    hint = "set init.from=hf:<a checkpoint's folder>"
     if folder.is_dir():
         return Problem("missing_file", f"{folder} has no {name}", "init.from", hint)
     got = f"{folder.absolute()} does not exist"
@@ -52,7 +52,7 @@ def _missing(folder: Path, name: str) -> Problem:
         got += f", and the Hub's cache {hub_cache()} does not have {named.name} ({named.revision})"
         revision = "" if named.revision == "main" else f" --revision {named.revision}"
         hint = (
-            f"where there is a network, type hf download {named.name}{revision}; HF_HOME names another cache, "
+            f"where there is a network, run hf download {named.name}{revision}; HF_HOME names another cache, "
             f"{HUB_MIRROR} a folder that holds {named.name}"
         )
     return Problem("missing_file", got, "init.from", hint)

@@ -122,7 +122,7 @@ def write_config(model: DecoderModel, seq_len: int) -> str:
     scaling = model.rope_scaling
     if scaling is not None and scaling.kind != "llama3":
         message = f"`model.rope_scaling.kind` is {scaling.kind}, which litgpt does not support"
-        raise RecipeError(Problem("unsupported", message, "model.rope_scaling", "type --format hf"))
+        raise RecipeError(Problem("unsupported", message, "model.rope_scaling", "pass --format hf"))
     theta = int(model.rope_theta) if model.rope_theta.is_integer() else model.rope_theta
     config: dict[str, JsonValue] = {key: allowed[0] for key, (_default, allowed) in _FIXED.items()} | {
         "name": model.name or "trainspec",

@@ -58,7 +58,7 @@ class Exchanges:
     sums: GradientSums | None = None
     """Sums of gradients in a separate thread, where the mesh has groups for that."""
     routes: Mapping[str, Route | None] = field(default_factory=dict)
-    """Ways of `sums`, by the axis of the shards."""
+    """Variants of `sums`, by shard axis."""
 
     def of(self, purpose: Purpose, axis: str, group: dist.ProcessGroup) -> TimeCollective:
         """Return the timer and byte counter for the exchanges of `group`, this rank's along `axis`."""

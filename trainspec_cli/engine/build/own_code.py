@@ -107,7 +107,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
     apply_recompute([block], plan.recompute)
     again = gradients()
     if not all(agree(plain[name], again[name]) for name in plain):  # type: ignore[arg-type]
-        hint = "change no result of a matrix product in place, or type recompute=full"
+        hint = "change no result of a matrix product in place, or set recompute=full"
         raise refused(maker.extension, f"has a different gradient with recompute={plan.recompute}", hint)
 
 

@@ -320,7 +320,7 @@ def _segment(path: Path, size: int, device: torch.device) -> Tensor:
         raise MachineError(
             f"no room for a copy of {size:,} bytes in {path.parent}: {error.strerror}",
             code="cannot_save",
-            hint="enlarge /dev/shm, or type checkpoint.memory_interval_steps=null",
+            hint="enlarge /dev/shm, or set checkpoint.memory_interval_steps=null",
         ) from error
     finally:
         os.close(descriptor)

@@ -1,5 +1,5 @@
-"""Kernels of libraries (extra `kernels`): Triton, CUDA only. Liger Kernel's fused operations (arXiv:2410.10989, BSD-2),
-and the state-space scan by fla-core (MIT).
+"""Kernels from libraries (extra `kernels`): Triton, CUDA only. Liger Kernel's fused operations (arXiv:2410.10989,
+BSD-2), and the state-space scan by fla-core (MIT).
 
 Shapes: B samples, S tokens per sample, H heads, E head size, T tokens, D hidden size, V vocabulary. Of the scan:
 G groups, P head size, N state size.

@@ -98,7 +98,7 @@ def _make_callback(extension: Extension, facts: RunFacts, spec: RunSpec) -> OwnW
     on_every_rank = getattr(made_of, "every_rank", False)
     if on_every_rank and spec.resilience.mode == "elastic":
         message = f"`{extension.path}`: {extension.text} asks for every rank, which resilience=elastic does not support"
-        raise RecipeError(Problem("unsupported", message, extension.path, "type resilience=restart"))
+        raise RecipeError(Problem("unsupported", message, extension.path, "set resilience=restart"))
     if facts.rank and not on_every_rank:
         return None
     made = _make(extension, made_of, facts)

@@ -91,7 +91,7 @@ def build_own_optimizer(
         path = "optim.state_bytes"
         found = f"{extension.text} keeps {trial.state_bytes:g} bytes of each parameter"
         message = f"`{path}` is {optim.state_bytes:g}, and {found}"
-        raise RecipeError(Problem("contradiction", message, path, f"type {path}={trial.state_bytes:g}"))
+        raise RecipeError(Problem("contradiction", message, path, f"set {path}={trial.state_bytes:g}"))
     groups = parameter_groups(shares, optim)
     made = make([dict(group) for group in groups])
     given = {id(parameter) for group in groups for parameter in group["params"]}

@@ -96,7 +96,7 @@ def read_splits(counts_nL: Tensor, came_nL: Tensor, _copies: int) -> Splits:
 
 
 def even_splits(counts_nL: Tensor, _came_nL: Tensor, copies: int) -> Splits:
-    """Return the splits as if all ranks got equally many copies."""
+    """Return the splits as if all ranks got the same number of copies."""
     even = [copies // len(counts_nL)] * len(counts_nL)
     return even, even
 

@@ -185,7 +185,7 @@ def out_of_memory(plan: Plan, shortage: Shortage, cause: BaseException) -> OutOf
     hint = "a smaller model, a shorter data.seq_len, or more devices that share the state (layout.dp_shard) take less"
     if plan.spec.scheduler.mode == "off" and failed.micro_batch_size > 1:
         smaller = f"batching.micro_batch_size={failed.micro_batch_size // 2}"
-        hint = f"type {smaller}, or scheduler=advise, with which a run reduces its memory by itself and continues"
+        hint = f"set {smaller}, or scheduler=advise, with which a run reduces its memory by itself and continues"
     return OutOfMemory(shortage, message, hint)
 
 

@@ -264,7 +264,7 @@ class Trainer:
         return self.watch.between_steps(for_ever=for_ever) if self.coordinator.waits_for_groups else nullcontext()
 
     def _count(self, outcome: StepOutcome, lr: float, samples: StepSamples) -> DoneStep:
-        """Count the update; the checkpoint that may be due belongs to its step."""
+        """Count the update; any checkpoint now due belongs to this step."""
         self.progress = TrainProgress(self.progress.step + 1, self.progress.samples + samples.step_samples)
         step = self.progress.step
         noise_scale = None

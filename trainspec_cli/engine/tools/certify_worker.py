@@ -376,7 +376,7 @@ def read_drawn(spec: RunSpec, own: OwnSamples, positions_S: Tensor | None) -> li
     """Return the micro-batches of `own` on the host; the sample at a position is the same for every layout and
     division. `positions_S`: where a rank holds part of a sequence.
 
-    Samples are drawn in blocks of the first step's batch, each from a generator of its own.
+    Samples are drawn in blocks of the first step's batch, each with its own generator.
     """
     positions = positions_of(own)
     block_size = spec.batching.global_batch_size

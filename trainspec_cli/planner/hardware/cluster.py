@@ -483,7 +483,7 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
     if joined > 1 and fabric.link_gb_per_s <= 0:
         path = "cluster.accelerator.link_gb_per_s"
         message = f"`{path}` of {fabric.chip.name} has no value, and {joined} devices exchange data over these links"
-        hint = f"type {path}=<GB/s of a device, one direction>: 63 on PCIe 5 x16, 450 on an H100's NVLink"
+        hint = f"set {path}=<GB/s of a device, one direction>: 63 on PCIe 5 x16, 450 on an H100's NVLink"
         raise RecipeError(Problem("missing_value", message, path, hint))
     return fabric
 

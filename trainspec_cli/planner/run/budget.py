@@ -204,7 +204,7 @@ def _monthly(table: Sequence[BudgetYear], way: Way) -> list[float]:
 
 
 def break_even_months(owned: Sequence[float], rented: Sequence[float]) -> float | None:
-    """Return the month after which cumulated rent stays above the cost of buying, interpolated linearly; 0 if from the
+    """Return the month after which cumulative rent stays above the cost of buying, interpolated linearly; 0 if from the
     start, None if never. Later purchases may reverse the order, so the last crossing counts."""
     gaps = [paid - rent for paid, rent in zip(owned, rented, strict=True)]
     last = max((month for month, gap in enumerate(gaps) if gap > 0), default=None)

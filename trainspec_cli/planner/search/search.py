@@ -359,7 +359,7 @@ class Search:
         return best
 
     def _estimates(self, option: Option, limit_s: float) -> Iterator[Estimated]:
-        """Yield an option with the lightest recomputation with which it may fit, if it is within `limit_s`."""
+        """Yield an option with the least recomputation that may fit, if within `limit_s`."""
         heavier: Option | None = option
         while heavier is not None and self.closer(heavier).bound_s <= limit_s:
             found = self._estimate(heavier)

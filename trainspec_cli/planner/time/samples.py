@@ -62,7 +62,7 @@ class StepParts:
     """Seconds of data-parallel exchanges once per step."""
     gradients_tier: Tier
     rest_s: float
-    """The optimizer, and between steps."""
+    """Time in the optimizer and between steps."""
 
 
 def step_parts(setup: Setup, eff: Efficiency) -> StepParts:

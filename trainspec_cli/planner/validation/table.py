@@ -59,7 +59,7 @@ def number(row: Row, key: str, default: float | None = None) -> float | None:
     try:
         value = float(text)
     except ValueError:
-        raise RowRefused(f"column {key}: {text[:SHOWN_CHARS]!r} is no number") from None
+        raise RowRefused(f"column {key}: {text[:SHOWN_CHARS]!r} is not a number") from None
     if not 0 <= value <= LARGEST_OF.get(COLUMNS.get(key, key), LARGEST_CELL):
         raise RowRefused(f"column {key}: {text[:SHOWN_CHARS]!r} is beyond what is reckoned with")
     return value

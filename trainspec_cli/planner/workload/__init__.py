@@ -114,7 +114,7 @@ class FamilyWork(Protocol):
         """Count every parameter once; `active`: only those that one token uses."""
 
     def flops_per_token(self, model: Any, seq_len: int) -> float:
-        """Model FLOPs of forward and backward, a token (a sample, for images)."""
+        """Forward and backward model FLOPs per token (per sample for images)."""
 
     def mixing_flops_per_token(self, model: Any, seq_len: int) -> float:
         """The part without weights: attention's scores and values, a state-space scan."""

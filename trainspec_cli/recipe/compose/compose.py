@@ -141,7 +141,7 @@ class Selection:
                 section = SECTION_NAMED_BY.get(argument.key, "")
                 message = f"`{argument.key}` is a group of options, not a key of a recipe"
                 message += f"; one of them can be the value of `{section}`" if section else ""
-                hint = f"type {section}={option}" if section else f"groups: {', '.join(sorted(self.options))}"
+                hint = f"set {section}={option}" if section else f"groups: {', '.join(sorted(self.options))}"
                 self.failed.add(argument.key)
                 self.problems.append(origin.problem("unknown_group", message, hint, argument.key))
         parts: list[MergedFile] = []
@@ -185,7 +185,7 @@ class Selection:
         names = self.folders.recipe_names()
         if not name or origin is None:
             first = "quickstart" if "quickstart" in names else names[0]
-            hint = f"type {RECIPE}={first}, or another: {ALL_OF.format(RECIPE)}"
+            hint = f"set {RECIPE}={first}, or another: {ALL_OF.format(RECIPE)}"
             if origin is None:
                 return Problem("missing_value", "no recipe is named", RECIPE, hint)
             return origin.problem("missing_value", "no recipe is named", hint, RECIPE)
@@ -257,7 +257,7 @@ class Selection:
         section = SECTION_NAMED_BY.get(name, "")
         if section:
             message = f"a recipe's defaults cannot select an option of `{name}`, which is a value of `{section}`"
-            hint = f"leave the line out, and type {section}={entry.value} on the command line"
+            hint = f"leave the line out, and set {section}={entry.value} on the command line"
             return entry.origin.problem("unknown_group", message, hint, "defaults")
         if name not in self.options:
             near = closest(name, self.options)
@@ -387,7 +387,7 @@ class Selection:
         if _has_yml([conf / group for conf in self.folders.conf], option):
             hint = f"its file must end in {SUFFIX}, not .yml: rename it."
         hint = choices(hint, group, options)
-        own = f"; or describe your own in a file, and type {group}=./mine{SUFFIX}"
+        own = f"; or describe your own in a file, and set {group}=./mine{SUFFIX}"
         return hint + (own if group in OWN_FILES else "")
 
     def _read(self, file: Path | None) -> YamlFile | None:
@@ -422,7 +422,7 @@ SHORT = re.compile(r"(?P<accelerator>[^*\s]+)\s*\*\s*(?P<num_nodes>\d+)(?:\s*x\s
 NOT_HERE = {
     DISTURB: (
         "describes disturbances that `trainspec plan` simulates, not a run",
-        "leave it out, or type trainspec plan",
+        "leave it out, or run trainspec plan",
     ),
     VERSION_KEY: (
         "states the version of the training spec that a file was written for; a command line always has this version",
@@ -518,7 +518,7 @@ def compose_arguments(
         for problem in misplaced:
             word = arguments[(problem.line or 1) - 1]
             if word not in names and (near := closest(word, names)):
-                hinted = replace(problem, hint=f"to choose a recipe, type {RECIPE}={near}")
+                hinted = replace(problem, hint=f"to choose a recipe, set {RECIPE}={near}")
                 problems = [hinted if one is problem else one for one in problems]
         selection.problems = [one for one in selection.problems if (one.code, one.path) != ("missing_value", RECIPE)]
     problems += [*selection.problems, *_apply_arguments(data, values)]
@@ -615,13 +615,13 @@ def _apply_arguments(data: JsonObject, arguments: Iterable[Argument]) -> Iterato
             if not isinstance(below, dict):
                 scalar = ".".join(above[:depth])
                 message = f"`{scalar}` is a single value: it has no key `{key.removeprefix(f'{scalar}.')}`"
-                yield origin.problem("unknown_key", message, f"type {scalar}=<value>", key)
+                yield origin.problem("unknown_key", message, f"set {scalar}=<value>", key)
                 break
             section[word] = below
             section = below
         else:
             if isinstance(argument.value, list) and isinstance(section.get(name), dict):
-                hint = f"type {key}.<key>=<value>, or the name of an option"
+                hint = f"set {key}.<key>=<value>, or the name of an option"
                 yield origin.problem("wrong_type", f"`{key}` is a section of keys, not a list", hint, key)
             else:
                 section[name] = overlaid(section, {name: argument.value})[name]

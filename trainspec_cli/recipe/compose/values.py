@@ -310,10 +310,10 @@ def _parse(number: int, text: str) -> Argument | Problem:
         if text.startswith("-"):
             return at.problem("bad_override", message, "options come before the first `--`")
         if colon and _KEY.fullmatch(key):
-            return at.problem("bad_override", message, f"type {key}={value.strip()}", key)
+            return at.problem("bad_override", message, f"set {key}={value.strip()}", key)
         if "." in text and _KEY.fullmatch(text):
-            return at.problem("bad_override", message, f"type {text}=<value>, without spaces", text)
-        return at.problem("bad_override", message, f"to choose a recipe, type recipe={text}", RECIPE)
+            return at.problem("bad_override", message, f"set {text}=<value>, without spaces", text)
+        return at.problem("bad_override", message, f"to choose a recipe, set recipe={text}", RECIPE)
     name = key.strip().lstrip("+~")
     if name in TEXTS:
         value = value.strip()
@@ -343,7 +343,7 @@ def _parse(number: int, text: str) -> Argument | Problem:
     if override.is_sweep_override():
         message = f"`{name}` has several values; a run needs one"
         one = shlex.quote(assign(name, value))
-        hint = f"for one run per value, type --sweep {shlex.quote(text)}; for one text, type {one}"
+        hint = f"for one run per value, pass --sweep {shlex.quote(text)}; for one text, set {one}"
         return at.problem("bad_override", message, hint, name)
     if name in TEXTS_OF_DIGITS and type(read) is int:
         read = value.strip()
@@ -374,7 +374,7 @@ def _bad_value(at: Origin, key: str, value: str) -> Problem:
     if unclosed:
         return at.problem("bad_override", f"`{unclosed}` is not closed in {value}", f"close the {unclosed}", key)
     message = f"the value {value} contains characters that must be quoted"
-    return at.problem("bad_override", message, f"type {shlex.quote(assign(key, value))}", key)
+    return at.problem("bad_override", message, f"set {shlex.quote(assign(key, value))}", key)
 
 
 def value_paths(key: str, value: JsonValue) -> Iterator[str]:

@@ -100,7 +100,7 @@ class PoolPart:
     """Its step, including the wait for other pools (in `bubble_s` for a pipeline through several pools, else in
     `host_s`)."""
     waiting_s: float
-    """The time in it that the pool waits for other pools."""
+    """The part of it that the pool waits for other pools."""
     peak_memory_bytes: float
     memory_limit_bytes: float
 

@@ -75,7 +75,7 @@ class BacktestSummary:
     step_time_median_ape: float | None
     bias: float | None
     judged: int
-    """Rows with a measured step time that count."""
+    """Rows that count: those with a measured step time."""
     memory_mape: float | None
     memory_worst_under: float | None
     fitted: ErrorSummary | None

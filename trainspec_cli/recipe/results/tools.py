@@ -273,7 +273,7 @@ it."""
 
 
 BUSY = 0.1
-"""A probe that is displaced for a larger fraction of its time measures other processes as much as the machine."""
+"""A probe that is preempted for a larger fraction of its time measures other processes as much as the machine."""
 
 
 @dataclass(frozen=True)

@@ -129,15 +129,13 @@ def keys_of_wings(spec: RunSpec) -> Iterator[Problem]:
             path = keys.key if is_used else keys.section
             if is_used or section != keys.defaults:
                 message = f"`{path}` is set, but this installation lacks its part trainspec_cli/wings/{keys.wing}"
-                yield Problem(MISSING_WING, message, path, f"install all of trainspec, or type {keys.otherwise}")
+                yield Problem(MISSING_WING, message, path, f"install all of trainspec, or set {keys.otherwise}")
             continue
         for name in keys.of_one_start if not is_used else ():
             if (value := getattr(section, name)) is not None:
                 path = f"{keys.section}.{name}"
                 message = f"`{path}` is {value}, but `{keys.key}` is {attrgetter(keys.key)(spec)}, not {keys.value}"
-                yield Problem(
-                    "usage", message, path, f"type {keys.key.partition('.')[0]}={keys.value}, or leave it out"
-                )
+                yield Problem("usage", message, path, f"set {keys.key.partition('.')[0]}={keys.value}, or leave it out")
 
 
 # Checks of the recipe on its own, and on a machine.
@@ -220,7 +218,7 @@ def world_size(spec: RunSpec) -> Iterator[Problem]:
     hint = f"choose axes whose product divides {processes}, or change cluster.devices_per_node"
     if processes % others == 0:
         fitting = ", ".join(map(str, divisors(processes // others)))
-        hint = f"type {path}=auto; with the other axes unchanged, it may be {fitting}"
+        hint = f"set {path}=auto; with the other axes unchanged, it may be {fitting}"
     yield Problem("not_divisible", message, path, hint)
 
 
@@ -230,11 +228,11 @@ def schedule(spec: RunSpec) -> Iterator[Problem]:
     path = "optim.schedule.warmup_steps"
     if warmup >= steps >= 1:
         message = f"the learning rate would warm up for {warmup} steps in a run of {steps} (`train.max_steps`)"
-        yield Problem(code="out_of_range", path=path, message=message, hint=f"type {path}={steps // 10}")
+        yield Problem(code="out_of_range", path=path, message=message, hint=f"set {path}={steps // 10}")
     decay = spec.optim.schedule.decay_fraction
     if warmup < steps and spec.optim.schedule.kind == "wsd" and warmup + decay * steps > steps:
         message = f"a warm-up of {warmup} steps and a decay over the last {decay:g} of {steps} steps overlap"
-        hint = f"type optim.schedule.decay_fraction={math.floor((1 - warmup / steps) * 100) / 100:g} or less"
+        hint = f"set optim.schedule.decay_fraction={math.floor((1 - warmup / steps) * 100) / 100:g} or less"
         yield Problem(code="out_of_range", path="optim.schedule.decay_fraction", message=message, hint=hint)
 
 
@@ -248,18 +246,18 @@ def vocabulary(spec: RunSpec) -> Iterator[Problem]:
     if spec.data.source not in OF_IDS and spec.data.tokenizer.is_trained and wanted > rows:
         path = "data.tokenizer.vocab_size"
         message = f"a tokenizer of {wanted} tokens does not fit a model with `model.vocab_size` {rows}"
-        hint = f"type model.vocab_size={wanted}, or {path}={rows}"
+        hint = f"set model.vocab_size={wanted}, or {path}={rows}"
         yield Problem(code="out_of_range", path=path, message=message, hint=hint)
 
 
 def data_path(spec: RunSpec) -> Iterator[Problem]:
     if spec.data.source == "mixture":
         if not spec.data.mixture:
-            hint = "type data.mixture.NAME.source=jsonl data.mixture.NAME.path=<path> data.mixture.NAME.weight=1"
+            hint = "set data.mixture.NAME.source=jsonl data.mixture.NAME.path=<path> data.mixture.NAME.weight=1"
             yield Problem("missing_value", "`data.mixture` names no sources", "data.mixture", hint)
         elif spec.data.path is not None:
             message = "`data.path` is set, but each part of data=mixture has its own path"
-            yield Problem("unsupported", message, "data.path", "type data.path=null")
+            yield Problem("unsupported", message, "data.path", "set data.path=null")
     elif not spec.data.is_own:
         yield from _source_path(spec.data.source, spec.data.path, "data")
     for group in ("mixture", "validation"):
@@ -277,10 +275,10 @@ def _source_path(source: str, path: str | None, where: str) -> Iterator[Problem]
     if source in WITHOUT_PATH:
         if path is not None:
             message = f"`{where}.path` is {path}, but {chosen} reads no file"
-            yield Problem("unsupported", message, f"{where}.path", f"type {WITHOUT_PATH[source]}")
+            yield Problem("unsupported", message, f"{where}.path", f"set {WITHOUT_PATH[source]}")
     elif path is None:
         message = f"`{where}.path` is null; {chosen} reads a {kind}"
-        hint = f"type {where}.path=<path>"
+        hint = f"set {where}.path=<path>"
         yield Problem(code="missing_value", path=f"{where}.path", message=message, hint=hint)
     else:
         place = expand(path)
@@ -296,7 +294,7 @@ def tokenizer(spec: RunSpec) -> Iterator[Problem]:
     sources = {part.source for part in spec.data.mixture.values()}
     if spec.data.source == "mixture" and spec.data.tokenizer.is_trained and not sources <= set(OF_IDS):
         message = "the parts of a mixture share one tokenizer, but `data.tokenizer.path` is null"
-        hint = "type data.tokenizer.path=<a tokenizer.json>, or set init.from to a checkpoint that has its own"
+        hint = "set data.tokenizer.path=<a tokenizer.json>, or set init.from to a checkpoint that has its own"
         yield Problem("missing_value", message, "data.tokenizer.path", hint)
     if path is not None and not expand(path).is_file():
         yield _missing_file("data.tokenizer.path", path, "file")
@@ -307,7 +305,7 @@ def _missing_file(path: str, value: str, kind: str) -> Problem:
     message = f"`{path}` is {value}; no such {kind}{place}"
     if remote := how_to_copy(value):
         return Problem("missing_file", f"`{path}` is {value}, which is not on this machine", path, remote)
-    return Problem(code="missing_file", path=path, message=message, hint=f"type {path}=<the {kind}'s path>")
+    return Problem(code="missing_file", path=path, message=message, hint=f"set {path}=<the {kind}'s path>")
 
 
 def uncertainty(spec: RunSpec) -> Iterator[Problem]:
@@ -321,7 +319,7 @@ def uncertainty(spec: RunSpec) -> Iterator[Problem]:
                 yield Problem(code="unknown_key", path=path, message=message, hint=f"type ~{path}")
             elif factor < 1:
                 message = f"`{path}` is {factor:g}; a factor of at least 1 is needed (2: between half and twice)"
-                hint = f"type {path}={1 / factor:g}" if factor > 0 else ""
+                hint = f"set {path}={1 / factor:g}" if factor > 0 else ""
                 yield Problem("out_of_range", message, path, hint)
 
 
@@ -329,7 +327,7 @@ def ownership(spec: RunSpec) -> Iterator[Problem]:
     if spec.cluster.cost.owned and spec.cluster.cost.device_price_usd is None:
         path = "cluster.cost.device_price_usd"
         message = f"`cluster.cost.owned` is true, and `{path}` has no value"
-        yield Problem("missing_value", message, path, f"type {path}=<dollars>, or cost=owned")
+        yield Problem("missing_value", message, path, f"set {path}=<dollars>, or cost=owned")
 
 
 def half_precision(spec: RunSpec) -> Iterator[Problem]:
@@ -352,7 +350,7 @@ def largest_micro_batch(spec: RunSpec) -> Iterator[Problem]:
     if usual != AUTO and most != AUTO and most < usual:
         path = "scheduler.max_micro_batch_size"
         message = f"`{path}` is {most}, but `batching.micro_batch_size` is already {usual}"
-        yield Problem("out_of_range", message, path, f"type {path}={usual} or more, or auto")
+        yield Problem("out_of_range", message, path, f"set {path}={usual} or more, or auto")
 
 
 def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
@@ -375,11 +373,11 @@ def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
             asked_by = "cluster.accelerator"
             value = cluster.accelerator.name
         message = f"`{asked_by}` is {value}, but {machine.hostname} has no GPU"
-        hint = "type cluster.device=cpu to train on its CPUs, or run on a machine with a GPU (nvidia-smi lists GPUs)"
+        hint = "set cluster.device=cpu to train on its CPUs, or run on a machine with a GPU (nvidia-smi lists GPUs)"
         yield _lacking("no_gpu", asked_by, message, hint)
     elif found and wanted != AUTO and wanted > found:
         message = f"`cluster.devices_per_node` is {wanted}, but {machine.hostname} has {found} GPUs"
-        hint = f"type cluster.devices_per_node={found}, or auto"
+        hint = f"set cluster.devices_per_node={found}, or auto"
         yield _lacking("too_few_gpus", "cluster.devices_per_node", message, hint)
 
 
@@ -389,10 +387,10 @@ def matrix_units(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
         return
     if spec.precision.compute == "bf16" and not machine.bf16:
         got = f"`precision.compute` is bf16, which {machine.gpu_names[-1]} does not support (Ampere and later do)"
-        yield _lacking("no_bf16", "precision.compute", got, "type precision=fp32, or precision.compute=auto")
+        yield _lacking("no_bf16", "precision.compute", got, "set precision=fp32, or precision.compute=auto")
     if spec.precision.matmul == "fp8" and not machine.fp8:
         got = f"`precision.matmul` is fp8, which {machine.gpu_names[0]} does not support (Ada, Hopper and later do)"
-        yield _lacking("no_fp8", "precision.matmul", got, "type precision.matmul=compute")
+        yield _lacking("no_fp8", "precision.matmul", got, "set precision.matmul=compute")
 
 
 def packages(spec: RunSpec) -> Iterator[Problem]:
@@ -408,21 +406,21 @@ def packages(spec: RunSpec) -> Iterator[Problem]:
         # Located without importing: some of them take seconds to load.
         if importlib.util.find_spec(package) is None:
             message = f"`{path}` is {value}, but the package {package} is not installed"
-            yield _lacking("missing_package", path, message, f"type pip install 'trainspec[{extra}]'")
+            yield _lacking("missing_package", path, message, f"run pip install 'trainspec[{extra}]'")
 
 
 def compiler(spec: RunSpec) -> Iterator[Problem]:
     """Require a C++ compiler: torch.compile writes C++ for a CPU, and a C launcher for each GPU kernel."""
     if spec.compile and not find_compiler():
         message = "`compile` is true, but no C++ compiler (g++, clang++) is on the PATH"
-        yield _lacking("missing_compiler", "compile", message, "type compile=false, or install one (apt install g++)")
+        yield _lacking("missing_compiler", "compile", message, "set compile=false, or install one (apt install g++)")
 
 
 def shared_memory(spec: RunSpec) -> Iterator[Problem]:
     """Require /dev/shm for in-memory copies of the state."""
     path = "checkpoint.memory_interval_steps"
     if spec.checkpoint.memory_interval_steps is not None and not Path("/dev/shm").is_dir():
-        yield _lacking("no_shared_memory", path, f"`{path}` needs /dev/shm, which this node lacks", f"type {path}=null")
+        yield _lacking("no_shared_memory", path, f"`{path}` needs /dev/shm, which this node lacks", f"set {path}=null")
 
 
 def _lacking(code: str, path: str, message: str, hint: str) -> Problem:
@@ -447,7 +445,7 @@ def used_operations(spec: RunSpec) -> Iterator[Problem]:
     for op, backend in _named(spec):
         if not backend_is_used(spec, op):
             message = f"`kernels.{op}` is {backend}, but this run has no such operation"
-            yield Problem("unsupported", message, f"kernels.{op}", f"type kernels.{op}={TORCH}")
+            yield Problem("unsupported", message, f"kernels.{op}", f"set kernels.{op}={TORCH}")
 
 
 def backend_is_used(spec: RunSpec, op: str) -> bool:
@@ -472,7 +470,7 @@ def whole_vocabulary(spec: RunSpec) -> Iterator[Problem]:
         reason = KERNELS[op][backend].whole_vocabulary and size_of(spec.layout, "tp") > 1
         if reason:
             message = f"`kernels.{op}` is {backend}, which needs the whole vocabulary, but layout.tp shards it"
-            yield Problem("unsupported", message, f"kernels.{op}", f"type kernels.{op}={TORCH}, or layout.tp=1")
+            yield Problem("unsupported", message, f"kernels.{op}", f"set kernels.{op}={TORCH}, or layout.tp=1")
 
 
 def seen_by_recompute(spec: RunSpec) -> Iterator[Problem]:
@@ -482,7 +480,7 @@ def seen_by_recompute(spec: RunSpec) -> Iterator[Problem]:
     for op, name in _named(spec):
         if op in IN_BLOCKS and KERNELS[op][name].needs_compiler:
             message = f"`kernels.{op}` is {name}, which fuses the single operations that recompute=selective observes"
-            hint = f"type kernels.{op}={TORCH}, recompute=full or compile=true"
+            hint = f"set kernels.{op}={TORCH}, recompute=full or compile=true"
             yield Problem("unsupported", message, f"kernels.{op}", hint)
 
 
@@ -497,9 +495,9 @@ def check_kernels(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
         backend = KERNELS[op][name]
         lack = lacking(backend, on_gpu=on_gpu)
         if lack:
-            hint = f"type {path}={TORCH}"
+            hint = f"set {path}={TORCH}"
             if lack == backend.missing_package() and (on_gpu or backend.on == "any"):
-                hint = f"type pip install 'trainspec[{backend.extra}]', or {path}={TORCH}"
+                hint = f"run pip install 'trainspec[{backend.extra}]', or {path}={TORCH}"
             message = f"`{path}` is {name}: {explain(backend, on_gpu=on_gpu)}"
             yield Problem("missing_kernel", message, path, hint, environment=True)
 
@@ -578,7 +576,7 @@ def own_framework(spec: RunSpec) -> Iterator[Problem]:
     """Refuse to start other frameworks than trainspec's own engine; they can be planned."""
     if not spec.framework.counted:
         message = f"`framework` is {spec.framework.name}, whose runs can be planned but not started"
-        hint = "leave `framework` out, or type `trainspec plan`; `trainspec emit` writes other engines' configurations"
+        hint = "leave `framework` out, or run `trainspec plan`; `trainspec emit` writes other engines' configurations"
         yield Problem("unsupported", message, "framework", hint)
 
 
@@ -588,19 +586,19 @@ def data_of_its_kind(spec: RunSpec) -> Iterator[Problem]:
     data = spec.data
     if model.unit == "samples" and data.unit == "tokens":
         message = f"data={data.source} is text, but a {model.family} model reads images or volumes"
-        yield Problem("unsupported", message, "data.source", "type data=phantom, data=images or data=volumes")
+        yield Problem("unsupported", message, "data.source", "set data=phantom, data=images or data=volumes")
     elif model.unit == "tokens" and data.unit == "samples":
         message = f"data={data.source} has no tokens, which a {model.family} model reads"
-        yield Problem("unsupported", message, "data.source", "type data=text, or another model")
+        yield Problem("unsupported", message, "data.source", "set data=text, or another model")
     elif model.unit == "samples" and data.seq_len != 1:
         message = f"`data.seq_len` is {data.seq_len}; a sample is one image or volume"
-        yield Problem("unsupported", message, "data.seq_len", "type data.seq_len=1")
+        yield Problem("unsupported", message, "data.seq_len", "set data.seq_len=1")
 
 
 def compiled_model(spec: RunSpec) -> Iterator[Problem]:
     reason = spec.model.record.refuses.get("compile")
     if spec.compile and reason:
-        yield Problem("unsupported", reason, "compile", "type compile=false")
+        yield Problem("unsupported", reason, "compile", "set compile=false")
 
 
 def group_hosts(spec: RunSpec) -> Iterator[Problem]:
@@ -610,7 +608,7 @@ def group_hosts(spec: RunSpec) -> Iterator[Problem]:
 def elastic_model(spec: RunSpec) -> Iterator[Problem]:
     reason = spec.model.record.refuses.get("elastic")
     if spec.resilience.mode == "elastic" and reason:
-        yield Problem("unsupported", reason, "resilience.mode", "type resilience=restart")
+        yield Problem("unsupported", reason, "resilience.mode", "set resilience=restart")
 
 
 def float8(spec: RunSpec) -> Iterator[Problem]:
@@ -633,11 +631,11 @@ def float8(spec: RunSpec) -> Iterator[Problem]:
                 multiple = f"which is not a multiple of {FP8_MULTIPLE}"
                 found[path] = f"`{path}` gives a rank a matrix with a side of {side:g}, {multiple}"
     for path, reason in found.items():
-        yield Problem("unsupported", f"`precision.matmul` is fp8: {reason}", path, "type precision.matmul=compute")
+        yield Problem("unsupported", f"`precision.matmul` is fp8: {reason}", path, "set precision.matmul=compute")
     if not refused and pipeline_of(spec.layout).splits_backward:
         path = "layout.pipeline_schedule"
         split = f"{spec.layout.pipeline_schedule} splits each linear layer's backward, which fp8 layers cannot split"
-        hint = f"type {path}=1f1b, or precision.matmul=compute"
+        hint = f"set {path}=1f1b, or precision.matmul=compute"
         yield Problem("unsupported", f"`precision.matmul` is fp8: {split}", path, hint)
 
 
@@ -647,7 +645,7 @@ def trained_formats(spec: RunSpec) -> Iterator[Problem]:
         if value not in allowed:
             path = f"precision.{key}"
             message = f"`{path}` is {value}; this version trains with {' or '.join(allowed)}"
-            hint = f"type {path}={allowed[0]}, or predict it with trainspec plan and the same arguments"
+            hint = f"set {path}={allowed[0]}, or predict it with trainspec plan and the same arguments"
             yield Problem("unsupported", message, path, hint)
 
 

@@ -55,10 +55,10 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
         yield from _sequence(spec, size_of(spec.layout, "cp") * tp, "cp x tp")
         if spec.model.learned_positions:
             message = "a table of positions is added to whole sequences, but sequence parallelism divides them"
-            yield Problem("illegal_layout", message, "layout.sequence_parallel", "type layout.sequence_parallel=false")
+            yield Problem("illegal_layout", message, "layout.sequence_parallel", "set layout.sequence_parallel=false")
     elif spec.model.experts is not None:
         message = "experts with tp need sequence parallelism: otherwise every rank of tp would route the same tokens"
-        yield Problem("illegal_layout", message, "layout.sequence_parallel", "type layout.sequence_parallel=true")
+        yield Problem("illegal_layout", message, "layout.sequence_parallel", "set layout.sequence_parallel=true")
 
 
 def adapters(spec: RunSpec) -> Iterator[Problem]:
@@ -66,22 +66,22 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
     if not spec.lora.rank:
         if spec.lora.base != "full":
             message = f"`lora.base` is {spec.lora.base}, but `lora.rank` is 0: trained weights are stored in full"
-            yield Problem("contradiction", message, "lora.base", "type lora.rank=16, or lora.base=full")
+            yield Problem("contradiction", message, "lora.base", "set lora.rank=16, or lora.base=full")
         return
     # Each family lists what it refuses, so a new family needs no edit here.
     if reason := spec.model.record.refuses.get("lora"):
         message = f"{reason}; `model.family` is {spec.model.family}"
-        yield Problem("unsupported", message, "lora.rank", "type lora.rank=0")
+        yield Problem("unsupported", message, "lora.rank", "set lora.rank=0")
     if pipeline_of(spec.layout).splits_backward:
         got = f"`layout.pipeline_schedule` {spec.layout.pipeline_schedule} splits the backward, unlike adapters"
-        yield Problem("unsupported", got, "layout.pipeline_schedule", "type layout.pipeline_schedule=1f1b")
+        yield Problem("unsupported", got, "layout.pipeline_schedule", "set layout.pipeline_schedule=1f1b")
     if spec.precision.matmul == "fp8":
         message = "layers with adapters do not multiply in fp8"
-        yield Problem("unsupported", message, "precision.matmul", "type precision.matmul=compute")
+        yield Problem("unsupported", message, "precision.matmul", "set precision.matmul=compute")
     unknown = [target for target in spec.lora.targets if target not in TARGETS]
     if unknown or not spec.lora.targets:
         message = f"`lora.targets` is {list(spec.lora.targets)}; allowed are {', '.join(TARGETS)}"
-        yield Problem("wrong_choice", message, "lora.targets", "type lora.targets=[q,v]")
+        yield Problem("wrong_choice", message, "lora.targets", "set lora.targets=[q,v]")
 
 
 def quantised_base(spec: RunSpec) -> Iterator[Problem]:
@@ -92,22 +92,22 @@ def quantised_base(spec: RunSpec) -> Iterator[Problem]:
     if model.experts is not None or model.mla is not None:
         kind = "routed experts" if model.experts is not None else "latent attention"
         message = f"only the matrices of attention and feed-forwards can be stored in 4 bits, and the model has {kind}"
-        yield Problem("unsupported", message, "lora.base", "type lora.base=full")
+        yield Problem("unsupported", message, "lora.base", "set lora.base=full")
         return
     if spec.offload != "none":
         message = f"`offload` is {spec.offload}, which moves parameters to host memory; 4-bit ones stay on the device"
-        yield Problem("unsupported", message, "offload", "type offload=none")
+        yield Problem("unsupported", message, "offload", "set offload=none")
     heads = model.num_heads * model.head_dim
     tp = size_of(spec.layout, "tp")
     for field, size in (("hidden_size", model.hidden_size), ("ffn_size", model.ffn_size), ("head_dim", heads)):
         if size % 2:
             message = f"4-bit weights are stored in pairs, but rows of {size} (`model.{field}`) do not divide by 2"
-            yield Problem("not_divisible", message, "lora.base", "type lora.base=full")
+            yield Problem("not_divisible", message, "lora.base", "set lora.base=full")
         elif tp > 1 and field != "hidden_size" and size % (tp * NF4_BLOCK):  # tp divides rows of these
             # The suggested value must pass this rule.
             largest = max(n for n in range(1, tp) if n == 1 or size % (n * NF4_BLOCK) == 0)
             message = f"rows of {size} (`model.{field}`) do not divide into {tp} (layout.tp) x blocks of {NF4_BLOCK}"
-            yield Problem("not_divisible", message, "layout.tp", f"type layout.tp={largest}, or lora.base=full")
+            yield Problem("not_divisible", message, "layout.tp", f"set layout.tp={largest}, or lora.base=full")
 
 
 def documents(spec: RunSpec) -> Iterator[Problem]:
@@ -120,7 +120,7 @@ def documents(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, path, "choose a decoder with rotary positions")
     if size_of(spec.layout, "cp") > 1:
         message = "document masks do not work with context parallelism yet"
-        yield Problem("unsupported", message, "layout.cp", "type layout.cp=1")
+        yield Problem("unsupported", message, "layout.cp", "set layout.cp=1")
 
 
 def context_parallel(spec: RunSpec) -> Iterator[Problem]:
@@ -145,14 +145,14 @@ def context_parallel(spec: RunSpec) -> Iterator[Problem]:
                 message = (
                     f"ring attention covers the whole causal half, but `model.{field}` needs each head's whole sequence"
                 )
-                yield Problem("illegal_layout", message, "layout.context_method", "type layout.context_method=ulysses")
+                yield Problem("illegal_layout", message, "layout.context_method", "set layout.context_method=ulysses")
 
 
 def _sequence(spec: RunSpec, parts: int, what: str) -> Iterator[Problem]:
     if spec.data.seq_len % parts:
         near = max(parts, spec.data.seq_len // parts * parts)
         message = f"a sequence of {spec.data.seq_len} tokens does not divide by {parts} ({what})"
-        yield Problem("not_divisible", message, "data.seq_len", f"type data.seq_len={near}")
+        yield Problem("not_divisible", message, "data.seq_len", f"set data.seq_len={near}")
 
 
 def pipeline(spec: RunSpec) -> Iterator[Problem]:
@@ -166,10 +166,10 @@ def pipeline(spec: RunSpec) -> Iterator[Problem]:
     path = "layout.virtual_stages"
     if schedule == "interleaved" and chunks != AUTO and chunks < 2:
         message = f"the interleaved schedule needs 2 virtual stages or more, but `{path}` is {chunks}"
-        yield Problem("illegal_layout", message, path, f"type {path}=2")
+        yield Problem("illegal_layout", message, path, f"set {path}=2")
     elif schedule not in ("interleaved", AUTO) and chunks != AUTO and chunks > 1:
         got = f"`{path}` is {chunks}, but the schedule {schedule} sets the chunks of layers per rank itself"
-        hint = f"type layout.pipeline_schedule=interleaved, or {path}=1"
+        hint = f"set layout.pipeline_schedule=interleaved, or {path}=1"
         yield Problem("illegal_layout", got, path, hint)
     # A stage without layers would have nothing to send to the next stage.
     layers = spec.model.num_layers
@@ -179,9 +179,9 @@ def pipeline(spec: RunSpec) -> Iterator[Problem]:
     if layers < stages:
         message = f"{layers} layers (`model.num_layers`) do not fill {stages} pipeline stages"
         of_rank = layout.chunks_per_rank
-        hint = f"type layout.pp={max(1, layers // of_rank)}"
+        hint = f"set layout.pp={max(1, layers // of_rank)}"
         if of_rank > 1 and layers >= layout.pp:
-            hint = f"type layout.pipeline_schedule=1f1b, which has one stage per rank instead of {of_rank}"
+            hint = f"set layout.pipeline_schedule=1f1b, which has one stage per rank instead of {of_rank}"
         yield Problem("illegal_layout", message, "layout.pp", hint)
     if wanted is not None and (len(wanted) != stages or sum(wanted) != layers):
         message = (
@@ -190,7 +190,7 @@ def pipeline(spec: RunSpec) -> Iterator[Problem]:
         )
         even, spare = divmod(layers, stages)
         fitting = ",".join(str(even + (stage < spare)) for stage in range(stages))
-        hint = f"type layout.stage_layers=[{fitting}], or null to divide by planned times"
+        hint = f"set layout.stage_layers=[{fitting}], or null to divide by planned times"
         yield Problem("illegal_layout", message, "layout.stage_layers", hint)
 
 
@@ -199,7 +199,7 @@ def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
     etp = size_of(spec.layout, "etp")
     experts = spec.model.experts
     if etp > 1:
-        yield Problem("illegal_layout", "the engine distributes whole experts", "layout.etp", "type layout.etp=1")
+        yield Problem("illegal_layout", "the engine distributes whole experts", "layout.etp", "set layout.etp=1")
     if ep == 1:
         return
     if experts is None:
@@ -222,7 +222,7 @@ def capacity(spec: RunSpec) -> Iterator[Problem]:
     cut = [axis for axis in ("cp", "tp") if size_of(spec.layout, axis) > 1]
     if experts is not None and experts.capacity_factor is not None and cut:
         message = f"experts cannot have a capacity per sequence if {cut[0]} divides the sequence"
-        hint = f"type model.experts.capacity_factor=null, or layout.{cut[0]}=1"
+        hint = f"set model.experts.capacity_factor=null, or layout.{cut[0]}=1"
         yield Problem("illegal_layout", message, f"layout.{cut[0]}", hint)
 
 
@@ -240,7 +240,7 @@ LAYOUT_RULES = (
 
 def _spread_alone(axis: str, reason: str) -> Problem:
     message = f"`layout.{axis}` cannot be used: {reason}"
-    return Problem("illegal_layout", message, f"layout.{axis}", f"type layout.{axis}=1")
+    return Problem("illegal_layout", message, f"layout.{axis}", f"set layout.{axis}=1")
 
 
 def _indivisible(axis: str, parts: int, path: str, size: int) -> Problem:
@@ -260,7 +260,7 @@ def expert_choice(spec: RunSpec) -> Iterator[Problem]:
     experts = spec.model.experts
     if experts is not None and experts.top_k > experts.num_experts:
         message = f"a token cannot visit {experts.top_k} (`model.experts.top_k`) of {experts.num_experts} experts"
-        hint = f"type model.experts.top_k={experts.num_experts} or less"
+        hint = f"set model.experts.top_k={experts.num_experts} or less"
         yield Problem(code="out_of_range", path="model.experts.top_k", message=message, hint=hint)
 
 
@@ -282,7 +282,7 @@ def expert_groups(spec: RunSpec) -> Iterator[Problem]:
         # Rounded up: these groups must hold at least a token's experts.
         fewest = min(groups, -(-experts.top_k * groups // number))
         allowed = f"{groups} or less" if experts.top_groups > groups else f"{fewest} or more"
-        hint = f"type model.experts.top_groups={allowed}"
+        hint = f"set model.experts.top_groups={allowed}"
         yield Problem(code="out_of_range", path="model.experts.top_groups", message=message, hint=hint)
 
 
@@ -295,14 +295,14 @@ def expert_width(spec: RunSpec) -> Iterator[Problem]:
     for path, size in sizes.items():
         if size % 8:
             message = f"`{path}` is {size}; matrices of experts need a multiple of 8"
-            yield Problem(code="not_divisible", path=path, message=message, hint=f"type {path}={size + -size % 8}")
+            yield Problem(code="not_divisible", path=path, message=message, hint=f"set {path}={size + -size % 8}")
 
 
 def position_table(spec: RunSpec) -> Iterator[Problem]:
     rows = spec.model.learned_positions
     if rows and spec.data.seq_len > rows:
         message = f"`data.seq_len` is {spec.data.seq_len}; the model has {rows} positions (`model.learned_positions`)"
-        yield Problem(code="out_of_range", path="data.seq_len", message=message, hint=f"type data.seq_len={rows}")
+        yield Problem(code="out_of_range", path="data.seq_len", message=message, hint=f"set data.seq_len={rows}")
 
 
 # Text models
@@ -311,7 +311,7 @@ def position_table(spec: RunSpec) -> Iterator[Problem]:
 def prediction_layers(spec: RunSpec) -> Iterator[Problem]:
     if isinstance(spec.model, DecoderModel) and not spec.model.is_built:
         message = "the engine does not build the layers that predict further tokens; the rest of the model is the same"
-        yield Problem("unsupported", message, "model.prediction_layers", "type model.prediction_layers=0")
+        yield Problem("unsupported", message, "model.prediction_layers", "set model.prediction_layers=0")
 
 
 def heads(spec: RunSpec) -> Iterator[Problem]:
@@ -326,7 +326,7 @@ def rotary_width(spec: RunSpec) -> Iterator[Problem]:
     model = spec.model
     if isinstance(model, DecoderModel) and model.head_dim % 2:
         message = f"`model.head_dim` is {model.head_dim}; rotary embeddings rotate pairs, which needs an even number"
-        yield Problem("not_divisible", message, "model.head_dim", f"type model.head_dim={model.head_dim + 1}")
+        yield Problem("not_divisible", message, "model.head_dim", f"set model.head_dim={model.head_dim + 1}")
 
 
 def layer_pattern(spec: RunSpec) -> Iterator[Problem]:
@@ -360,7 +360,7 @@ def known_architecture(spec: RunSpec) -> Iterator[Problem]:
         return
     if not model.is_built:
         message = f"the engine trains a resnet or a unet; a {model.architecture} can be planned"
-        yield Problem("unsupported", message, "model.architecture", "type model.architecture=resnet")
+        yield Problem("unsupported", message, "model.architecture", "set model.architecture=resnet")
     elif model.architecture == "resnet" and len(model.widths) != len(model.blocks):
         message = f"{len(model.widths)} stages in `model.widths`, {len(model.blocks)} in `model.blocks`"
         yield Problem("not_divisible", message, "model.blocks", "give both one number per stage")
@@ -379,7 +379,7 @@ def fitting_input(spec: RunSpec) -> Iterator[Problem]:
     if model.segments and any(extent % shrinks_by for extent in model.input_size):
         message = f"`model.input_size` is {list(model.input_size)}; {len(model.widths)} levels halve every size"
         near = ",".join(str(max(1, round(extent / shrinks_by)) * shrinks_by) for extent in model.input_size)
-        yield Problem("not_divisible", message, "model.input_size", f"type model.input_size=[{near}]")
+        yield Problem("not_divisible", message, "model.input_size", f"set model.input_size=[{near}]")
 
 
 def phantom_classes(spec: RunSpec) -> Iterator[Problem]:
@@ -389,7 +389,7 @@ def phantom_classes(spec: RunSpec) -> Iterator[Problem]:
     fewest = 2 if model.segments else 1
     if spec.data.source == "phantom" and not fewest <= model.num_classes <= MAX_PHANTOM_CLASSES:
         message = f"`model.num_classes` is {model.num_classes}; phantoms have {fewest} to {MAX_PHANTOM_CLASSES} classes"
-        yield Problem("out_of_range", message, "model.num_classes", f"type model.num_classes={MAX_PHANTOM_CLASSES}")
+        yield Problem("out_of_range", message, "model.num_classes", f"set model.num_classes={MAX_PHANTOM_CLASSES}")
 
 
 MODEL_RULES = (
@@ -425,7 +425,7 @@ def tiers(spec: RunSpec) -> Iterator[Problem]:
     described = spec.cluster.fabric.tiers
     if len(described) == 1:
         message = f"`{TIERS}` has one tier, `{described[0].name}`; a scale-up domain and a network are needed"
-        yield Problem("missing_value", message, TIERS, "add the tier that connects the domains, or type fabric=flat")
+        yield Problem("missing_value", message, TIERS, "add the tier that connects the domains, or set fabric=flat")
     for place, tier in enumerate(described):
         if tier.devices is None and 0 < place < len(described) - 1:
             path = f"{TIERS}.{place}.devices"
@@ -459,7 +459,7 @@ def _sizes(described: tuple[TierSpec, ...], spec: RunSpec) -> Iterator[Problem]:
         if described[-1].devices < wanted:
             path = f"{TIERS}.{len(described) - 1}.devices"
             message = f"`{path}` is {described[-1].devices}, but the cluster has {wanted} devices"
-            hint = f"type {wanted} or more, or null for all devices, or add the tier that connects these"
+            hint = f"set {wanted} or more, or null for all devices, or add the tier that connects these"
             yield Problem("out_of_range", message, path, hint)
 
 
@@ -471,7 +471,7 @@ def network(spec: RunSpec) -> Iterator[Problem]:
     if cluster.nic_gbit_per_s == 0 and cluster.num_nodes > 1 and not is_described:
         path = "cluster.nic_gbit_per_s"
         message = f"`{path}` is 0, but {cluster.num_nodes} nodes exchange data over their NICs"
-        hint = f"type {path}=400, or the bandwidth per device in Gbit/s; null takes the usual value for the accelerator"
+        hint = f"set {path}=400, or the bandwidth per device in Gbit/s; null takes the usual value for the accelerator"
         yield Problem("out_of_range", message, path, hint)
 
 
@@ -497,7 +497,7 @@ def planes(spec: RunSpec) -> Iterator[Problem]:
     if nics is not None and nics > most:
         path = "cluster.fabric.planes.switch_tiers"
         message = f"`{path}` is {found.switch_tiers}, which connect {most:,} NICs, but the cluster has {nics:,} devices"
-        hint = f"type {path}=3" if found.switch_tiers == 2 else "choose more planes, or fewer nodes"
+        hint = f"set {path}=3" if found.switch_tiers == 2 else "choose more planes, or fewer nodes"
         yield Problem("out_of_range", message, path, hint)
 
 
@@ -519,11 +519,11 @@ def instead_of_nodes(spec: RunSpec) -> Iterator[Problem]:
         if cluster.pool_link_gbit_per_s is not None:
             path = "cluster.pool_link_gbit_per_s"
             message = f"`{path}` is {cluster.pool_link_gbit_per_s:g}, but the cluster has no pools"
-            yield Problem("unsupported", message, path, f"type {path}=null, or {POOLS}=[...]")
+            yield Problem("unsupported", message, path, f"set {path}=null, or {POOLS}=[...]")
         return
     if cluster.accelerator is not None:
         message = f"`{POOLS}` names the accelerators, but `cluster.accelerator` is {cluster.accelerator.name}"
-        yield Problem("unsupported", message, POOLS, "type cluster=auto, and set these keys in each pool")
+        yield Problem("unsupported", message, POOLS, "set cluster=auto, and set these keys in each pool")
         return
     # A rule cannot distinguish a key with its default value from a key that was not written.
     set_besides = {
@@ -535,7 +535,7 @@ def instead_of_nodes(spec: RunSpec) -> Iterator[Problem]:
     for key, (value, usual) in set_besides.items():
         if value != usual:
             message = f"`cluster.{key}` is {value}, but each of `{POOLS}` has its own"
-            yield Problem("unsupported", message, f"cluster.{key}", f"type cluster=auto, or leave out {POOLS}")
+            yield Problem("unsupported", message, f"cluster.{key}", f"set cluster=auto, or leave out {POOLS}")
 
 
 def joined_with(spec: RunSpec) -> Iterator[Problem]:
@@ -550,19 +550,19 @@ def joined_with(spec: RunSpec) -> Iterator[Problem]:
         message = (
             f"the fabric {cluster.fabric.name or 'of this recipe'} has tiers, but `{POOLS}` are connected by one link"
         )
-        hint = "type fabric=flat, and cluster.pool_link_gbit_per_s=<Gbit/s of a device> for the link between pools"
+        hint = "set fabric=flat, and cluster.pool_link_gbit_per_s=<Gbit/s of a device> for the link between pools"
         yield Problem("unsupported", message, "cluster.fabric.tiers", hint)
     if cluster.nic_gbit_per_s == 0:
         path = "cluster.nic_gbit_per_s"
         message = f"`{path}` is 0, but the nodes of `{POOLS}` exchange data over their NICs"
-        yield Problem("out_of_range", message, path, f"type {path}=null, and set it in each pool")
+        yield Problem("out_of_range", message, path, f"set {path}=null, and set it in each pool")
     if cluster.reliability.spare_nodes:
         path = "cluster.reliability.spare_nodes"
         message = f"`{path}` is {cluster.reliability.spare_nodes}, but does not state in which of `{POOLS}`"
-        yield Problem("unsupported", message, path, f"type {path}=null, or count the spare nodes in a pool")
+        yield Problem("unsupported", message, path, f"set {path}=null, or count the spare nodes in a pool")
     if cluster.cost.owned:
         message = f"`cluster.cost.owned` has one price per device, but `{POOLS}` have several kinds of devices"
-        hint = f"type cost=rented, and set price_usd_per_device_hour in each of {POOLS}"
+        hint = f"set cost=rented, and set price_usd_per_device_hour in each of {POOLS}"
         yield Problem("unsupported", message, "cluster.cost.owned", hint)
 
 
@@ -603,7 +603,7 @@ def fp32_sums(spec: RunSpec) -> Iterator[Problem]:
     path = next((path for path, value in asked.items() if value not in ("full", None)), None)
     if path is not None and spec.precision.reduce != "fp32":
         message = f"`{path}` is {asked[path]}, which is summed in fp32, but `precision.reduce` is bf16"
-        yield Problem("unsupported", message, "precision.reduce", f"type precision.reduce=fp32, or {path}=full")
+        yield Problem("unsupported", message, "precision.reduce", f"set precision.reduce=fp32, or {path}=full")
 
 
 def parameter_format(spec: RunSpec) -> Iterator[Problem]:
@@ -611,13 +611,13 @@ def parameter_format(spec: RunSpec) -> Iterator[Problem]:
     to keep whole."""
     if spec.comm.parameters == "int4":
         message = f"`{PARAMETERS}` is int4; whole weights lose too much in 4 bits, and no rank keeps the previous ones"
-        yield Problem("unsupported", message, PARAMETERS, f"type {PARAMETERS}=int8")
+        yield Problem("unsupported", message, PARAMETERS, f"set {PARAMETERS}=int8")
 
 
 def several_nodes(spec: RunSpec) -> Iterator[Problem]:
     if spec.comm.across_nodes is not None and spec.cluster.num_nodes == 1 and not spec.cluster.pools:
         message = f"`{ACROSS}` is {spec.comm.across_nodes}, but `cluster.num_nodes` is 1"
-        yield Problem("unsupported", message, ACROSS, f"type {ACROSS}=null, or {GRADIENTS}={spec.comm.across_nodes}")
+        yield Problem("unsupported", message, ACROSS, f"set {ACROSS}=null, or {GRADIENTS}={spec.comm.across_nodes}")
 
 
 def exchanged(spec: RunSpec, layout: Layout, replica_groups: int) -> Iterator[Problem]:
@@ -628,11 +628,11 @@ def exchanged(spec: RunSpec, layout: Layout, replica_groups: int) -> Iterator[Pr
     path = next((path for path, value in asked.items() if value not in LEFT_OPEN), None)
     if path is not None and layout.shards * layout.dp_replicate * replica_groups == 1:
         message = f"`{path}` is {asked[path]}, but in this layout ({described}) no ranks sum gradients"
-        hint = f"type {path}=full, or choose a layout with dp_shard or dp_replicate of 2 or more"
+        hint = f"set {path}=full, or choose a layout with dp_shard or dp_replicate of 2 or more"
         yield Problem("unsupported", message, path, hint)
     if comm.parameters != "full" and layout.shards == 1:
         message = f"`{PARAMETERS}` is {comm.parameters}, but in this layout ({described}) no rank gathers parameters"
-        yield Problem("unsupported", message, PARAMETERS, f"type {PARAMETERS}=full, or layout.dp_shard=2 (or more)")
+        yield Problem("unsupported", message, PARAMETERS, f"set {PARAMETERS}=full, or layout.dp_shard=2 (or more)")
 
 
 def joined(spec: RunSpec, layout: Layout, device: str) -> Iterator[Problem]:
@@ -648,7 +648,7 @@ def joined(spec: RunSpec, layout: Layout, device: str) -> Iterator[Problem]:
     elif spec.comm.gradients not in LEFT_OPEN or spec.comm.across_nodes not in LEFT_OPEN:
         why = "in fewer bits each block's gradients are exchanged separately"
     if why:
-        yield Problem("unsupported", f"`{BUCKETS}` is {size:,}, but {why}", BUCKETS, f"type {BUCKETS}=null")
+        yield Problem("unsupported", f"`{BUCKETS}` is {size:,}, but {why}", BUCKETS, f"set {BUCKETS}=null")
 
 
 COMM_RULES = (fp32_sums, parameter_format, several_nodes)
@@ -685,16 +685,16 @@ def groups(spec: RunSpec) -> Iterator[Problem]:
     if spec.resilience.mode != "elastic":
         if number not in (AUTO, 1):
             message = f"`{path}` is {number}, but `resilience.mode` is {spec.resilience.mode}, which has no groups"
-            yield Problem("unsupported", message, path, "type resilience=elastic")
+            yield Problem("unsupported", message, path, "set resilience=elastic")
         return
     number = wanted_groups(spec)
     if number == 1:
         message = f"`{path}` is 1; a single group has no other to heal from"
-        yield Problem("out_of_range", message, path, f"type {path}=2 or more, or resilience=restart")
+        yield Problem("out_of_range", message, path, f"set {path}=2 or more, or resilience=restart")
     if spec.resilience.min_groups > number:
         path = "resilience.min_groups"
         message = f"`{path}` is {spec.resilience.min_groups}, but there are {number} replica groups"
-        yield Problem("out_of_range", message, path, f"type {path}={number} or less")
+        yield Problem("out_of_range", message, path, f"set {path}={number} or less")
 
 
 def group_processes(spec: RunSpec) -> Iterator[Problem]:
@@ -704,7 +704,7 @@ def group_processes(spec: RunSpec) -> Iterator[Problem]:
         return
     processes = spec.cluster.num_nodes * devices
     message = f"{processes} processes do not divide over {number} replica groups"
-    hint = f"type cluster.devices_per_node={max(1, devices // number) * number}, or another resilience.replica_groups"
+    hint = f"set cluster.devices_per_node={max(1, devices // number) * number}, or another resilience.replica_groups"
     yield Problem("not_divisible", message, "resilience.replica_groups", hint)
 
 
@@ -717,23 +717,23 @@ def whole_hosts(num_nodes: int, number: int) -> Iterator[Problem]:
     fitting = [n for n in range(2, 2 * num_nodes + 1) if num_nodes % n == 0 or n % num_nodes == 0]
     # The values nearest to the request, in ascending order.
     near = sorted(fitting, key=lambda n: abs(n - number))[:3]
-    yield Problem("not_divisible", message, path, f"type {path}={' or '.join(map(str, sorted(near)))}")
+    yield Problem("not_divisible", message, path, f"set {path}={' or '.join(map(str, sorted(near)))}")
 
 
 def faults(spec: RunSpec) -> Iterator[Problem]:
     try:
         parsed = parse_faults(spec.fault)
     except FaultSyntaxError as error:
-        yield Problem("bad_fault", f"`fault`: {error}", "fault", "type fault='kill(group=1,step=40)'")
+        yield Problem("bad_fault", f"`fault`: {error}", "fault", "set fault='kill(group=1,step=40)'")
         return
     number = wanted_groups(spec)
     for fault in parsed:
         if fault.group >= number:
             message = f"`fault` is for replica group {fault.group}, but the groups are numbered 0 to {number - 1}"
-            yield Problem("out_of_range", message, "fault", "type fault='kill(group=0,step=40)'")
+            yield Problem("out_of_range", message, "fault", "set fault='kill(group=0,step=40)'")
         if fault.kind in ("lighthouse", "bitflip") and number == 1:
             message = f"`fault` {fault.kind} affects only replica groups"
-            yield Problem("unsupported", message, "fault", "type resilience=elastic")
+            yield Problem("unsupported", message, "fault", "set resilience=elastic")
 
 
 ELASTIC_RULES = (groups, group_processes, faults)
@@ -760,7 +760,7 @@ def changed_layouts(spec: RunSpec) -> Iterator[Problem]:
         open_axes = [axis for axis in ("cp", "tp", "pp", "ep") if getattr(changed.layout, axis) == AUTO]
         if open_axes:
             message = f"the layout from step {change.step} leaves {', '.join(open_axes)} to the planner"
-            hint = f"name {open_axes[0]} in {PATH}.{place}, or type layout.{open_axes[0]}=1"
+            hint = f"name {open_axes[0]} in {PATH}.{place}, or set layout.{open_axes[0]}=1"
             yield Problem("unsupported", message, f"{PATH}.{place}.{open_axes[0]}", hint)
         for problem in (found for rule in LAYOUT_RULES for found in rule(changed)):
             field = problem.path.rpartition(".")[2]
@@ -782,14 +782,14 @@ def order_of_changes(spec: RunSpec) -> Iterator[Problem]:
     late = [place for place, change in enumerate(changes) if change.step >= spec.train.max_steps]
     if late and spec.batching.schedule.kind == "constant":
         message = f"`{PATH}.{late[0]}.step` is {changes[late[0]].step}, in a run of {spec.train.max_steps} steps"
-        yield Problem("out_of_range", message, f"{PATH}.{late[0]}.step", f"type {spec.train.max_steps - 1} or less")
+        yield Problem("out_of_range", message, f"{PATH}.{late[0]}.step", f"set {spec.train.max_steps - 1} or less")
 
 
 def one_replica_group(spec: RunSpec) -> Iterator[Problem]:
     """Refuse layout changes with replica groups, which heal from one another part by part and so need one layout."""
     if spec.scheduler.changes and spec.resilience.mode == "elastic":
         message = "replica groups (`resilience.mode` is elastic) keep their layout: they heal from one another"
-        yield Problem("unsupported", message, PATH, f"type resilience=restart, or ~{PATH}")
+        yield Problem("unsupported", message, PATH, f"set resilience=restart, or ~{PATH}")
 
 
 RELAYOUT_RULES = (changed_layouts, order_of_changes, one_replica_group)

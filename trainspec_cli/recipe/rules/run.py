@@ -41,7 +41,7 @@ def memory_copies(spec: RunSpec) -> Iterator[Problem]:
     path = "checkpoint.memory_interval_steps"
     if spec.checkpoint.memory_interval_steps is not None and spec.resilience.mode == "elastic":
         message = f"`{path}` is set, but with resilience=elastic every replica group already holds the newest state"
-        yield Problem(code="unsupported", path=path, message=message, hint=f"type {path}=null, or resilience=restart")
+        yield Problem(code="unsupported", path=path, message=message, hint=f"set {path}=null, or resilience=restart")
 
 
 def run_name(spec: RunSpec) -> Iterator[Problem]:
@@ -56,7 +56,7 @@ def local_folder(spec: RunSpec) -> Iterator[Problem]:
     """Require a run folder on this machine or on a file system that it mounts."""
     if spec.run.dir and how_to_copy(spec.run.dir):
         message = f"`run.dir` is {spec.run.dir}; a run writes to a local or mounted folder, not to a remote path"
-        yield Problem("unsupported", message, "run.dir", "type run.dir=FOLDER, and copy it when the run is over")
+        yield Problem("unsupported", message, "run.dir", "set run.dir=FOLDER, and copy it when the run is over")
 
 
 def heldout(spec: RunSpec) -> Iterator[Problem]:
@@ -68,10 +68,10 @@ def heldout(spec: RunSpec) -> Iterator[Problem]:
     for path in (path for path, is_wanted in wanted.items() if is_wanted):
         if spec.train.eval_interval_steps is None:
             message = f"`{path}` needs the held-out loss, but `train.eval_interval_steps` is null"
-            yield Problem("missing_value", message, path, "type train.eval_interval_steps=100, or another number")
+            yield Problem("missing_value", message, path, "set train.eval_interval_steps=100, or another number")
         if spec.resilience.mode == "elastic":
             message = f"`{path}` is set, but with resilience=elastic a restarted group lacks earlier evaluations"
-            yield Problem("unsupported", message, path, "leave it out, or type resilience=restart")
+            yield Problem("unsupported", message, path, "leave it out, or set resilience=restart")
 
 
 def framework_has(spec: RunSpec) -> Iterator[Problem]:
@@ -87,7 +87,7 @@ def framework_has(spec: RunSpec) -> Iterator[Problem]:
         if counts and value != AUTO and value not in has:
             path = f"layout.{key}"
             message = f"`{path}` is {value}, which {facts.name} does not have"
-            hint = f"type {path}=" + ", or ".join(map(str, has)) if has else "no pipelines: type layout.pp=1"
+            hint = f"set {path}=" + ", or ".join(map(str, has)) if has else "no pipelines: set layout.pp=1"
             yield Problem("unsupported", message, path, hint)
 
 
@@ -105,14 +105,14 @@ def muon_models(spec: RunSpec) -> Iterator[Problem]:
     if spec.optim.name != "muon":
         return
     why = spec.model.record.refuses.get("muon", "")
-    hint = f"type {NAME}=adamw or {NAME}=sgd"
+    hint = f"set {NAME}=adamw or {NAME}=sgd"
     if spec.model.unit == "samples":
         why = f"it trains matrices: `model.family` {spec.model.family} has convolutions"
     elif not why and not has_layer_list(spec.model):
         why = f"the planner does not know the matrices of `model.family` {spec.model.family}"
     elif not why and spec.lora.rank:
         why = f"it trains whole matrices: `lora.rank` is {spec.lora.rank}"
-        hint = f"type {NAME}=adamw, or lora.rank=0"
+        hint = f"set {NAME}=adamw, or lora.rank=0"
     if why:
         yield Problem("unsupported", f"`{NAME}` is muon, but {why}", NAME, hint)
 
@@ -120,7 +120,7 @@ def muon_models(spec: RunSpec) -> Iterator[Problem]:
 def offloaded_state(spec: RunSpec) -> Iterator[Problem]:
     if spec.optim.name in ON_DEVICE and spec.offload not in ("none", AUTO):
         message = f"`offload` is {spec.offload}, but `{NAME}` {spec.optim.name} updates on the device"
-        yield Problem("unsupported", message, "offload", f"type offload=none, or {NAME}=adamw")
+        yield Problem("unsupported", message, "offload", f"set offload=none, or {NAME}=adamw")
 
 
 def blocks_of_changed_layouts(spec: RunSpec) -> Iterator[Problem]:
@@ -188,7 +188,7 @@ def optimizer(spec: RunSpec) -> Iterator[Problem]:
         for path, is_given in given.items():
             if is_given:
                 message = f"`{path}` is for a user-defined optimizer, but `optim.name` is {spec.optim.name}"
-                yield Problem("unsupported", message, path, "leave it out, or type optim.name=FILE.py:NAME")
+                yield Problem("unsupported", message, path, "leave it out, or set optim.name=FILE.py:NAME")
         return
     problems = list(problems_of(Extension(OPTIMIZER, NAME, spec.optim.name, tuple(spec.optim.options)), OPTIMIZERS))
     yield from problems
@@ -197,12 +197,12 @@ def optimizer(spec: RunSpec) -> Iterator[Problem]:
     path = "optim.state_bytes"
     if spec.optim.state_bytes is None:
         message = f"`{path}` has no value: the plan cannot know how much state {spec.optim.name} keeps per parameter"
-        yield Problem("missing_value", message, path, f"type {path}=8 for two averages in fp32, 4 for one, 0 for none")
+        yield Problem("missing_value", message, path, f"set {path}=8 for two averages in fp32, 4 for one, 0 for none")
     schedule = spec.batching.schedule
     if schedule.kind != "constant" and schedule.lr_rule == "optimizer":
         path = "batching.schedule.lr_rule"
         message = f"`{path}` is optimizer, but {spec.optim.name} has no rule for a changing batch"
-        yield Problem("missing_value", message, path, f"type {path}=sqrt, linear or none")
+        yield Problem("missing_value", message, path, f"set {path}=sqrt, linear or none")
 
 
 def block(spec: RunSpec) -> Iterator[Problem]:
@@ -212,7 +212,7 @@ def block(spec: RunSpec) -> Iterator[Problem]:
         return
     if not model.block:
         message = "`model.block` has no value: a model of the family own consists of user-defined blocks"
-        yield Problem("missing_value", message, "model.block", "type model.block=FILE.py:NAME (docs/extending.md)")
+        yield Problem("missing_value", message, "model.block", "set model.block=FILE.py:NAME (docs/extending.md)")
         return
     (extension,) = OWN_BLOCK.named(model.block, model.options)
     problems = list(problems_of(extension))
@@ -220,7 +220,7 @@ def block(spec: RunSpec) -> Iterator[Problem]:
     if model.block_params is None and not problems:
         path = BLOCK_PARAMS
         message = f"`{path}` has no value: the plan cannot know how many parameters {model.block} makes"
-        yield Problem("missing_value", message, path, f"type {path}=NUMBER; most commands count them")
+        yield Problem("missing_value", message, path, f"set {path}=NUMBER; most commands count them")
 
 
 def loss(spec: RunSpec) -> Iterator[Problem]:
@@ -233,10 +233,10 @@ def loss(spec: RunSpec) -> Iterator[Problem]:
     elif spec.train.loss and backend not in (TORCH, AUTO):
         path = "kernels.linear_cross_entropy"
         message = f"`{path}` is {backend}, a kernel of cross-entropy, but `train.loss` is {spec.train.loss}"
-        yield Problem("contradiction", message, path, f"type {path}={TORCH}, or leave out train.loss")
+        yield Problem("contradiction", message, path, f"set {path}={TORCH}, or leave out train.loss")
     if spec.train.loss_options and not spec.train.loss:
         message = "`train.loss_options` is for a user-defined loss, but `train.loss` has no value"
-        yield Problem("unsupported", message, "train.loss_options", "leave it out, or type train.loss=FILE.py:NAME")
+        yield Problem("unsupported", message, "train.loss_options", "leave it out, or set train.loss=FILE.py:NAME")
 
 
 TEXT_SOURCES = ("python_stdlib", "text", "jsonl", "parquet", "arrow", "tokens")
@@ -250,7 +250,7 @@ def own_tokenizer(spec: RunSpec) -> Iterator[Problem]:
     if not tokenizer.code:
         if tokenizer.options:
             message = f"`data.tokenizer.options` is for a user-defined tokenizer, but `{key}` has no value"
-            yield Problem("unsupported", message, "data.tokenizer.options", f"leave it out, or type {key}=FILE.py:NAME")
+            yield Problem("unsupported", message, "data.tokenizer.options", f"leave it out, or set {key}=FILE.py:NAME")
         return
     for extension in TOKENIZER.named(tokenizer.code, tokenizer.options):
         yield from problems_of(extension)
@@ -261,7 +261,7 @@ def own_tokenizer(spec: RunSpec) -> Iterator[Problem]:
     for path, value in (("path", tokenizer.path), ("end_of_document", tokenizer.end_of_document)):
         if value is not None:
             message = f"`data.tokenizer.{path}` is {value}, but the tokenizer is user-defined (`{key}`)"
-            yield Problem("contradiction", message, f"data.tokenizer.{path}", f"type data.tokenizer.{path}=null")
+            yield Problem("contradiction", message, f"data.tokenizer.{path}", f"set data.tokenizer.{path}=null")
 
 
 def watchers(spec: RunSpec) -> Iterator[Problem]:
@@ -283,14 +283,14 @@ def _source(data: DataSpec | PartSpec, where: str, built_in: Sequence[str]) -> I
         yield from problems_of(Extension(SOURCE, f"{where}.source", data.source, tuple(data.options)), built_in)
         if data.path is not None:
             message = f"`{where}.path` is {data.path}, which a user-defined source does not receive"
-            hint = f"type {where}.path=null {where}.options.path={data.path}"
+            hint = f"set {where}.path=null {where}.options.path={data.path}"
             yield Problem("unsupported", message, f"{where}.path", hint)
     elif data.source not in built_in:
         message = f"`{where}.source` is {data.source}; {', '.join(built_in)}, or user-defined code is needed"
-        yield Problem("wrong_choice", message, f"{where}.source", f"type {where}.source=jsonl, or another of these")
+        yield Problem("wrong_choice", message, f"{where}.source", f"set {where}.source=jsonl, or another of these")
     elif data.options:
         message = f"`{where}.options` is for a user-defined source, but `{where}.source` is {data.source}"
-        yield Problem("unsupported", message, f"{where}.options", f"leave it out, or type {where}.source=FILE.py:NAME")
+        yield Problem("unsupported", message, f"{where}.options", f"leave it out, or set {where}.source=FILE.py:NAME")
 
 
 OWN_CODE_RULES = (source, own_tokenizer, block, loss, optimizer, watchers)
@@ -332,7 +332,7 @@ def _out_of_range(path: str, value: float | tuple[float, ...], allowed: Range) -
         return Problem("out_of_range", message, path)
     kind = f"{value}; a whole number" if isinstance(value, int) else f"{value:g}; a number"
     fits = value <= allowed.low and allowed.includes_low
-    hint = f"type {path}={allowed.low:g} or more" if fits else ""
+    hint = f"set {path}={allowed.low:g} or more" if fits else ""
     return Problem("out_of_range", f"`{path}` is {kind} of {allowed.describe()} is needed", path, hint)
 
 
@@ -463,7 +463,7 @@ def times(spec: RunSpec) -> Iterator[Problem]:
     limit_s = time_limit_s(str(slurm.time))
     if limit_s is None:
         message = f"`{path}` is `{slurm.time}`, which is not a Slurm time; {TIME_FORMS} is needed"
-        yield Problem("bad_time", message, path, f"for two hours, type {path}=2:00:00 (2:00 means two minutes)")
+        yield Problem("bad_time", message, path, f"for two hours, set {path}=2:00:00 (2:00 means two minutes)")
     elif limit_s <= slurm.warn_s:
         read = f"{limit_s:g} s" + (" (a plain number is minutes)" if str(slurm.time).isdigit() else "")
         message = f"`{path}` is `{slurm.time}`, {read}: the job would receive its stop signal as soon as it starts"
@@ -479,7 +479,7 @@ def memory(spec: RunSpec) -> Iterator[Problem]:
     path = f"{PREFIX}.mem"
     if text is not None and not _MEMORY.fullmatch(str(text)):
         message = f"`{path}` is `{text}`; a whole number with K, M, G or T is needed"
-        yield Problem("bad_size", message, path, f"type {path}=64G, for example, or {path}=0G for all memory of a node")
+        yield Problem("bad_size", message, path, f"set {path}=64G, for example, or {path}=0G for all memory of a node")
 
 
 def gpus(spec: RunSpec) -> Iterator[Problem]:
@@ -492,17 +492,17 @@ def gpus(spec: RunSpec) -> Iterator[Problem]:
     found = _GPUS.fullmatch(str(text))
     if found is None:
         message = f"`{path}` is `{text}`; a type and number such as h100:8, a number or a type is needed"
-        hint = f"to select the option that requests GPUs, type {PREFIX}.gpu_request=gres"
+        hint = f"to select the option that requests GPUs, set {PREFIX}.gpu_request=gres"
         yield Problem("bad_gpus", message, path, hint)
     elif slurm.gpu_request == "none":
         message = f"`{path}` is `{text}`, but `{PREFIX}.gpu_request` is none, which requests no GPUs"
-        yield Problem("unsupported", message, path, f"remove one of them, or type {PREFIX}.gpu_request=gres")
+        yield Problem("unsupported", message, path, f"remove one of them, or set {PREFIX}.gpu_request=gres")
     elif spec.cluster.device == "cuda" and isinstance(devices, int):
         # A type without a number requests as many GPUs as the run uses.
         asked = int(found["typed"] or found["number"] or devices)
         if asked < devices:
             message = f"`{path}` requests {asked} GPUs per node, but `cluster.devices_per_node` uses {devices}"
-            yield Problem("out_of_range", message, path, f"type cluster.devices_per_node={asked}, or request {devices}")
+            yield Problem("out_of_range", message, path, f"set cluster.devices_per_node={asked}, or request {devices}")
 
 
 def container(spec: RunSpec) -> Iterator[Problem]:
@@ -513,7 +513,7 @@ def container(spec: RunSpec) -> Iterator[Problem]:
         if getattr(slurm, name) != defaults[name]:
             path = f"{PREFIX}.{name}"
             message = f"`{path}` is set, but `{PREFIX}.container_image` is null, so there is no container"
-            yield Problem("unsupported", message, path, f"type {PREFIX}.container_image=/images/torch.sif")
+            yield Problem("unsupported", message, path, f"set {PREFIX}.container_image=/images/torch.sif")
     for mount in slurm.container_mounts.split(",") if slurm.container_mounts is not None else ():
         parts = mount.split(":")
         if not all(parts) or len(parts) > 3:
@@ -528,7 +528,7 @@ def container(spec: RunSpec) -> Iterator[Problem]:
     if slurm.container_image is not None and slurm.container_runtime == "pyxis" and slurm.container_gpus != "auto":
         path = f"{PREFIX}.container_gpus"
         message = f"`{path}` is {slurm.container_gpus}, but pyxis has no such option: the site's hooks assign GPUs"
-        yield Problem("unsupported", message, path, f"leave it out, or type {PREFIX}.container_runtime=apptainer")
+        yield Problem("unsupported", message, path, f"leave it out, or set {PREFIX}.container_runtime=apptainer")
 
 
 def further_options(spec: RunSpec) -> Iterator[Problem]:
@@ -598,10 +598,10 @@ def ramp(spec: RunSpec) -> Iterator[Problem]:
     path = f"{SCHEDULE_PATH}.stages"
     if kind != "ramp" and stages:
         message = f"`{path}` has {len(stages)} sizes, but `{SCHEDULE_PATH}.kind` is {kind}, which has no stages"
-        yield Problem("unsupported", message, path, f"type {SCHEDULE_PATH}.kind=ramp, or ~{path}")
+        yield Problem("unsupported", message, path, f"set {SCHEDULE_PATH}.kind=ramp, or ~{path}")
     elif kind == "ramp" and not stages:
         doubled = 2 * spec.batching.global_batch_size
-        hint = f"type {path}='[{{from_tokens: 1e9, global_batch_size: {doubled}}}]'"
+        hint = f"set {path}='[{{from_tokens: 1e9, global_batch_size: {doubled}}}]'"
         yield Problem("missing_value", f"`{path}` is empty; a ramp needs at least one stage", path, hint)
     elif kind == "ramp":
         first = RampStage(0, spec.batching.global_batch_size)
@@ -615,7 +615,7 @@ def ramp(spec: RunSpec) -> Iterator[Problem]:
                 size = f"{path}.{place}.global_batch_size"
                 before_it = f"the steps before it have {before.global_batch_size} samples"
                 message = f"`{size}` is {stage.global_batch_size}, but {before_it}"
-                hint = f"a ramp never shrinks the batch: type {before.global_batch_size} or more"
+                hint = f"a ramp never shrinks the batch: set {before.global_batch_size} or more"
                 yield Problem("out_of_range", message, size, hint)
 
 
@@ -629,20 +629,20 @@ def bounds(spec: RunSpec) -> Iterator[Problem]:
             message = (
                 f"`{LARGEST}` is {largest}, but `{SCHEDULE_PATH}.kind` is {schedule.kind}, which has no largest size"
             )
-            yield Problem("unsupported", message, LARGEST, f"type {LARGEST}=null, or batching=seesaw")
+            yield Problem("unsupported", message, LARGEST, f"set {LARGEST}=null, or batching=seesaw")
     elif largest is not None and largest < start:
         message = f"`{LARGEST}` is {largest}, but the run begins with {start} (`batching.global_batch_size`)"
-        yield Problem("out_of_range", message, LARGEST, f"type {LARGEST}={math.ceil(start * schedule.growth)} or more")
+        yield Problem("out_of_range", message, LARGEST, f"set {LARGEST}={math.ceil(start * schedule.growth)} or more")
     elif math.isinf(largest_size(spec)):
         zero = "the learning rate ends at 0" if schedule.kind == "seesaw" else "the noise scale has no limit"
-        hint = f"type {LARGEST}={8 * start}, or a value that the data's critical batch size allows"
+        hint = f"set {LARGEST}={8 * start}, or a value that the data's critical batch size allows"
         yield Problem("missing_value", f"`{LARGEST}` is null and {zero}: the batch has no limit", LARGEST, hint)
     elif _falls(spec) and len(spec.batching.sizes_up_to(largest_size(spec))) == 1:
         message = (
             f"a `{SCHEDULE_PATH}.growth` of {schedule.growth:g} gives no size between {start} and the largest, "
             f"{largest_size(spec):g}: the batch would never change"
         )
-        hint = f"type {SCHEDULE_PATH}.growth=1.1, a larger {LARGEST}, or {SCHEDULE_PATH}.kind=constant"
+        hint = f"set {SCHEDULE_PATH}.growth=1.1, a larger {LARGEST}, or {SCHEDULE_PATH}.kind=constant"
         yield Problem("out_of_range", message, f"{SCHEDULE_PATH}.growth", hint)
 
 
@@ -661,11 +661,11 @@ def seesaw(spec: RunSpec) -> Iterator[Problem]:
         if lr.kind == "wsd" and lr.decay_fraction == 0:
             path = "optim.schedule.decay_fraction"
         typed = {"kind": "cosine", "final_lr_ratio": "0.1", "decay_fraction": "0.2"}[path.rpartition(".")[2]]
-        yield Problem("unsupported", message, path, f"type {path}={typed}, or {SCHEDULE_PATH}.kind=constant")
+        yield Problem("unsupported", message, path, f"set {path}={typed}, or {SCHEDULE_PATH}.kind=constant")
     if spec.batching.schedule.lr_rule == "none":
         path = f"{SCHEDULE_PATH}.lr_rule"
         message = f"`{path}` is none: the learning rate would fall as it does without seesaw, while the batch grows too"
-        yield Problem("unsupported", message, path, f"type {path}=optimizer")
+        yield Problem("unsupported", message, path, f"set {path}=optimizer")
 
 
 def noise(spec: RunSpec) -> Iterator[Problem]:
@@ -677,7 +677,7 @@ def noise(spec: RunSpec) -> Iterator[Problem]:
         return  # the machine or a search determines the number of ranks
     if divmod(spec.cluster.num_nodes * int(devices), math.prod(map(int, axes))) == (1, 0):
         message = f"`{SCHEDULE_PATH}.kind` is noise, which is measured between data-parallel ranks, but there is only 1"
-        hint = f"type cluster.devices_per_node=2 or more with room for data parallelism, or {SCHEDULE_PATH}.kind=seesaw"
+        hint = f"set cluster.devices_per_node=2 or more with room for data parallelism, or {SCHEDULE_PATH}.kind=seesaw"
         yield Problem("unsupported", message, f"{SCHEDULE_PATH}.kind", hint)
 
 
@@ -708,11 +708,11 @@ def measurable_noise(spec: RunSpec, layout: Layout, replica_groups: int, micro_b
     if replica_groups > 1:
         message = f"`{SCHEDULE_PATH}.kind` is noise, but a restarted replica group (of {replica_groups})"
         message += " does not know the measured noise"
-        hint = f"type resilience=restart, or {SCHEDULE_PATH}.kind=seesaw"
+        hint = f"set resilience=restart, or {SCHEDULE_PATH}.kind=seesaw"
         yield Problem("unsupported", message, f"{SCHEDULE_PATH}.kind", hint)
     elif why:
         message = f"`{SCHEDULE_PATH}.kind` is noise, not measurable in this layout ({layout.describe()}): {why}"
-        hint = f"type layout=ddp cluster.devices_per_node=2 (or more), or {SCHEDULE_PATH}.kind=seesaw"
+        hint = f"set layout=ddp cluster.devices_per_node=2 (or more), or {SCHEDULE_PATH}.kind=seesaw"
         yield Problem("unsupported", message, f"{SCHEDULE_PATH}.kind", hint)
 
 

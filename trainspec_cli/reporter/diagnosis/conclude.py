@@ -29,7 +29,7 @@ from trainspec_cli.reporter.diagnosis.series import (
 )
 from trainspec_cli.run.recovery.watch import Whereabouts, find_late
 
-# All ranks are slower than at other times: other tenants, or a quota of the node.
+# All ranks are slower than usual: other tenants, or a quota of the node.
 
 
 COMMON_S = 8.0
@@ -185,7 +185,7 @@ def _recompilation(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
             cause="recompilation",
             rank=ranks[0] if len(ranks) == 1 and evidence.ranks > 1 else None,
             since_step=int(evidence.steps[where[0]]),
-            # Recompilations come every few steps, so recent ones may continue.
+            # Recompilations recur every few steps, so more may follow recent ones.
             until_step=None if where[-1] > len(evidence.steps) - 1 - AVERAGED_STEPS else int(evidence.steps[where[-1]]),
             cost_s=cost_s,
             confidence=0.9,

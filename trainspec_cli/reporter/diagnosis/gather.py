@@ -190,7 +190,7 @@ class RankHistory:
         return max(self.steps.steps, default=0)
 
     def rows_of(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return the rank's figures of the given steps, in increasing order: (figures, steps)."""
+        """Return the rank's figures for the given steps, in increasing order: (figures, steps)."""
         made = np.array(self.steps.steps)
         order = np.argsort(made, kind="stable")
         rows = order[np.searchsorted(made[order], steps)]

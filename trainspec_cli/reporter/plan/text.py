@@ -354,11 +354,11 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
         detail += f"; least is lost at one every {format_duration(best_s)}"
     yield "checkpoints", format_duration(recovery.checkpoint_interval_s), "", detail
     # A missing figure names the key that it needs.
-    power = "the accelerator's power is not known: type cluster.accelerator.tdp_w=<watts>"
+    power = "the accelerator's power is not known: set cluster.accelerator.tdp_w=<watts>"
     if spec.cluster.pools:
         power = "the power of a pool's accelerator is not known: its accelerator.tdp_w"
     owned = any(assumption.key == "cluster.cost.device_price_usd" for assumption in run.assumptions)
-    price = power if owned else "type cluster.cost.price_usd_per_device_hour=<dollars>"
+    price = power if owned else "set cluster.cost.price_usd_per_device_hour=<dollars>"
     if spec.cluster.pools:
         price = "a pool's price is not known: its price_usd_per_device_hour"
     grid = f"CO2e; grid: {spec.cluster.site.name}"

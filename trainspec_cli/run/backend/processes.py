@@ -19,7 +19,7 @@ from trainspec_cli.core.environment_names import LAUNCH_ID, RANK, titled_rank
 
 POLL_S = 0.1
 KILL_TIMEOUT_S = 10.0
-"""A killed process that still exists after this many seconds hangs in the kernel (a device, a network disk)."""
+"""A killed process that still exists after this many seconds hangs in the kernel (on a device or network disk)."""
 EXEC_TIMEOUT_S = 1.0
 """Seconds to wait for all processes without an environment together: they may be in the middle of execve."""
 YOUNG_S = 10.0

@@ -100,7 +100,7 @@ class GenerationRecord:
 
 
 def describe(run: RunDir, record: GenerationRecord) -> None:
-    """Write the record once it is known; a file of that number exists already."""
+    """Write the record once it is known; a file with that number already exists."""
     write_json(run.generation(record.generation), to_plain(record))
 
 

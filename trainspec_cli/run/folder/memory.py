@@ -28,7 +28,7 @@ OWNER = "run.json"
 """The file in the folder that names its run."""
 BLOCK_BYTES = 512
 """The unit of `st_blocks`, regardless of the file system's block size."""
-HINT = "type checkpoint.memory_interval_steps=null, or ask this machine's administrator to remove it"
+HINT = "set checkpoint.memory_interval_steps=null, or ask this machine's administrator to remove it"
 
 
 def new_secret() -> str:

@@ -134,7 +134,8 @@ def read_plan_of_all_nodes(run: RunDir) -> Plan:
 
 
 def read_plan_file(path: Path) -> Plan:
-    """Read a plan.json at any path. Raises as `read_plan`, and where its content does not have its digest."""
+    """Read a plan.json at any path. Raises the errors of `read_plan`, and one if the content does not match its
+    digest."""
     plain = read_versioned(path)
     read_field(path, plain, "spec", dict)
     stated = plain.pop(PLAN_DIGEST, None)

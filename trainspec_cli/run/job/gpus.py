@@ -22,7 +22,7 @@ from trainspec_cli.recipe.keys.cluster import Gpu
 SYS = Path("/sys")
 DEV = Path("/dev")
 
-CPU_HINT = "or type cluster.device=cpu"
+CPU_HINT = "or set cluster.device=cpu"
 NVLINK_GB_PER_S = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
 """NVLink generation -> GB/s of one link, one direction (NVIDIA's architecture papers)."""
 HIDING = ("", "-1", "NoDevFiles")
@@ -181,7 +181,7 @@ def _chosen(nvml: Any, count: int) -> tuple[list[tuple[int, Any]], tuple[str, ..
 
 
 def _named(nvml: Any, entry: str, count: int) -> tuple[int, Any] | None:
-    """Return the GPU with a number or the start of a UUID, or the MIG slice with a whole UUID; None where no GPU
+    """Return the GPU with this index or UUID prefix, or the MIG slice with this full UUID; None where no GPU
     matches. Raises MachineError where the GPU with the number does not answer."""
     if entry.lstrip("-").isdigit():
         if not 0 <= int(entry) < count:

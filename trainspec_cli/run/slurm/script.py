@@ -195,7 +195,7 @@ def _options(asked: Asked, roots: Sequence[Path], name: str) -> Iterator[str]:
     yield f"--nodes={asked.num_nodes}"
     yield "--ntasks-per-node=1"
     log = array_log(roots) if is_array else log_of(roots[0])
-    # A per cent sign of the folder is no pattern; only the file's name has patterns such as %j.
+    # A per cent sign of the folder is not a pattern; only the file's name has patterns such as %j.
     yield _option("output", f"{str(log.parent).replace('%', '%%')}/{log.name}")
     yield "--open-mode=append"
     if is_array:

@@ -152,7 +152,7 @@ def _measure_run(folder: Path) -> ClusterSteps:
     run = RunDir(folder)
     if not run.plan_json.is_file():
         hint = "trainspec runs lists those of this folder"
-        raise RecipeError(Problem("missing_file", f"{folder} is no folder of a run with a plan", hint=hint))
+        raise RecipeError(Problem("missing_file", f"{folder} is not a folder of a run with a plan", hint=hint))
     report = collect(folder)
     planned = read_plan(run).as_one_group
     speed = report.speed

@@ -19,7 +19,7 @@ def read_rows(file: Path) -> list[dict[str, str]]:
         lines = csv.DictReader(io.StringIO(read_text(file), newline=""))
         rows = [_row(row) for row in lines]
     except csv.Error as error:
-        problem = Problem("wrong_table", f"this is no table: {error}", file=str(file), line=lines.line_num)
+        problem = Problem("wrong_table", f"this is not a table: {error}", file=str(file), line=lines.line_num)
         raise RecipeError(problem) from error
     if not rows or not {"gpu", "n_gpus"} <= rows[0].keys():
         message = "a table of runs has a line of column names, gpu and n_gpus among them"

@@ -67,7 +67,7 @@ class NodeOptions:
         reach = self.reach_at(self.endpoint, nodes, spares, hint, spec.run.join_timeout_s)
         if run_dir == AUTO:
             message = "`run.dir` is auto, so each node would make a separate folder"
-            hint = "type run.dir=<a folder that all nodes share>"
+            hint = "set run.dir=<a folder that all nodes share>"
             raise RecipeError(Problem("missing_value", message, "run.dir", hint))
         return reach
 

@@ -192,7 +192,7 @@ def _reach(run: RunDir, spec: RunSpec, changes: Sequence[str], nodes: NodeOption
         again = command_to_resume(run)
         if changes:  # these need options that a job does not have
             again = f"trainspec resume {quoted(run)} {shlex.join(changes)}, which records the changes, and then {again}"
-        raise RecipeError(Problem("several_hosts", message, hint=f"type {again}"))
+        raise RecipeError(Problem("several_hosts", message, hint=f"run {again}"))
     reach = nodes.reach(spec, str(run.root))
     if reach and changes:
         message = f"a run on several nodes keeps its values: `{changes[0]}` cannot be changed"
@@ -245,7 +245,7 @@ def _keep_choices(run: RunDir, plan: Plan, old: Plan, loaded: Loaded, machine: M
     plan = _keep_memory(plan, old)
     has_saved = run.newest_step or newest_copy(run)
     if has_saved and (message := describe_other_blocks(plan.spec, old.layout.tp, plan.layout.tp)):
-        hint = f"type layout.tp={old.layout.tp}, which the run has saved"
+        hint = f"set layout.tp={old.layout.tp}, which the run has saved"
         require(loaded.composed.locate([Problem("unsupported", message, "layout.tp", hint)]))
     return plan
 

@@ -112,7 +112,7 @@ def launch_sweep(
         there_is = len(session.machine.gpu_names) if on_gpus else session.machine.cpu_cores
         if side_by_side > 1 and side_by_side * size > there_is:
             needed = f"{side_by_side} runs of {size} processes need {side_by_side * size}"
-            hint = f"type --at-once {max(1, there_is // size)}, or give a run less: cluster.devices_per_node=1"
+            hint = f"pass --at-once {max(1, there_is // size)}, or give a run less: cluster.devices_per_node=1"
             message = f"{needed} {'GPUs' if on_gpus else 'cores'}, and this node has {there_is}"
             raise MachineError(Problem("no_room", message, "--at-once", hint))
     runs = [
@@ -154,7 +154,7 @@ def _sessions(
         if loaded.spec.cluster.num_nodes > 1:
             message = f"`cluster.num_nodes` is {loaded.spec.cluster.num_nodes}, and a sweep runs on this node"
             raise RecipeError(
-                Problem("several_hosts", message, "cluster.num_nodes", "type trainspec sbatch ... --sweep")
+                Problem("several_hosts", message, "cluster.num_nodes", "run trainspec sbatch ... --sweep")
             )
         machine = this_machine(loaded.spec)
         session = Session(plan_on(loaded, machine), machine, loaded, console, force=force, as_json=as_json)

@@ -74,7 +74,7 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
     if plan.comm.reason:
         console.report(f"gradients travel in {plan.comm.describe()}: {plan.comm.reason}")
     if plan.device == "cpu" and plan.compute == "bf16" and not machine.bf16:
-        console.report("this processor has no bf16 instructions, so bf16 is many times slower; type precision=fp32")
+        console.report("this processor has no bf16 instructions, so bf16 is many times slower; set precision=fp32")
     predictor = _predictor(plan, machine, console)
     is_measured = predictor is not None and predictor.is_measured
     plan = _with_probed_peak(plan, machine)

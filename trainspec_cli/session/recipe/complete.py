@@ -40,7 +40,7 @@ def complete_model(data: JsonObject, unchosen: frozenset[str], *, to_run: bool =
         if is_named and not to_run:
             return Completion({"init": {"from": None}}, INIT_FROM)
         message = f"`{INIT_FROM}` has no value: the recipe trains a model that you have"
-        hint = f"type {INIT_FROM}=hf:FOLDER, the folder of a Hugging Face model; or "
+        hint = f"set {INIT_FROM}=hf:FOLDER, the folder of a Hugging Face model; or "
         hint += f"{INIT_FROM}=null to train one from the beginning" if to_run else "model=NAME to plan for another"
         problem = Problem("missing_value", message, INIT_FROM, hint)
         return Completion({}, "", problems=(problem,)) if is_named else failed([problem])
@@ -53,7 +53,7 @@ def complete_model(data: JsonObject, unchosen: frozenset[str], *, to_run: bool =
     if len(asked) > 1:  # a model given by its keys needs no group
         return Completion({"model": {"family": "decoder"}}, "")
     message = "no model is named: `model` is auto, and `init.from` is null"
-    hint = f"type {INIT_FROM}=hf:FOLDER, the folder of a Hugging Face model; or model=llama_6m, or another: "
+    hint = f"set {INIT_FROM}=hf:FOLDER, the folder of a Hugging Face model; or model=llama_6m, or another: "
     hint += "`trainspec list model` shows all"
     return failed([Problem("missing_value", message, "model", hint)])
 

@@ -72,11 +72,11 @@ def count_samples(spec: RunSpec, folder: str | None) -> int:
         folder = str(found)
     elif data.is_own and folder is None:
         message = f"`{EPOCHS}` is {spec.train.epochs:g}, and counting the samples of {data.source} would have to run it"
-        hint = f"prepare its data first (trainspec data prepare), or type {TOKENS}=<tokens> instead"
+        hint = f"prepare its data first (trainspec data prepare), or set {TOKENS}=<tokens> instead"
         raise RecipeError(Problem("unsupported", message, EPOCHS, hint))
     if data.source == "mixture":
         message = f"`{EPOCHS}` is {spec.train.epochs:g}, and the parts of data=mixture have epochs of different lengths"
-        raise RecipeError(Problem("unsupported", message, EPOCHS, f"type {TOKENS}=<tokens> instead"))
+        raise RecipeError(Problem("unsupported", message, EPOCHS, f"set {TOKENS}=<tokens> instead"))
     try:
         if isinstance(model, ConvModel):
             return open_samples(data, model, expand(data.path) if data.path else None).count("train")
@@ -85,5 +85,5 @@ def count_samples(spec: RunSpec, folder: str | None) -> int:
         return len(open_rows(tokens, "train", data))
     except TrainspecError as error:
         message = f"`{EPOCHS}` is {spec.train.epochs:g}, and the samples of an epoch cannot be counted: {error}"
-        hint = f"type {TOKENS}=<tokens> instead, such as {TOKENS}=500e9"
+        hint = f"set {TOKENS}=<tokens> instead, such as {TOKENS}=500e9"
         raise RecipeError(Problem("unknown_length", message, EPOCHS, hint)) from error

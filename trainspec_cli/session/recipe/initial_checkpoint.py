@@ -61,7 +61,7 @@ def _read(init: InitSpec) -> tuple[JsonObject, str, Path | None]:
     run = RunDir(init.run)
     if not os.access(run.plan_json, os.R_OK):
         message = f"`init.from` is {asked}, which holds no run of trainspec"
-        hint = f"type init.from=hf:{asked} for a Hugging Face folder"
+        hint = f"set init.from=hf:{asked} for a Hugging Face folder"
         raise RecipeError(Problem("missing_file", message, "init.from", hint))
     check_tree(run.root)
     kept = _if_there(run.huggingface / TOKENIZER)
@@ -88,7 +88,7 @@ def check_initial(spec: RunSpec) -> Iterable[Problem]:
         elif (folder := spec.init.other) is not None:
             if not isinstance(spec.model, DecoderModel):
                 raise RecipeError(
-                    Problem("unsupported", "weights of other projects are read for decoders", "init.from")
+                    Problem("unsupported", "weights from other projects can only be loaded into decoders", "init.from")
                 )
             open_other(folder, spec.model)
         elif spec.init.run is not None:
@@ -127,7 +127,7 @@ def _contradictions(asked: JsonObject, found: JsonObject, source: str) -> list[P
             code="contradiction",
             message=f"`model.{key}` is {ours}, and {source} says {its}",
             path=f"model.{key}",
-            hint=f"type model.{key}={its}, or model=auto to take the checkpoint's whole model",
+            hint=f"set model.{key}={its}, or model=auto to take the checkpoint's whole model",
         )
         for key, (ours, its) in differing.items()
     ]

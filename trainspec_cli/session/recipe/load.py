@@ -174,7 +174,7 @@ def _accelerator_is_used(arguments: Sequence[str], spec: RunSpec) -> Iterator[Pr
         return
     if ACCELERATOR in typed and "cluster.device" not in typed:
         message = f"`{ACCELERATOR}` is {chip.name}, and the recipe trains on CPUs (`cluster.device` is cpu)"
-        hint = f"type cluster=auto {ACCELERATOR}={typed[ACCELERATOR]} for GPUs, or cluster.device=cpu for CPUs"
+        hint = f"set cluster=auto {ACCELERATOR}={typed[ACCELERATOR]} for GPUs, or cluster.device=cpu for CPUs"
         yield Problem("contradiction", message, ACCELERATOR, hint)
 
 
@@ -191,7 +191,7 @@ def machine_of_job(loaded: Loaded) -> Machine:
     open_keys = [key for key in ("device", "devices_per_node") if getattr(cluster, key) == AUTO]
     if open_keys:
         why = "is auto, and the job's nodes cannot be examined before Slurm has given them"
-        hint = "choose a cluster, such as cluster=h100, or type cluster.device=cuda cluster.devices_per_node=8"
+        hint = "choose a cluster, such as cluster=h100, or set cluster.device=cuda cluster.devices_per_node=8"
         problems = [Problem("left_open", f"`cluster.{key}` {why}", f"cluster.{key}", hint) for key in open_keys]
         raise RecipeError(loaded.composed.locate(problems))
     if cluster.device == "cpu":
@@ -288,7 +288,7 @@ def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]
     if RECIPE in given:
         return list(arguments), ()
     if "model" not in given:
-        hint = "type recipe=NAME, or model=NAME cluster=NAME: trainspec list shows both"
+        hint = "set recipe=NAME, or model=NAME cluster=NAME: trainspec list shows both"
         raise RecipeError(Problem("missing_value", "neither a recipe nor a model is named", RECIPE, hint))
     named = [*arguments, f"{RECIPE}={DEFAULTS}"]
     if POOLS in given and "cluster" not in given:
@@ -339,7 +339,7 @@ def read_profile(path: Path) -> ClusterProfile:
     try:
         return from_plain(ClusterProfile, read_versioned_yaml(path))
     except (RecipeError, ValueError, TypeError) as error:
-        message = f"{path} is no profile of a cluster: {error}"
+        message = f"{path} is not a profile of a cluster: {error}"
         hint = "write it again with trainspec calibrate"
         raise RecipeError(Problem("wrong_profile", message, file=str(path), hint=hint)) from error
 

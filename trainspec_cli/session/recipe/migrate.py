@@ -111,7 +111,7 @@ def yaml_form(path: Path) -> Form:
     if strangers or not keys:
         what = f"it has the key `{strangers[0]}`, which no recipe has" if strangers else "it has no keys"
         hint = "options of groups have no version; they have the version of the recipe that chooses them"
-        raise RecipeError(Problem("no_form", f"{path} is no recipe: {what}", hint=hint, file=str(path)))
+        raise RecipeError(Problem("no_form", f"{path} is not a recipe: {what}", hint=hint, file=str(path)))
     return RECIPE
 
 
@@ -218,7 +218,7 @@ def _check_target(version: str) -> None:
     fault = find_fault(version)
     assert fault is not None, "all versions that are read are known"
     message = f"--to {version}: this trainspec migrates to version {CURRENT_VERSION} of the training spec"
-    hint = fault.hint if fault.code == NEWER_VERSION else f"type --to {CURRENT_VERSION}, or leave it out"
+    hint = fault.hint if fault.code == NEWER_VERSION else f"pass --to {CURRENT_VERSION}, or leave it out"
     raise RecipeError(Problem(fault.code, message, "--to", hint))
 
 
@@ -271,7 +271,7 @@ def _check_own_file(path: Path) -> None:
         hint = f"name the file itself: {path.resolve()}"
         raise RecipeError(Problem("not_trusted", f"{path} is a link", hint=hint, file=str(path)))
     if not stat.S_ISREG(found.st_mode):
-        raise unreadable(path, "is no regular file")
+        raise unreadable(path, "is not a regular file")
     reason = why_not_trusted(found) or ("belongs to root" if found.st_uid != os.geteuid() else "")
     if reason:
         hint = f"migrate a copy of your own: cp {shlex.quote(str(path))} ."
@@ -290,7 +290,7 @@ def _form_of_file(path: Path) -> Form:
         return form
     kinds = ", ".join(one.kind for one in FORMS)
     hint = f"files of these kinds are known, by their names in a run folder: {kinds}"
-    raise RecipeError(Problem("no_form", f"{path} is no file that trainspec reads", hint=hint, file=str(path)))
+    raise RecipeError(Problem("no_form", f"{path} is not a file that trainspec reads", hint=hint, file=str(path)))
 
 
 def _replace(migration: Migration) -> Path:

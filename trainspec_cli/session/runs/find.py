@@ -69,7 +69,7 @@ def _named(name: str) -> RunDir | None:
     paths = paths or [known.path for known in known_runs() if known.name == name]
     if len(paths) > 1:
         raise RecipeError(
-            Problem("ambiguous", f"{len(paths)} runs are named {name}", hint=f"type {' or '.join(paths)}")
+            Problem("ambiguous", f"{len(paths)} runs are named {name}", hint=f"give {' or '.join(paths)}")
         )
     return RunDir(paths[0]) if paths else None
 

@@ -182,7 +182,7 @@ def copy_run_files(
     """
     if spec.init.run is not None:
         message = f"`init.from` is the run {spec.init.from_}; a bundle cannot contain runs"
-        hint = f"type trainspec export {spec.init.from_} --output FOLDER, then init.from=hf:FOLDER"
+        hint = f"run trainspec export {spec.init.from_} --output FOLDER, then init.from=hf:FOLDER"
         raise RecipeError(Problem("unsupported", message, "init.from", hint))
     settings = []
     weights = spec.init.hugging_face or spec.init.other

@@ -101,7 +101,7 @@ def check_target(python: str, name: str) -> WheelTarget:
     problems = []
     if not _PYTHON.fullmatch(python):
         message = f"--python is {python}, not a version such as {python_here()}"
-        problems.append(Problem("wrong_type", message, "--python", f"type --python {python_here()}"))
+        problems.append(Problem("wrong_type", message, "--python", f"pass --python {python_here()}"))
     if not (_LINUX.fullmatch(name) or _MACOS.fullmatch(name)):
         message = f"no bundle can be made for --platform {name}"
         hint = f"type one such as {EXAMPLES}; python3 -m pip debug --verbose lists those of a machine"
@@ -279,7 +279,7 @@ def _check_wanted(own: Wheel, targets: Sequence[WheelTarget], extras: Sequence[s
     allowed = str(own.metadata["Requires-Python"])
     if not SpecifierSet(allowed).contains(f"{targets[0].python}.0"):
         message = f"--python is {targets[0].python}; trainspec needs Python {allowed}"
-        problems.append(Problem("out_of_range", message, "--python", "type --python 3.12"))
+        problems.append(Problem("out_of_range", message, "--python", "pass --python 3.12"))
     known = [str(name) for name in own.metadata.get_all("Provides-Extra") or ()]
     for extra in extras:
         if extra not in known:

@@ -172,7 +172,7 @@ def _check_package() -> None:
     """Raise MachineError if the package for signatures is not installed."""
     if importlib.util.find_spec("cryptography") is None:
         message = "signatures need the package cryptography, which is not installed"
-        hint = "type pip install 'trainspec[signing]'"
+        hint = "run pip install 'trainspec[signing]'"
         raise MachineError(Problem("missing_package", message, hint=hint, environment=True))
 
 
@@ -186,7 +186,7 @@ def read_key(file: Path) -> Ed25519PrivateKey:
     try:
         content = read_private(file, MAX_KEY_BYTES)
     except OSError as error:
-        hint = f"type chmod 600 {shlex.quote(str(file))}, or make a key with {MAKE_KEY}"
+        hint = f"run chmod 600 {shlex.quote(str(file))}, or make a key with {MAKE_KEY}"
         message = f"the key {file} cannot be read: {error.strerror}"
         raise MachineError(Problem("secret", message, "--key", hint, file=str(file), environment=True)) from error
     is_openssh = content.startswith(b"-----BEGIN OPENSSH")

@@ -240,7 +240,7 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
             break
     if header is None:
         hint = f"give the whole output of `{COMMAND}`: {COMMAND} > topology.txt"
-        raise MachineError(Problem("no_matrix", f"{source} contains no matrix of GPUs", hint=hint, environment=True))
+        raise MachineError(Problem("no_matrix", f"{source} contains no GPU matrix", hint=hint, environment=True))
     columns, affinities = _columns(lines[header])
     names = {match[1]: match[2] for line in lines[header:] if (match := _LEGEND.fullmatch(line))}
     rows: dict[str, list[str]] = {}

@@ -44,7 +44,7 @@ def emit_recipe(arguments: Sequence[str], engine: str, container: Container = NO
     PlanError if no layout fits."""
     if engine not in TARGETS:
         near = closest(engine, TARGETS)
-        hint = f"type --for {near}" if near else f"known engines: {', '.join(TARGETS)}"
+        hint = f"pass --for {near}" if near else f"known engines: {', '.join(TARGETS)}"
         raise RecipeError(Problem("usage", f"unknown engine `{engine}`", "--for", hint))
     target = TARGETS[engine]
     arguments, _ = with_defaults(arguments)

@@ -44,7 +44,7 @@ def import_file(file: Path, engine: str = "") -> Imported:
     engine = engine or guess_engine(file)
     if engine not in READERS:
         near = closest(engine, READERS)
-        hint = f"type --from {near}" if near else f"known engines: {', '.join(READERS)}"
+        hint = f"pass --from {near}" if near else f"known engines: {', '.join(READERS)}"
         raise RecipeError(Problem("usage", f"cannot read files of `{engine}`", "--from", hint))
     target = TARGETS[engine]
     content = read_back(target, read_source(file, engine))

@@ -118,7 +118,7 @@ def batch_problem(run: RunValues) -> Problem | None:
         f"{each_round} (micro-batches of {micro} on {ranks} data-parallel ranks)"
     )
     hint = " or ".join(f"batching.global_batch_size={size}" for size in dict.fromkeys(allowed))
-    return Problem("not_said", message, "batching.global_batch_size", f"type {hint}")
+    return Problem("not_said", message, "batching.global_batch_size", f"set {hint}")
 
 
 # Codecs

@@ -135,9 +135,9 @@ def _unsupported(target: Target, key: str, run: RunValues, error: UnsupportedVal
     message = f"{target.title} does not support `{key}`={show(run[key])}" + (f": {reason}" if reason else "")
     hint = "another engine may support it: see trainspec emit --help"
     if error and error.hint:
-        hint = f"type {error.hint.format(key=key)}"
+        hint = f"set {error.hint.format(key=key)}"
     elif first := allowed.partition(" or ")[0]:
-        hint = f"type {key}={first}"
+        hint = f"set {key}={first}"
     return Problem("not_said", message, key, hint)
 
 

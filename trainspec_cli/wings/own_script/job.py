@@ -168,8 +168,8 @@ def wasted_gpus(command: Sequence[str], devices: int) -> str:
         return ""
     rest = shlex.join(command[list(command).index(script) :])
     return (
-        f"the command is one process, but the job reserves {devices} GPUs on its node; for a process on each GPU type "
-        f"-- torchrun --nproc-per-node {devices} {rest}; for a single GPU type "
+        f"the command is one process, but the job reserves {devices} GPUs on its node; for a process on each GPU run "
+        f"-- torchrun --nproc-per-node {devices} {rest}; for a single GPU run "
         "cluster.devices_per_node=1 cluster.slurm.exclusive=false"
     )
 

@@ -357,7 +357,7 @@ def reach_nodes(nodes: NodeOptions, run_dir: str, join_timeout_s: float) -> Reac
     reach = nodes.reach_at(nodes.endpoint, nodes.nnodes, 0, hint, join_timeout_s)
     if run_dir == AUTO:
         message = "--dir is missing: without it each node would create a folder of its own"
-        raise RecipeError(Problem("missing_value", message, "--dir", "type --dir <a folder that all nodes share>"))
+        raise RecipeError(Problem("missing_value", message, "--dir", "pass --dir <a folder that all nodes share>"))
     return reach
 
 
@@ -491,7 +491,7 @@ class CommandRuns:
         if changes or detach:
             what = f"`{changes[0]}`" if changes else "--detach"
             message = f"{what} applies to recipes only, but the run in {run.root} is a command of your own"
-            raise RecipeError(Problem("own_command", message, hint=f"type trainspec resume {name}"))
+            raise RecipeError(Problem("own_command", message, hint=f"run trainspec resume {name}"))
         result = read_result(run)
         if result and result.status == "done":
             raise RecipeError(Problem("nothing_left", f"the run in {run.root} is done", hint=anew))

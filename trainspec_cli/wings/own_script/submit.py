@@ -91,11 +91,11 @@ def load_cluster(arguments: Sequence[str]) -> Loaded:
         if cluster.device == AUTO:
             message = "it is not known whether the command needs GPUs: the job's nodes cannot be examined in advance"
             gpus = "cluster=h100 or another, or cluster.device=cuda cluster.devices_per_node=8"
-            hint = f"type {gpus}; without GPUs type cluster.device=cpu"
+            hint = f"set {gpus}; without GPUs set cluster.device=cpu"
             raise RecipeError(Problem("left_open", message, "cluster.device", hint))
         if cluster.devices_per_node == AUTO:
             message = "`cluster.devices_per_node` is auto, but the job requests a fixed number of GPUs"
-            hint = "type cluster.devices_per_node=8"
+            hint = "set cluster.devices_per_node=8"
             raise RecipeError(Problem("left_open", message, "cluster.devices_per_node", hint))
     return Loaded(draft, composed)
 
@@ -109,13 +109,13 @@ def _refuse_foreign(argument: Argument) -> Problem | None:
     value = argument.text.partition("=")[2]
     hint = "leave it out: the command has its own options, and the job's keys begin with cluster."
     if root == SLURM:
-        hint = f"type cluster.{argument.text}"
+        hint = f"set cluster.{argument.text}"
     elif near := closest(root, [*(field.name for field in fields(SlurmSpec)), "nodes"]):
-        hint = f"type {'cluster.num_nodes' if near == 'nodes' else f'cluster.slurm.{near}'}={value}"
+        hint = f"set {'cluster.num_nodes' if near == 'nodes' else f'cluster.slurm.{near}'}={value}"
     elif near := closest(root, [field.name for field in fields(ClusterSpec)]):
-        hint = f"type cluster.{near}={value}"
+        hint = f"set cluster.{near}={value}"
     elif key == "run.dir":
-        hint = f"type --dir {value}"
+        hint = f"pass --dir {value}"
     elif key == RECIPE:
         hint = "leave it out, or leave out -- and the command: a job has one of them"
     return argument.origin.problem("unknown_key", f"`{key}` is not a key of a command's job", hint, key)
@@ -135,7 +135,7 @@ def check_own_command(command: Sequence[str], loaded: Loaded, wanted: CommandSet
         check_for_nodes(command, cluster.num_nodes, "cluster.num_nodes")
     if wanted.grace_s > slurm.warn_s:
         message = f"--grace-s is {wanted.grace_s:g}, but the job is warned only {slurm.warn_s} s before its time limit"
-        hint = f"type cluster.slurm.warn_s={wanted.grace_s:.0f} or more"
+        hint = f"set cluster.slurm.warn_s={wanted.grace_s:.0f} or more"
         raise RecipeError(Problem("out_of_range", message, "cluster.slurm.warn_s", hint))
 
 

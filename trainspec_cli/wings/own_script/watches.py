@@ -128,7 +128,7 @@ def processor_s(processes: Iterable[psutil.Process]) -> float:
 
 
 def wanted_s(process: psutil.Process) -> float:
-    """Return the time in which a process' threads computed or waited for a processor: on a busy machine, a working
+    """Return the time that a process's threads spent computing or waiting for a processor: on a busy machine, a working
     process may compute little. Without a count of waiting, only the time in which they computed."""
     wanted_ns = 0
     try:
@@ -426,7 +426,7 @@ def locate(stack: str) -> str:
 
 def name_late(ranks: Sequence[RankStands]) -> tuple[list[int], str]:
     """Return the ranks on all nodes that the others wait for, and why; all ranks if none differs. If all wait in a
-    library, those that wait elsewhere than most have left out an exchange, or make an additional one."""
+    library, those waiting somewhere different from the majority have skipped an exchange, or made an additional one."""
     numbers = sorted(rank.rank for rank in ranks)
     if ended := sorted(rank.rank for rank in ranks if rank.ended):
         return ended, "it has ended"

@@ -25,11 +25,11 @@ def numbers(spec: RunSpec) -> Iterator[Problem]:
     if sites.interval_steps % sites.fragments:
         fitting = [number for number in range(1, sites.fragments) if sites.interval_steps % number == 0]
         message = f"`{PATH}.interval_steps` is {sites.interval_steps}, not a multiple of {sites.fragments} fragments"
-        yield Problem("not_divisible", message, f"{PATH}.fragments", f"type {PATH}.fragments={fitting[-1]}")
+        yield Problem("not_divisible", message, f"{PATH}.fragments", f"set {PATH}.fragments={fitting[-1]}")
     elif sites.delay_steps > sites.interval_steps // sites.fragments:
         between = sites.interval_steps // sites.fragments
         message = f"`{PATH}.delay_steps` is {sites.delay_steps}, but the next exchange is sent after {between} steps"
-        yield Problem("out_of_range", message, f"{PATH}.delay_steps", f"type {PATH}.delay_steps={between} or less")
+        yield Problem("out_of_range", message, f"{PATH}.delay_steps", f"set {PATH}.delay_steps={between} or less")
     else:
         # A round plans the steps from the application of its sum to that of the next one.
         between = sites.interval_steps // sites.fragments
@@ -38,15 +38,15 @@ def numbers(spec: RunSpec) -> Iterator[Problem]:
             longest = sites.fragments * (MAX_ITEMS - delay if delay < between else MAX_ITEMS // 2)
             message = f"`{PATH}.interval_steps` gives {between:,} steps between exchanges and {delay:,} steps of delay"
             message += f", but a round can plan at most {MAX_ITEMS:,} steps"
-            hint = f"type {PATH}.interval_steps={longest} or less, or more {PATH}.fragments"
+            hint = f"set {PATH}.interval_steps={longest} or less, or more {PATH}.fragments"
             yield Problem("out_of_range", message, f"{PATH}.interval_steps", hint)
     if sites.count == 1:
         message = f"`{PATH}.count` is 1, but an exchange needs at least two sites"
-        yield Problem("out_of_range", message, f"{PATH}.count", f"type {PATH}.count=2 or more, or {INSTEAD}")
+        yield Problem("out_of_range", message, f"{PATH}.count", f"set {PATH}.count=2 or more, or {INSTEAD}")
     for key, number, most in (("quorum", sites.quorum, sites.count), ("site", sites.site or 0, sites.count - 1)):
         if number > most:
             message = f"`{PATH}.{key}` is {number}, but with {sites.count} sites it can be at most {most}"
-            yield Problem("out_of_range", message, f"{PATH}.{key}", f"type {PATH}.{key}={most} or less")
+            yield Problem("out_of_range", message, f"{PATH}.{key}", f"set {PATH}.{key}={most} or less")
 
 
 def addresses(spec: RunSpec) -> Iterator[Problem]:
@@ -59,7 +59,7 @@ def addresses(spec: RunSpec) -> Iterator[Problem]:
     for key, (wanted, example) in meanings.items():
         if wanted is not None and not _is_address(wanted):
             message = f"`{PATH}.{key}` is `{wanted}`; HOST:PORT is required"
-            yield Problem("usage", message, f"{PATH}.{key}", f"type {PATH}.{key}=HOST:PORT, {example}")
+            yield Problem("usage", message, f"{PATH}.{key}", f"set {PATH}.{key}=HOST:PORT, {example}")
     if sites.listen is not None and sites.site == FIRST_SITE:
         message = f"`{PATH}.listen` is `{sites.listen}`, but site {FIRST_SITE} listens at `{PATH}.endpoint`"
         yield Problem("usage", message, f"{PATH}.listen", "leave it out there; the other sites need it")
@@ -76,14 +76,14 @@ def other_parts(spec: RunSpec) -> Iterator[Problem]:
     unlike = {
         "model": (spec.model.unit != "tokens", "supports language models only", "choose another model"),
         "model.experts": (has_experts, "does not merge the balance of experts", "choose a dense model"),
-        "train": (spec.ends_by_samples, "needs the same number of steps at all sites", "type train.max_steps only"),
+        "train": (spec.ends_by_samples, "needs the same number of steps at all sites", "set train.max_steps only"),
         "checkpoint.keep_best": (spec.checkpoint.keep_best, "evaluates the merged model", "leave it out"),
         "train.early_stop_evals": (spec.train.early_stop_evals is not None, "ends at its last step", "leave it out"),
         "scheduler.changes": (bool(spec.scheduler.changes), "does not change its layout", "leave it out"),
     }
     for path, (is_wanted, why, hint) in unlike.items():
         if is_wanted:
-            yield Problem("unsupported", f"resilience=sites {why}", path, f"{hint}, or type {INSTEAD}")
+            yield Problem("unsupported", f"resilience=sites {why}", path, f"{hint}, or set {INSTEAD}")
 
 
 SITES_RULES = (numbers, addresses, other_parts)
@@ -98,7 +98,7 @@ def check_start(spec: RunSpec) -> None:
         if value is None:
             path = f"{PATH}.{key}"
             message = f"`{path}` is missing: `resilience.mode` is sites, and this command starts one of {sites.count}"
-            hint = f"at each site type {EXAMPLE}; HOST:PORT is site 0, and FILE is the same at all sites: {MAKE_SECRET}"
+            hint = f"at each site set {EXAMPLE}; HOST:PORT is site 0, and FILE is the same at all sites: {MAKE_SECRET}"
             raise RecipeError(Problem("missing_value", message, path, hint))
     try:
         read_secret(Path(str(sites.secret)))

@@ -139,7 +139,7 @@ def test_a_batch_that_outgrows_the_noise_is_told_once_with_what_to_type() -> Non
     assert (first, again) == (None, None), "one step is no average, and once is enough"
     assert told == (
         "the batch has grown to 27 samples, more than half the gradient noise scale (42 over 2 steps): the loss "
-        "tends to suffer. In the next run, type batching.schedule.max_global_batch_size=18"
+        "tends to suffer. In the next run, set batching.schedule.max_global_batch_size=18"
     )
     assert warn(55.0, 27) == [None] * 3
 
@@ -147,9 +147,9 @@ def test_a_batch_that_outgrows_the_noise_is_told_once_with_what_to_type() -> Non
 def test_a_batch_that_begins_too_large_is_told_to_begin_smaller_with_as_many_samples() -> None:
     """The rate of a quarter of the batch is half the rate."""
     _, told, _ = warn(10.0, 12)
-    assert told is not None and "type batching.global_batch_size=2 train.max_steps=160 optim.lr=0.005," in told
+    assert told is not None and "set batching.global_batch_size=2 train.max_steps=160 optim.lr=0.005," in told
     _, told, _ = warn(0.5, 12)
-    assert told is not None and "type batching.global_batch_size=1 train.max_steps=320 optim.lr=0.00354," in told
+    assert told is not None and "set batching.global_batch_size=1 train.max_steps=320 optim.lr=0.00354," in told
 
 
 def test_a_ramp_that_outgrows_the_noise_is_told_of_its_stages() -> None:

@@ -44,7 +44,7 @@ class ImageFolder:
             message = (
                 f"{folder.absolute()} has {len(self.classes)} classes (sub-folders), the model has {model.num_classes}"
             )
-            hint = f"type model.num_classes={len(self.classes)}"
+            hint = f"set model.num_classes={len(self.classes)}"
             raise RecipeError(Problem("wrong_classes", message, "model.num_classes", hint))
         files = [(path, label) for label, name in enumerate(self.classes) for path in list_pictures(folder / name)]
         # By name, so that adding a picture does not move others between the splits.
@@ -117,7 +117,7 @@ def load_reader(module: str, package: str, what: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         message = f"{what} are read with {package}, which is not installed"
-        hint = f"type pip install 'trainspec[{extra}]', or save them as .npy"
+        hint = f"run pip install 'trainspec[{extra}]', or save them as .npy"
         problem = Problem("missing_package", message, "data.source", hint, environment=True)
         raise MachineError(problem) from error
 

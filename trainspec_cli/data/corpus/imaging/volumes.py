@@ -102,9 +102,7 @@ class VolumeFolder:
         classes = np.asarray(label[part]).astype(np.int64)
         if classes.size and not 0 <= classes.min() <= classes.max() < self.model.num_classes:
             message = f"{pair[1]} labels voxels {classes.min()} to {classes.max()}"
-            hint = (
-                f"the model has classes 0 to {self.model.num_classes - 1}: type model.num_classes={classes.max() + 1}"
-            )
+            hint = f"the model has classes 0 to {self.model.num_classes - 1}: set model.num_classes={classes.max() + 1}"
             raise MachineError(message, code="wrong_classes", hint=hint)
         return self._pad(voxels), self._pad(classes[None])[0]
 

@@ -2,7 +2,7 @@
 
 The order is: create the new groups; build the new stages without values (the old state is still untouched); move the
 state, bucket by bucket; release the old modules. If a rank fails before the last bucket has arrived, all ranks return
-to the old state. """
+to the old state."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def bundle(
         given = {"a recipe": arguments, "--platform": platform, "--extra": extra, "--wheels": wheels}
         for name in (name for name, value in given.items() if value):
             message = f"--check only checks a bundle; it cannot be combined with {name}"
-            raise RecipeError(Problem("contradiction", message, "--check", "type trainspec bundle OUT --check"))
+            raise RecipeError(Problem("contradiction", message, "--check", "run trainspec bundle OUT --check"))
         if faults := examine(out):
             raise MachineError([Problem(one.code, one.message, hint=one.hint, environment=True) for one in faults])
         record = read_bundle(out)
@@ -126,7 +126,7 @@ def _load_recipes(arguments: Sequence[str]) -> Iterator[WantedRecipe]:
             current = groups[name] = []
         elif current is None:
             message = f"{word} is before the first recipe=NAME; a value changes the recipe before it"
-            raise RecipeError(Problem("usage", message, hint=f"type trainspec bundle OUT recipe=NAME {word}"))
+            raise RecipeError(Problem("usage", message, hint=f"run trainspec bundle OUT recipe=NAME {word}"))
         current.append(word)
     for name, words in groups.items():
         yield WantedRecipe(name, tuple(words), load(words).spec)

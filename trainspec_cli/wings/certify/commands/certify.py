@@ -184,8 +184,8 @@ def _certify_here(
     if device:
         devices = [name for name, wing in find_wings().items() if "devices" in wing.parts]
         if device not in devices:
-            remedy = f"type --device {', '.join(devices)}" if devices else "leave it out"
-            raise RecipeError(Problem("unknown_value", f"`{device}` is not a device in software", "--device", remedy))
+            remedy = f"pass --device {', '.join(devices)}" if devices else "leave it out"
+            raise RecipeError(Problem("unknown_value", f"`{device}` is not an emulated device", "--device", remedy))
         # What is launched says something about this machine, and not about the device.
         features, launched = (EMULATED,), ()
     for pattern in only:

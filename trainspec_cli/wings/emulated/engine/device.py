@@ -210,7 +210,7 @@ def _reads(op: Any, args: Any) -> bool:
 
 def _catch_up() -> None:
     stream = current_stream()
-    SCHEDULER.finish(stream, stream._queued)
+    SCHEDULER.finish(stream, stream.queued)
 
 
 def _run_later(run: Callable[[], Any], shapes: Any) -> Any:

@@ -89,9 +89,8 @@ def _stream_of(group: Any, peer: str = "") -> Stream:
 def run_exchange(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable[[Any], Any]) -> Any:
     name = op.overloadpacket.__name__
     on_host = tree_map(memory_of, args)
-    group = next(
-        value for value in args if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
-    )
+    names = [argument.name for argument in op._schema.arguments]
+    group = args[names.index("process_group")]
     # Messages that are batched do not wait for one another: each direction has a stream of its own.
     stream = _stream_of(group, f"{name} {args[2]}" if name in ("send", "recv_") else "")
 
@@ -107,7 +106,7 @@ def run_exchange(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable
     boxed = exchange.boxed()
     outputs = [args[place] for place, value in enumerate(op._schema.returns[:-1])]
     if name == "barrier":
-        SCHEDULER.finish(stream, stream._queued)
+        SCHEDULER.finish(stream, stream.queued)
     return (*outputs, boxed) if outputs else boxed
 
 

@@ -46,8 +46,8 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0, **_: Any):
         self.priority = priority
         self._queue: deque[QueuedWork] = deque()
-        self._queued = 0
-        self._done = 0
+        self.queued = 0
+        self.done = 0
         self._outer: list[Stream] = []
         with LOCK:
             STREAMS.append(self)
@@ -59,7 +59,7 @@ class Stream:
     def add(self, work: QueuedWork) -> None:
         with LOCK:
             self._queue.append(work)
-            self._queued += 1
+            self.queued += 1
             SCHEDULER.progress()
 
     def run(self, start: Callable[[], object | None]) -> None:
@@ -68,7 +68,7 @@ class Stream:
     def has_done(self, number: int) -> bool:
         with LOCK:
             SCHEDULER.poll()
-            return self._done >= number
+            return self.done >= number
 
     def step(self) -> bool:
         """Run the first piece of work if it may begin. Return whether anything changed."""
@@ -79,14 +79,14 @@ class Stream:
             if not work.handle.is_completed():
                 return False
             work.handle.wait()  # raises the error of an exchange that failed
-        elif work.after is not None and work.after[0]._done < work.after[1]:
+        elif work.after is not None and work.after[0].done < work.after[1]:
             return False
         elif work.start is not None:
             work.handle = work.start()
             if work.handle is not None and not work.handle.is_completed():
                 return True
         self._queue.popleft()
-        self._done += 1
+        self.done += 1
         return True
 
     # What torch calls
@@ -105,10 +105,10 @@ class Stream:
 
     def synchronize(self) -> None:
         counts["synchronisations"] += 1
-        SCHEDULER.finish(self, self._queued)
+        SCHEDULER.finish(self, self.queued)
 
     def query(self) -> bool:
-        return self.has_done(self._queued)
+        return self.has_done(self.queued)
 
     def __enter__(self) -> Stream:
         self._outer.append(current_stream())
@@ -129,7 +129,7 @@ class StreamEvent:
         stream = stream or current_stream()
         with LOCK:
             stream.run(self._note_time)
-            self.at = stream, stream._queued
+            self.at = stream, stream.queued
 
     def _note_time(self) -> None:
         self._reached_s = time.perf_counter()
@@ -190,20 +190,20 @@ class Scheduler:
         """Wait until a stream has done so much."""
         while True:
             with LOCK:
-                while stream._done < number:
+                while stream.done < number:
                     if self.random is None:
                         changed = self._step_all()
                     else:
                         changed = self._pick()
                     if not changed:
                         break
-                if stream._done >= number:
+                if stream.done >= number:
                     return
             time.sleep(POLL_S)  # an exchange is under way
 
     def finish_all(self) -> None:
         for stream in list(STREAMS):
-            self.finish(stream, stream._queued)
+            self.finish(stream, stream.queued)
 
 
 STREAMS: list[Stream] = []

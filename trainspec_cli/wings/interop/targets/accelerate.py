@@ -112,7 +112,7 @@ def refused_together(run: RunValues) -> Iterator[Problem]:
     """Yield a problem if blocks are recomputed without FSDP."""
     if run["recompute"] != "none" and run["derived.is_ddp"]:
         message = f"`recompute` is {run['recompute']}, but Accelerate recomputes only with FSDP"
-        yield Problem("not_said", message, "recompute", "type recompute=none, or layout=fsdp")
+        yield Problem("not_said", message, "recompute", "set recompute=none, or layout=fsdp")
 
 
 def launch_words(run: RunValues, config: str = CONFIG) -> list[str]:

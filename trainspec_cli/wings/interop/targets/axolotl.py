@@ -264,7 +264,7 @@ def refused_together(run: RunValues) -> Iterator[Problem]:
     if run["layout.cp"] != 1 and run["batching.micro_batch_size"] != 1:
         size = show(run["batching.micro_batch_size"])
         message = f"`batching.micro_batch_size` is {size}, but cp shards packed samples one at a time"
-        yield Problem("not_said", message, "batching.micro_batch_size", "type batching.micro_batch_size=1")
+        yield Problem("not_said", message, "batching.micro_batch_size", "set batching.micro_batch_size=1")
 
 
 def config_text(keys: Keys) -> str:

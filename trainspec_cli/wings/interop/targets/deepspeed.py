@@ -124,10 +124,10 @@ def refused_together(run: RunValues) -> Iterator[Problem]:
     """Yield problems of offload without ZeRO, and of AutoTP with sequence parallelism."""
     if run["offload"] == "optimizer" and run["derived.shards"] == 1:
         message = "`offload` is optimizer, but DeepSpeed offloads only with ZeRO, and here nothing is sharded"
-        yield Problem("not_said", message, "offload", "type offload=none, or layout.dp_shard=auto")
+        yield Problem("not_said", message, "offload", "set offload=none, or layout.dp_shard=auto")
     if run["layout.tp"] != 1 and run["layout.cp"] != 1:
         message = f"`layout.cp` is {run['layout.cp']}, but DeepSpeed cannot combine sequence parallelism with AutoTP"
-        yield Problem("not_said", message, "layout.cp", "type layout.cp=1 or layout.tp=1")
+        yield Problem("not_said", message, "layout.cp", "set layout.cp=1 or layout.tp=1")
 
 
 def render(translation: Translation, run: RunValues) -> dict[str, str]:

@@ -214,7 +214,7 @@ def refused_together(run: RunValues) -> Iterator[Problem]:
     """Yield a problem if the recipe evaluates, because MaxText needs separate files for that."""
     if run["train.eval_interval_steps"] is not None:
         message = "`train.eval_interval_steps` is set, but MaxText evaluates on separate files"
-        hint = "type train.eval_interval_steps=null, and set eval_interval and grain_eval_files yourself"
+        hint = "set train.eval_interval_steps=null, and set eval_interval and grain_eval_files yourself"
         yield Problem("not_said", message, "train.eval_interval_steps", hint)
 
 

@@ -259,7 +259,7 @@ def refused_together(run: RunValues) -> Iterator[Problem]:
     """Yield a problem if Megatron-FSDP would write checkpoints asynchronously."""
     if run["checkpoint.mode"] == "async" and _by_fsdp(run):
         message = "`checkpoint.mode` is async, but Megatron-FSDP writes checkpoints synchronously"
-        yield Problem("not_said", message, "checkpoint.mode", "type checkpoint.mode=sync")
+        yield Problem("not_said", message, "checkpoint.mode", "set checkpoint.mode=sync")
 
 
 WITHOUT_ORDER = "unset CUDA_DEVICE_MAX_CONNECTIONS  # FSDP refuses the value 1"

@@ -256,7 +256,7 @@ def refused_together(run: RunValues) -> Iterator[Problem]:
     """Yield a problem if the gradient is not clipped."""
     if run["optim.grad_clip_norm"] is None:
         message = "`optim.grad_clip_norm` is null, but torchtitan always clips"
-        yield Problem("not_said", message, "optim.grad_clip_norm", "type optim.grad_clip_norm=1e9")
+        yield Problem("not_said", message, "optim.grad_clip_norm", "set optim.grad_clip_norm=1e9")
 
 
 def module_text(translation: Translation, run: RunValues) -> str:

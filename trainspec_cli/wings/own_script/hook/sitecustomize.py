@@ -31,7 +31,7 @@ SLOTS = 252
 OPTIMIZERS = "torch.optim.optimizer"
 MODULES = "torch.nn.modules.module"
 STATE_MAKER = "_init_optim_state"
-"""The function of torch.distributed.checkpoint that makes a step only to create the optimizer's state."""
+"""The torch.distributed.checkpoint function that takes a step only to create the optimizer's state."""
 
 
 class StepCount(types.ModuleType):
