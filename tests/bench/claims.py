@@ -60,7 +60,7 @@ again. The column "how" states where a figure comes from:
   is an estimate, not a finding.
 - *planned, failures simulated*: the same, for a whole run with a simulation of its failures and restarts.
 - *measured on CPUs*: processes on two CPU cores ([benchmarks](benchmarks.md)).
-- *published*: what others state of their own runs on GPUs.
+- *published*: figures that others report for their own GPU runs.
 - *counted*: in this version of trainspec.
 
 The verdict follows from the figures: all of them meet the claim (**holds**), some do (**holds under** these
@@ -70,13 +70,13 @@ conditions), none does (**does not hold**), or no figure can decide it (**cannot
 ABOUT_GOODPUT = """\
 ## Published goodput, simulated
 
-The same simulation, fed with the rates that each source gives of its own run, and with trainspec's own where it
-gives none, within their bounds; nothing is fitted (`python tests/bench/published_goodput.py`).
+The same simulation, with the rates that each source reports for its run, or else trainspec's own within their bounds;
+nothing is fitted (`python tests/bench/published_goodput.py`).
 
 """
 ABOUT_OTHERS = """\
-Where failures and what they cost are published, the bound is kept. The others say what such a simulation leaves out:
-rates better than Llama 3's, lost hours that no failure explains, and people who are waited for.
+Where failures and their cost are published, the bound holds. The others show what such a simulation leaves out: lower
+failure rates than Llama 3's, lost hours without a recorded failure, and waiting for people.
 
 """
 VERDICTS = ("holds", "holds under", "does not hold", "cannot be told")

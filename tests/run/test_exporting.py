@@ -65,7 +65,7 @@ def test_the_newest_checkpoint_is_exported_unless_another_is_asked_for(make: Mak
     with pytest.raises(RecipeError, match="no checkpoint of step 5 exists") as caught:
         find_checkpoint(run, 5)
     assert (caught.value.problems[0].path, caught.value.problems[0].hint) == ("--step", "4, 12")
-    with pytest.raises(RecipeError, match="has no whole checkpoint"):
+    with pytest.raises(RecipeError, match="has no complete checkpoint"):
         find_checkpoint(RunDir(run.root / "nothing"), None)
 
 

@@ -1,4 +1,4 @@
-"""`trainspec launch`: train a recipe on this machine."""
+"""`trainspec launch`: train a recipe on this node or several."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def prune(
         raise RecipeError(Problem("usage", message, "--status", hint))
     if not 0 <= older_than < math.inf:
         raise RecipeError(
-            Problem("usage", f"--older-than is {older_than:g}", "--older-than", "a number of days from 0")
+            Problem("usage", f"--older-than is {older_than:g}", "--older-than", "give a number of days, 0 or more")
         )
     _remove(list(removal.plan_pruning(statuses, older_than * DAY_S, checkpoints=checkpoints)), yes=yes, as_json=as_json)
 
@@ -218,7 +218,7 @@ def _remove(removals: Sequence[removal.Removal], *, yes: bool, as_json: bool) ->
         if as_json or not sys.stdin.isatty():
             hint = "add --yes"
             raise RecipeError(
-                Problem("usage", f"{freed} would be removed, and there is no terminal to confirm", "--yes", hint)
+                Problem("usage", f"{freed} would be removed, and there is no terminal to confirm it on", "--yes", hint)
             )
         typer.confirm(f"remove this and free {freed}?", abort=True)
     for one in removals:

@@ -129,7 +129,9 @@ def sbatch(
         asked = CommandOptions(max_restarts, grace_s, hang_s, work_s, join_timeout_s)
         if not (prepares := parts_of(PREPARE_COMMAND)):
             hint = "name a recipe, or install trainspec whole: the wing for commands is missing"
-            raise MachineError(Problem(MISSING_WING, "this installation runs no commands", "COMMAND", hint))
+            raise MachineError(
+                Problem(MISSING_WING, "this installation cannot run user-supplied commands", "COMMAND", hint)
+            )
         made = prepares[0](command, arguments or [], folder, asked)
     first = made.loaded[0]
     # A recipe may come from another person, and its shell lines run on the cluster, so they are always shown.

@@ -82,7 +82,7 @@ def find_checkpoint(run: RunDir, step: int | None, *, best: bool = False) -> int
         raise RecipeError(Problem("usage", "--best and --step each name a checkpoint", "--best", "omit one of them"))
     steps = run.checkpoint_steps()
     if not steps:
-        raise RecipeError(Problem("no_checkpoint", f"{run.root} has no whole checkpoint", hint="train it first"))
+        raise RecipeError(Problem("no_checkpoint", f"{run.root} has no complete checkpoint", hint="train it first"))
     if best and (step := best_checkpoint(run)) is None:
         message = "no checkpoint was evaluated on held-out data"
         hint = "set checkpoint.keep_best=true in a launch"

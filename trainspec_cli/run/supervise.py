@@ -53,10 +53,11 @@ from trainspec_cli.run.recovery.run_state import NodeSlow
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
 
 # Find the node without which a run would be faster, from the speeds that its workers report, and record what is decided
-# or advised. The decision itself is `balance.decisions.leave_out`; `run.recovery` acts on it.
+# or advised. The decision itself is `balance.decisions.shares`; `run.recovery` acts on it.
 
 
 SUPERVISOR = -1
+"""The rank in the supervisor's marks."""
 MEASURED_STEPS = 5
 """The least number of steps for the median of their times."""
 REMEMBERED_STEPS = 50
@@ -286,7 +287,6 @@ class SlowNodes:
         directives.close()
 
 
-"""The rank in the supervisor's marks."""
 TOOL = ResilienceSpec(mode="none")
 """The resilience of a job without a plan."""
 

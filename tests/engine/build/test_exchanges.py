@@ -37,9 +37,12 @@ def is_listed(axis: str, operation: str) -> bool:
 @pytest.mark.parametrize(
     ("family", "layout"),
     slow_after(
-        1,
+        2,
         [
             ("dense", Layout(tp=2, dp_shard=2)),
+            ("tied", Layout(pp=2)),
+            ("moe", Layout(cp=2)),
+            ("dense", Layout(cp=2, context_method="ulysses")),
             ("dense", Layout(pp=2, dp_replicate=2)),
             ("moe", Layout(dp_shard=4, ep=2)),
         ],

@@ -83,7 +83,7 @@ def test_another_number_of_parameters_is_refused_with_the_right_one(asked: int) 
         build_model(replace(OWN, block_params=asked), 8)
     (problem,) = raised.value.problems
     assert problem.path == "model.block_params"
-    assert problem.hint == f"set model.block_params={BLOCK_PARAMS}; every layer has as many"
+    assert problem.hint == f"set model.block_params={BLOCK_PARAMS}; every layer has the same number"
 
 
 @pytest.mark.parametrize(

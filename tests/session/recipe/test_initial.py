@@ -152,7 +152,7 @@ def test_a_model_that_is_written_out_key_by_key_needs_no_group() -> None:
 def test_a_run_without_a_checkpoint_is_no_beginning(make_run: Callable[..., RunDir]) -> None:
     run = make_run(step=0)
     write_json(run.run_json, read_json(run.run_json) | {"data_dir": None})
-    assert told("recipe=tiny", f"init.from={run.root}") == [("init.from", f"{run.root} has no whole checkpoint")]
+    assert told("recipe=tiny", f"init.from={run.root}") == [("init.from", f"{run.root} has no complete checkpoint")]
 
 
 def test_weights_are_looked_at_where_the_run_starts_here_alone(folder: Path) -> None:

@@ -22,22 +22,27 @@ from trainspec_cli.recipe.results.plan import Plan
 
 STEP_EXCHANGES: Mapping[str, Collection[str]] = {
     # Activations of regions whose matrices are cut, or their gathering and scattering under sequence parallelism
-    # (comm/exchange.py); the loss over a cut vocabulary (models/cross_entropy.py); gradients of what every rank holds
-    # whole, after the backwards (run/step.py: sum_late).
-    "tp": ("all_reduce", "all_gather", "reduce_scatter"),
-    # Keys and values travel around a ring, or are swapped for heads (parallel/context.py).
-    "cp": ("send", "receive", "all_to_all"),
+    # (comm/exchange.py); the loss over a cut vocabulary (parallel/context.py); gradients of what every rank holds
+    # whole, after the backwards (run/step.py: sum_late); parts of matrices for Muon (optim/whole.py).
+    "tp": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
+    # Keys and values travel around a ring, or are swapped for heads (parallel/context.py). Parameters are sharded over
+    # these ranks too (parallel/data_parallel.py), the noise of gradients is summed (parallel/noise.py), and so is the
+    # loss that balances experts (parallel/pipeline.py).
+    "cp": ("send", "receive", "all_to_all", "all_gather", "reduce_scatter", "all_reduce"),
     # Tokens go to the ranks of their experts and back, after the number of them (parallel/expert.py).
     "ep": ("all_to_all",),
-    # Activations and their gradients between stages (parallel/pipeline.py).
-    "pp": ("send", "receive"),
+    # Activations and their gradients between stages (parallel/pipeline.py); gradients of an embedding that the first
+    # and the last stage share (build/assemble.py).
+    "pp": ("send", "receive", "all_reduce"),
     # Parameters are gathered and gradients reduced: by FSDP2 on a GPU (parallel/data_parallel.py), on a CPU in a
     # separate thread (parallel/gradient_sums.py), where gloo's reduce-scatter is a swap of rows (comm/exchange.py).
+    # Muon swaps parts of matrices (optim/whole.py).
     "dp_shard": ("all_gather", "reduce_scatter", "all_to_all"),
     "expert_shard": ("all_gather", "reduce_scatter", "all_to_all"),
     # Gradients over replicas, in one sum or in tiers: rows are swapped, and sums gathered.
     "dp_replicate": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
-    # Loss, norm, noise and the ranks' reports end the step (run/step.py); experts' visits (parallel/pipeline.py).
+    # Loss, norm, noise and the ranks' reports end the step (run/step.py). Experts' visits (parallel/pipeline.py) and the
+    # statistics of batch normalisation (models/layers.py) are summed over the ranks of a pipeline stage.
     "all": ("all_reduce",),
 }
 """Every exchange of a step inside a replica group, by the axis of its ranks; compressed gradients are swapped and

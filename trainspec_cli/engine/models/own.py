@@ -96,7 +96,9 @@ class BlockMaker:
             path = "model.block_params"
             message = f"`{path}` is {self.model.block_params}, and {self.extension.text} makes layer {layer} with"
             message += f" {found} parameters"
-            raise RecipeError(Problem("contradiction", message, path, f"set {path}={found}; every layer has as many"))
+            raise RecipeError(
+                Problem("contradiction", message, path, f"set {path}={found}; every layer has the same number")
+            )
         return block
 
     def make_with_values(self, layer: int, seed: int) -> nn.Module:

@@ -2,7 +2,7 @@
 
 Failures are a Poisson process, equal for all devices, also while the job is down. Checkpoints between two events are
 computed directly, so the cost depends only on the number of failures: two weeks on 16,384 devices take a few
-milliseconds per seed. `run.recovery.next_action` decides what follows a failure, as in a real job (`standing.py`).
+milliseconds per seed. `run.recovery.next_action` decides what follows a failure, as in a real job.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Work:
     expert_copies: int = 1
     """Experts that each token is sent to."""
     experts: float = 0.0
-    """Parameters on this rank."""
+    """Experts on this rank."""
     params: float = 0.0
     """Parameters on this rank that all data-parallel ranks share."""
     expert_params: float = 0.0

@@ -489,7 +489,9 @@ def planes(spec: RunSpec) -> Iterator[Problem]:
             f"`{path}` is {found.planes}: a switch of {found.switch_tbit_per_s:g} Tbit/s would have {radix:g} ports of "
             f"{found.nic_gbit_per_s / found.planes:g} Gbit/s; a whole, even number is needed"
         )
-        yield Problem("not_divisible", message, path, "choose planes, nic_gbit_per_s and switch_tbit_per_s that divide")
+        yield Problem(
+            "not_divisible", message, path, "choose planes, nic_gbit_per_s and switch_tbit_per_s that divide evenly"
+        )
         return
     # Half of a switch's ports go up, except in the last tier: radix^2 / 2 NICs in two tiers, radix^3 / 4 in three.
     most = round(radix) ** found.switch_tiers // (2 if found.switch_tiers == 2 else 4)

@@ -1,7 +1,7 @@
 """The files of events: one JSON object per line, one file per rank.
 
 A line reaches the kernel in one `write`, so a crash of the process loses no whole line; only the last line can be
-incomplete, and a reader skips it. A resumed run appends: where a step occurs twice, the later line is valid. The first
+incomplete, and a reader skips it. A resumed run appends: where a step occurs twice, the later line wins. The first
 line of each writer states the version of the training spec, which holds up to the next line that does. Lines before the
 first statement have version 0.1.
 """

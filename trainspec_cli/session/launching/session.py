@@ -435,7 +435,7 @@ def describe_detached(run: RunDir, pid: int, *, as_json: bool) -> str:
 def refusal(code: int, log: Path, start_bytes: int) -> TrainspecError:
     """Return the error of a start that ended before the run began, with its output."""
     said = log.read_bytes()[start_bytes:].decode(errors="replace").strip()
-    return ERRORS_OF_RUNS.get(code, WorkerError)(Problem("not_started", f"the detached run did not begin:\n{said}"))
+    return ERRORS_OF_RUNS.get(code, WorkerError)(Problem("not_started", f"the detached run did not start:\n{said}"))
 
 
 # Select the kernels that the recipe leaves to `auto`, from measurements on this machine.

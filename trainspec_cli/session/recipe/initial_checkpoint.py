@@ -100,7 +100,7 @@ def check_initial(spec: RunSpec) -> Iterable[Problem]:
 
 def _check_run(run: RunDir, spec: RunSpec) -> None:
     if not run.checkpoint_steps():
-        raise RecipeError(Problem("missing_file", f"{run.root} has no whole checkpoint", "init.from"))
+        raise RecipeError(Problem("missing_file", f"{run.root} has no complete checkpoint", "init.from"))
     lora = read_section(run, "lora")
     if lora.get("rank") and to_plain(LoraSpec()) | lora != to_plain(spec.lora):
         message = f"{run.root} trained LoRA adapters of other sizes, or on another base, which would be lost"

@@ -73,7 +73,9 @@ def _head_of_json(path: Path, form: Form) -> Head:
     old = read_bytes(path)
     version = _checked(path, content.get(VERSION_KEY, UNSTATED_VERSION))
     if missing := next((key for key in form.needs if key not in content), None):
-        raise RecipeError(Problem("no_form", f"{path} is no {form.kind} file: it has no `{missing}`", file=str(path)))
+        raise RecipeError(
+            Problem("no_form", f"{path} is not a file of the kind `{form.kind}`: it has no `{missing}`", file=str(path))
+        )
     new = old if version == CURRENT_VERSION else (json_text(bring_to_current(form, content)) + "\n").encode()
     return Head(version, old, new)
 

@@ -313,7 +313,9 @@ def _pip(arguments: Sequence[str], on_step: OnLine, target: WheelTarget | None =
     reason = " ".join(errors) or "see pip download"
     if "No space left on device" in reason:
         hint = "free some space on the disk of OUT, or choose another folder"
-        raise MachineError(Problem("disk_full", f"the wheels do not fit: {reason}", hint=hint, environment=True))
+        raise MachineError(
+            Problem("disk_full", f"the disk is too small for the wheels: {reason}", hint=hint, environment=True)
+        )
     of_target = f" for {target.platform} with Python {target.python}" if target else ""
     hint = (
         "give a --platform that has wheels (a newer manylinux), or a folder of wheels: --wheels FOLDER; pip config "

@@ -50,7 +50,7 @@ def import_file(file: Path, engine: str = "") -> Imported:
     content = read_back(target, read_source(file, engine))
     if not content.values:
         hint = f"known engines: {', '.join(READERS)}; name one with --from"
-        raise RecipeError(Problem("unreadable", f"{file} has no known key of {target.title}", hint=hint))
+        raise RecipeError(Problem("unreadable", f"{file} has none of the known keys of {target.title}", hint=hint))
     return Imported(target, file, content)
 
 

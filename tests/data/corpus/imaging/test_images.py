@@ -115,7 +115,7 @@ def test_a_file_of_another_shape_is_named(folder):
 
 def test_a_broken_file_is_named(folder):
     (folder / "ant" / "0.npy").write_bytes(b"nothing")
-    with pytest.raises(MachineError, match=r"ant/0.npy cannot be read as a picture"):
+    with pytest.raises(MachineError, match=r"ant/0.npy cannot be read as an image"):
         find_samples(spec(folder), MODEL)
 
 
@@ -198,7 +198,7 @@ def test_a_picture_of_one_channel_may_have_two_dims(folder: Path) -> None:
 @pytest.mark.parametrize("pixels", [np.array([["a"]]), np.zeros((4, 4, 3), dtype=complex)])
 def test_what_holds_no_numbers_is_no_picture(folder: Path, pixels: np.ndarray) -> None:
     np.save(folder / "ant" / "0.npy", pixels)
-    with pytest.raises(MachineError, match="cannot be read as a picture"):
+    with pytest.raises(MachineError, match="cannot be read as an image"):
         opened(folder)
 
 

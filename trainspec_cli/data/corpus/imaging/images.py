@@ -79,7 +79,7 @@ class ImageFolder:
         try:
             pixels = self._read(path)
         except ANY_DAMAGE as error:
-            raise MachineError(f"{path} cannot be read as a picture: {error}", code="unreadable_file") from error
+            raise MachineError(f"{path} cannot be read as an image: {error}", code="unreadable_file") from error
         if pixels.ndim == 2:
             pixels = pixels[:, :, None]
         if pixels.ndim != 3 or 0 in pixels.shape or pixels.shape[2] != self.model.in_channels:
