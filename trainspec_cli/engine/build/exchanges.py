@@ -41,8 +41,8 @@ STEP_EXCHANGES: Mapping[str, Collection[str]] = {
     "expert_shard": ("all_gather", "reduce_scatter", "all_to_all"),
     # Gradients over replicas, in one sum or in tiers: rows are swapped, and sums gathered.
     "dp_replicate": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
-    # Loss, norm, noise and the ranks' reports end the step (run/step.py). Experts' visits (parallel/pipeline.py) and the
-    # statistics of batch normalisation (models/layers.py) are summed over the ranks of a pipeline stage.
+    # Loss, norm, noise and the ranks' reports end the step (run/step.py). Experts' visits (parallel/pipeline.py) and
+    # the statistics of batch normalisation (models/layers.py) are summed over the ranks of a pipeline stage.
     "all": ("all_reduce",),
 }
 """Every exchange of a step inside a replica group, by the axis of its ranks; compressed gradients are swapped and

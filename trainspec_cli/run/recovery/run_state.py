@@ -208,7 +208,8 @@ class NodeUnfit:
 
 @dataclass(frozen=True)
 class NodeSlow:
-    """The run is expected to be faster without a node, by more than leaving it out costs (`balance/decisions/shares.py`)."""
+    """The run is expected to be faster without a node, by more than leaving it out costs
+    (`balance/decisions/shares.py`)."""
 
     node: int
     hostname: str
