@@ -41,7 +41,8 @@ class ClockOffset:
 
 def clock_offsets(nodes: Sequence[int], left: Sequence[Mapping[int, tuple[float, float]]]) -> tuple[ClockOffset, ...]:
     """Return the offsets of all nodes. `left` has for each rank, by step, when it left the exchange that ends the step
-    (Unix seconds by its node's clock), and how long the exchange took, waiting included."""
+    (Unix seconds by its node's clock), and the duration of the shortest such exchange in these steps, waiting
+    included."""
     # Use a node's first rank to leave, since others may have waited for a processor.
     of_node: dict[int, dict[int, tuple[float, float]]] = {node: {} for node in nodes}
     for node, of_rank in zip(nodes, left, strict=True):
