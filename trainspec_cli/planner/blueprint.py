@@ -231,6 +231,7 @@ EXPERT_AXES = ("tp", "cp", "dp_shard")
 
 def usual_order(layout: Layout, per_node: int) -> tuple[Extent, ...] | None:
     """Return the axes with more than one rank, innermost first; an axis that crosses a node's border is split in two.
+
     None if nodes do not contain complete parts of an axis, so that moving nodes does not move axes.
     """
     order: list[Extent] = []
@@ -337,8 +338,9 @@ class _Placed:
 
 
 def draw_blueprint(setup: Setup, spec: FabricSpec, eff: Efficiency) -> Blueprint:
-    """Choose the order of the axes over the nodes that has the shortest planned step, and each exchange's algorithm. To
-    replace the usual order, another one must be faster by a thousandth. No exchange is slower than with a flat ring.
+    """Choose the order of the axes over the nodes that has the shortest planned step, and each exchange's algorithm.
+
+    To replace the usual order, another one must be faster by a thousandth. No exchange is slower than with a flat ring.
     """
     fabric = setup.fabric
     layout = setup.layout

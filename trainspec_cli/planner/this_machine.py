@@ -394,8 +394,9 @@ def copy_bytes(plan: Plan) -> float:
 
 
 def fragmentation(probe: MachineProbe) -> float:
-    """Return the heap fragmentation as a fraction of a step's allocations, measured on the larger reference model. The
-    first step's temporaries leave holes that the optimizer's moments fill, so both count.
+    """Return the heap fragmentation as a fraction of a step's allocations, measured on the larger reference model.
+
+    The first step's temporaries leave holes that the optimizer's moments fill, so both count.
     """
     plan = probe.large.plan
     grown_bytes = probe.large.grown_bytes - parameter_bytes(plan)

@@ -55,8 +55,9 @@ class PortfolioRun:
 
 
 def spot_reliability(cluster: ClusterSpec) -> ReliabilitySpec:
-    """Return the cluster's failures, including preemptions of spot nodes. Both are random: their rates add up, and they
-    weight the mean wait for a node. Only failures can end all groups.
+    """Return the cluster's failures, including preemptions of spot nodes.
+
+    Both are random: their rates add up, and they weight the mean wait for a node. Only failures can end all groups.
     """
     failing = cluster.reliability
     cost = cluster.cost

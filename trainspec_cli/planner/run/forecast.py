@@ -151,8 +151,9 @@ def recovery_modes(wanted: ResilienceSpec, replica_groups: int) -> tuple[Resilie
 def expect_goodput(
     spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resilience: ResilienceSpec
 ) -> Goodput | None:
-    """Simulate the run SEEDS times with one recovery mode; return the median and the middle 90%. None if more than one
-    in twenty simulations keeps no work.
+    """Simulate the run SEEDS times with one recovery mode; return the median and the middle 90%.
+
+    None if more than one in twenty simulations keeps no work.
     """
     planes = spec.cluster.fabric.planes
     every = spec.cluster.reliability

@@ -89,8 +89,9 @@ class Space:
         return fine
 
     def _is_run(self, **axes: object) -> bool:
-        """Return whether the engine runs layouts with these axes, regardless of the other axes. The rules of other
-        frameworks are in `framework` (schedules, ZeRO stages).
+        """Return whether the engine runs layouts with these axes, regardless of the other axes.
+
+        The rules of other frameworks are in `framework` (schedules, ZeRO stages).
         """
         if not self.spec.framework.counted:
             return True
@@ -135,8 +136,9 @@ class Space:
                         yield layout, -(-per_rank // accum), accum
 
     def _shardings(self, base: Layout, width: int) -> Iterator[Layout]:
-        """Yield shardings: over all ranks, for ZeRO-3 also over a node's ranks with replicas across nodes, or none. A
-        run that survives failures by shrinking needs groups that each have the full state: the recipe's number of
+        """Yield shardings: over all ranks, for ZeRO-3 also over a node's ranks with replicas across nodes, or none.
+
+        A run that survives failures by shrinking needs groups that each have the full state: the recipe's number of
         groups, or several numbers to try.
         """
         wanted = self.spec.layout

@@ -426,6 +426,7 @@ def frameworks() -> dict[str, FrameworkSpec]:
 
 def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:
     """Return (the framework in its version for the row's year, whether nothing names it). Raises UnknownFramework.
+
     Looks first for tables that a file claims entirely, then in the column `framework` or, if that is empty, in
     `source`.
     """

@@ -218,6 +218,7 @@ def routed_expert_params(experts: ExpertSpec, hidden: int, gated: bool) -> int:
 
 def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, layout: Layout) -> Work:
     """Return the work of one layer's norm, router, experts and residual, with tokens spread evenly over the experts.
+
     Experts are split by `etp`; the tokens of a tensor-parallel group are first spread over it (sequence parallel).
     """
     tp = layout.tp

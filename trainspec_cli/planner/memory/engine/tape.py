@@ -357,17 +357,19 @@ class Tape:
         return self._recorded(out, inputs, backward)
 
     def _deferred(self, *inputs: Value) -> Value:
-        """Return the result of a fused element-wise operation: its readers keep the inputs and compute it again. In the
-        backward, the inputs' gradients reuse the memory of the incoming one.
+        """Return the result of a fused element-wise operation: its readers keep the inputs and compute it again.
+
+        In the backward, the inputs' gradients reuse the memory of the incoming one.
         """
         held, count = JoinedStorage(self.meter, *(value.storage for value in inputs)), len(inputs)
         out = Value(held, inputs[0].elements, inputs[0].width)
         return self._recorded(out, inputs, lambda gradient: (gradient,) * count)
 
     def _fused_product(self, left: Value, right: Value) -> Value:
-        """Record a fused product. In the backward, the gradient of `left` reuses the memory of the incoming one. In a
-        backward that recomputes the forward, one kernel computes the product (which the weights' gradient needs) and
-        both gradients, so their memory adds to that of everything it reads.
+        """Record a fused product. In the backward, the gradient of `left` reuses the memory of the incoming one.
+
+        In a backward that recomputes the forward, one kernel computes the product (which the weights' gradient needs)
+        and both gradients, so their memory adds to that of everything it reads.
         """
         saved, again = ((left, right) if self.is_saving else ()), self.recomputes
         if again:
@@ -453,8 +455,9 @@ class Tape:
 
 def casts_to_fp8(x: float, weight: float, out: float, width: float) -> tuple[float, float]:
     """Return the temporary bytes of torchao's eager casts, (forward, backward), for a product with these element
-    counts. A cast holds the scaled tensor in fp32, the clamped one and the result: 9 bytes per element, of which 1
-    remains.
+    counts.
+
+    A cast holds the scaled tensor in fp32, the clamped one and the result: 9 bytes per element, of which 1 remains.
     """
     held = 2 * out + weight + x * width
     backward = (9 * out, out + 9 * weight, held + 8 * out, held + 9 * x)
