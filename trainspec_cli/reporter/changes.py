@@ -113,7 +113,7 @@ def _group(group: int | Absent | None) -> str:
 
 
 def _describe_gain(event: DirectiveEvent, achieved: AchievedEvent | None) -> str:
-    """`38% less computing is expected, 35% achieved`; for a new layout, whole step times are compared."""
+    """`38% less computing is expected, 35% achieved`; for a new layout, full step times are compared."""
     what = "shorter steps are" if event.kind == "layout" else "less computing is"
     saved = f"{_saving(event.before_s, event.expected_s)} {what} expected"
     return saved if achieved is None else f"{saved}, {_saving(achieved.before_s, achieved.achieved_s)} achieved"

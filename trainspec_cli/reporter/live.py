@@ -118,8 +118,8 @@ class LiveView:
         self._show(stop_requested)
 
     def _is_due(self, event: Event) -> bool:
-        """Return whether to show an event now. Advice on shares is shown at first, and then after twice as many steps
-        each time."""
+        """Return whether to show an event now. Advice on shares is shown at first, then at intervals that double each
+        time."""
         if not (isinstance(event, DirectiveEvent) and advises_shares(event)):
             return True
         # Advice on shares changes with the machine's load.

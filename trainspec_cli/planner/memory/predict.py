@@ -54,7 +54,7 @@ RECOMPUTE_FRAGMENTATION = 0.17
 """Additional fragmentation with recomputation, whose blocks fit poorly into those of the first forwards: 22% of all
 memory in such traces, and 25% of activations in published tables of runs with full recomputation."""
 STATES_FRAGMENTATION = 0.04
-"""The same for parameters, gradients and optimizer states, which are allocated once and rounded up to whole blocks."""
+"""The same for parameters, gradients and optimizer states, which are allocated once and rounded up to full blocks."""
 GROWN_FRAGMENTATION = 0.02
 """Fragmentation with expandable segments as a fraction of all tensors; neighbouring holes merge and no segment is
 rounded up. It is the mean over traces of the engine's steps above 1 GiB, by the same rules."""

@@ -275,7 +275,7 @@ class Stopwatch:
 
     def _least_through_pools(self, setups: Setups, placement: Placement, samples: int) -> float:
         """Return the bound for pipelines across pools. The slowest rank takes at least the mean of all ranks, weighted
-        by speed; each layer adds its least weighted time. All ranks together take at least the sum of each layer's
+        by speed; each layer adds its least weighted time. The total over all ranks is at least the sum of each layer's
         least time."""
         layout = setups[0].layout
         pools = range(len(setups))

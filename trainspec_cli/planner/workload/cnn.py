@@ -30,7 +30,7 @@ class Conv:
 
     @property
     def all_params(self) -> int:
-        """Count all parameters, including the norm's scale and shift, or the bias if there is no norm."""
+        """Count all parameters, including the norm's scale and shift or, without a norm, the bias."""
         return self.params + self.out_channels * (2 if self.normed else 1)
 
     @property

@@ -96,7 +96,7 @@ def find_episodes(
     edges = np.flatnonzero(np.diff(np.concatenate([[False], above, [False]]).astype(np.int8)))
     joined: list[tuple[int, int]] = []
     for first, last in zip(edges[::2].tolist(), (edges[1::2] - 1).tolist(), strict=True):
-        # A slow device is fast in some steps by chance; one disturbance should not be reported as many.
+        # A slow device is fast in some steps by chance; one disturbance should not be reported as several.
         if joined and first - joined[-1][1] <= GAP_STEPS:
             joined[-1] = joined[-1][0], last
         else:

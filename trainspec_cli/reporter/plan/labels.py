@@ -205,7 +205,7 @@ def batch_label(plan: PlanReport) -> str:
 
 
 def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
-    """(layout, micro-batch, recompute, step, units/s/device, MFU, HFU)"""
+    """Return (layout, micro-batch, recompute, step, units/s/device, MFU, HFU)."""
     rate = format_rate(candidate.tokens_per_s_per_gpu)
     return (
         placed_label(candidate),
@@ -224,8 +224,8 @@ def recompute_label(candidate: Candidate) -> str:
 
 
 def sweep_figures(best: Candidate, run: RunForecast, first: Candidate) -> tuple[str, ...]:
-    """(step, units/s, scaling, MFU, goodput, time, energy, money); scaling is the throughput per device relative to
-    `first`."""
+    """Return (step, units/s, scaling, MFU, goodput, time, energy, money); scaling is the throughput per device relative
+    to `first`."""
     scaling = best.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu
     return (
         format_duration(best.step_time_s),

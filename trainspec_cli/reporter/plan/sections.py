@@ -228,7 +228,7 @@ def choice_headings(unit: str) -> tuple[str, ...]:
 
 
 def choice_rows(plan: PoolsPlan) -> Iterator[tuple[str, ...]]:
-    """(pools, what they share, layout, devices, step, units/s, speed relative to all pools, duration, price, energy)"""
+    """Yield (pools, what they divide, layout, devices, step, units/s, relative speed, duration, price, energy)."""
     whole = plan.choices[0].tokens_per_s
     for choice in plan.choices:
         names = " + ".join(choice.pools) + (" alone" if len(choice.pools) == 1 else "")
@@ -313,7 +313,8 @@ def event_lines(simulation: Simulation) -> Iterator[str]:
 
 
 def pace_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]:
-    """(who divides the samples, samples per second, relative to an undisturbed run, time of the whole run)"""
+    """Yield (who divides the samples, samples per second, speed relative to an undisturbed run, time of the full
+    run)."""
     undisturbed = simulation.global_batch_size / simulation.step_s
     yield (
         "undisturbed",
@@ -343,7 +344,7 @@ def describe_won_back(simulation: Simulation) -> str:
 
 
 def decision_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]:
-    """(step, decision, reason, compute time before, expected and achieved)"""
+    """Yield (step, decision, reason, compute time before, expected and achieved)."""
     for decision in simulation.decisions:
         group = "" if decision.group is None else f" in replica group {decision.group}"
         what = KINDS[decision.kind] + group

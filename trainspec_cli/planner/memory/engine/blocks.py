@@ -673,7 +673,7 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
         tape.recalled, tape.kept = deque(tape.kept or ()), None
         node = block().node
     assert node is not None
-    tape.backward(node, arriving.pop())  # nothing else holds it
+    tape.backward(node, arriving.pop())  # nothing else references it
     tape.mark()
     put_off = {id(storage): storage.size for pair in tape.put_off or () for storage in pair}
     return BlockProfile(forward, tuple(tape.stretches), sum(put_off.values()))
