@@ -1,1 +1,1 @@
-"""Arithmetic only: what a run will need, before anything runs. No torch."""
+"""Computes what a run will need before anything runs. Arithmetic only, without torch."""

@@ -1,9 +1,9 @@
 """Predict the time of an exchange by each algorithm (alpha-beta model), and choose the best.
 
-S bytes over g ranks inside an element and n elements take 2 (g-1)/g S/B_in + 2 (n-1)/n S/(g B_out) and the steps'
-latencies as a hierarchical all-reduce (Thakur et al. 2005 for each tier). A flat ring takes 2 (N-1)/N S over the rate
-of rings through the narrowest tier, and a latency for each of its 2 (N-1) steps. A double binary tree (Sanders et al.
-2009) sends all bytes up and down, and its latency grows with the logarithm.
+As a hierarchical all-reduce, S bytes over g ranks inside each of n elements take 2 (g-1)/g S/B_in + 2 (n-1)/n S/(g
+B_out) plus the latency of each step (Thakur et al. 2005 for each tier). A flat ring takes 2 (N-1)/N S divided by the
+rate of rings through the slowest tier, plus a latency for each of its 2 (N-1) steps. A double binary tree (Sanders et
+al. 2009) sends all bytes up and down, and its latency grows logarithmically.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from trainspec_cli.recipe.results.blueprint import (
 )
 
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-"""How many times a ring sends all bytes around."""
+"""How many times all bytes travel around the ring."""
 TREE_RATE = 0.92
-"""A tree's bandwidth over a ring's, as in NCCL (NVIDIA/nccl src/graph/tuning.cc)."""
+"""A tree's bandwidth relative to a ring's, as in NCCL (NVIDIA/nccl src/graph/tuning.cc)."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Level:
     """One tier of a multi-tier algorithm."""
 
     joined: int
-    """Elements of the tier below in one element; in the first tier, ranks."""
+    """Number of elements of the tier below in one element; in the first tier, of ranks."""
     below: int
-    """Ranks of the group inside an element of the tier below, which already share the bytes."""
+    """The group's ranks inside an element of the tier below, which have already divided the bytes among themselves."""
     bytes_per_s: float
     """Bandwidth of one device."""
     hop_s: float
@@ -73,7 +73,7 @@ def levels_of(group: Group, eff: Efficiency) -> list[Level]:
 
 
 def times_of(group: Group, operation: Operation, message_bytes: float, eff: Efficiency) -> dict[Algorithm, float]:
-    """Return the seconds of one exchange by each applicable algorithm. A hierarchical one needs several tiers."""
+    """Return the seconds of one exchange with each applicable algorithm. The hierarchical one needs several tiers."""
     if operation == "all_to_all":
         return {"direct": all_to_all_s(group, message_bytes, 1, eff)}
     if operation == "send":
@@ -92,8 +92,8 @@ def times_of(group: Group, operation: Operation, message_bytes: float, eff: Effi
     else:
         times["direct"] = passes * reduce_scatter_s(group, message_bytes, eff)
     if len(levels) > 1:
-        # A ring in each tier: first inside an element, then among ranks with the same number in each element, on their
-        # share of the bytes. With gloo, the ranks of each tier exchange their rows in one step.
+        # A ring in each tier: first inside an element, then across elements among ranks with the same number, on their
+        # share of the bytes. With gloo, the ranks of each tier exchange their parts in one step.
         total_s = 0.0
         for level in levels:
             is_ring = not group.speaks_gloo and operation == "all_reduce" and level is levels[-1]
@@ -115,7 +115,7 @@ def times_of(group: Group, operation: Operation, message_bytes: float, eff: Effi
 
 
 def best_bucket_bytes(group: Group, operation: Operation, total_bytes: float, eff: Efficiency) -> float:
-    """Return b* = sqrt(S a B), at most all bytes: larger buckets expose more of the last one, smaller ones pay the
+    """Return b* = sqrt(S a B), capped at all bytes: larger buckets expose more of the last one, smaller ones incur the
     latency a more often."""
     latency_s = min(times_of(group, operation, 1.0, eff).values())
     return min(total_bytes, math.sqrt(total_bytes * latency_s * group.ring_bytes_per_s))
@@ -124,7 +124,7 @@ def best_bucket_bytes(group: Group, operation: Operation, total_bytes: float, ef
 def exchanges_of(
     setup: Setup, once: MicroBatch, groups: Mapping[str, Group], fabric: Fabric, eff: Efficiency
 ) -> tuple[Exchange, ...]:
-    """Return the exchanges in one step of the rank with the most parameters: bytes, number, and fastest algorithm of
+    """Return the exchanges in one step of the rank with the most parameters: bytes, count and fastest algorithm of
     each."""
     layout = setup.layout
     found: list[Exchange] = []
@@ -138,7 +138,7 @@ def exchanges_of(
         bucket_bytes = best_bucket_bytes(group, operation, size, eff) if buckets else None
         message_bytes = bucket_bytes or size
         times = times_of(group, operation, message_bytes, eff)
-        # Of equally fast algorithms the first is chosen, which is the flat ring if available.
+        # Among equally fast algorithms the first is chosen, which is the flat ring if available.
         algorithm = min(times, key=lambda one: times[one])
         found.append(
             Exchange(
@@ -166,7 +166,7 @@ def exchanges_of(
     size, number = _mean((work.ep_bytes, 1) for work in works)
     add("ep", "ep", "all_to_all", size, 4 * times * number)
 
-    # Activations and their gradients between the stages of a pipeline.
+    # Activations and their gradients between pipeline stages.
     parts = layout.tp if layout.sequence_parallel or setup.software.split_sends else 1
     size = 2.0 * setup.tokens * setup.model.hidden_size / parts
     add("pp", "pp", "send", size, 2.0 * layout.virtual_stages * setup.grad_accum)
@@ -196,16 +196,16 @@ def exchanges_of(
 
 
 def _mean(messages: Iterable[tuple[float, int]]) -> tuple[float, int]:
-    """Return (mean bytes of a message, number of messages) from (bytes, number), without empty messages."""
+    """Return (mean bytes per message, number of messages) from (bytes, count) pairs, without empty messages."""
     sent = [(size, number) for size, number in messages if size > 0]
     number = sum(number for _, number in sent)
     return (sum(size * times for size, times in sent) / number if number else 0.0), number
 
 
-# Orders of the axes that permuting whole nodes can produce, and their groups.
+# Axis orders that permuting entire nodes can produce, and their groups.
 #
-# Ranks are numbered with tp innermost, then cp, dp_shard, dp_replicate, and pp outermost; a node has consecutive ones.
-# Reordering the axes outside of a node only moves nodes: rank numbers, and thus the run, do not change.
+# Ranks are numbered with tp innermost, then cp, dp_shard, dp_replicate, and pp outermost; a node has consecutive ranks.
+# Reordering the axes outside a node only moves nodes: rank numbers, and thus the run, do not change.
 
 
 @dataclass(frozen=True)
@@ -224,15 +224,15 @@ DENSE = {
     "dp_replicate": ("dp_replicate",),
     "pp": ("pp",),
 }
-"""Group -> the axes that its ranks differ in."""
+"""Group -> the axes along which its ranks differ."""
 EXPERT_AXES = ("tp", "cp", "dp_shard")
-"""Expert parallelism spans these axes together, so with experts they keep their order."""
+"""Expert parallelism spans all of these axes, so with experts they keep their order."""
 
 
 def usual_order(layout: Layout, per_node: int) -> tuple[Extent, ...] | None:
-    """Return the axes with more than one rank, innermost first; an axis that spans a node's border is split in two.
+    """Return the axes with more than one rank, innermost first; an axis that crosses a node's border is split in two.
 
-    None if nodes do not contain whole parts of an axis, so that moving nodes does not move axes.
+    None if nodes do not contain complete parts of an axis, so that moving nodes does not move axes.
     """
     order: list[Extent] = []
     left = per_node
@@ -247,7 +247,7 @@ def usual_order(layout: Layout, per_node: int) -> tuple[Extent, ...] | None:
 
 
 def orders(layout: Layout, per_node: int) -> Iterator[tuple[Extent, ...]]:
-    """Yield the orders of the axes that moving nodes can produce, innermost first, starting with the usual one."""
+    """Yield the axis orders that moving nodes can produce, innermost first, starting with the usual one."""
     usual = usual_order(layout, per_node)
     if usual is None:
         return
@@ -259,7 +259,7 @@ def orders(layout: Layout, per_node: int) -> Iterator[tuple[Extent, ...]]:
 
 
 def groups_in(order: Sequence[Extent], layout: Layout, fabric: Fabric, eff: Efficiency) -> dict[str, Group]:
-    """Return the groups of each axis if the axes have this order, which covers all ranks."""
+    """Return the groups of each axis if the axes have this order. The order covers all ranks."""
     groups = axis_groups(layout, fabric, eff)
     for name, members in DENSE.items():
         groups[name] = group_with(fabric, groups[name].size, partial(_inside, order, members), eff)
@@ -274,7 +274,7 @@ def groups_in(order: Sequence[Extent], layout: Layout, fabric: Fabric, eff: Effi
 
 
 def _inside(order: Sequence[Extent], members: Sequence[str], devices: int) -> int:
-    """Return the ranks of a group inside an element with this many consecutive devices."""
+    """Return the number of a group's ranks inside an element with this many consecutive devices."""
     ranks = 1
     stride = 1
     for extent in order:
@@ -285,7 +285,8 @@ def _inside(order: Sequence[Extent], members: Sequence[str], devices: int) -> in
 
 
 def node_places(usual: Sequence[Extent], order: Sequence[Extent], per_node: int) -> tuple[int, ...]:
-    """Return each node's position among nodes sorted by tier, by node number; ranks within a node keep their order."""
+    """Return, by node number, each node's position among the nodes sorted by tier; ranks within a node keep their
+    order."""
     outside = _outside(usual, per_node)
     strides = {}
     stride = 1
@@ -319,7 +320,7 @@ WORTH = 1e-3
 """Nodes are moved only if that saves at least this fraction of a step."""
 NCCL_DOCS = "NVIDIA NCCL user guide, environment variables"
 LARGEST_MESSAGE = 4_294_967_295
-"""The largest size in the example tuner's table, used for "any size"."""
+"""The largest size in the example tuner's table, which stands for "any size"."""
 COLLECTIVES = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
 SMALLEST_TUNED = 2**10
 LARGEST_TUNED = 2**32
@@ -337,9 +338,9 @@ class _Placed:
 
 
 def draw_blueprint(setup: Setup, spec: FabricSpec, eff: Efficiency) -> Blueprint:
-    """Choose the order of the axes over the nodes with the shortest planned step, and each exchange's algorithm.
+    """Choose the order of the axes over the nodes that has the shortest planned step, and each exchange's algorithm.
 
-    Another order must be faster by a thousandth to replace the usual one. No exchange is slower than with a flat ring.
+    To replace the usual order, another one must be faster by a thousandth. No exchange is slower than with a flat ring.
     """
     fabric = setup.fabric
     layout = setup.layout
@@ -350,7 +351,7 @@ def draw_blueprint(setup: Setup, spec: FabricSpec, eff: Efficiency) -> Blueprint
         best = usual
     exchanges = exchanges_of(setup, best.once, best.groups, fabric, eff)
     moved = best is not usual
-    # The scale-up domain and the tiers beyond, up to the one that holds every device.
+    # The scale-up domain and the tiers beyond it, up to the one that contains every device.
     domain = ("scale-up domain", fabric.scaleup_devices, fabric.link_gb_per_s * 8)
     tiers: list[BlueprintTier] = []
     for name, devices, gbit_per_s in (domain, *((tier.name, tier.devices, tier.gbit_per_s) for tier in fabric.network)):
@@ -382,8 +383,8 @@ def _place(setup: Setup, order: tuple[Extent, ...] | None, eff: Efficiency) -> _
 
 
 def _axes(order: Sequence[Extent]) -> tuple[str, ...]:
-    """Return the axes' names, outermost first; an axis across a node's border appears twice, for the parts inside and
-    outside."""
+    """Return the axes' names, outermost first; an axis that crosses a node's border appears twice, for the parts inside
+    and outside."""
     names = [extent.axis for extent in reversed(order)]
     return tuple(name for place, name in enumerate(names) if place == 0 or names[place - 1] != name)
 
@@ -407,8 +408,8 @@ def _settings(fabric: Fabric, spec: FabricSpec) -> Iterator[Setting]:
 def _tuner_rows(
     fabric: Fabric, groups: Mapping[str, Group], exchanges: Sequence[Exchange], eff: Efficiency
 ) -> Iterator[TunerRow]:
-    """Yield rows for all-reduces across nodes: a tree as long as it is faster than the ring. The last row covers
-    everything else with the example tuner's default, a ring."""
+    """Yield rows for all-reduces across nodes: a tree up to the size where it stops being faster than the ring. The
+    last row covers everything else with the example tuner's default, a ring."""
     nodes_per_domain = max(1, fabric.scaleup_devices // fabric.devices_per_node)
     seen: set[tuple[int, int]] = set()
     for exchange in exchanges:
@@ -428,7 +429,7 @@ def _tuner_rows(
 
 
 def tree_until_bytes(group: Group, eff: Efficiency) -> int:
-    """Return the largest power of two with a tree that is faster than a ring; 0 if it never is."""
+    """Return the largest power-of-two size at which a tree is faster than a ring; 0 if it never is."""
     limit = 0
     size = SMALLEST_TUNED
     while size < LARGEST_TUNED:

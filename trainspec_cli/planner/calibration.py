@@ -1,8 +1,8 @@
-"""Infer the posterior of a few parameters from a few step times: Gauss-Newton in logarithms, with Laplace's interval.
+"""Infer the posterior of a few parameters from a few step times: Gauss-Newton in logarithms, with a Laplace interval.
 
-The model is hierarchical: every cluster has its pace (`PACE`), its parameters around the shipped ones, and an error
-that the runs of one group (a model, a run folder) share; the rest is noise. The prior's deviations describe how much
-clusters differ that the shipped values were not fitted to, so that four runs change only what they measure.
+The model is hierarchical: every cluster has its own pace (`PACE`), parameters near the shipped ones, and an error
+shared by the runs of one group (a model, a run folder); the rest is noise. The prior's deviations describe how much
+clusters differ to which the shipped values were not fitted, so that four runs change only what they measure.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 PACE = "pace"
-"""Factor on all step times of the cluster, whatever bounds them."""
+"""Factor on all step times of the cluster, regardless of what bounds them."""
 NINE_IN_TEN = 1.645
 """Standard deviations to either side that contain 90% of a normal distribution."""
 STEP = 0.02
-"""Step in a parameter's logarithm for numerical derivatives."""
+"""Step size in a parameter's logarithm for numerical derivatives."""
 ITERATIONS = 6
 OUTLYING = 3.0
 """Number of deviations above which an error counts linearly (Huber)."""
@@ -48,7 +48,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Spread:
-    """Standard deviations of logarithms."""
+    """Standard deviations, in logarithms."""
 
     parameter: float
     pace: float
@@ -60,7 +60,7 @@ class Spread:
 class Posterior:
     names: tuple[str, ...]
     means: tuple[float, ...]
-    """Logarithms of the factors over the shipped values."""
+    """Logarithms of the factors relative to the shipped values."""
     covariance: tuple[tuple[float, ...], ...]
     informed: tuple[bool, ...]
 
@@ -69,8 +69,8 @@ class Posterior:
         return tuple(math.sqrt(row[place]) for place, row in enumerate(self.covariance))
 
     def known_within(self, slopes: Sequence[float], spread: Spread) -> float:
-        """Return the factor within which a step of another group is known with 90% probability. `slopes`: the
-        derivatives of that step."""
+        """Return the factor within which a step time of another group is known with 90% probability. `slopes`: the
+        derivatives of that step time."""
         pairs = zip(slopes, self.covariance, strict=True)
         doubt = sum(own * sum(a * b for a, b in zip(row, slopes, strict=True)) for own, row in pairs)
         return math.exp(NINE_IN_TEN * math.sqrt(doubt + spread.group**2 + spread.noise**2))
@@ -112,7 +112,7 @@ def infer(observations: Sequence[Observation], names: Sequence[str], spread: Spr
 
 def choose(slopes: Sequence[Any], spread: Spread, number: int) -> list[int]:
     """Return the indices of `number` trials that together reduce the uncertainty most (greedily D-optimal). `slopes`:
-    the derivatives of each trial's observations by all parameters, the pace last."""
+    the derivatives of each trial's observations with respect to all parameters, with the pace last."""
     import numpy as np
 
     width = slopes[0].shape[1]
@@ -175,19 +175,19 @@ TIMES = (
     *("kernel_s", "launch_s", "collective_latency_s", "hop_latency_s", "step_s", "step_graphed_s"),
     *("exponentials", "issue"),
 )
-"""Dividing all rates, and multiplying all times, by a number multiplies a step by it; the other efficiencies are
-relative to these."""
+"""Dividing all rates by a number and multiplying all times by it multiplies the step time by it; the other efficiencies
+are relative to these."""
 GPU_SPREAD = Spread(parameter=0.1, pace=0.08, group=0.09, noise=0.05)
-"""91% of the sources that were not fitted to are within the 90% intervals (tests/bench/calibration.py)."""
+"""91% of the sources that were not used for fitting are within the 90% intervals (tests/bench/calibration.py)."""
 CPU_SPREAD = Spread(parameter=0.3, pace=0.3, group=0.05, noise=0.05)
 """Predicted CPU steps are assumed to err by a third, because of other load; runs of one layout differ by 5%."""
 LEAST_SHARE = 0.02
-"""Parts of a step below this share are noise and are not used."""
+"""Parts of a step below this fraction are noise and are not used."""
 LARGEST = 0.98
 
 
 def efficiency_with(factors: Mapping[str, float], start: Efficiency) -> Efficiency:
-    """Return `start` with its parameters multiplied by their factors, and the step by the pace."""
+    """Return `start` with its parameters multiplied by their factors, and the step time by the pace."""
     values = start.as_dict()
     pace = factors.get(PACE, 1.0)
     for name in values:
@@ -201,7 +201,7 @@ def efficiency_with(factors: Mapping[str, float], start: Efficiency) -> Efficien
 
 
 def of_setup(setup: Setup, measured_s: float, group: str, start: Efficiency) -> Observation:
-    """Return the observation of a whole step on GPUs."""
+    """Return the observation of a full step on GPUs."""
     return Observation(lambda factors: estimate_step(setup, efficiency_with(factors, start)).total_s, measured_s, group)
 
 

@@ -1,5 +1,5 @@
-"""Rank the layouts of a recipe on a cluster, and count the refused ones by reason; plan the other recovery mode, and
-give advice for a run that does not fit."""
+"""Rank a recipe's layouts on a cluster, and count the refused ones by reason; plan the other recovery mode, and give
+advice for a run that does not fit."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ SHOWN = 10
 COUNTED = 40
 """Largest number of layouts whose memory is counted tensor by tensor."""
 SLACK = 1.1
-"""How far above the limit a layout may be by the search's rough estimate; the exact count then decides whether it
+"""How far above the limit the search's rough estimate of a layout may be; the exact count then decides whether it
 fits."""
 TRIED = 4
-"""The same for layouts of one complexity."""
+"""The same as `COUNTED`, for layouts of one complexity."""
 ERR = 1.02
-"""The search's estimate of an expected step differs from the exact one by less than this."""
+"""The search's estimate of the expected step time differs from the exact one by less than this factor."""
 
 
 def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SHOWN) -> CapacityPlan:
     """Search every axis that `spec` leaves open.
 
-    Raises RecipeError if neither the cluster nor the machine names the accelerator, and if the engine refuses a pinned
+    Raises RecipeError if neither the cluster nor the machine names the accelerator, or if the engine refuses a pinned
     part of the layout.
     """
     fabric = describe_fabric(spec.cluster, machine)
@@ -138,7 +138,7 @@ def plan_best(spec: RunSpec, machine: Machine | None = None) -> Candidate | None
 
 
 def find_best(search: Search, spec: RunSpec, eff: Efficiency, most: int = COUNTED) -> Candidate | None:
-    """Return the best layout that fits, of the first `most` counted tensor by tensor, or None."""
+    """Return the best layout that fits among the first `most`, which are counted tensor by tensor, or None."""
     found = choose_candidates(search, spec, eff, 1, most)
     return found[0] if found and found[0].fits else None
 
@@ -146,7 +146,7 @@ def find_best(search: Search, spec: RunSpec, eff: Efficiency, most: int = COUNTE
 def choose_candidates(
     search: Search, spec: RunSpec, eff: Efficiency, shown: int, most: int = COUNTED
 ) -> list[Candidate]:
-    """Return the best layouts that fit when every tensor is counted, since the search's estimate is rough; if none
+    """Return the best layouts that fit when every tensor is counted, since the search's estimate is only rough; if none
     fits, the best of those that do not.
 
     Layouts are counted until the next one's estimate is worse by more than the estimate's error.
@@ -174,8 +174,8 @@ def counted(search: Search, found: Estimated, spec: RunSpec, eff: Efficiency) ->
 
 
 def choose_simplest(search: Search, fastest: Candidate, spec: RunSpec, eff: Efficiency) -> Candidate:
-    """Return the simplest layout of those about as fast as the fastest (predictions cannot separate them) and at least
-    as likely to fit; of equally simple ones, one with few pipeline stages."""
+    """Return the simplest of the layouts that are about as fast as the fastest (predictions cannot tell them apart) and
+    at least as likely to fit; among equally simple ones, one with few pipeline stages."""
     limit_s = ABOUT * fastest.expected_step_s
     sure = min(fastest.fit_probability, SURELY)
 
@@ -225,7 +225,7 @@ def _fitting(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def choose_safest(candidates: Sequence[Candidate], others: Iterable[Candidate]) -> Candidate | None:
-    """Return the layout that is most likely to fit, of those whose step is at most a tenth longer than the best one's:
+    """Return the layout that is most likely to fit among those whose step is at most 10% longer than the best one's:
     the best one if it surely fits, otherwise the fastest that does. None if nothing fits."""
     if not candidates or not candidates[0].fits:
         return None
@@ -252,7 +252,7 @@ def search_of(spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Search:
 
 
 def start_s_a_step(spec: RunSpec) -> float:
-    """Return the seconds of a failed start divided by the steps of the run."""
+    """Return the seconds of a failed start, divided by the number of steps in the run."""
     return spec.cluster.reliability.start_s / spec.train.max_steps
 
 
@@ -293,7 +293,7 @@ def software_of(spec: RunSpec, sharding: Sharding) -> Software:
 
 
 def softwares_of(spec: RunSpec) -> dict[Sharding, Software]:
-    """Return the software for each way of sharding; equal ones are one object, since searches cache results by
+    """Return the software for each way of sharding; equal ones share one object, since searches cache results by
     object."""
     found: dict[Software, Software] = {}
     softwares = {sharding: software_of(spec, sharding) for sharding in SHARDINGS}
@@ -306,7 +306,7 @@ def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
     peak_bytes = max(stage.total_bytes for stage in stages)
     limit_bytes = memory_limit_bytes(chip)
     sized_steps = []
-    # Layout and micro-batch stay the same, and the number of micro-batches changes.
+    # Layout and micro-batch stay the same; only the number of micro-batches changes.
     for samples in sizes_to_predict(spec):
         sized = replace(setup, grad_accum=micro_batches_of(setup.layout, setup.micro_batch_size, samples))
         sized_steps.append(SizedStep(samples, estimate_step(sized, eff)))
@@ -338,12 +338,13 @@ def rate_candidate(
     sized_steps: tuple[SizedStep, ...],
     pools: tuple[PoolPart, ...] = (),
 ) -> Candidate:
-    """Return a layout with its rates. `peak_flops`: mean peak FLOP/s of a device."""
+    """Return a layout with its rates. `peak_flops`: mean peak FLOP/s per device."""
     devices = setup.fabric.num_devices
     tokens_per_s = main_size(spec) * sample_tokens(spec) / time.total_s
     model_flops = workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora)
     mfu = tokens_per_s * model_flops / devices / peak_flops
-    # Recomputed forward FLOPs over those of forward and backward. The backward of frozen weights is half as long.
+    # Recomputed forward FLOPs relative to those of forward and backward. The backward of frozen weights takes half as
+    # long.
     recomputed = setup.recompute
     attention = workload.mixing_flops_per_token(spec.model, spec.data.seq_len)
     products = model_flops - attention
@@ -373,7 +374,7 @@ def rate_candidate(
 
 
 def setup_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Setup:
-    """Return the setup that a candidate of this spec was estimated with."""
+    """Return the setup with which a candidate of this spec was estimated."""
     template = template_of(spec, describe_fabric(spec.cluster, machine))
     return replace(
         template,
@@ -387,8 +388,8 @@ def setup_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Se
 
 
 def largest_micro_batch(candidate: Candidate, setup: Setup, wanted: AutoInt) -> int:
-    """Return the samples of the largest micro-batch that fits and that the scheduler may give to a fast rank: up to
-    `wanted` (`scheduler.max_micro_batch_size`), for auto up to twice the candidate's."""
+    """Return the size of the largest micro-batch that fits and that the scheduler may give to a fast rank: up to
+    `wanted` (`scheduler.max_micro_batch_size`); if that is auto, up to twice the candidate's."""
     usual = candidate.micro_batch_size
 
     def fits(size: int) -> bool:
@@ -419,15 +420,15 @@ def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
 
 
 def sample_tokens(spec: RunSpec) -> int:
-    """Return the tokens of a sample; 1 for images, which are counted as samples."""
+    """Return the number of tokens per sample; 1 for images, which are counted as samples."""
     return 1 if spec.model.unit == "samples" else spec.data.seq_len
 
 
 def cut_on_chip(setup: Setup, recompute: str, eff: Efficiency) -> tuple[Setup, tuple[MemoryBreakdown, ...]]:
     """Return (the setup with its layers cut by planned times if the recipe leaves that open, each stage's memory).
 
-    Use the best cut if it fits the device, otherwise the best that fits by the estimate of memory, otherwise the even
-    one.
+    Uses the best cut if it fits the device, otherwise the best that fits according to the memory estimate, otherwise
+    the even one.
     """
     if not is_open(setup.layout, setup.model):
         return setup, predict_memory(setup, recompute)
@@ -448,8 +449,8 @@ PREDICTED_SIZES = 6
 
 
 def sizes_to_predict(spec: RunSpec) -> Sequence[int]:
-    """Return the sizes of a changing batch, smallest first (if there are many, the first, the last and some between);
-    empty for a constant batch."""
+    """Return the sizes of a changing batch, smallest first (if there are many: the first, the last and some in
+    between); empty for a constant batch."""
     sizes = sorted({phase.step_samples for phase in run_phases(schedule_batches(spec))})
     if sizes == [spec.batching.global_batch_size]:
         return ()
@@ -461,13 +462,13 @@ def sizes_to_predict(spec: RunSpec) -> Sequence[int]:
 
 
 def main_size(spec: RunSpec) -> int:
-    """Return the batch size that trains most of the run's samples; layouts are chosen for it."""
+    """Return the batch size that most of the run's samples are trained with; layouts are chosen for it."""
     phases = run_phases(schedule_batches(spec))
     return max(phases, key=lambda phase: phase.steps * phase.step_samples).step_samples
 
 
 def is_searched(spec: RunSpec, machine: Machine, device: str) -> bool:
-    """Return whether the recipe leaves something to the planner, and the chip of the detected GPUs is known."""
+    """Return whether the recipe leaves anything to the planner and the chip of the detected GPUs is known."""
     choices = (*vars(spec.layout).values(), spec.batching.micro_batch_size, spec.recompute, spec.offload)
     return device == "cuda" and AUTO in choices and chip_of(machine)[0] is not None
 
@@ -481,7 +482,7 @@ def best_candidate(spec: RunSpec, machine: Machine, num_devices: int) -> Candida
 
 
 def first_micro_batches(spec: RunSpec, candidate: Candidate) -> int:
-    """Return the micro-batches of the run's first step; a candidate has those of the main batch size."""
+    """Return the number of micro-batches in the run's first step; a candidate has that of the main batch size."""
     return micro_batches_of(candidate.layout, candidate.micro_batch_size, spec.batching.global_batch_size)
 
 
@@ -509,7 +510,7 @@ def as_plan(spec: RunSpec, candidate: Candidate, capacity: CapacityPlan, compute
 
 
 def pin_layout(spec: RunSpec, layout: Layout) -> RunSpec:
-    """Return the recipe with this layout of all replicas pinned."""
+    """Return the recipe with this layout (of all replicas) pinned."""
     layout, groups = one_group(spec, layout)
     resilience = replace(spec.resilience, replica_groups=groups) if groups > 1 else spec.resilience
     return replace(spec, layout=asked_for(layout), resilience=resilience)
@@ -521,13 +522,12 @@ def asked_for(layout: Layout) -> LayoutSpec:
 
 
 ODD_PARTS = (1, 3, 5, 7, 9, 11, 13, 15)
-"""Device counts that are tried: a power of two times one of these factors, which pipeline stages or the batch can
-use."""
+"""Device counts to try: a power of two times one of these factors, which pipeline stages or the batch can use."""
 
 
 def plan_on_what_divides(spec: RunSpec, machine: Machine | None = None) -> tuple[RunSpec, CapacityPlan]:
-    """Return (`spec` on the used nodes, its plan). If the batch does not divide evenly in any layout of all nodes, this
-    is the fastest plan of all nodes or of one of the largest smaller counts; the remaining nodes become spares."""
+    """Return (`spec` on the used nodes, its plan). If the batch does not divide evenly in any layout over all nodes,
+    this is the fastest plan for all nodes or for one of the next smaller counts; the remaining nodes become spares."""
     fabric = describe_fabric(spec.cluster, machine)
     whole = plan_capacity(spec, machine)
     samples = spec.batching.global_batch_size
@@ -566,8 +566,8 @@ def plan_other_recovery(spec: RunSpec, machine: Machine | None) -> Candidate | N
     """Return the best layout of the same run under the other recovery mode: replica groups that shrink and heal
     (`resilience=elastic`), or a restart of all processes.
 
-    The open parts of the recipe are searched again, since each mode has its best layout. None on one node, if the
-    recipe wants no recovery, and if nothing fits.
+    The open parts of the recipe are searched again, since each mode has its own best layout. None on a single node, if
+    the recipe wants no recovery, or if nothing fits.
     """
     if spec.resilience.mode == "none" or spec.resilience.is_one_of_several or spec.cluster.num_nodes == 1:
         return None
@@ -580,12 +580,12 @@ def other_recovery(wanted: ResilienceSpec) -> ResilienceSpec:
 
 
 ADVISED = 16
-"""Layouts that are counted tensor by tensor to find one that fits."""
+"""Number of layouts to count tensor by tensor to find one that fits."""
 MORE_NODES = (2, 4, 8, 16, 32, 64)
 RANK = 16
 """Rank of the suggested adapters."""
 Change = tuple[str, Callable[[RunSpec], RunSpec]]
-"""(the override to type, the function that applies it to a recipe)"""
+"""(the override to set, the function that applies it to a recipe)"""
 OPEN: Change = (
     "layout=auto recompute=auto",
     lambda spec: replace(spec, layout=open_layout(spec), recompute=AUTO),
@@ -616,13 +616,13 @@ SINGLE: tuple[Change, ...] = (
     ADAPTERS,
 )
 TOGETHER = ((OPEN, OFFLOADED), (OPEN, ADAPTERS))
-"""Tried if neither of the two suffices."""
+"""Tried if neither of the two is enough alone."""
 IN_4_BITS = ((BESIDE_NF4,), (QUANTISED,), (OPEN, BESIDE_NF4), (OPEN, QUANTISED))
 """Tried if adapters with an unquantised base do not fit."""
 
 
 def advise(spec: RunSpec, machine: Machine | None = None) -> Iterator[str]:
-    """Yield changes that make the run fit, the smallest first, and the smallest number of nodes."""
+    """Yield changes that make the run fit, the smallest first, and the smallest sufficient number of nodes."""
     fabric = describe_fabric(spec.cluster, machine)
     eff = efficiency_of(spec.cluster)
     fitting: set[str] = set()
@@ -651,7 +651,7 @@ def advise(spec: RunSpec, machine: Machine | None = None) -> Iterator[str]:
 
 
 def _find_fastest(changed: RunSpec, spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Candidate | None:
-    """Return the best layout of a changed recipe that fits; None if none fits, if nothing changed, and if the changed
+    """Return the best layout of a changed recipe that fits; None if none fits, if nothing changed, or if the changed
     recipe is refused."""
     if changed == spec or len(check(changed)) > len(check(spec)):
         return None

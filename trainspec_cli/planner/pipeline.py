@@ -1,4 +1,5 @@
-"""Pipelines: how a model's layers are cut into stages, and the order of each rank's passes. Only data and arithmetic.
+"""Pipelines: how a model's layers are cut into stages, and the order of each rank's passes. Contains only data and
+arithmetic.
 
 The engine executes these actions, and the planner's memory model replays them. Stages are chunks of consecutive layers,
 numbered along the model; a rank has one stage, or several (interleaved, zbv).
@@ -18,7 +19,8 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import ModelSpec
 
 EQUAL = 1e-9
-"""Relative difference below which heaviest ranks count as equal, since times are sums of rounded numbers."""
+"""Relative difference below which the heaviest ranks of two cuts count as equal, since times are sums of rounded
+numbers."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,13 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class Room:
-    """Memory limits of a cut. A rank of an earlier stage keeps a layer's activations for more micro-batches, so a
-    layer's bytes depend on the rank."""
+    """Memory limits for a cut. A rank with an earlier stage keeps activations for more micro-batches, so a layer's
+    bytes depend on the rank."""
 
     layer_bytes: Sequence[Sequence[float]]
-    """Bytes of every layer of the model, if it were on each pipeline rank."""
+    """For each pipeline rank, the bytes that each layer of the model would need there."""
     capacity_bytes: Sequence[float]
-    """Bytes that the layers of each pipeline rank may use together."""
+    """Total bytes that the layers of each pipeline rank may use."""
 
 
 Borders = tuple[int, ...]
@@ -51,7 +53,7 @@ class Rank:
     beside_s: float
     """Seconds of the rest: the embedding, the head, and stages that are already fixed."""
     bytes_before: Sequence[float]
-    """Cumulative bytes of the layers before each, on this rank; empty without a limit."""
+    """Cumulative bytes of the layers before each layer, on this rank; empty without a limit."""
     room_bytes: float
 
     def reach(self, time_before: Sequence[float], heaviest_s: float, start: int) -> int:
@@ -63,7 +65,7 @@ class Rank:
         return min(end, bisect_right(self.bytes_before, self.bytes_before[start] + self.room_bytes) - 1)
 
     def holding(self, time_before: Sequence[float], start: int, end: int) -> Rank:
-        """Return the rank with a further fixed stage."""
+        """Return the rank with one more fixed stage."""
         taken = self.bytes_before[end] - self.bytes_before[start] if self.bytes_before else 0.0
         beside_s = self.beside_s + time_before[end] - time_before[start]
         return Rank(self.speed, beside_s, self.bytes_before, self.room_bytes - taken)
@@ -72,12 +74,12 @@ class Rank:
 @dataclass(frozen=True)
 class CutProblem:
     time_before: Sequence[float]
-    """Cumulative time of the layers before each."""
+    """Cumulative time of the layers before each layer."""
     ranks: tuple[Rank, ...]
-    """The pipeline's ranks; their own part includes the embedding and the head."""
+    """The pipeline's ranks; `beside_s` includes the embedding and the head."""
     rank_of_stage: tuple[int, ...]
     alike: bool
-    """True if all layers take the same time, and on each rank the same memory."""
+    """True if all layers take the same time, and the same memory on each rank."""
     equal: float
 
     @classmethod
@@ -113,7 +115,7 @@ class CutProblem:
         return inf if self.missing_bytes(borders) else max(self.loads(borders))
 
     def missing_bytes(self, borders: Sequence[int]) -> float:
-        """Return how many bytes all ranks lack together."""
+        """Return the total number of bytes that the ranks lack."""
         if not self.ranks[0].bytes_before:
             return 0.0
         left = [rank.room_bytes for rank in self.ranks]
@@ -128,7 +130,7 @@ class CutProblem:
         work_s = self.time_before[-1]
         speed = 0.0
         least = 0.0
-        for rank in ranks:  # ranks whose own part is lighter share the layers
+        for rank in ranks:  # ranks with a lighter fixed part share the layers
             if speed and rank.beside_s / rank.speed >= work_s / speed:
                 break
             work_s = work_s + rank.beside_s
@@ -137,7 +139,7 @@ class CutProblem:
         return max(least, ranks[-1].beside_s / ranks[-1].speed)
 
 
-# One stage per rank: the exact cut of consecutive layers, by bisecting the heaviest rank's time.
+# One stage per rank: an exact cut of consecutive layers, by bisecting the heaviest rank's time.
 
 
 @dataclass(frozen=True)
@@ -148,11 +150,11 @@ class Chain:
     ranks: Sequence[Rank]
     """In the order of their stages."""
     near: Borders
-    """The cut to keep if it is as good; its ends are fixed."""
+    """The cut to keep if it is equally good; its ends are fixed."""
     equal: float
 
     def cut(self) -> Borders | None:
-        """Bisect the heaviest rank's time; each cut that is found lowers the bound to its heaviest rank."""
+        """Bisect the heaviest rank's time; each cut that is found lowers the bound to the time of its heaviest rank."""
         low = self.least_s() * (1 - self.equal)
         high = self.heaviest_s(self.near)
         if high == inf:
@@ -170,7 +172,7 @@ class Chain:
         return self.walk(high * (1 + self.equal))
 
     def least_s(self) -> float:
-        """Return a lower bound on the heaviest rank's time over all cuts, as if layers and the ranks' own parts were
+        """Return a lower bound on the heaviest rank's time over all cuts, as if layers and the ranks' fixed parts were
         divisible."""
         layers_s = self.time_before[self.near[-1]] - self.time_before[self.near[0]]
         alike = (layers_s + sum(rank.beside_s for rank in self.ranks)) / sum(rank.speed for rank in self.ranks)
@@ -188,7 +190,7 @@ class Chain:
     def walk(self, heaviest_s: float) -> Borders | None:
         """Return the cut nearest to `near` whose ranks take at most `heaviest_s`, or None.
 
-        Goes stage by stage, with the possible borders of each and the nearest cut up to there.
+        Goes stage by stage, keeping the possible borders of each stage and the nearest cut up to that point.
         """
         before = self.time_before
         end = self.near[-1]
@@ -211,17 +213,17 @@ class Chain:
         return reached[end][1] if reached else None
 
 
-# Several stages per rank (interleaved, zbv): layers move one by one, then a bounded search looks for a better cut.
+# Several stages per rank (interleaved, zbv): layers are moved one by one, then a bounded search looks for a better cut.
 
 
 GAIN = 0.01
 """The search ignores improvements below this fraction."""
 MAX_NODES = 4000
-"""The search tries at most this many borders, in about 10 ms; small models have fewer."""
+"""The search tries at most this many borders, which takes about 10 ms; small models have fewer."""
 
 
 def cut_rounds(problem: CutProblem, even: Borders) -> Borders | None:
-    """Improve the even cut, and one in proportion to speeds, by moving layers; then search for a better one."""
+    """Improve the even cut and a cut proportional to speeds by moving layers; then search for a better one."""
     found = [_move_layers(problem, borders) for borders in (even, _proportional(problem))]
     found.append(_Search(problem, min(found, key=problem.heaviest_s)).run())
     least = min(map(problem.heaviest_s, found))
@@ -232,7 +234,7 @@ def cut_rounds(problem: CutProblem, even: Borders) -> Borders | None:
 
 
 def _proportional(problem: CutProblem) -> Borders:
-    """Give each stage an equal share of its rank's capacity in the lower bound's time, rounded to whole layers."""
+    """Give each stage an equal share of what its rank can do within the lower bound, rounded to full layers."""
     before = problem.time_before
     rounds = len(problem.rank_of_stage) // len(problem.ranks)
     layers = len(before) - 1
@@ -249,10 +251,10 @@ def _proportional(problem: CutProblem) -> Borders:
 
 
 def _move_layers(problem: CutProblem, borders: Borders) -> Borders:
-    """Repeatedly apply the best move of a layer from one stage to another (the stages between pass one on), while that
-    helps.
+    """Repeatedly apply the best move of a layer from one stage to another (the stages in between pass one on), as long
+    as that helps.
 
-    A move helps if it reduces the missing memory, or makes the heaviest ranks lighter, compared in order.
+    A move helps if it reduces the missing memory, or makes the heaviest ranks lighter, compared from the heaviest down.
     """
     unit_s = problem.least_s() * problem.equal or 1.0
     missing = problem.missing_bytes(borders)
@@ -272,9 +274,10 @@ def _move_layers(problem: CutProblem, borders: Borders) -> Borders:
 
 
 def _moves(problem: CutProblem, borders: Borders, most_s: float) -> Iterator[tuple[list[float], Borders]]:
-    """Yield cuts, with their loads, that move consecutive borders by one layer and keep every rank within `most_s`.
+    """Yield cuts, with their loads, that shift consecutive borders by one layer and keep every rank within `most_s`.
 
-    If memory suffices (`most_s` is finite), they make the heaviest rank lighter."""
+    If memory is sufficient (`most_s` is finite), these cuts make the heaviest rank lighter.
+    """
     before = problem.time_before
     rank_of = problem.rank_of_stage
     ranks = problem.ranks
@@ -301,8 +304,8 @@ def _moves(problem: CutProblem, borders: Borders, most_s: float) -> Iterator[tup
 
 
 class _Search:
-    """Searches by branch and bound, stage by stage, up to `MAX_NODES`; if it finishes before that, as for small models,
-    the result is within `GAIN` of the best."""
+    """Branch-and-bound search, stage by stage, up to `MAX_NODES`. If it finishes before that, as it does for small
+    models, the result is within `GAIN` of the best."""
 
     def __init__(self, problem: CutProblem, known: Borders):
         self.problem = problem
@@ -320,8 +323,8 @@ class _Search:
         return self.best
 
     def _branch(self, borders: Borders, ranks: list[Rank]) -> None:
-        """Try the borders of the next stage, nearest to the proportional one first. `ranks` include the stages
-        before."""
+        """Try the borders of the next stage, nearest to the proportional one first. `ranks` include the previous
+        stages."""
         before = self.problem.time_before
         stage = len(borders) - 1
         start = borders[-1]
@@ -343,28 +346,28 @@ class _Search:
                     self.best = found
                     self.bound_s = heaviest_s / (1 + GAIN)
             else:
-                # Prune a branch if the ranks of the later stages cannot take the remaining work.
+                # Prune the branch if the ranks with later stages cannot take the remaining work.
                 room_s = sum(self.bound_s * ranks[later].speed - ranks[later].beside_s for later in self.later[stage])
                 if before[-1] - before[place] <= room_s:
                     self._branch((*borders, place), ranks)
         ranks[number] = rank
 
 
-# Cut a model into pipeline stages so that the rank with the most work has as little as possible.
+# Cut a model into pipeline stages so that the heaviest rank's work is as small as possible.
 #
 # A step takes the heaviest pipeline rank's time for each micro-batch, and each other rank's time once to fill and drain
-# the pipeline; so the heaviest rank decides (chains on chains partitioning: Pinar and Aykanat, JPDC 64, 2004). Layers
-# may differ in time (experts, state-space layers, windows), the embedding is before the first and the head after the
-# last layer, and ranks may differ in speed. Times are per micro-batch, forward and backward, in seconds or any other
-# unit.
+# the pipeline; so the heaviest rank matters most (chains-on-chains partitioning: Pinar and Aykanat, JPDC 64, 2004).
+# Layers may differ in time (experts, state-space layers, windows), the embedding comes before the first layer and the
+# head after the last one, and ranks may differ in speed. Times are per micro-batch, forward and backward, in seconds or
+# any other unit.
 
 
 Counts = tuple[int, ...]
-"""Layers of each stage, in the order of the model."""
+"""Number of layers in each stage, in model order."""
 
 
 def cut_evenly(num_layers: int, stages: int) -> Counts:
-    """Return equal numbers of layers for all stages; the first stages get the remaining ones."""
+    """Return the same number of layers for all stages, plus one for each of the first stages if some remain."""
     even, spare = divmod(num_layers, stages)
     return tuple(even + (stage < spare) for stage in range(stages))
 
@@ -372,14 +375,15 @@ def cut_evenly(num_layers: int, stages: int) -> Counts:
 def cut_by_times(
     times: LayerTimes, layout: Layout, speeds: Sequence[float] = (), room: Room | None = None, equal: float = EQUAL
 ) -> Counts | None:
-    """Return the layers of each stage that minimise the heaviest rank's time; None if no cut fits into `room`.
+    """Return the layer count of each stage that minimises the heaviest rank's time; None if no cut fits into `room`.
 
     `speeds`: relative speeds of the pipeline ranks (equal by default); a rank at half speed takes twice as long.
-    `equal`: heaviest ranks that differ by less than this fraction count as equal. Of equal cuts, the one closest to the
-    even cut is chosen, so models with one kind of layers keep the even cut if it is as good.
+    `equal`: heaviest ranks that differ by less than this fraction count as equal. Among equal cuts, the one closest to
+    the even cut is chosen, so models with one kind of layer keep the even cut if it is equally good.
 
-    Exact (to `equal`) with one stage per rank; with several (interleaved, zbv) within 5% of the best, mostly exact.
-    Raises ValueError if there are fewer layers than stages, or not one speed above 0 per rank.
+    Exact (to `equal`) with one stage per rank; with several (interleaved, zbv) within 5% of the best, and usually
+    exact. Raises ValueError if there are fewer layers than stages, or if `speeds` does not have one value above 0 per
+    rank.
     """
     problem = CutProblem.of(times, layout, speeds, room, equal)
     even = tuple(accumulate(cut_evenly(len(times.layers_s), layout.num_stages), initial=0))
@@ -393,7 +397,7 @@ def cut_by_times(
 
 
 def rank_times_s(times: LayerTimes, counts: Sequence[int], layout: Layout, speeds: Sequence[float] = ()) -> list[float]:
-    """Return the time of each pipeline rank under a cut, at its speed."""
+    """Return the time of each pipeline rank with this cut, at its speed."""
     problem = CutProblem.of(times, layout, speeds, None, EQUAL)
     return problem.loads(tuple(accumulate(counts, initial=0)))
 
@@ -402,10 +406,10 @@ def rank_times_s(times: LayerTimes, counts: Sequence[int], layout: Layout, speed
 
 
 def _cut_alike(problem: CutProblem, even: Borders) -> Counts | None:
-    """Return the exact cut for equal layers, with any number of stages per rank: only the numbers of layers matter.
+    """Return the exact cut for equal layers, with any number of stages per rank: only the layer counts matter.
 
-    Moves a layer from the heaviest rank to the rank that is lightest with it, while that one stays lighter than the
-    heaviest: if a lighter cut exists, one of its ranks has more layers than now and can take one.
+    Moves a layer from the heaviest rank to the rank that would be lightest with it, as long as that rank stays lighter
+    than the heaviest: if a lighter cut exists, some rank has more layers there than now and can take one.
     """
     stages = [end - start for start, end in pairwise(even)]
     rank_of = problem.rank_of_stage
@@ -447,7 +451,7 @@ def _exchange(ranks: Sequence[Rank], numbers: Sequence[int], layer_s: float, few
 def _hand_on(problem: CutProblem, stages: list[int], numbers: list[int], layer_s: float, most_s: float) -> None:
     """Move layers from the stages of ranks over `most_s` to the nearest stages of ranks that can take one.
 
-    `numbers`: of each rank's layers, as `stages` has them.
+    `numbers`: each rank's layer count, which matches `stages`.
     """
     ranks = problem.ranks
     rank_of = problem.rank_of_stage
@@ -469,14 +473,14 @@ AS_GOOD = 1e-3
 
 
 def is_open(layout: Layout, model: ModelSpec) -> bool:
-    """Return whether there is something to cut and the recipe leaves it open. (Rules refuse more stages than
+    """Return whether there is something to cut and the recipe leaves the cut open. (Rules refuse more stages than
     layers.)"""
     return layout.pp > 1 and layout.stage_layers is None and layout.num_stages <= model.num_layers
 
 
 def cut(times: LayerTimes, layout: Layout, room: Room | None = None, speeds: Sequence[float] = ()) -> Layout:
     """Return the layout with the best cut that fits into `room`; unchanged if that is the even cut, or if none fits.
-    `speeds`: those of the pipeline ranks, if they differ."""
+    `speeds`: the relative speeds of the pipeline ranks, if they differ."""
     counts = cut_by_times(times, layout, speeds, room=room, equal=AS_GOOD)
     if counts is None or counts == cut_evenly(len(times.layers_s), layout.num_stages):
         return layout
@@ -493,14 +497,15 @@ class Action(NamedTuple):
 
 
 def cut_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
-    """Return the layers of each stage: `stage_layers`, or evenly with the remaining layers in the first stages."""
+    """Return the layers of each stage: as in `stage_layers`, otherwise an even cut with the remaining layers in the
+    first stages."""
     counts = layout.stage_layers or cut_evenly(num_layers, layout.num_stages)
     return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
 
 
 @lru_cache(maxsize=4096)
 def layers_per_rank(num_layers: int, layout: Layout) -> tuple[int, ...]:
-    """Count the layers of each pipeline rank, over all of its stages."""
+    """Return the layer count of each pipeline rank over all of its stages."""
     stages = cut_layers(num_layers, layout)
     return tuple(sum(len(stages[stage]) for stage in layout.stages_of_rank(rank)) for rank in range(layout.pp))
 
@@ -509,8 +514,8 @@ def layers_per_rank(num_layers: int, layout: Layout) -> tuple[int, ...]:
 def actions(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     """Return each rank's actions in order: some forwards (the warm-up), then alternating forwards and backwards.
 
-    gpipe: all forwards, then all backwards (arXiv:1811.06965). 1f1b: a stage starts as many forwards as there are
-    stages behind it (arXiv:2006.09503). interleaved: 1F1B over chunks, `pp` micro-batches of one chunk at a time
+    gpipe: all forwards, then all backwards (arXiv:1811.06965). 1f1b: a stage starts with as many forwards as there are
+    stages after it (arXiv:2006.09503). interleaved: 1F1B over chunks, `pp` micro-batches of one chunk at a time
     (arXiv:2104.04473, section 2.2). A single rank processes one micro-batch after another.
     """
     pp = layout.pp
@@ -542,20 +547,21 @@ def actions(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...
 
 @lru_cache(maxsize=64)
 def _fill_bubbles(stages: tuple[tuple[int, ...], ...], micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Build a zero-bubble schedule (arXiv:2401.10241) greedily, in ticks of one forward, input or weight pass.
+    """Build a zero-bubble schedule (arXiv:2401.10241) greedily, in ticks of one pass (forward, input gradients or
+    weight gradients).
 
     `stages`: the stages of each rank. In each tick a rank computes an input gradient that others wait for, otherwise a
     forward, otherwise a weight pass. At most as many micro-batches as there are ranks are in flight on its first chunk,
-    so it needs no more memory than 1F1B's fullest stage.
+    so it needs no more memory than the fullest stage of 1F1B.
     """
     num_stages = sum(map(len, stages))
-    forwards = [0] * num_stages  # micro-batches of each stage that have finished the pass
+    forwards = [0] * num_stages  # per stage: micro-batches that have finished the pass
     inputs = [0] * num_stages
     weights = [0] * num_stages
     done: dict[Kind, list[int]] = {"forward": forwards, "backward_input": inputs, "backward_weight": weights}
 
     def choose(own: Sequence[int]) -> tuple[Kind, int] | None:
-        """Return the next possible pass of a rank, later stages first, since more ranks wait for their gradients."""
+        """Return a rank's next possible pass. Later stages come first, since more ranks wait for their gradients."""
         for stage in reversed(own):
             index = inputs[stage]
             if forwards[stage] > index and (stage == num_stages - 1 or inputs[stage + 1] > index):

@@ -1,7 +1,7 @@
-"""Size and parts of a multi-plane fabric, and the cost of losing a part (arXiv:2605.04333).
+"""The size and parts of a multi-plane fabric, and the cost of losing a part (arXiv:2605.04333).
 
-A switch of C bits a second has k = C p / R ports at the speed R/p of a NIC's port on one of p planes. Two tiers join
-k^2/2 NICs with 3 k/2 switches a plane (k of them T0, k/2 T1), three tiers k^3/4 with 5 k^2/4.
+A switch of C bits per second has k = C p / R ports at the speed R/p of a NIC's port on one of p planes. Two tiers
+connect k^2/2 NICs with 3 k/2 switches per plane (k of them T0, k/2 T1), three tiers k^3/4 NICs with 5 k^2/4 switches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from trainspec_cli.recipe.results.blueprint import Part, PlanesFigures, PlanesPl
 
 
 def radix_of(spec: PlanesSpec) -> int:
-    """Return the ports of a switch at a plane's speed. The recipe's rules ensure that it is a whole, even number."""
+    """Return the number of ports of a switch at a plane's speed. The recipe's rules ensure that it is an even
+    integer."""
     return round(spec.switch_tbit_per_s * 1e3 * spec.planes / spec.nic_gbit_per_s)
 
 
@@ -27,9 +28,9 @@ def size_planes(spec: PlanesSpec) -> PlanesFigures:
     radix = radix_of(spec)
     tiers = spec.switch_tiers
     switches = (3 if tiers == 2 else 5) * spec.planes / radix
-    # Part of a synchronous job's speed that each loss costs. A T0 switch has k/2 links up: one less takes 2/k of what
-    # its NICs send beyond it in that plane, and sprayed traffic loads all planes alike. A NIC's port, its T0 switch or
-    # a plane take one plane from it, its transceiver all of them.
+    # Fraction of a synchronous job's speed that each loss costs. A T0 switch has k/2 uplinks: losing one removes 2/k of
+    # what its NICs can send beyond it in that plane, and sprayed traffic loads all planes equally. Losing a port, a T0
+    # switch or a plane takes one plane from a NIC; losing its transceiver takes all of them.
     link = 2 / radix
     plane = 1 / spec.planes
     lost_speed: dict[Part, float] = {"link": link, "port": plane, "t1_switch": link, "t0_switch": plane}
@@ -48,34 +49,37 @@ def size_planes(spec: PlanesSpec) -> PlanesFigures:
 
 
 def single_plane(spec: PlanesSpec) -> PlanesSpec:
-    """Return the single-plane fabric of the same switches and NICs: with two tiers if they join as many NICs, otherwise
-    with three."""
+    """Return the single-plane fabric of the same switches and NICs: with two tiers if they connect the same number of
+    NICs, otherwise with three."""
     most = size_planes(spec).most_nics
     alone = replace(spec, planes=1, switch_tiers=2)
     return alone if size_planes(alone).most_nics >= most else replace(alone, switch_tiers=3)
 
 
 def t1_switches(spec: PlanesSpec, nics: int) -> int:
-    """Return the switches of a plane's second tier for a job with `nics` NICs: half as many as T0 switches, which use
-    half of their ports upwards; one if a single T0 switch joins all."""
+    """Return the number of switches in a plane's second tier for a job with `nics` NICs: half the number of T0
+    switches, since these use half of their ports as uplinks; one if a single T0 switch connects all NICs."""
     t0_switches = max(1, math.ceil(nics / (radix_of(spec) // 2)))
     return max(1, math.ceil(t0_switches / 2))
 
 
-# A synchronous job over a fabric whose queue pairs spray packets over every plane, while parts of it fail and return.
+# A synchronous job on a fabric whose queue pairs spray packets over every plane, while parts of it fail and recover.
 #
-# No packet is simulated, no queue and no ECN mark: paths are counted, by the part that they go through, and speeds
-# follow from which ports and links are up. Each NIC sends to one other NIC and hears from one, both beyond its own T0
-# switch; all of them wait for the slowest. An event costs as much work as parts are down, however large the job.
+# Packets, queues and ECN marks are not simulated: paths are counted by the part that they pass through, and speeds
+# follow from which ports and links are up. Each NIC sends to one other NIC and receives from one, both beyond its T0
+# switch; all NICs wait for the slowest. The cost of an event grows with the number of failed parts, not with the size
+# of the job.
 
 
 DETECT_S = 0.001
-"""Time from a path's failure until its losses are recognised, and other paths of its plane are used. An estimate, since
-the papers give none; the loss until then is 0.2 ms of the 7.6 s that a port flap of one minute costs."""
+"""Time from a path's failure until its losses are recognised and other paths in its plane are used. This is an
+estimate, since the papers give no value; the loss until then is 0.2 ms of the 7.6 s that a one-minute port flap
+costs."""
 PROBE_S = 1.0
-"""Time between two probes of a path that is assumed bad. Also an estimate: a flapping link is down for a minute."""
+"""Time between two probes of a path that is assumed to be bad. This is also an estimate: a flapping link is down for a
+minute."""
 ENDS = 2
-"""Each NIC is an end of two queue pairs: the one that it sends on, and its sender's."""
+"""Each NIC is an endpoint of two queue pairs: the one it sends on, and its sender's."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,11 @@ class Failure:
     nic: int = 0
     """The NIC of a port or a transceiver; its T0 switch follows from it."""
     t0: int = 0
-    """The T0 switch, or the T0 switch of a link."""
+    """The T0 switch itself, or that of a link."""
 
 
 class SprayedFabric:
-    """The failed parts of a fabric, and the remaining speed."""
+    """The failed parts of a fabric and the remaining speed."""
 
     def __init__(self, spec: PlanesSpec, nics: int):
         self.spec = spec
@@ -116,8 +120,8 @@ class SprayedFabric:
 
     @property
     def speed(self) -> float:
-        """Return the speed of the slowest NIC. The other planes share the load of a plane without a path equally, so
-        the plane with the fewest working links limits the speed."""
+        """Return the speed of the slowest NIC. If a plane has no path, the others share its load equally, so the plane
+        with the fewest working links limits the speed."""
         whole = {plane for part, plane, _ in self._down if part == "plane"}
         missing: dict[int, set[int]] = {}
         for part, plane, which in self._down:
@@ -148,11 +152,11 @@ class SprayedFabric:
 
     @property
     def paths_per_plane(self) -> float:
-        """Return the entropy values of a queue pair in each plane."""
+        """Return the number of entropy values that a queue pair has in each plane."""
         return self.spec.entropy_values / self.spec.planes
 
     def paths_through(self, part: Part) -> int:
-        """Return the expected number of entropy values, over all queue pairs, whose path leads through one such
+        """Return the expected number of entropy values, over all queue pairs, whose path passes through one such
         part."""
         ends = {"port": ENDS, "transceiver": ENDS * self.spec.planes, "t0_switch": ENDS * self.nics_per_t0}
         if part in ends:
@@ -176,8 +180,8 @@ def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str
     repaired part are used after the next probe.
     """
     fabric = SprayedFabric(spec, nics)
-    # Paths of all queue pairs together that lost a packet, or whose port the NIC knows to be down, are not used until a
-    # probe is answered (arXiv:2606.18170).
+    # Paths (of all queue pairs together) that lost a packet, or whose port the NIC knows to be down, are not used until
+    # a probe is answered (arXiv:2606.18170).
     paths = round(nics * fabric.paths_per_plane * spec.planes)
     bad = 0
     now_s = 0.0
@@ -203,7 +207,8 @@ def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str
         resent = 0.0
         if change == "fails":
             fabric.change(failure, 1)
-            # Packets that a queue pair loses before the failure is detected: those on its paths through the part.
+            # Packets that a queue pair loses before the failure is detected: those on its paths through the failed
+            # part.
             part = 1.0 if failure.part in ("port", "t0_switch", "plane") else 2 / radix_of(spec)
             resent = 1 / spec.planes * part
         elif change == "noticed":
@@ -227,7 +232,7 @@ def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str
 
 
 def flaps_by_chance(spec: PlanesSpec, nics: int, per_hour: float, hours: float, seed: int) -> list[Failure]:
-    """Draw flapping ports at a given rate per hour over the whole job, each at a random NIC and plane."""
+    """Draw flapping ports at a given rate per hour for the entire job, each at a random NIC and plane."""
     chance = random.Random(seed)
     now_s = 0.0
     flaps = []
@@ -238,11 +243,11 @@ def flaps_by_chance(spec: PlanesSpec, nics: int, per_hour: float, hours: float, 
     return flaps
 
 
-# A multi-plane fabric for a job: its figures, the cost of each failure, and the cost of network failures for a run.
+# A multi-plane fabric for a job: its figures, the cost of each failure, and the cost of network failures over a run.
 
 
 REBOOT_S = 300.0
-"""Downtime of a rebooting switch: an example."""
+"""Example downtime of a rebooting switch."""
 DAY_S = 86_400.0
 MONTH_HOURS = 720.0
 MOST_FLAPS = 300.0
@@ -295,14 +300,14 @@ def _events(spec: PlanesSpec, nics: int) -> Iterator[SprayedEvent]:
 
 
 def dips_per_s(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> float:
-    """Return the rate of network failures of the whole job that planes survive."""
+    """Return the rate of network failures over the entire job that planes survive."""
     fraction = spec.network_fraction * (1 - spec.fatal_fraction) * (spec.planes > 1)
     return fraction * nics / (reliability.mtbf_device_hours * 3600)
 
 
 def dip_share(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> float:
-    """Return the fraction of a run's time that these failures cost: each takes a plane from the slowest NIC until the
-    link is repaired and probed.
+    """Return the fraction of a run's time that these failures cost: each one takes a plane from the slowest NIC until
+    the link is repaired and probed.
 
     Overlapping dips are counted separately, which overestimates their cost.
     """

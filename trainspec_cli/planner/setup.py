@@ -1,4 +1,4 @@
-"""A run as the estimators' input: every value is resolved."""
+"""A run as input for the estimators, with every value resolved."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ RecordT = TypeVar("RecordT", Layout, "Setup")
 
 
 def changed(record: RecordT, **values: object) -> RecordT:
-    """Return the record with changed values, four times as fast as `dataclasses.replace`, since a search makes tens of
-    thousands. Both kinds of record have only fields, without checks."""
+    """Return the record with changed values. Four times as fast as `dataclasses.replace`, which matters since a search
+    makes tens of thousands of records. Both kinds of record have only fields, without checks."""
     made = object.__new__(type(record))
     vars(made).update(vars(record), **values)
     return made
@@ -51,8 +51,8 @@ RECOMPUTE = {
 
 @dataclass(frozen=True)
 class Software:
-    """The training framework's properties that affect time and memory. Fields without a docstring are the facts of the
-    same name in `FrameworkSpec` and `StateFacts`, for compiled or eager blocks."""
+    """The training framework's properties that affect time and memory. Fields without a docstring are the facts with
+    the same names in `FrameworkSpec` and `StateFacts`, for compiled or eager blocks."""
 
     counted: bool = True
     fused_attention: bool = True
@@ -60,7 +60,7 @@ class Software:
     fused_kernels: bool = True
     fused_loss: bool = False
     plain_loss: bool = False
-    """The loss is not compiled, even if the blocks are."""
+    """True if the loss is not compiled even though the blocks are."""
     cut_logit_bytes: float | None = None
     fused_accumulation: bool = True
     overlap_dp: bool = True
@@ -70,12 +70,13 @@ class Software:
     expandable_segments: bool = False
     graphs: bool = False
     grad_bytes: float = 4.0
-    """Bytes of a gradient while it is accumulated."""
+    """Bytes per value of a gradient while it is accumulated."""
     shards_states: bool = True
-    """State is sharded by `zero_stage` over the ranks of dp_shard and cp; False: each replica has everything (DDP)."""
+    """True: state is sharded according to `zero_stage` over the ranks of dp_shard and cp; False: each replica has
+    everything (DDP)."""
     unshards_pipelines: bool = False
     reduce_bytes: float = 4.0
-    """Bytes of an uncompressed gradient that is sent."""
+    """Bytes per value of an uncompressed gradient that is sent."""
     wire: WireFormats = field(default_factory=WireFormats)
     """Formats of sent gradients and parameters."""
     master_bytes: float = 4.0
@@ -84,7 +85,7 @@ class Software:
     """Bytes of the optimizer's moments per parameter."""
     bucket_bytes: float = 0.3 * GIB
     step_bytes: float = 0.0
-    """Bytes per parameter of flat copies that the optimizer uses: too large to reuse memory of activations."""
+    """Bytes per parameter of flat copies that the optimizer uses; they are too large to reuse activation memory."""
     step_temporary_bytes: float = 0.0
     model_groups: bool = False
     shifted_logits: bool = False
@@ -117,10 +118,10 @@ class Setup:
     """Replica groups among the replicas of `layout`, which exchange gradients once per step; 0: each replica is a
     group."""
     outer_bytes: float = 0.0
-    """Bytes that an outer optimizer keeps for each trained parameter."""
+    """Bytes that an outer optimizer keeps per trained parameter."""
     tabled: bool = False
-    """A row of a table of measured runs, timed as when the efficiencies were fitted: the positions of the kinds of
-    layers are unknown, so each layer counts as the average, and full recomputation includes the head."""
+    """True for a row in a table of measured runs, timed as when the efficiencies were fitted: the positions of the
+    layer kinds are unknown, so each layer counts as the average, and full recomputation includes the head."""
 
     @property
     def group_layout(self) -> Layout:
@@ -132,7 +133,7 @@ class Setup:
 
     @property
     def tokens(self) -> float:
-        """Return the tokens of a rank's micro-batch, after context parallelism."""
+        """Return the number of tokens in a rank's micro-batch, after context parallelism."""
         return self.micro_batch_size * self.seq_len / self.layout.cp
 
 
@@ -178,20 +179,20 @@ def describe_software(
     )
 
 
-# State, memory traffic and arithmetic of an optimizer per parameter, averaged over a model.
+# An optimizer's state, memory traffic and arithmetic per parameter, averaged over a model.
 
 
 ALONE = Layout()
 ADAMW_BYTES = 8.0
 QUANTISED_BYTES = 2 + 8 / BLOCK
-"""Codes of two moments, and two scales per block."""
+"""Bytes per parameter for the codes of two moments, with two scales per block."""
 UPDATE_BYTES: dict[OptimizerName, float] = {"adamw8bit": 260.0, "muon": 104.0}
-"""Memory traffic of an update per value: reads and writes of all operations in `engine/optim/adamw8bit.py`, and for
-matrices in `engine/optim/muon.py` without Newton-Schulz. Counted from the operations (tests/engine/optim); the other
-optimizers' single kernel reads and writes gradients, weights and moments once."""
+"""Memory traffic of an update per value: the reads and writes of all operations in `engine/optim/adamw8bit.py` and, for
+matrices, in `engine/optim/muon.py` without Newton-Schulz, counted from the operations (tests/engine/optim). The single
+kernel of other optimizers reads and writes gradients, weights and moments once."""
 STEPS = 5
 WIRE_BYTES = 2.0
-"""Bytes per value of a matrix that is sent to the rank which orthogonalises it, and back."""
+"""Bytes per value of a matrix that is sent to the rank that orthogonalises it, and back."""
 
 
 @lru_cache(maxsize=256)
@@ -222,7 +223,7 @@ def matrix_share(model: TextModel) -> float:
 def newton_schulz_flops(model: TextModel) -> tuple[float, float]:
     """Return the FLOPs of orthogonalising each matrix once: (matrices of all layers without experts, all experts).
 
-    For A rows of B values, A the smaller, an iteration computes X X^T and its product with X (2 A^2 B each), and the
+    For A rows of B values, with A <= B, an iteration computes X X^T and its product with X (2 A^2 B each), and the
     square of the former (2 A^3): muon (arXiv:2502.16982, section 2.1).
     """
     dense = experts = 0.0

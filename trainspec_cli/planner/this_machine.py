@@ -1,5 +1,5 @@
-"""Predict a run on this machine, on GPUs with the capacity planner and on CPUs from a probe, and find changes that
-would fit."""
+"""Predict a run on this machine (on GPUs with the capacity planner, on CPUs from a probe) and find changes that would
+make it fit."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ DEPARTURES = (
     *("gated_mlp", "activation", "gate_limit", "learned_positions", "sliding_window", "mla", "experts"),
     *("prediction_layers", "attention_bias", "qk_norm", "attention_sinks"),
 )
-"""Fields of a decoder that change its arithmetic relative to a llama's."""
+"""Decoder fields that make its arithmetic differ from a llama's."""
 
 
 def is_predictable(plan: Plan) -> bool:
-    """Return whether a probe can predict the plan: a llama on the CPU, fully trained, with eager blocks, without
-    recomputation, and with data parallelism only. A llama differs from the plain decoder only in sizes and
-    positions."""
+    """Return whether a probe can predict the plan: a llama on the CPU, fully trained, with eager blocks, no
+    recomputation and only data parallelism. A llama differs from the plain decoder only in sizes and positions."""
     layout = plan.layout
     model = plan.spec.model
     whole = (layout.cp, layout.tp, layout.pp, layout.ep) == (1, 1, 1, 1)
@@ -45,7 +44,7 @@ def is_predictable(plan: Plan) -> bool:
 
 
 def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
-    """Predict a plan that `is_predictable`: its step, and the peak resident bytes of one process, which occur in a
+    """Predict a plan that `is_predictable`: its step time, and the peak resident bytes of one process, reached in a
     step's backward or in the loss before it."""
     memory = {
         "worker": probe.bare_bytes,
@@ -56,7 +55,7 @@ def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
 
 
 def least_memory(plan: Plan) -> LocalPrediction:
-    """Predict only the tensors of a plan that `is_predictable`, on a machine without a probe; there are no times."""
+    """Predict only the tensors of a plan that `is_predictable`, without times, on a machine without a probe."""
     return LocalPrediction(time_s={}, memory=tensor_bytes(plan))
 
 
@@ -64,7 +63,7 @@ PASSING = ("gradients", "activations", "loss", "logits", "collectives", "fragmen
 """Causes of memory that is not used between two steps."""
 STATE = ("parameters", "optimizer", "error feedback")
 MOVING_BYTES = 2.0 * 2**26
-"""A bucket of the state that is moved (`engine/checkpoint/reshard.py`), and its messages."""
+"""Bytes of one bucket of moved state (`engine/checkpoint/reshard.py`), and of its messages."""
 
 
 def moving_bytes(before: LocalPrediction, after: LocalPrediction) -> float:
@@ -110,7 +109,7 @@ def device_limit_bytes(plan: Plan, machine: Machine) -> float:
 
 
 def setup_of(plan: Plan, machine: Machine) -> Setup:
-    """Return the plan's setup on the detected GPUs, whatever accelerator the recipe describes; replica groups are
+    """Return the plan's setup on the detected GPUs, regardless of the accelerator in the recipe; replica groups are
     treated as replicas of one layout."""
     cluster = replace(plan.spec.cluster, accelerator=None, devices_per_node=plan.devices_per_node)
     template = template_of(plan.spec, describe_fabric(cluster, machine))
@@ -135,8 +134,8 @@ def gpu_parts_s(setup: Setup, eff: Efficiency) -> dict[str, float]:
     groups = axis_groups(setup.layout, setup.fabric, eff)
     once = micro_batch(setup, groups, eff)
     time = assemble_step(setup, once, groups, eff)
-    # The step model has no separate times of passes, so the work is split in the proportion of a mean layer and the
-    # head.
+    # The step model has no separate times for the passes, so the work is split in the same proportion as for a mean
+    # layer and the head.
     forward = sum(part.forward for part in (once.layer, once.head))
     backward = sum(part.backward for part in (once.layer, once.head))
     work_s = time.matmul_s + time.attention_s + time.memory_bound_s
@@ -168,20 +167,22 @@ def suggest(plan: Plan, predict: Predict, limit_bytes: float) -> str:
     return ""
 
 
-# The CPU: a step's parts and a process's memory, of an eager decoder, from a probe.
+# The CPU: step parts and process memory of an eager decoder, from a probe.
 #
 # A step takes the time of a nearly empty model (its blocks, hooks and small collectives), plus the time that grows with
-# sizes: each operation's measured time over size without its call's own cost. All of it is scaled to reference models
+# sizes: each operation's measured time at its size, minus the cost of the call. The total is scaled to reference models
 # that the probe has trained.
 
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 ADAMW_TRAFFIC_BYTES = 28.0
-"""Bytes that AdamW's kernel moves per value: it reads a gradient, and reads and writes a weight and two moments."""
+"""Bytes that AdamW's kernel moves per value: it reads a gradient, and both reads and writes a weight and two
+moments."""
 CAST_BYTES = 6.0
 """Bytes that a cast from fp32 to bf16 moves per value."""
 LOSS_BYTES_A_LOGIT = 12
-"""fp32 logits and their softmax (2 x 4), and logits and their gradient in bf16 (2 x 2); in fp32 a third one (4)."""
+"""Logits and their softmax in fp32 (2 x 4), and logits and their gradient in bf16 (2 x 2); with fp32 compute a third
+fp32 tensor (4)."""
 
 
 def _decoder(plan: Plan) -> DecoderModel:
@@ -190,7 +191,7 @@ def _decoder(plan: Plan) -> DecoderModel:
 
 
 def block_matrices(model: DecoderModel) -> tuple[int, ...]:
-    """Return the elements of each matrix of a block."""
+    """Return the number of elements of each matrix in a block."""
     query = model.num_heads * model.head_dim
     key = model.num_kv_heads * model.head_dim
     hidden = model.hidden_size
@@ -213,19 +214,18 @@ def _step_parts_s(plan: Plan, probe: MachineProbe) -> dict[str, float]:
     """Return the seconds of a step by part, named as in the step events.
 
     The curves give the differences between models; the reference models, which the probe trained, give the absolute
-    times. Cold caches and load by other programs lengthen both equally. Waiting for peers is proportional to their
-    work.
+    times. Cold caches and load from other programs slow both equally. Waiting for peers is proportional to their work.
     """
     parts = curve_parts_s(plan, probe)
     references = [(curve_parts_s(one.plan, probe), one.parts_s) for one in probe.references]
     held = {}
     for part, seconds in parts.items():
-        # The ratio of the references' measured time to the curves', interpolated linearly in the logarithm.
+        # The ratio of the references' measured time to that from the curves, interpolated linearly in the logarithm.
         ratios = {own[part]: took[part] / own[part] for own, took in references if own[part] > 0 and took[part] > 0}
         sizes = tuple(sorted(ratios))
         ratio = Curve(sizes, tuple(ratios[size] for size in sizes)).at(min(seconds, sizes[-1])) if ratios else 1.0
         held[part] = seconds * ratio
-    # In addition to the messages' time, processes wait for each other for a share of the passes' time.
+    # In addition to the message time, processes wait for each other for a fraction of the time of the passes.
     took = probe.large.parts_s
     beyond_s = took["exposed_comm"] - curve_parts_s(probe.large.plan, probe)["exposed_comm"]
     waiting_s = max(0.0, beyond_s) / (took["forward"] + took["backward"]) * (held["forward"] + held["backward"])
@@ -248,8 +248,8 @@ def curve_parts_s(plan: Plan, probe: MachineProbe) -> dict[str, float]:
 
 
 def _update_s(plan: Plan, probe: MachineProbe) -> float:
-    """Return the seconds of an update without the cost of its calls: measured for AdamW; for other optimizers scaled by
-    their memory traffic relative to AdamW's, with Newton-Schulz as matrix products."""
+    """Return the seconds of an update, excluding call overhead: measured for AdamW; for other optimizers scaled by
+    memory traffic relative to AdamW's, with Newton-Schulz as matrix products."""
     optimizer = plan.spec.optim.kept_state
     model = _decoder(plan)
     usual_s = probe.optimizer.beyond_call(plan.params / plan.layout.dp_shard)
@@ -263,7 +263,7 @@ def _update_s(plan: Plan, probe: MachineProbe) -> float:
 
 
 def _block_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
-    """Return the seconds (forward, backward) of one block on one micro-batch, without the cost of its calls."""
+    """Return the seconds (forward, backward) of one block on one micro-batch, excluding call overhead."""
     model = _decoder(plan)
     tokens = micro_tokens(plan)
     hidden = model.hidden_size
@@ -286,8 +286,8 @@ def _block_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
         backward += operation.backward.beyond_call(elements)
     forward += _attention_s(probe.attention_narrow.forward, probe.attention.forward, plan)
     backward += _attention_s(probe.attention_narrow.backward, probe.attention.backward, plan)
-    # Residuals: two sums in the forward; in the backward the sums of their gradients, and those of q, k, v and of gate,
-    # up.
+    # Residuals: two sums in the forward; in the backward the sums of their gradients, and of those of q, k, v and of
+    # gate, up.
     forward += 2 * probe.add.beyond_call(tokens * hidden) + probe.cast.beyond_call(params)
     backward += 5 * probe.add.beyond_call(tokens * hidden) + 2 * probe.cast.beyond_call(params)
     return forward, backward
@@ -308,13 +308,13 @@ def _outside_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
     forward += tokens / chunk * 2 * probe.cast.beyond_call(head) + probe.cast.beyond_call(params)
     forward += probe.norm.forward.beyond_call(tokens * hidden) + probe.add.beyond_call(tokens * hidden)
     backward = probe.norm.backward.beyond_call(tokens * hidden) + 2 * probe.add.beyond_call(tokens * hidden)
-    # Scaled, cast, the embedding's gradient zeroed and filled, then gathered for the collective.
+    # Scale and cast, zero and fill the embedding's gradient, then gather for the collective.
     backward += 2 * probe.cast.beyond_call(head) + 2 * probe.add.beyond_call(head) + 2 * probe.cast.beyond_call(params)
     return forward, backward
 
 
 def _attention_s(narrow: Curve, wide: Curve, plan: Plan) -> float:
-    """Interpolate linearly in the head size, between the two that were probed."""
+    """Interpolate linearly in the head size, between the two probed sizes."""
     seq_len = plan.spec.data.seq_len
     small, large = PROBED_HEAD_SIZES
     model = _decoder(plan)
@@ -329,7 +329,7 @@ def _products_s(curve: Curve, elements: int, tokens: int) -> float:
 
 def _planned_links(plan: Plan, probe: MachineProbe) -> tuple[PlannedLink, ...]:
     """Return the links of the data-parallel axes with several ranks. In a ring all-gather, each rank sends everything
-    but its own part."""
+    except one part."""
     params = max(unit_params(plan))
     layout = plan.layout
     links = []
@@ -345,13 +345,13 @@ def _planned_links(plan: Plan, probe: MachineProbe) -> tuple[PlannedLink, ...]:
 
 
 def _unit_collectives_s(plan: Plan, params: int, probe: MachineProbe, *, is_block: bool) -> float:
-    """Return the seconds of a unit's collectives: parameters are gathered in the compute format, gradients reduced in
-    that of `precision.reduce`."""
+    """Return the seconds of a unit's collectives: parameters are gathered in the compute format, and gradients are
+    reduced in the format `precision.reduce`."""
     layout = plan.layout
     seconds = 0.0
     reduced_bytes = params * COMPUTE_BYTES[plan.spec.precision.reduce]
     if layout.dp_shard > 1:
-        # A block's parameters are freed after its forward, and gathered again in the backward.
+        # A block's parameters are freed after its forward and gathered again in the backward.
         gatherings = 1 if layout.keeps_parameters else plan.grad_accum_steps * (2 if is_block else 1)
         seconds += gatherings * probe.all_gather.at(params * COMPUTE_BYTES[plan.compute])
         exchanges = plan.grad_accum_steps if layout.exchanges_every_backward else 1
@@ -383,8 +383,8 @@ def tensor_bytes(plan: Plan) -> dict[str, float]:
 
 
 def copy_bytes(plan: Plan) -> float:
-    """Return the bytes of the state's copy that is being written; the ranks share their common part. In host memory it
-    is held twice."""
+    """Return the bytes of the copy of the state that is being written; the ranks divide their common part among
+    themselves. In host memory there are two copies."""
     checkpoint = plan.spec.checkpoint
     moments = moment_bytes(plan.spec.model, plan.spec.optim.kept_state, plan.spec.lora)
     held = (4 + moments) * plan.params / plan.world_size
@@ -394,7 +394,7 @@ def copy_bytes(plan: Plan) -> float:
 
 
 def fragmentation(probe: MachineProbe) -> float:
-    """Return the heap fragmentation relative to a step's allocations, as measured on the larger reference model.
+    """Return the heap fragmentation as a fraction of a step's allocations, measured on the larger reference model.
 
     The first step's temporaries leave holes that the optimizer's moments fill, so both count.
     """
@@ -404,7 +404,7 @@ def fragmentation(probe: MachineProbe) -> float:
 
 
 def parameter_bytes(plan: Plan) -> float:
-    """Return the bytes of parameters: the rank's part in fp32, and gathered ones in the compute format."""
+    """Return the bytes of parameters: the rank's part in fp32, and the gathered ones in the compute format."""
     block, outside = unit_params(plan)
     freed = plan.layout.shards_parameters
     gathered = (2 * block if freed else _decoder(plan).num_layers * block) + outside
@@ -418,7 +418,7 @@ def step_bytes(plan: Plan) -> dict[str, float]:
     moments = moment_bytes(model, plan.spec.optim.kept_state, plan.spec.lora)
     formats = COMPUTE_BYTES[plan.compute] + COMPUTE_BYTES[plan.spec.precision.reduce]
     own = plan.params / plan.layout.dp_shard
-    # A chunk of logits with all values derived from them, and the head's gradient in fp32.
+    # A chunk of logits with all values derived from it, and the head's gradient in fp32.
     chunk = min(micro_tokens(plan), loss_chunk_tokens(model.vocab_size))
     return {
         "optimizer": moments * own,
@@ -430,8 +430,9 @@ def step_bytes(plan: Plan) -> dict[str, float]:
 
 
 def activation_bytes_per_token(model: DecoderModel, compute: str) -> int:
-    """Return the bytes per token that a block saves for its backward: inputs of norms (twice, in fp32) and of matrices,
-    the attention's q, k, v, output and log-sums, and the feed-forward's gate, its activation, up and their product."""
+    """Return the bytes per token that a block saves for its backward: the inputs of norms (twice, in fp32) and of
+    matrices; the attention's q, k, v, output and log-sums; and the feed-forward's gate, its activation, up and their
+    product."""
     unit = COMPUTE_BYTES[compute]
     norms = 2 * (8 + unit) * model.hidden_size + 8
     attention = unit * model.head_dim * 2 * (model.num_heads + model.num_kv_heads) + 4 * model.num_heads

@@ -1,6 +1,7 @@
 """Find what bounds a plan's step, and predict the step after one change, such as faster links or another layout.
 
-GPUs are predicted from the catalogue, a CPU from a probe. Results are shares and factors, to apply to a measured step.
+GPUs are predicted from the catalogue, a CPU from a probe. Results are fractions and factors to apply to a measured
+step.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _on_gpus(plan: Plan, machine: Machine, *, may_change: bool) -> Outlook:
     links = {name: 2 * getattr(fabric, name) for name in ("link_gb_per_s", "nic_gbit_per_s")}
     wide = replace(fabric, described=wide_tiers, **links)
     others: list[tuple[str, Setup, Efficiency]] = [
-        # A chip with twice the rates is assumed to halve each kernel's fixed time too.
+        # A chip with twice the rates is assumed to halve each kernel's fixed time as well.
         (FASTER, replace(setup, fabric=replace(fabric, chip=fast_chip)), replace(eff, kernel_s=eff.kernel_s / 2)),
         (WIDER, replace(setup, fabric=wide), eff),
         (SOONER, replace(setup, fabric=near), sooner),
@@ -118,7 +119,7 @@ def _on_gpus(plan: Plan, machine: Machine, *, may_change: bool) -> Outlook:
 
 
 RATES = ("_tflops", "_tb_per_s", "_exponentials_per_s", "tdp_w")
-"""Suffixes of an accelerator's rates, and of its power, so that its clock does not fall."""
+"""Suffixes of an accelerator's rates, and of its power, which is scaled too so that the clock does not drop."""
 
 
 def _half(seconds: float | None) -> float | None:
@@ -144,8 +145,8 @@ def _on_cpu(plan: Plan, machine: Machine, probe: MachineProbe, *, may_change: bo
         changes.append(PlannedChange(_describe_change(plan, other), factors))
     disturbed = ", which other programs disturbed" if probe.is_disturbed else ""
     basis = f"shares of the passes, and what would help, rest on the probe of this machine{disturbed}"
-    # The bounds of passes and optimizer: what the step loses without products and attention, and without the
-    # operations that move memory; the rest is the calls.
+    # What bounds passes and optimizer: the time saved without products and attention, and without the operations that
+    # move memory; the rest is call overhead.
     no_products = replace(
         probe,
         matmul=MatmulCurves(NOTHING, NOTHING, NOTHING),
@@ -169,7 +170,7 @@ def _on_cpu(plan: Plan, machine: Machine, probe: MachineProbe, *, may_change: bo
 
 
 def _curve_parts(plan: Plan, probe: MachineProbe) -> dict[str, float]:
-    """Return planned seconds by part; exposed communication excludes waiting, which is proportional to the work."""
+    """Return the planned seconds by part; exposed communication excludes waiting, which is proportional to the work."""
     parts = curve_parts_s(plan, probe)
     known = {part: parts[part] for part in (*COMPUTE_PARTS, "exposed_comm")}
     return known | {WAITING: parts["forward"] + parts["backward"]}
@@ -200,8 +201,8 @@ def _with_links(probe: MachineProbe, transfers: float, latency: float) -> Machin
 
 
 def _fastest_probed(plan: Plan, machine: Machine, probe: MachineProbe) -> Plan | None:
-    """Return the plan in the fastest layout by the probe, of those that the engine builds and that fit; None if it is
-    the current one."""
+    """Return the plan in the layout that is fastest according to the probe, among those that the engine builds and that
+    fit; None if it is the current one."""
     wanted = replace(open_layout(plan.spec), cp=1, tp=1, pp=1, ep=1, stage_layers=None)
     space = Space(replace(plan.spec, layout=wanted), plan.world_size, plan.devices_per_node)
     limit_bytes = machine.memory_bytes / plan.devices_per_node
@@ -223,7 +224,7 @@ def _fastest_probed(plan: Plan, machine: Machine, probe: MachineProbe) -> Plan |
 
 
 def _other(plan: Plan, layout: Layout, micro_batch_size: int, micro_batches: int, recompute: str) -> Plan | None:
-    """Return the plan in another layout; None if all keys of the recipe are equal."""
+    """Return the plan in another layout; None if all recipe keys are the same."""
     other = replace(
         plan,
         layout=layout,

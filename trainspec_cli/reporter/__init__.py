@@ -1,1 +1,1 @@
-"""Reads a run folder: what happened, where the time went, and how to show it. Imports no torch."""
+"""Reads a run folder and shows what happened and where the time went. Does not import torch."""

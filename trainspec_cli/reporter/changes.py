@@ -21,7 +21,7 @@ from trainspec_cli.run.folder.event_types.events import (
 )
 
 MANY = 8
-"""Above this number of ranks, shares are summarised instead of listed."""
+"""Above this number of ranks, shares are summarised instead of being listed."""
 
 RECOVERY_KINDS = {
     "left": "left",
@@ -46,7 +46,7 @@ class RunChange:
 
 def describe_recovery(recovery: Recovery) -> RunChange:
     """`step 41: group 1 left: 1.26 s, 1 step lost`: one entry of result.json's `recoveries`."""
-    # `site_left`, for example: something other than a replica group recovered.
+    # For example `site_left`: something other than a replica group recovered.
     noun, _, change = recovery.kind.rpartition("_")
     who = f"{noun or 'group'} {recovery.group} " if recovery.group is not None else ""
     lost = recovery.lost_steps
@@ -70,8 +70,8 @@ def keeps_shares(event: DirectiveEvent) -> bool:
 
 
 def without_old_advice(directives: Iterable[DirectiveEvent]) -> list[DirectiveEvent]:
-    """Return the directives; of the advice on each group's shares, keep only the newest, and none if that is to keep
-    them."""
+    """Return the directives. Of the advice on each group's shares, only the newest is kept, or none if it is to keep
+    the shares."""
     listed = list(directives)
     newest = {event.group: place for place, event in enumerate(listed) if advises_shares(event)}
     current = [event for at, event in enumerate(listed) if not advises_shares(event) or newest[event.group] == at]
@@ -113,7 +113,7 @@ def _group(group: int | Absent | None) -> str:
 
 
 def _describe_gain(event: DirectiveEvent, achieved: AchievedEvent | None) -> str:
-    """`38% less computing is expected, 35% achieved`; for a new layout, whole step times are compared."""
+    """`38% less computing is expected, 35% achieved`; for a new layout, full step times are compared."""
     what = "shorter steps are" if event.kind == "layout" else "less computing is"
     saved = f"{_saving(event.before_s, event.expected_s)} {what} expected"
     return saved if achieved is None else f"{saved}, {_saving(achieved.before_s, achieved.achieved_s)} achieved"

@@ -33,8 +33,8 @@ def render_chart(
 
 
 def render_overlay(curves: Mapping[str, Sequence[Point]], *, width: int = 64, height: int = 14, title: str = "") -> str:
-    """Draw several curves on the same axes, each with its own character, and `*` where two meet. Points are averaged as
-    in `render_chart`."""
+    """Draw several curves on the same axes, each with a different character, and `*` where two meet. Points are
+    averaged as in `render_chart`."""
     finite = {
         mark: sorted((x, y) for x, y in points if math.isfinite(x) and math.isfinite(y))
         for mark, points in curves.items()
@@ -90,7 +90,7 @@ def _padded_range(values: Sequence[float]) -> tuple[float, float]:
     """Return the range of the y axis; a flat curve is drawn in the middle."""
     low = min(values)
     high = max(values)
-    # A range of zero would divide by 0 when heights are scaled.
+    # A zero range would cause a division by 0 when heights are scaled.
     if low == high:
         pad = abs(low) * 0.1 or 1.0
         return low - pad, high + pad

@@ -1,4 +1,4 @@
-"""Collect a run folder into a Report: plain data that `render` shows and `--json` prints."""
+"""Collect a run folder into a Report: the plain data that `render` shows and `--json` prints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_outline, read_result, read_run_record
 
 HELDOUT = ("heldout_loss", "heldout_bits_per_byte", "heldout_accuracy", "heldout_dice")
-"""Figures of an evaluation; the data decides which of them exist."""
+"""Figures of an evaluation; which of them exist depends on the data."""
 Curve = Sequence[tuple[int, float | None]]
 """(step, value); None where the value was not finite."""
 
@@ -60,7 +60,7 @@ class Report:
     world_size: int | None
     device_name: str
     params: int | None
-    """Parameters of the base model; a LoRA fine-tune trains the `adapter_params`, which are not included."""
+    """Parameters of the base model; a LoRA fine-tune trains `adapter_params`, which are not included."""
     adapter_params: int
     final_loss: float | None
     peak_memory_bytes: int | None
@@ -83,29 +83,29 @@ class Report:
     directives: tuple[DirectiveEvent, ...] = ()
     """Changes made or advised by the scheduler."""
     achieved: tuple[AchievedEvent, ...] = ()
-    """Results of these changes, each with the number and the replica group of its directive."""
+    """Results of these changes, each with its directive's number and replica group."""
     buckets: tuple[BucketsEvent, ...] = ()
     """Bucket sizes that the run chose."""
     memory: tuple[MemoryEvent, ...] = ()
-    """Changes made because memory ran out."""
+    """Changes made after running out of memory."""
     left_out: tuple[NodesEvent, ...] = ()
-    """Nodes that were left out, or advised to be."""
+    """Nodes that were left out, or that should be according to advice."""
     left_out_achieved: tuple[NodesAchievedEvent, ...] = ()
-    """Results of leaving nodes out, by number."""
+    """Results of leaving nodes out, each with its event's number."""
     links: tuple[LinkRate, ...] = ()
     """The slowest link of each axis, as last recorded."""
     link_changes: tuple[LinkEvent, ...] = ()
     """Links that have become faster or slower."""
     time_s: WallTime = field(default_factory=WallTime)
-    """The wall time of all attempts, by part."""
+    """The wall time of all attempts by part."""
     goodput: float | None = None
     """The productive fraction of the wall time."""
     verdicts: tuple[RunVerdict, ...] = ()
-    """Verdicts on what slows the run, most expensive first."""
+    """Verdicts on what slows down the run, most expensive first."""
     kernels: KernelSpec = field(default_factory=KernelSpec)
     """The backend that computed each operation."""
     kernel_table: KernelTable | None = None
-    """Measurements of `kernels=auto`; None where nothing was measured."""
+    """Measurements of `kernels=auto`; None if nothing was measured."""
     name: str = ""
     """The recipe's `run.name`."""
     recoveries: tuple[Recovery, ...] = ()
@@ -115,10 +115,10 @@ class Report:
     hint: str = ""
     """What to do about it, if known."""
     lr: Curve = ()
-    """The learning rate of each step; empty where no step states one."""
+    """The learning rate of each step; empty if no step records one."""
 
     def curves(self) -> dict[str, list[float | None]]:
-        """Return all curves as columns of one table with a row for each step: `pandas.DataFrame(report.curves())`."""
+        """Return all curves as columns of one table with one row per step: `pandas.DataFrame(report.curves())`."""
         columns: dict[str, dict[int, float | None]] = {
             "loss": dict(self.loss),
             "grad_norm": dict(self.grad_norm),
@@ -145,7 +145,7 @@ class Report:
             Stopped.exit_code: Stopped,
             Interrupted.exit_code: Interrupted,
         }
-        # A killed run left no result: its exit code is not known.
+        # A killed run left no result, so its exit code is unknown.
         kind = kinds.get(WorkerError.exit_code if self.exit_code is None else self.exit_code, WorkerError)
         message = self.reason or f"the run in {self.path} was {self.status} at step {self.steps}"
         code = "worker_failed" if self.status == "failed" else self.status
@@ -153,7 +153,7 @@ class Report:
 
 
 def collect(root: Path | str, *, running: bool = False, queued: bool = False) -> Report:
-    """Read the run folder; a run that is in progress or was interrupted returns what it has written so far."""
+    """Read the run folder; for a run that is in progress or was interrupted, return what it has written so far."""
     run = RunDir(root)
     log = RunLog(list(read_sound(run.supervisor_events)))
     plan = read_plan_outline(run)
@@ -164,13 +164,13 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
     warnings: list[WarningEvent] = []
     begin = first.begin
     world_size = begin.world_size if begin else None
-    # Ranks are read one after another: the events of thousands of ranks would not fit into memory together.
+    # Ranks are read one after another, since the events of thousands of ranks would not fit into memory at once.
     files = _events_of_ranks(run, plan.replica_groups, world_size or 0)
     for rank, path in files.items():
         history = first if rank == 0 else History()
         for event in read_log(path) if rank else ():
             history.add(event)
-        # Every rank writes its own warnings; the first rank's file has only that rank's.
+        # Every rank writes its own warnings; the first rank's file has only its own.
         warnings += history.warnings
         meter.add(rank, history)
     scheduled = list(read_log(run.directives))
@@ -218,7 +218,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         goodput=time_s.goodput,
         kernels=from_plain(KernelSpec, plan.kernels),
         kernel_table=from_plain(KernelTable, read_versioned(run.kernels_json)) if run.kernels_json.is_file() else None,
-        # From the plan, which runs of any version have.
+        # Taken from the plan, which runs of any version have.
         name=name_of(plan.spec),
         lr=lr if any(value is not None for _, value in lr) else (),
         reason=_text(result.reason) if result else "",
@@ -232,7 +232,7 @@ def _text(value: str | Absent) -> str:
 
 
 class RunLog:
-    """Reads the first rank's file, which is the run's log, event by event, and keeps only figures."""
+    """Reads the first rank's file (the run's log) event by event, and keeps only figures."""
 
     def __init__(self, marks: Sequence[Event]):
         """`marks`: the supervisor's marks."""
@@ -251,8 +251,8 @@ class RunLog:
 
 
 def _events_of_ranks(run: RunDir, groups: int, world_size: int) -> dict[int, Path]:
-    """Return the event files by rank. Ranks are numbered across replica groups, as in the diagnosis. Each group has a
-    folder, and the first group's rank 0 also writes the run's main file."""
+    """Return the event files by rank. Ranks are numbered across replica groups, as in the diagnosis. Each group has its
+    own folder, and the first group's rank 0 also writes the run's main file."""
     if groups < 2:
         names = ((re.fullmatch(r"rank(\d+)\.jsonl", path.name), path) for path in run.events_folder.glob("rank*.jsonl"))
         return dict(sorted((int(match[1]), path) for match, path in names if match))

@@ -14,7 +14,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_outline
 
 MOST_RUNS = len(ascii_uppercase)
-"""Each run has a letter."""
+"""Largest number of runs, since each has a letter."""
 
 
 def comparison_as_json(reports: Sequence[Report]) -> list[JsonObject]:

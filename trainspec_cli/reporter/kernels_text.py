@@ -12,8 +12,8 @@ STYLES = {"chosen": "green", "wrong": "red", "failed": "red"}
 
 
 def render_table(table: KernelTable) -> RenderableType:
-    """Render each backend's time relative to torch's default, its error and its verdict; then the backends not tried
-    and why."""
+    """Render each backend's time relative to torch's default, its error and its verdict, then the backends that were
+    not tried and why."""
     about = f"{table.device}, {table.compute}, torch {table.torch}; time: forward and backward, over the default's"
     # One missing package excludes many kernels, so they are grouped by reason.
     by_reason: dict[str, dict[str, list[str]]] = {}

@@ -21,7 +21,7 @@ from trainspec_cli.run.folder.events import EventTail
 from trainspec_cli.run.folder.paths import RunDir
 
 REFRESH_PER_S = 4
-"""Limits drawing, which takes time from the workers on a small machine."""
+"""Limits the refresh rate, since drawing takes time from the workers on a small machine."""
 LINE_S = 10.0
 QUICK_S = 1.0
 """Work after the last step gets its own line if it takes longer than this."""
@@ -31,7 +31,7 @@ XZ = "xz: what `xz -9e` compresses the same held-out text to; a model that has l
 
 class ShowProgress(Protocol):
     def __call__(self, phase: str, done: float, rows: int = 0) -> None:
-        """Show a phase, the fraction of the whole that is done (0 to 1), and the phase's rows so far."""
+        """Show a phase, the fraction of all work that is done (0 to 1), and the phase's rows so far."""
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def showing_progress(console: Console) -> Iterator[ShowProgress]:
             nonlocal shown_s
             is_new = phase not in reported
             text = describe_rows(phase, rows)
-            # A log keeps all lines, so printing every report would fill it.
+            # A log keeps all lines, so printing every report would flood it.
             if is_new or (text and time.monotonic() - shown_s >= LINE_S):
                 reported.add(phase)
                 shown_s = time.monotonic()
@@ -81,7 +81,7 @@ class LiveView:
     def __init__(
         self, run: RunDir, plan: Plan | None, console: Console, log: Console | None = None, *, last_bytes: int = 0
     ):
-        """`plan`: None for a user command. `last_bytes`: how many bytes of existing events to show first."""
+        """`plan`: None for a user command. `last_bytes`: how many bytes of the existing events to show first."""
         interval_steps = plan.spec.train.log_interval_steps if plan else None
         self._tail = EventTail(run.events(0), last_bytes)
         self._progress = Progress(plan.total_steps if plan else None)
@@ -118,8 +118,8 @@ class LiveView:
         self._show(stop_requested)
 
     def _is_due(self, event: Event) -> bool:
-        """Return whether to show an event now. Advice on shares is shown at first, and then after twice as many steps
-        each time."""
+        """Return whether to show an event now. Advice on shares is shown at first, then at intervals that double each
+        time."""
         if not (isinstance(event, DirectiveEvent) and advises_shares(event)):
             return True
         # Advice on shares changes with the machine's load.
@@ -129,7 +129,7 @@ class LiveView:
         return True
 
     def show_message(self, text: str, styled: Text | None = None) -> None:
-        """Show a message, such as the supervisor's; on a terminal as it is `styled`."""
+        """Show a message, such as one from the supervisor; on a terminal as `styled`."""
         for screen in self._screens:
             screen.show_message(styled if styled and isinstance(screen, TerminalScreen) else text)
 

@@ -9,7 +9,7 @@ from trainspec_cli.core.printable import Style, on_one_line
 from trainspec_cli.recipe.json_text import json_text
 
 SHOWN_BEFORE, SHOWN = 60, 160
-"""Number of characters of a long line that are shown before the column, and in total."""
+"""Number of characters of a long line that are shown before the column and in total."""
 POINTED_AT_ONE_CHARACTER = frozenset({"bad_yaml"})
 """Codes whose column is a single position, not the start of an entry."""
 

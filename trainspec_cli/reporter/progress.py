@@ -17,7 +17,7 @@ from trainspec_cli.run.folder.event_types.events import (
 )
 
 RECENT_STEPS = 20
-"""Number of steps that the shown speed is averaged over."""
+"""Number of steps over which the displayed speed is averaged."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Progress:
     """The newest counter event of a user command."""
     evaluated_step: int = -1
     saved_step: int = -1
-    """The step of the newest evaluation, and of the newest checkpoint."""
+    """The steps of the newest evaluation and the newest checkpoint."""
     has_ended: bool = False
     _recent: deque[StepEvent] = field(default_factory=lambda: deque(maxlen=WARMUP_STEPS + RECENT_STEPS))
 

@@ -1,4 +1,4 @@
-"""Render a Report: the summary at the end of a run, and the whole report."""
+"""Render a Report: the summary at the end of a run, and the full report."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from trainspec_cli.reporter.verdicts import describe_verdict
 
 BAR_CELLS = 24
 SHOWN_LINES = 8
-"""How many of the newest evaluations, checkpoints and warnings are shown."""
+"""Number of the newest evaluations, checkpoints and warnings that are shown."""
 
 Section = RenderableType | None
 """None: nothing to show."""
 
 
 def render_summary(report: Report) -> RenderableType:
-    """Show the end of a run: curve, held-out text, sample, speed."""
+    """Show how a run ended: curve, held-out text, sample, speed."""
     newest = report.evaluations[-1:]
     return _stack(
         _chart(report.loss, "loss"),

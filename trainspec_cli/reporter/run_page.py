@@ -1,4 +1,4 @@
-"""Render the page of a run: its curves, where its time went, what slowed it, and what was predicted."""
+"""Render the page of a run: its curves, where its time went, what slowed it down, and what was predicted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from trainspec_cli.run.folder.event_types.events import PARTS, SampleEvent
 
 
 LOSS_STRETCHES, HELDOUT_STRETCHES = 400, 40
-"""A longer curve is thinned to the lowest and highest value of this many stretches."""
+"""A longer curve is thinned to the lowest and highest values of this many stretches."""
 MARKED_POINTS = 40
 """Above this number of points, a curve has no dots."""
 PART_KINDS = {name: f"c-{name}" for name in PARTS} | {"checkpoint": "c-saving"}
@@ -140,7 +140,7 @@ def wall_time_section(report: Report) -> str:
 
 
 MOST_LINES = 100
-"""How many of the newest changes, evaluations, checkpoints and warnings are shown."""
+"""Number of the newest changes, evaluations, checkpoints and warnings that are shown."""
 MOST_CHARACTERS = 600
 """Longer lines are cut off; trainspec itself does not write such lines."""
 FOOTER = (

@@ -1,7 +1,7 @@
-"""Where the time of a run's steps went: events of a rank -> starts and steps -> means over steps and ranks -> lines.
+"""Where the time of a run's steps went: a rank's events -> starts and steps -> means over steps and ranks -> lines.
 
 A step event has the seconds of every part (`PARTS` in run/folder/event_types/events.py), measured by the rank's clock
-(engine/observe/clock.py). This module averages them, and makes the rows that terminal and page show. The plan's
+(engine/observe/clock.py). This module averages them and builds the rows that the terminal and the page show. The plan's
 prediction of the same step comes from planner/time/step.py and is shown by plan/text.py.
 
 Steps are kept as columns of numbers, a few hundred bytes per step; the events themselves are dropped after reading.
@@ -36,7 +36,7 @@ from trainspec_cli.run.folder.files import StepColumns
 BesideSteps = EvalEvent | CheckpointEvent | SampleEvent
 Kind = TypeVar("Kind", EvalEvent, CheckpointEvent, SampleEvent)
 FIGURES = ("loss", "grad_norm", "lr", "skipped", "step_time_s", "units", "exchange_s", "exposed_s", *PARTS)
-"""The columns of a step. An unknown loss and a missing exchange are NaN."""
+"""The columns stored per step. An unknown loss or a missing exchange is NaN."""
 
 
 def _row(event: StepEvent) -> tuple[float, ...]:
@@ -55,7 +55,7 @@ class Start:
     """The events of a rank from one start to the next."""
 
     begin: StartEvent | None
-    """None if it was lost."""
+    """The start event; None if it was lost."""
     steps: StepColumns = field(default_factory=lambda: StepColumns(*FIGURES))
     others: list[BesideSteps] = field(default_factory=list)
 
@@ -78,12 +78,12 @@ class History:
 
     def add(self, event: Event) -> None:
         """Add the next event to its start. A resume continues from a checkpoint, so steps of earlier starts beyond it
-        are repeated, and forgotten here."""
+        are repeated and are forgotten here."""
         self.last_time = event.time
         self.first_time = self.first_time or event.time
         if isinstance(event, StartEvent):
             for earlier in self.starts:
-                # The resumed run repeats these steps, and they would count twice.
+                # The resumed run repeats these steps, so they would count twice.
                 earlier.forget_beyond(event.step)
             self.starts.append(Start(event))
         elif isinstance(event, WarningEvent):
@@ -100,7 +100,7 @@ class History:
             self.starts[-1].others.append(event)
 
     def column(self, name: str) -> tuple[array[int], array[float]]:
-        """Return one figure of all steps, as (steps, values)."""
+        """Return one figure for all steps, as (steps, values)."""
         steps = array("q")
         values = array("d")
         for start in self.starts:
@@ -127,7 +127,7 @@ class PartTime:
     mean_s: float
     """Mean over steps and ranks."""
     share: float
-    """Fraction of the whole step."""
+    """Fraction of the full step."""
     min_s: float
     max_s: float
     """Smallest and largest of the ranks' means."""
@@ -145,13 +145,13 @@ class ExchangeShare:
 
 @dataclass(frozen=True)
 class RunSpeed:
-    """Measured over the steps of the last start, without the first ones, which compile and allocate."""
+    """The speed over the steps of the last start, without the first ones, which compile and allocate."""
 
     tokens_per_s: float
-    """Rate in `unit`: samples a second for images and volumes."""
+    """Rate in `unit`: samples per second for images and volumes."""
     mfu: float
     peak_flops: float
-    """Peak of one device; `peak_source` says how it is known."""
+    """Peak FLOP/s of one device; `peak_source` says how it is known."""
     peak_source: str
     flops_per_token: float
     first_step: int
@@ -170,7 +170,7 @@ class RunSpeed:
 
 
 class SpeedMeter:
-    """Reads one rank after another, starting with the first, and keeps only their means."""
+    """Reads one rank after another, starting with the first, and keeps only the means."""
 
     def __init__(self, first: History):
         self._start, self._throughput = first.last_working_start, Throughput(0.0, 0.0, 0, 0)
@@ -191,7 +191,7 @@ class SpeedMeter:
         rows = start.rows_of(self._wanted_steps) if start else []
         if start is None or not rows:
             return
-        # A plain sum of a million small parts would lose digits.
+        # A plain sum of a million small parts would lose precision.
         self._means_s[rank] = {name: _sum(start.steps[name], rows) / len(rows) for name in PARTS}
         exchange_s = start.steps["exchange_s"]
         exposed_s = start.steps["exposed_s"]
@@ -255,7 +255,7 @@ def _sum(column: Sequence[float], rows: Iterable[int]) -> float:
 
 
 def _usual_s(start: Start, rows: Sequence[int]) -> tuple[float, float]:
-    """Return the tenth and the ninetieth percentile."""
+    """Return the 10th and 90th percentiles."""
     checkpoint_s = start.steps["checkpoint"]
     step_time_s = start.steps["step_time_s"]
     times = sorted(step_time_s[row] for row in rows if not checkpoint_s[row])
@@ -263,27 +263,27 @@ def _usual_s(start: Start, rows: Sequence[int]) -> tuple[float, float]:
     return times[len(times) // 10], times[len(times) * 9 // 10]
 
 
-# The speed and the parts of a step, as lines and rows for the terminal and the page.
+# The speed and step parts, as lines and rows for the terminal and the page.
 
 
 STEPS = "steps"
 """The unit of a user command, whose tokens and samples are unknown."""
 UNSTEADY = 1.5
-"""On a machine without other load, equal steps differ by less than this."""
+"""On a machine without other load, the times of equal steps differ by less than this factor."""
 LONG_WAIT = 0.05
-"""Fraction of a step; data that is read ahead in time takes less."""
+"""Fraction of a step; waiting for data takes less if it is read ahead in time."""
 
 
 def describe_speed(units_per_s: float, mfu: float, unit: str = "tokens") -> str:
-    """`2,810 tokens/s · 41.0% MFU`, or `2.81 samples/s` with decimals, since images and volumes may be slow. The speed
-    in plain steps has no MFU."""
+    """`2,810 tokens/s · 41.0% MFU`, or `2.81 samples/s` with decimals, since images and volumes may be slow. A speed in
+    steps has no MFU."""
     if unit == STEPS:
         return f"{format_rate(units_per_s)} {unit}/s"
     return f"{format_rate(units_per_s)} {unit}/s · {mfu:.1%} MFU"
 
 
 def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
-    """Return the speed, how MFU is computed, the steps that were averaged, and what is unusual about them."""
+    """Return lines with the speed, how MFU is computed, which steps were averaged, and what is unusual about them."""
     steps = speed.left_out_steps
     left_out = f"; steps {steps[0]}-{steps[-1]}, which compile and allocate, are left out" if steps else ""
     over = f"over steps {speed.first_step}-{speed.last_step}{left_out}"
@@ -297,7 +297,7 @@ def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
         over,
     ]
     quick_s, slow_s = speed.usual_s
-    # A prediction includes the machine's load during the probe, not later load.
+    # A prediction includes load on the machine during the probe, but not later load.
     if slow_s > UNSTEADY * quick_s:
         usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (eight in ten)"
         lines.append(f"steps took {usual}: something else was at work on this machine, which no prediction foresees")
@@ -315,7 +315,7 @@ def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
 
 
 def part_rows(speed: RunSpeed, predicted: LocalPrediction | None) -> Iterator[list[str]]:
-    """Yield (part, time, share) for each part of the mean step and for the whole; with several ranks also the range,
+    """Yield (part, time, share) for each part of the mean step and for the total; with several ranks also the range,
     and the predicted time if known."""
     by_rank = len(speed.ranks) > 1
     for part in speed.parts:

@@ -22,18 +22,18 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_outline, read_run_record
 
 QUEUED, RUNNING, MADE, KILLED, DAMAGED = "queued", "running", "made", "killed", "damaged"
-"""Slurm will start it, for the first time or again; it is alive; it was created, for Slurm or a sweep, and never
+"""Slurm will start it, for the first time or again; it is alive; it was created (for Slurm or a sweep) but never
 started; it ended without a result; its files cannot be read."""
 
 ALIVE = (QUEUED, RUNNING)
 MOST_DIFFERENCES = 3
-"""How many values a line shows; the rest are counted."""
+"""How many values a line shows; of the rest it shows the count."""
 
 Ask = Callable[[RunDir], bool]
 
 
 def status_of(run: RunDir, *, running: bool, queued: bool) -> str:
-    """Return the result's status (done, stopped or failed), or without a result one of the others."""
+    """Return the result's status (done, stopped or failed) or, without a result, one of the others."""
     if queued:
         return QUEUED
     if running:
@@ -56,14 +56,14 @@ class RunLine:
     damage: str = ""
     """Why the run cannot be read; empty if it can."""
     name: str = ""
-    """As `run.name` says."""
+    """The recipe's `run.name`."""
     tags: tuple[str, ...] = ()
     differs: JsonObject = field(default_factory=dict)
     """The values that differ between the listed runs of this recipe, by key."""
 
 
 def list_runs(folder: Path, is_running: Ask, is_queued: Ask, others: Iterable[RunDir] = ()) -> list[RunLine]:
-    """Return the runs below a folder, and others, newest first. A run that cannot be read is listed as damaged. Runs
+    """Return the runs below a folder, and `others`, newest first. A run that cannot be read is listed as damaged. Runs
     that this user may not read are left out."""
     lines = []
     for run in (*find_runs(folder), *others):
@@ -85,8 +85,8 @@ def list_runs(folder: Path, is_running: Ask, is_queued: Ask, others: Iterable[Ru
 
 
 def differing(specs: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return, for each flat recipe, the values that not all of them share. Keys of `run`, and keys that some recipes
-    lack because another version wrote them, are left out."""
+    """Return, for each flat recipe, the values that the recipes do not all share. Keys of `run` are left out, and so
+    are keys that some recipes lack because another version wrote them."""
     shared = [key for key in (specs[0] if specs else {}) if all(key in spec for spec in specs)]
     keys = [key for key in shared if any(spec[key] != specs[0][key] for spec in specs) and not key.startswith("run.")]
     return [{key: spec[key] for key in keys} for spec in specs]

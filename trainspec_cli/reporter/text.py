@@ -1,4 +1,4 @@
-"""Format events and figures as short texts, shared by the live view and the report."""
+"""Format events and figures as short texts for the live view and the report."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ from trainspec_cli.run.folder.event_types.events import (
 )
 
 LINE_CHARS, TEXT_CHARS = 72, 240
-"""Characters shown of the first text: one line if all of it is trained on, else about three."""
+"""Number of characters shown of the first text: one line if all of it is trained on, otherwise about three."""
 MANY = 8
-"""Above this number, ranks are summarised instead of listed."""
+"""Above this number, ranks are summarised instead of being listed."""
 
 
 def describe_progress(progress: Progress) -> str:
@@ -70,7 +70,7 @@ def describe_progress(progress: Progress) -> str:
 
 
 def describe_event(event: Event) -> str:
-    """Describe an event other than a step in a line or two; empty for events that need none."""
+    """Describe an event other than a step in a line or two; empty for events that need no description."""
     match event:
         case StartEvent():
             processes = f"{event.world_size} process{'es' if event.world_size > 1 else ''}"
@@ -86,7 +86,7 @@ def describe_event(event: Event) -> str:
         case EvalEvent():
             return f"step {event.step}: held out {describe_evaluation(event)}"
         case CheckpointEvent():
-            # A checkpoint that is written in the background blocks training only for part of its time.
+            # A checkpoint that is written in the background blocks training only part of the time.
             written_s = (
                 event.seconds if event.written_s is None or isinstance(event.written_s, Absent) else event.written_s
             )
@@ -123,7 +123,7 @@ def describe_event(event: Event) -> str:
 
 def first_text_parts(event: FirstTextEvent) -> Iterator[tuple[str, str]]:
     """Yield (text, rich style) for one or two lines: trained tokens are bold and in brackets, the rest is dim. A text
-    whose tokens are all trained on needs neither."""
+    whose tokens are all trained on needs no marking."""
     how_many = f"{event.trained:,} of {event.tokens:,}" if event.trained < event.tokens else f"all {event.tokens:,}"
     yield f"first text of the first batch: {how_many} tokens are trained on", ""
     if event.trained == event.tokens:
@@ -168,7 +168,7 @@ def _describe_cadence(event: CadenceEvent) -> str:
 
 
 def describe_plan(plan: Plan) -> str:
-    """Describe what a plan resolved, one fact per line."""
+    """Describe what a plan resolved to, one fact per line."""
     spec = plan.spec
     unit = plan.spec.data.unit
     # `8 samples of 64 tokens`; images and volumes are counted without a length. A changing batch names its schedule.
@@ -220,7 +220,7 @@ def describe_evaluation(event: EvalEvent) -> str:
 
 
 def _text_loss(loss: float | None, bits_per_byte: float | None, beside: str = "") -> str:
-    """Start with bits per byte if the number of bytes is known."""
+    """Format a text's loss, starting with bits per byte if the number of bytes is known."""
     bits = f"{_figure(bits_per_byte, 3)} bits per byte{beside}, " if bits_per_byte is not None else ""
     return f"{bits}{_loss(loss)}"
 
@@ -230,11 +230,11 @@ def _loss(loss: float | None) -> str:
 
 
 def _figure(value: float | None, digits: int) -> str:
-    """Format a figure; an event has null for a value that is not finite."""
+    """Format a figure; events have null for values that are not finite."""
     return "not finite" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
-# Lines and facts of a Report, shared by the terminal and the page.
+# Lines and facts from a Report, shared by the terminal and the page.
 
 
 SHOWN_RANKS = 8
@@ -282,7 +282,7 @@ def heldout_title(report: Report) -> str:
 
 
 def scheduler_changes(report: Report) -> list[RunChange]:
-    """Return the changes that the scheduler made or now advises, with their results, by step."""
+    """Return the changes that the scheduler made or currently advises, with their results, by step."""
     achieved = {(event.group, event.number): event for event in report.achieved}
     of_nodes = {event.number: event for event in report.left_out_achieved}
     directives = without_old_advice(report.directives)
@@ -294,7 +294,7 @@ def scheduler_changes(report: Report) -> list[RunChange]:
 
 
 def warning_lines(report: Report) -> list[str]:
-    """Return the warnings; equal warnings of several ranks take one line."""
+    """Return the warnings; equal warnings from several ranks take one line."""
     # Every rank writes its own warnings; a thousand equal lines would hide the others.
     by_text: dict[str, list[int]] = {}
     for event in report.warnings:
@@ -310,7 +310,7 @@ def _join(numbers: Sequence[int]) -> str:
 
 
 def wall_time_rows(report: Report) -> list[tuple[str, float, str, float]]:
-    """Return (part, seconds, text, share) of the wall time of all attempts, without empty parts."""
+    """Return (part, seconds, text, share) for the wall time of all attempts, without empty parts."""
     spent = [(bucket.name.replace("_", " "), getattr(report.time_s, bucket.name)) for bucket in fields(report.time_s)]
     wall_s = report.time_s.total_s
     return [(name, seconds, format_duration(seconds), seconds / wall_s) for name, seconds in spent if seconds > 0]

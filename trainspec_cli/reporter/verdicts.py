@@ -1,4 +1,4 @@
-"""Format verdicts on a run: one line for the live view, and the text of `diagnose` and `report`."""
+"""Format verdicts on a run: one line for the live view, and the text for `diagnose` and `report`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def render_verdicts(verdicts: Sequence[RunVerdict]) -> Text:
 
 MOST_VERDICTS = 40
 MOST_CHARACTERS = 4000
-"""Characters of a text that are shown; the stack of a hanging rank is shorter."""
+"""Number of characters of a text that are shown; the stack of a hanging rank is shorter."""
 FOOTER = "Diagnosed by trainspec. The cost of a cause is the time that it adds to a step."
 
 

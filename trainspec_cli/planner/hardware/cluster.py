@@ -16,7 +16,7 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
 
 NIC_KIND_RATIO = {"infiniband": 1.0, "roce": 0.92, "efa": 0.8, "omnipath": 0.8, "ethernet": 0.6, "measured": 1.0}
-"""Bandwidth that a collective reaches over each kind of network, relative to InfiniBand; measured rates are not
+"""Bandwidth that a collective reaches over each kind of network, relative to InfiniBand. Measured rates are not
 scaled."""
 
 
@@ -33,10 +33,10 @@ class NetworkTier:
     devices: int
     """Devices below one element of the tier."""
     gbit_per_s: float
-    """A device's share of it, one direction, after oversubscription."""
+    """A device's share of the tier's bandwidth, per direction, after oversubscription."""
     kind: str = "infiniband"
     latency_s: float | None = None
-    """Latency of a message that crosses the tier; None: the planner's own hop."""
+    """Latency of a message that crosses the tier; None: the planner's default hop."""
 
     def bytes_per_s(self, eff: Efficiency) -> float:
         return network_bytes_per_s(self.gbit_per_s, self.kind, eff)
@@ -53,18 +53,18 @@ class Fabric:
     """Devices that share the fast links."""
     link_gb_per_s: float
     nic_gbit_per_s: float
-    """A device's share, one direction."""
+    """A device's share of the network cards, per direction."""
     nic_kind: str = "infiniband"
     host_link_gb_per_s: float = 50.0
     described: tuple[NetworkTier, ...] = ()
     """The network's tiers, innermost first; the last reaches every device. Empty: the NICs reach every device."""
     link_latency_s: float | None = None
-    """Latency of a message inside a scale-up domain; None: the planner's own hop."""
+    """Latency of a message inside a scale-up domain; None: the planner's default hop."""
     name: str = ""
 
     @cached_property
     def groups(self) -> dict[tuple[int, int], tuple[Efficiency, Group]]:
-        """Cache of groups by size and stride, and the efficiencies that they were computed with."""
+        """Cache of groups by size and stride, with the efficiencies used to compute them."""
         return {}
 
     @property
@@ -104,7 +104,7 @@ class Group:
     link_latency_s: float | None = None
     nic_latency_s: float | None = None
     speaks_gloo: bool = False
-    """True if collectives use gloo: it has no tree, each step of its rings waits for the slowest hop, and its
+    """True if collectives use gloo: it has no tree algorithm, each step of its rings waits for the slowest hop, and its
     reduce-scatter is an all-reduce after which each rank keeps its part."""
 
     @property
@@ -117,8 +117,8 @@ class Group:
 
     @cached_property
     def ring_bytes_per_s(self) -> float:
-        """Return the rate of rings through all ranks, ordered by tiers: each rank of an element has a ring to the next
-        element."""
+        """Return the rate of rings through all ranks, ordered by tier: each rank of an element has its own ring to the
+        next element."""
         if not self.crosses:
             return self.link_bytes_per_s
         network = self.nic_bytes_per_s * self.per_domain
@@ -127,8 +127,8 @@ class Group:
 
     @cached_property
     def spans(self) -> tuple[tuple[int, float | None], ...]:
-        """Return, for each network tier that the group crosses, the number of elements of the tier below that it joins,
-        and the latency of a message through it (None: the planner's default hop)."""
+        """Return, for each network tier that the group crosses, how many elements of the tier below it connects, and
+        the latency of a message through it (None: the planner's default hop)."""
         insides = (self.per_domain, *(tier.ranks for tier in self.outer))
         latencies = (self.nic_latency_s, *(tier.latency_s for tier in self.outer))
         joined = (-(-outside // inside) for inside, outside in pairwise((*insides, self.size)))
@@ -136,8 +136,8 @@ class Group:
 
     @cached_property
     def hops(self) -> tuple[float, float]:
-        """Return the hops of one ring or tree pass over links with the planner's default latency, and the seconds of
-        hops over links with a stated latency."""
+        """Return, for one ring or tree pass, the number of hops over links with the planner's default latency, and the
+        total seconds of hops over links with a given latency."""
         hops = 0.0
         stated_s = 0.0
         inside = ((min(self.per_domain, 8) - 1, self.link_latency_s),)
@@ -151,8 +151,8 @@ class Group:
 
 
 def group_of(fabric: Fabric, size: int, stride: int, eff: Efficiency) -> Group:
-    """Return the group of `size` ranks, `stride` apart in rank order. The fabric caches groups: a search requests a few
-    hundred of them tens of thousands of times."""
+    """Return the group of `size` ranks, `stride` apart in rank order. The fabric caches groups: a search asks for a few
+    hundred distinct ones tens of thousands of times."""
     kept = fabric.groups.get((size, stride))
     if kept is None or kept[0] is not eff:
         group = group_with(fabric, size, lambda devices: min(size, max(1, devices // stride)), eff)
@@ -161,7 +161,7 @@ def group_of(fabric: Fabric, size: int, stride: int, eff: Efficiency) -> Group:
 
 
 def group_with(fabric: Fabric, size: int, inside: Callable[[int], int], eff: Efficiency) -> Group:
-    """Return the group of `size` ranks; `inside` returns how many of them are in an element with a given number of
+    """Return the group of `size` ranks; `inside` returns how many of them are in an element that has a given number of
     devices."""
     per_domain = inside(fabric.scaleup_devices)
     gloo = fabric.speaks_gloo
@@ -208,15 +208,15 @@ def axis_groups(layout: Layout, fabric: Fabric, eff: Efficiency) -> dict[str, Gr
     }
 
 
-# Time of a collective: latency, then bytes over the narrower of fast links and network (alpha-beta model).
+# Time of a collective: latency, plus bytes over the slower of the fast links and the network (alpha-beta model).
 #
-# Hockney's model with the ring's volumes, as in Thakur et al. 2005; inside a node all ranks' network cards carry
-# one ring each. Error against measured NCCL curves: about 20% from 1 MB up, more below.
+# Hockney's model with ring volumes, as in Thakur et al. 2005; the network card of each rank in a node carries one ring.
+# Error against measured NCCL curves: about 20% from 1 MB up, more below.
 
 
 def latency_s(group: Group, eff: Efficiency) -> float:
-    """Return the latency of one ring or tree pass in seconds: hops inside a domain, and a tree across each tier
-    beyond."""
+    """Return the latency of one ring or tree pass in seconds: hops inside a domain, and a tree across each outer
+    tier."""
     if group.size <= 1:
         return 0.0
     hops, described_s = group.hops
@@ -229,8 +229,8 @@ def all_gather_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
         return 0.0
     if group.speaks_gloo:
         # Each step of gloo's ring waits for the slowest hop. A rank's part is sent in two segments, each after the
-        # receiver's ready signal, which overlaps with the other segment; with two ranks the signal waits behind the
-        # data in the same connection.
+        # receiver's ready signal, which overlaps with the other segment; with two ranks the signal queues behind the
+        # data on the same connection.
         hop_s = _slowest_hop_s(group, eff)
         steps = group.size - 1
         sent_s = total_bytes / group.size / group.ring_bytes_per_s
@@ -249,10 +249,10 @@ def _slowest_hop_s(group: Group, eff: Efficiency) -> float:
 
 def reduce_scatter_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
     """Return the seconds of a reduce-scatter, after which every rank has its part of the sum of `total_bytes`. With
-    gloo each rank sends every other one its part, and sums what it receives (`engine/comm/exchange.py`).
+    gloo each rank sends every other rank its part, and sums what it receives (`engine/comm/exchange.py`).
 
-    There a rank's connections within its domain are faster and use its link first, so the time of crossing data is
-    added (measured: `tests/bench/fabrics.py --all`).
+    A rank's connections within its domain are then faster and use its link first, so the time of the data that leaves
+    the domain is added (measured: `tests/bench/fabrics.py --all`).
     """
     if not group.speaks_gloo or group.size <= 1 or total_bytes <= 0:
         return all_gather_s(group, total_bytes, eff)
@@ -261,15 +261,15 @@ def reduce_scatter_s(group: Group, total_bytes: float, eff: Efficiency) -> float
 
 
 def all_reduce_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
-    """Return the seconds of an all-reduce: a reduce-scatter, and the same again to gather the parts."""
+    """Return the seconds of an all-reduce: a reduce-scatter, and the same time again to gather the parts."""
     return 2.0 * reduce_scatter_s(group, total_bytes, eff)
 
 
 def all_to_all_s(group: Group, sent_bytes: float, copies: int, eff: Efficiency) -> float:
     """Return the seconds of an all-to-all: each rank sends `sent_bytes`, `copies` of each token, evenly to the group.
 
-    With copies above 1 a token crosses to a domain once, regardless of the number of its experts there, and is copied
-    inside (DeepEP, arXiv:2412.19437): of d domains it reaches (d-1) (1 - (1 - 1/d)^copies) others on average.
+    With several copies, a token is sent to a domain once, however many of its experts are there, and is copied inside
+    (DeepEP, arXiv:2412.19437): of d domains it reaches (d-1) (1 - (1 - 1/d)^copies) others on average.
     """
     if group.size <= 1 or sent_bytes <= 0:
         return 0.0
@@ -277,8 +277,8 @@ def all_to_all_s(group: Group, sent_bytes: float, copies: int, eff: Efficiency) 
 
 
 def _tier_times_s(group: Group, sent_bytes: float, copies: int, link_efficiency: float = 1.0) -> tuple[float, ...]:
-    """Return the seconds of the bytes without latency: inside the domain, over the network cards, and over each tier
-    beyond."""
+    """Return the transfer seconds without latency: inside the domain, over the network cards, and over each outer
+    tier."""
     inside = sent_bytes * (group.per_domain - 1) / group.size / (group.link_bytes_per_s * link_efficiency)
     outside = _crossing_bytes(group, sent_bytes, copies, group.per_domain) / group.nic_bytes_per_s
     beyond = (_crossing_bytes(group, sent_bytes, copies, tier.ranks) / tier.bytes_per_s for tier in group.outer)
@@ -296,8 +296,8 @@ def _crossing_bytes(group: Group, sent_bytes: float, copies: int, ranks: int) ->
 
 
 def send_s(group: Group, message_bytes: float, eff: Efficiency) -> float:
-    """Return the seconds of sending `message_bytes` to a neighbour on the axis, over the narrowest tier that separates
-    some neighbours, since all others wait for them."""
+    """Return the seconds of sending `message_bytes` to a neighbour on the axis, over the slowest tier that separates
+    any neighbours, since all others wait for them."""
     if group.size <= 1:
         return 0.0
     near = group.link_bytes_per_s
@@ -312,8 +312,8 @@ def send_s(group: Group, message_bytes: float, eff: Efficiency) -> float:
 
 # The chip of a machine: from the catalogue, or derived from what the driver reports.
 #
-# A derived chip is conservative: it has the lowest rates of its generation. Its memory is exact, so it is known what
-# fits; its predicted times are upper bounds rather than estimates.
+# A derived chip is conservative: it has the lowest rates of its generation. Its memory size is exact, so it is clear
+# what fits; its predicted times are upper bounds rather than estimates.
 
 
 NVIDIA_FLOPS = {
@@ -331,17 +331,18 @@ NVIDIA_FLOPS = {
     (12, 1): 512,
 }
 """Compute capability -> FLOPs of dense half-precision products with fp32 accumulation, per multiprocessor and clock
-(architecture papers). GeForce parts of Turing, Ampere, Ada and Blackwell have half the rate of their workstation
-siblings; the table has the lower one."""
+(architecture papers). GeForce parts of the Turing, Ampere, Ada and Blackwell generations have half the rate of their
+workstation siblings; the table lists the lower rate."""
 AMD_FLOPS = {(9, 0x08): 512, (9, 0x0A): 1024, (9, 0x42): 2048, (9, 0x50): 4096, (11, 0): 512, (12, 0): 1024}
-"""gfx target -> the same per compute unit (data sheets of MI100, MI250X, MI300X, MI355X, RX 7900 XTX, RX 9070 XT)."""
+"""gfx target -> the same per compute unit and clock (data sheets of MI100, MI250X, MI300X, MI355X, RX 7900 XTX, RX 9070
+XT)."""
 FP32_FLOPS = 128
-"""The same of fp32 without matrix units: 64 lanes, two operations each, the fewest of any supported generation."""
+"""The same for fp32 without matrix units: 64 lanes with two operations each, the fewest of any supported generation."""
 SUSTAINED = 0.75
-"""Fraction of the highest clock that is assumed: a GeForce's is 1.2 to 1.3 of the boost clock of its data sheet."""
+"""Assumed fraction of the highest clock: on a GeForce that clock is 1.2 to 1.3 times the data sheet's boost clock."""
 
-# Used if an old driver, or a GPU without dedicated memory, does not report a value: the lowest of the cards with 8 GB
-# or more that torch supports, and PCIe 3 x16.
+# Used if an old driver or a GPU without dedicated memory does not report a value: the lowest among torch-supported
+# cards with 8 GB or more, and PCIe 3 x16.
 LEAST_PROCESSORS = 16
 LEAST_CLOCK_MHZ = 1000.0
 LEAST_MEMORY_GB_PER_S = 200.0
@@ -351,14 +352,14 @@ ALIKE = 0.85
 the same name, or a slice (MIG). An AMD GPU with less than this fraction of the memory is one die of a board (MI250X),
 or a partition."""
 RATES = ("_tflops", "_tb_per_s", "cache_mb", "tdp_w")
-"""Suffixes of an accelerator's values that scale with a part of the chip."""
+"""Suffixes of accelerator values that scale with the size of a partition of the chip."""
 
 
 @lru_cache(maxsize=32)
 def chip_of(machine: Machine) -> tuple[AcceleratorSpec | None, tuple[str, ...]]:
-    """Return the chip of a machine's GPUs, and notes on its source; None if only a name is known.
+    """Return the chip of a machine's GPUs, and notes on where its values come from; None if only a name is known.
 
-    If the GPUs differ, the slowest represents all, with the smallest memory, since a synchronous step waits for it.
+    If the GPUs differ, the slowest one represents all, with the smallest memory, since a synchronous step waits for it.
     """
     if not machine.gpu_names:
         return None, machine.gpu_notes
@@ -392,7 +393,7 @@ def is_derived(machine: Machine) -> bool:
 
 @lru_cache(maxsize=32)
 def _chip_of_gpu(gpu: Gpu) -> tuple[AcceleratorSpec, str]:
-    """Return the catalogue's chip of a GPU, or a derived one with a note."""
+    """Return the catalogue's chip for a GPU, or a derived one, with a note."""
     derived = derive(gpu)
     chip = find_accelerator(gpu.name)
     if chip is not None and "".join(words(chip.name)) == "".join(words(gpu.name)) and gpu.vendor != "amd":
@@ -420,7 +421,7 @@ def _part_of(chip: AcceleratorSpec, part: float, gpu: Gpu) -> tuple[AcceleratorS
 
 
 def derive(gpu: Gpu) -> AcceleratorSpec:
-    """Return a chip with at most the GPU's rates, and its memory."""
+    """Return a chip with the GPU's memory and at most its rates."""
     clocks_per_s = (gpu.processors or LEAST_PROCESSORS) * (gpu.clock_mhz or LEAST_CLOCK_MHZ) * 1e6
     table = NVIDIA_FLOPS if gpu.vendor == "nvidia" else AMD_FLOPS
     exact = table.get(gpu.compute_capability) or table.get((gpu.compute_capability[0], 0))
@@ -446,7 +447,7 @@ def derive(gpu: Gpu) -> AcceleratorSpec:
 
 
 def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
-    """Return the fabric of the described cluster; open values are those of this machine."""
+    """Return the fabric of the described cluster; values left open are taken from this machine."""
     chip = cluster.accelerator or accelerator_of(machine)
     per_node = cluster.devices_per_node
     if per_node == AUTO:
@@ -474,7 +475,7 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
         name=cluster.fabric.name,
     )
     tiers = cluster.fabric.tiers
-    if cluster.oversubscription is not None and tiers:  # of the last tier, as in the cluster
+    if cluster.oversubscription is not None and tiers:  # of the last tier, as for the cluster
         tiers = (*tiers[:-1], replace(tiers[-1], oversubscription=cluster.oversubscription))
     fabric = with_tiers(fabric, tiers)
     if cluster.oversubscription is not None and not fabric.described:
@@ -497,7 +498,7 @@ def usual_gbit(chip: AcceleratorSpec) -> float:
 
 
 def with_tiers(fabric: Fabric, tiers: Sequence[TierSpec]) -> Fabric:
-    """Return the fabric with the tiers of a recipe; open values are the cluster's."""
+    """Return the fabric with the tiers of a recipe; values left open are the cluster's."""
     if not tiers:
         return fabric
     domain, *network = tiers
@@ -536,8 +537,8 @@ def accelerator_of(machine: Machine | None) -> AcceleratorSpec:
 
 
 def cpu_of(machine: Machine) -> AcceleratorSpec:
-    """Return a CPU with half of the cores for each of two processes: 0.47 TFLOP/s per core with AMX, 0.11 without; 6
-    GB/s of memory bandwidth."""
+    """Return a CPU with half of the cores for each of two processes: 0.47 TFLOP/s per core with AMX, 0.11 without, and
+    6 GB/s of memory bandwidth."""
     cores = max(1.0, machine.cpu_cores / 2)
     return AcceleratorSpec(
         name="CPU",
@@ -575,7 +576,7 @@ def pool_names(pools: Sequence[PoolSpec]) -> list[str]:
 
 
 def cluster_of(cluster: ClusterSpec, pool: PoolSpec) -> ClusterSpec:
-    """Return a pool as a cluster; open values are those of the whole cluster."""
+    """Return a pool as a cluster; values left open are those of the full cluster."""
     price = pool.price_usd_per_device_hour
     cost = cluster.cost if price is None else replace(cluster.cost, price_usd_per_device_hour=price)
     return replace(
@@ -595,7 +596,7 @@ def cluster_of(cluster: ClusterSpec, pool: PoolSpec) -> ClusterSpec:
 
 
 def on_pools(spec: RunSpec, pools: Sequence[PoolSpec]) -> RunSpec:
-    """Return the recipe restricted to these pools; one pool becomes an ordinary cluster, and without pools nothing
+    """Return the recipe restricted to these pools. A single pool becomes an ordinary cluster; without pools nothing
     changes."""
     if not pools:
         return spec

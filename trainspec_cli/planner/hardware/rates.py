@@ -1,4 +1,4 @@
-"""Achieved rates of a chip and its links: the maker's figures times a few measured efficiencies."""
+"""Achieved rates of a chip and its links: the vendor's figures times a few measured efficiencies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trainspec_cli.recipe.keys.model import ModelSpec
 from trainspec_cli.recipe.records import choose_section, from_plain
 
 REFERENCE_W_PER_TFLOP = 0.7
-"""Board power over bf16 peak of the chips whose best matmul was measured (H100 SXM); with less power, the clock
-falls."""
+"""Board power per bf16 peak of the chips whose best matmul was measured (H100 SXM); with less power, the clock
+drops."""
 FRACTIONS = frozenset(
     {
         *("matmul", "attention_forward", "attention_backward", "memory", "cache_reuse"),
@@ -32,7 +32,8 @@ FRACTIONS = frozenset(
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The planner's few free parameters. Fitted to published runs (`trainspec backtest --fit`), the same for all chips.
+    """The planner's few free parameters, fitted to published runs (`trainspec backtest --fit`) and the same for all
+    chips.
 
     Fractions are of the chip's sustained matmul rate, its memory bandwidth or a link's bandwidth.
     """
@@ -48,16 +49,16 @@ class Efficiency:
     tail_waves: float = 0.466
     """Fraction of a wave of tiles that is idle at the end of a matrix product."""
     misalignment: float = 0.36
-    """Rate lost each time a matrix dimension's largest power of two halves below 64 elements (tensor-core tiles)."""
+    """Rate lost each time the largest power of two dividing a matrix dimension halves below 64 (tensor-core tiles)."""
     attention_forward: float = 0.694
-    """Fused attention's rate over the sustained bf16 matmul rate."""
+    """Fused attention's rate relative to the sustained bf16 matmul rate."""
     attention_backward: float = 0.605
     attention_older: float = 0.626
     """Rate of attention kernels written for the generation before the chip's (no Hopper or later instructions)."""
     exponentials: float = 0.497
     """Fraction of attention's exponentials that its products do not hide."""
     memory: float = 0.877
-    """Fraction of the memory bandwidth that element-wise kernels reach."""
+    """Fraction of the memory bandwidth that element-wise kernels achieve."""
     cache_reuse: float = 0.372
     """Fraction of the memory traffic that a cache much larger than the tensors saves."""
     elementwise: float = 1.11
@@ -78,34 +79,34 @@ class Efficiency:
     """Rate of an all-to-all inside a scale-up domain relative to a ring: many small messages, permutations."""
     collective_latency_s: float = 1.52e-05
     hop_latency_s: float = 1.51e-06
-    """Added by each further rank of a ring."""
+    """Latency added by each further rank of a ring."""
     tp_overlap: float = 0.713
     """Fraction of tensor-parallel traffic hidden behind matmuls, except for a ring's first chunk."""
     cp_overlap: float = 0.721
     ep_overlap: float = 0.328
     ep_overlap_network: float = 0.503
-    """The same for experts spread over nodes, with a schedule that hides their traffic."""
+    """The same for traffic to experts spread over nodes, with a schedule that hides it."""
     dp_overlap: float = 0.8
     """Fraction of the backward (or forward) that data-parallel traffic can hide behind."""
     pp_overlap: float = 0.471
     contention: float = 0.226
-    """Hidden traffic slows concurrent compute by this fraction of its time."""
+    """Hidden traffic slows concurrent compute by this fraction of the traffic's time."""
     expert_imbalance: float = 0.201
-    """The fullest expert's share over the mean, minus one."""
+    """The fullest expert's share relative to the mean, minus one."""
     experts_ungrouped: float = 1.39
-    """Time of an expert layer with 16 experts per rank that run one after the other, relative to a grouped kernel."""
+    """Time of an expert layer with 16 experts per rank that run one after another, relative to a grouped kernel."""
     jitter: float = 0.0103
-    """Step time added by waiting for the slowest device, per doubling of the devices."""
+    """Step time added by waiting for the slowest device, per doubling of the device count."""
     optimizer_passes: float = 1.22
     """Memory traffic of the optimizer relative to the ideal."""
     step_s: float = 0.02
-    """Host work between steps: clipping, logging, the data loader's hand-over."""
+    """Host work between steps: clipping, logging, handing over data from the loader."""
     step_graphed_s: float = 0.00441
-    """The same if launches are replayed."""
+    """The same if kernel launches are replayed from a graph."""
     bubble: float = 0.898
     """The pipeline bubble relative to the ideal."""
     conv: float = 0.886
-    """Convolutions' rate relative to a matrix product of the same size."""
+    """Rate of convolutions relative to a matrix product of the same size."""
     conv_memory: float = 1.02
     """Actual passes over activations of a convolutional network relative to those counted."""
 
@@ -116,7 +117,7 @@ class Efficiency:
 def matmul_flops_per_s(chip: AcceleratorSpec, fmt: str, eff: Efficiency) -> float:
     """Return the rate of a large matrix product in `fmt`: bf16, fp16, tf32, fp32, fp8, mxfp8 or nvfp4.
 
-    A chip without a format uses the next wider one that it has.
+    If a chip lacks a format, the next wider one that it supports is used.
     """
     # The best large product over the bf16 peak: as measured, otherwise 0.8, or less if board power is too low for the
     # peak.
@@ -161,7 +162,7 @@ def memory_bytes_per_s(chip: AcceleratorSpec, eff: Efficiency) -> float:
 def link_bytes_per_s(chip: AcceleratorSpec, link_gb_per_s: float, peers: int, eff: Efficiency) -> float:
     """Return the rate of a collective of `peers` devices inside the scale-up domain, in one direction.
 
-    A mesh gives each pair of devices one seventh of the links (8 devices): fewer peers reach less of the whole. A
+    A mesh of 8 devices gives each pair one seventh of the links, so fewer peers reach a smaller part of the total. A
     bridge joins pairs; other devices communicate over PCIe.
     """
     raw = link_gb_per_s * 1e9
@@ -183,7 +184,7 @@ T = TypeVar("T")
 
 
 class LeftOutWarning(UserWarning):
-    """Warns that a file in the user's ./conf is broken, and that the option with its name is left out."""
+    """Warns that a file in the user's ./conf is broken and the option of that name is left out."""
 
 
 def load_group(group: str, build: Callable[[JsonObject], T]) -> dict[str, T]:
@@ -191,7 +192,7 @@ def load_group(group: str, build: Callable[[JsonObject], T]) -> dict[str, T]:
     ./conf, then the installed one or the checkout's.
 
     Options include what their `defaults` name. A broken user file is left out with a LeftOutWarning, so that commands
-    which do not need it still work; a shipped option with the same name is left out too, since the user replaced it.
+    that do not need it still work; a shipped option with the same name is left out too, since the user replaced it.
     Raises UnreadableFileError or RecipeError if a shipped file is broken.
     """
     from trainspec_cli.core.reading.yaml_file import read_yaml  # deferred: `plan` never needs it
@@ -299,18 +300,18 @@ def build_accelerator(values: JsonObject) -> AcceleratorSpec:
 
 
 def without_defaults(values: JsonObject) -> JsonObject:
-    """Return the values without keys that say something of the file."""
+    """Return the values without keys that describe the file itself."""
     return {key: value for key, value in values.items() if key not in ("defaults", VERSION_KEY)}
 
 
 VARIANTS = frozenset({"pcie", "nvl", "500w", "hbm2e"})
-"""Distinguishing words of labels: `NVIDIA H100 80GB HBM3` is the SXM part."""
+"""Distinguishing words in labels: `NVIDIA H100 80GB HBM3` is the SXM part."""
 
 
 @lru_cache(maxsize=256)
 def find_accelerator(label: str) -> AcceleratorSpec | None:
-    """Return the chip that a label names: the same first word, and most of the others; among equals the shorter
-    name."""
+    """Return the chip that a label names: the one with the same first word and most of the other words in common; among
+    equals the one with the shorter name."""
     wanted = words(label)
     if not wanted:
         return None
@@ -343,7 +344,7 @@ def _model(values: JsonObject) -> ModelSpec | None:
 
 
 def find_model(label: str) -> ModelSpec | None:
-    """Return the described model whose name equals or starts the label (`resnet50-v1.5` is resnet50)."""
+    """Return the described model whose name equals the label or is its beginning (`resnet50-v1.5` is resnet50)."""
     plain = "".join(words(label.replace("_", "-")))
     known = {name.replace("_", ""): model for name, model in models().items()}
     fitting = [name for name in known if plain == name or plain.startswith(name)]

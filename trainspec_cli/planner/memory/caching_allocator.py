@@ -2,19 +2,18 @@
 
 The rules follow c10/cuda/CUDACachingAllocator.cpp. In both settings:
 
-- a request is rounded up to 512 bytes; up to 1 MiB it is served by the small pool, else by the large one;
-- the smallest free block that is large enough is taken, and what is left of it stays free as a block of its own;
-- a freed block joins its free neighbours.
+- a request is rounded up to 512 bytes; up to 1 MiB it is served by the small pool, otherwise by the large one;
+- the smallest free block that is large enough is taken, and its remainder stays free as a separate block;
+- a freed block is merged with its free neighbours.
 
-By default a pool consists of segments, one cudaMalloc each: of 2 MiB in the small pool, of 20 MiB for requests below 10
-MiB, otherwise of the request rounded up to 2 MiB. Blocks of different segments never merge, and a large block is split
-only if more than 1 MiB is left. Segments are kept until the device is full; then those without live blocks are
-released.
+By default a pool consists of segments, one cudaMalloc each: 2 MiB in the small pool, 20 MiB for requests below 10 MiB,
+otherwise the request rounded up to 2 MiB. Blocks of different segments never merge, and a large block is split only if
+more than 1 MiB is left. Segments are kept until the device is full; then those without live blocks are released.
 
 With `expandable_segments:True` a pool is one range of addresses that grows by pages of 2 MiB (small) or 20 MiB (large),
-so that holes can merge with their neighbours. Blocks are split to 512 bytes. The free block at the end of the range
-counts as large as the range can grow, so it is used last. On a full device the pages inside free blocks are unmapped;
-their addresses are kept, and are mapped again first.
+so that holes can merge with their neighbours. Blocks are split down to 512 bytes. The free block at the end of the
+range counts as if the range had grown to its maximum, so it is used last. On a full device the pages inside free blocks
+are unmapped; their addresses are kept and are the first to be mapped again.
 
 One stream is simulated: other streams have separate pools, whose free blocks this one cannot use.
 """
@@ -35,7 +34,7 @@ LARGE_ROUNDING = 2 * MIB
 
 
 GROWS_SEGMENTS = frozenset({"nvidia"})
-"""Vendors of devices that launcher and planner use with `expandable_segments:True`.
+"""Vendors of devices that the launcher and the planner use with `expandable_segments:True`.
 
 Builds for ROCm before torch 2.12 ignore it with a warning, and later ones were reported to crash with it (pytorch issue
 187343) and to lose the contents of live blocks (ROCm issue 6603), so it is set only for NVIDIA.
@@ -59,7 +58,7 @@ class MemoryBlock:
 
     @property
     def reach(self) -> float:
-        """The largest size of a free block after growth."""
+        """Return the largest size of a free block after growth."""
         grows = self.after is not None and not self.after.is_mapped
         return self.size + (self.after.size if self.after is not None and grows else 0)
 
@@ -76,7 +75,7 @@ class _Pool:
         self.free: list[tuple[float, int]] = []
         self.unmapped: list[int] = []
         self.blocks: dict[int, MemoryBlock] = {}
-        """Free and unmapped blocks by address."""
+        """Free and unmapped blocks, by address."""
         if is_expandable:
             self.add(MemoryBlock(0, math.inf, self, is_mapped=False))
 
@@ -126,7 +125,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Counts the bytes of live blocks and reserved bytes, and the peaks of both."""
+    """Counts bytes in live blocks and reserved bytes, and the peaks of both."""
 
     def __init__(self, *, expandable: bool = False, capacity_bytes: float = math.inf) -> None:
         self.allocated_bytes = self.peak_allocated_bytes = 0
@@ -174,7 +173,8 @@ class CachingAllocator:
                     self.reserved_bytes -= int(block.size)
 
     def _reserve(self, pool: _Pool, size: int) -> MemoryBlock | None:
-        """Return a free block of at least `size` bytes of newly reserved memory; None if the device has too little."""
+        """Return a free block of at least `size` bytes of newly reserved memory; None if the device has too little
+        memory."""
         if self.expandable:
             return self._expand(pool, size)
         segment = -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
@@ -213,7 +213,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _unmap(self, block: MemoryBlock) -> None:
-        """Unmap the pages that are entirely inside a free block; the rest at its ends stays free."""
+        """Unmap the pages that are entirely inside a free block; the remainders at its ends stay free."""
         pool = block.pool
         first = -(-block.address // pool.page) * pool.page
         last = (block.address + int(block.size)) // pool.page * pool.page

@@ -1,7 +1,7 @@
-"""The memory of a run on devices. Plans, launches and refusals all use `predict_memory`.
+"""The device memory of a run. Plans, launches and refusals all use `predict_memory`.
 
-`layer_memory` is only for searches over thousands of layouts: with it `peak_of` gives a rough estimate, at most `SLACK`
-times the prediction, so that a search drops nothing that fits. Users never see that estimate.
+`layer_memory` is only for searches over thousands of layouts: `peak_of` uses it for a rough estimate of at most `SLACK`
+times the prediction, so that a search drops no layout that fits. Users never see that estimate.
 """
 
 from __future__ import annotations
@@ -35,56 +35,57 @@ from trainspec_cli.recipe.keys.run import Recompute
 from trainspec_cli.recipe.keys.training import NF4_BLOCK, NF4_SCALE_BLOCK, WireFormats
 from trainspec_cli.recipe.results.plan import MemoryBreakdown
 
-# The estimate for any framework, by cause, for each pipeline stage.
+# The estimate for any framework, by cause and pipeline stage.
 #
 # Activations after Korthikanti et al. 2022 (arXiv:2205.05198), recounted for fused attention and gated feed-forwards;
-# states after ZeRO (arXiv:1910.02054). Known error: 5% on published peaks, mostly too high, since the reserve should
-# leave none more than 3% too low; up to 20% too high for frameworks with poorly documented copies (InternEvo's ZeRO-3).
+# states after ZeRO (arXiv:1910.02054). Known error: 5% on published peaks, mostly too high, since the reserve is meant
+# to keep every prediction from being more than 3% too low; up to 20% too high for frameworks with poorly documented
+# copies (InternEvo's ZeRO-3).
 
 
 CONTEXT_BYTES = 1.2 * GIB
-"""The device's context, kernels and libraries' workspaces."""
+"""The device's context, kernels and library workspaces."""
 GROUP_BYTES = 0.3 * GIB
 """Buffers of one communicator (NCCL's channels)."""
 FRAGMENTATION = 0.08
-"""Fragmentation as a fraction of activations and temporaries, without recomputation: the allocator's rules applied to
-traces of the engine's steps (5% of all allocated memory; `planner/memory/caching_allocator.py`)."""
+"""Fragmentation as a fraction of activations and temporaries, without recomputation, from applying the allocator's
+rules to traces of the engine's steps (5% of all allocated memory; `planner/memory/caching_allocator.py`)."""
 RECOMPUTE_FRAGMENTATION = 0.17
-"""Additional fragmentation with recomputation, whose blocks do not fit those of the first forwards well: 22% of all
-memory in such traces, and 25% of activations in the tables of runs with full recomputation."""
+"""Additional fragmentation with recomputation, whose blocks fit poorly into those of the first forwards: 22% of all
+memory in such traces, and 25% of activations in published tables of runs with full recomputation."""
 STATES_FRAGMENTATION = 0.04
-"""The same for parameters, gradients and optimizer states, which are allocated once and rounded up to whole blocks."""
+"""The same for parameters, gradients and optimizer states, which are allocated once and rounded up to full blocks."""
 GROWN_FRAGMENTATION = 0.02
-"""Fragmentation as a fraction of all tensors with expandable segments, where neighbouring holes merge and no segment is
-rounded up: the mean over traces of the engine's steps above 1 GiB, by the same rules."""
+"""Fragmentation with expandable segments as a fraction of all tensors; neighbouring holes merge and no segment is
+rounded up. It is the mean over traces of the engine's steps above 1 GiB, by the same rules."""
 GROWN_RECOMPUTE_FRAGMENTATION = 0.05
 """Additional fragmentation with expandable segments and full recomputation: 7% of all memory in such traces."""
 LOGIT_BYTES = 10.0
 """Bytes per logit: 2 in the compute format, 4 in the loss, 4 for its gradient before it is cast back."""
 LOGIT_BYTES_EAGER = 12.0
-"""And that cast."""
+"""The same plus the cast."""
 REUSE = 0.5
 """Fraction of the memory freed by the backward that the optimizer's temporaries can reuse."""
 RESERVE = 0.06
-"""Reserve as a fraction of the total: runs of one configuration differ by about that much (published pairs: 2 to 15%),
-and too low a prediction ends out of memory, while too high a one only wastes a little."""
+"""Reserve as a fraction of the total: runs of one configuration differ by about that much (published pairs: 2 to 15%).
+A prediction that is too low leads to running out of memory, while one that is too high only wastes a little."""
 NF4_BYTES = (4 + 8 / NF4_BLOCK + 32 / (NF4_BLOCK * NF4_SCALE_BLOCK)) / 8
-"""Bytes of a weight in 4-bit NormalFloat, including its part of the scales."""
+"""Bytes per weight in 4-bit NormalFloat, including its share of the scales."""
 FEEDBACK_BYTES = 2 * 2
-"""Bytes of a value of error feedback: in bf16, after the last update and during the current step."""
+"""Bytes of error feedback per value: in bf16, after the last update and during the current step."""
 USABLE = 0.97
 """Fraction of a device's memory that can be used before allocation fails or thrashes."""
 
 
 def memory_limit_bytes(chip: AcceleratorSpec) -> float:
-    """Return the bytes that a plan may use. A device sold as 80 GB has 79.6 GiB: makers' figures are closer to GiB than
-    to GB."""
+    """Return the bytes that a plan may use. A device sold as 80 GB has 79.6 GiB: vendors' figures are closer to GiB
+    than to GB."""
     return USABLE * chip.memory_gb * GIB
 
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """The average layer: parameters of a rank, and activations of one micro-batch."""
+    """The average layer: its parameters on one rank, and the activations of one micro-batch."""
 
     params: float
     expert_params: float
@@ -95,14 +96,14 @@ class LayerMemory:
     output_bytes: float
     """Bytes of its output, the next layer's input."""
     logits_bytes: float
-    """On the last stage: logits and the loss's temporaries, for the tokens that are processed at a time."""
+    """On the last stage: logits and the loss's temporaries, for the tokens that are processed at once."""
 
 
 def saved_of(work: Work, setup: Setup) -> float:
     """Return the bytes of activations that one part of a layer keeps without recomputation."""
     saved = work.saved_bytes
     if setup.trainable < 1 and setup.software.weight_bytes >= 2.0 and not work.attention_flops:
-        # Adapters are in the attention: other matmuls are frozen and need no inputs (those of a quantised base keep
+        # Adapters are in the attention: other matmuls are frozen and do not need their inputs (a quantised base keeps
         # them).
         saved -= work.saved_gemm_bytes
     elif setup.matmul in EIGHT_BIT:
@@ -156,7 +157,7 @@ def logits_bytes(setup: Setup) -> float:
 
 
 def in_flight(setup: Setup, stage: int) -> float:
-    """Return the largest number of micro-batches whose activations a stage holds."""
+    """Return the largest number of micro-batches whose activations a stage holds at once."""
     layout = setup.layout
     total = setup.grad_accum
     if layout.pp == 1:
@@ -168,12 +169,12 @@ def in_flight(setup: Setup, stage: int) -> float:
         # The warm-up of the interleaved schedule (arXiv:2104.04473); a chunk is one of a rank's virtual stages.
         chunks = 2 * (layout.pp - stage - 1) + (layout.virtual_stages - 1) * layout.pp + 1
         return min(chunks, total * layout.virtual_stages) / layout.virtual_stages
-    # 1F1B: a stage is ahead by the number of stages from it to the last one.
+    # 1F1B: a stage runs ahead by the number of stages from it to the last one.
     return float(min(layout.pp - stage, total))
 
 
 def sharding_stage(setup: Setup) -> int:
-    """Return the ZeRO stage; 0 if nothing is sharded. Ranks of context parallelism also share the shards."""
+    """Return the ZeRO stage; 0 if nothing is sharded. Context-parallel ranks also share the shards."""
     is_sharded = setup.layout.shards > 1 and setup.software.shards_states
     return setup.layout.zero_stage if is_sharded else 0
 
@@ -184,7 +185,7 @@ def keeps_unsharded(setup: Setup) -> bool:
 
 
 def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) -> tuple[float, float, float]:
-    """Return the bytes of (parameters, gradients, optimizer) between steps, for parameters shared by `shards` ranks.
+    """Return the bytes of (parameters, gradients, optimizer) between steps, for parameters sharded over `shards` ranks.
 
     `ends`: the embedding and the head, which are not quantised.
     """
@@ -201,7 +202,7 @@ def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) ->
         weights = NF4_BYTES * params + each * trained / (shards if stage == 3 else 1)
     gradients = software.grad_bytes * trained / (shards if stage >= 2 else 1)
     if stage == 3 and software.weight_bytes == 4.0:
-        # FSDP's sharded gradients have the format of its fp32 parameters, independent of the reduction's format.
+        # FSDP's sharded gradients have the format of its fp32 parameters, regardless of the reduction's format.
         gradients = 4.0 * trained / shards
     replicated = software.counted and setup.group_layout.dp_replicate > 1 and setup.grad_accum > 1
     if stage >= 2 and (keeps_unsharded(setup) or replicated):
@@ -219,7 +220,7 @@ def gathered_bytes(layer: LayerMemory, layers: int, outside: float, setup: Setup
     """Return the bytes of ZeRO-3's unsharded tensors: two layers' parameters, one layer's gradients, and the embedding
     and head."""
     params = layer.params + layer.expert_params
-    if setup.lora.is_quantised:  # about the largest matrix in 2 bytes, with 6 for temporaries
+    if setup.lora.is_quantised:  # about the largest matrix: 2 bytes per value, plus 6 for temporaries
         return 2.0 * params + (2.0 * outside if sharding_stage(setup) == 3 else 0.0)
     if sharding_stage(setup) < 3:
         return 0.0
@@ -244,15 +245,15 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory) -> M
     gathered = gathered_bytes(layer, layers, outside, setup)
 
     # Activations kept for the micro-batches in flight, and one layer's temporaries (after the logits are freed).
-    # Megatron frees activations after sending them; others keep them until their gradient arrives, each tensor-parallel
-    # rank a part.
+    # Megatron frees activations after sending them; others keep them until their gradient arrives, one part per
+    # tensor-parallel rank.
     logits = layer.logits_bytes if last else 0.0
     held = in_flight(setup, stage)
     sent = layer.output_bytes / layout.tp if layout.pp > 1 and not software.fused_kernels else 0.0
     kept = (layers * layer.kept_bytes + sent) * held
     activations = kept + max(0.0, layer.working_bytes - layer.kept_bytes - logits)
 
-    # Memory of the optimizer's step beyond what the backward has freed.
+    # Memory that the optimizer step needs beyond what the backward has freed.
     stepping = (layers * layer.params + outside) / shards + layers * layer.expert_params / layout.expert_shards
     stepping *= setup.trainable
     freed = REUSE * (activations + logits + gathered)
@@ -285,7 +286,7 @@ def with_overhead(
     buffers: float,
     counted: bool = False,
 ) -> MemoryBreakdown:
-    """Return the memory of a stage with these bytes of tensors, adding the error feedback of compressed gradients,
+    """Return the memory of a stage from these tensor bytes, adding the error feedback of compressed gradients,
     communicators, fragmentation, the device's context, and the reserve. `counted`: gradients and buffers are allocated
     within a step, as in the engine, instead of persisting."""
     feedback = feedback_bytes(setup.model, setup.layout, setup.software.wire)
@@ -319,8 +320,8 @@ def with_overhead(
 
 
 def feedback_bytes(model: ModelSpec, layout: Layout, wire: WireFormats) -> float:
-    """Return the bytes of a rank's error feedback, the accumulated loss of compressed gradients: of unsharded gradients
-    if shards are summed, of its shard if replicas are."""
+    """Return the bytes of a rank's error feedback (the accumulated rounding error of compressed gradients): for
+    unsharded gradients if shards are summed, for its shard if replicas are."""
     if not {wire.gradients, wire.across_nodes} & {"int8", "int4"}:
         return 0.0
     whole = count_params(model) / (layout.tp * layout.pp)
@@ -328,8 +329,8 @@ def feedback_bytes(model: ModelSpec, layout: Layout, wire: WireFormats) -> float
 
 
 def communicators(setup: Setup) -> int:
-    """Count the communicators: one for each axis; some frameworks have another for all ranks of several axes, and one
-    for a pipeline's ends."""
+    """Count the communicators: one per axis; some frameworks have another for all ranks of several axes, and one for a
+    pipeline's ends."""
     layout = setup.layout
     sizes = (layout.tp, layout.cp, layout.ep, layout.pp, layout.dp_shard, layout.dp_replicate)
     axes = sum(size > 1 for size in sizes)
@@ -359,8 +360,8 @@ def estimate_memory(setup: Setup) -> tuple[MemoryBreakdown, ...]:
 
 
 def predict_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
-    """Return the memory of each pipeline stage: counted for a run of trainspec's engine, eager or with compiled blocks
-    that are counted; otherwise estimated as for any framework."""
+    """Return the memory of each pipeline stage: counted tensor by tensor for a run of trainspec's engine (eager, or
+    with compiled blocks that can be counted), otherwise estimated as for any framework."""
     return tuple(_predict_stages(setup, recompute))
 
 
@@ -393,7 +394,7 @@ def _predict_stages(setup: Setup, recompute: str) -> Iterator[MemoryBreakdown]:
 
 
 def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
-    """Return the engine's activations of the mean layer, and its logits, for a search over many layouts."""
+    """Return the engine's activations and logits of the average layer, for a search over many layouts."""
     general = mean_layer_memory(setup)
     run = _run_of(setup, recompute)
     model = setup.model
@@ -411,7 +412,7 @@ def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
 
 
 def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
-    """Return the run for the engine's count; None if the engine does not build it, or it is not counted."""
+    """Return the run to count; None if the engine does not build it, or if it cannot be counted."""
     software = setup.software
     layout = setup.layout
     offload = "optimizer" if setup.offload_optimizer else "none"
@@ -428,8 +429,7 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
         return None
     micro_batches = setup.grad_accum
     if layout.pp > 1 and layout.pipeline_schedule != "gpipe":
-        # A full pipeline repeats itself: twice as many micro-batches as stages need as much memory as more, within
-        # 0.03%.
+        # A full pipeline repeats itself: more micro-batches than twice the stages need the same memory, within 0.03%.
         micro_batches = min(micro_batches, 2 * layout.num_stages)
     return EngineRun(
         model=setup.model,
@@ -452,13 +452,13 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
 #
 # On published runs the measured peak over the predicted one is about log-normal (`trainspec backtest`, 135 measured
 # peaks of 3 sources; checked by tests/planner/validation/test_backtest.py). The error of a run from another source is
-# its source's mean plus its own deviation: ln(measured / predicted) has the mean of the sources' means, m, and the
-# variance of a run within its source plus that between sources, s^2. So a predicted peak M fits a limit L with
+# its source's mean plus the run's deviation: the mean of ln(measured / predicted), m, is the mean of the sources'
+# means, and its variance, s^2, is that within a source plus that between sources. So a predicted peak M fits a limit L
+# with
 #
-#     P = Phi((ln(L / M) - m) / s)
-#
-# A layout that does not fit costs a failed start, and then continues with less memory: with recomputation, which is one
-# more forward, or in another layout that is about as much slower. The expected step is
+#     P = Phi((ln(L / M) - m) / s) A layout that does not fit costs a failed start. The run then continues with less
+# memory: with recomputation, which is one more forward, or in another layout that is slower by about as much. The
+# expected step is
 #
 #     E = t + (1 - P) (t / 3 + start / steps)
 
@@ -468,7 +468,8 @@ LOG_BIAS = -0.038
 LOG_DEVIATION = 0.043
 """s: 0.037 within a source, 0.021 between them."""
 RELIEF = 1 / 3
-"""Slowdown of a step by recomputation: one forward, compared with a forward and a backward of two."""
+"""Slowdown of a step by recomputation: one more forward, relative to a forward and a backward that takes twice as
+long."""
 SURELY = 0.999
 """A layout with at least this probability counts as surely fitting."""
 
@@ -480,15 +481,15 @@ def fit_probability(peak_bytes: float, limit_bytes: float) -> float:
 
 
 def expected_step_s(step_s: float, probability: float, start_s: float) -> float:
-    """Return the expected step of a layout that fits with `probability`. `start_s`: a start's time divided by the steps
-    of the run."""
+    """Return the expected step time of a layout that fits with `probability`. `start_s`: the time of a start, divided
+    by the number of steps in the run."""
     return step_s + (1 - probability) * (step_s * RELIEF + start_s)
 
 
 def room_within(setup: Setup, memory: Sequence[MemoryBreakdown], limits_bytes: Sequence[float] = ()) -> Room:
-    """Return the bytes that each rank's layers may use by the estimate, scaled to the predicted `memory`, and the bytes
-    of one layer there (the difference of one more layer per stage). `limits_bytes`: the limit of each rank, if they
-    differ."""
+    """Return the estimated bytes that each rank's layers may use, scaled to the predicted `memory`, and the bytes of
+    one layer there (the difference that one more layer per stage makes). `limits_bytes`: the limit of each rank, if
+    they differ."""
     layout = setup.layout
     estimated, predicted = (max(stage.total_bytes for stage in one) for one in (estimate_memory(setup), memory))
     scale = estimated / predicted

@@ -1,4 +1,4 @@
-"""Plan a run on a cluster of several pools, and compare it with plans on fewer pools."""
+"""Plan a run on a cluster with several pools, and compare it with plans on fewer pools."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ from trainspec_cli.recipe.results.blueprint import PoolChoice, PoolsPlan
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan, MemoryBreakdown, PoolPart, SizedStep
 
 KEPT = 2
-"""Layouts kept per shown layout, for each way to use the pools, since counting every tensor decides later which fit."""
+"""Layouts kept per shown layout, for each way to use the pools, since only counting every tensor later shows which
+fit."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Placed:
     recompute: str
     step: PoolStep
     memory: tuple[tuple[MemoryBreakdown, ...], ...] = ()
-    """The memory of each pool's stages, once every tensor is counted."""
+    """The memory of each pool's stages, once every tensor has been counted."""
 
     def fullest_pool(self, pools: Sequence[Pool]) -> int:
         """Return the pool whose devices are closest to their limit."""
@@ -94,7 +95,7 @@ class _Unit(NamedTuple):
 
 @dataclass
 class PoolSearch:
-    """Ranks layouts over all `pools` by the expected step."""
+    """Ranks layouts over all `pools` by expected step time."""
 
     spec: RunSpec
     pools: Sequence[Pool]
@@ -112,13 +113,14 @@ class PoolSearch:
         self._templates = tuple(replace(one, compute=compute, matmul=matmul) for one in templates)
         self._memory = LayerMemories(layer_memory)
         self._best: dict[bool, list[tuple[float, int, Placed]]] = {False: [], True: []}
-        """Heaps of layouts: whole replicas on every pool, and pipelines that span the pools."""
+        """Heaps of layouts: complete replicas on every pool, and pipelines that span the pools."""
         self._start_s = start_s_a_step(self.spec)
         self._least_over = float("inf")
         self._smallest: tuple[Setups, Placement, str] | None = None
 
     def run(self, shown: int) -> list[Placed]:
-        """Return the best layouts that fit when every tensor is counted, best first; if none fits, the closest one."""
+        """Return the best layouts that fit when every tensor is counted, best first; if none fits, the one closest to
+        fitting."""
         self._try_all(KEPT * shown)
         counted = [placed for heap in self._best.values() for placed in self._count_some(heap, shown)]
         fitting = [placed for placed in counted if self._part(placed) <= 1]
@@ -170,10 +172,10 @@ class PoolSearch:
                 lightest = self._setups(unit, names[0])
                 bound_s = self.watch.bound_s(lightest, placement, self.samples)
                 units.append((bound_s, len(units), unit))
-        for *_, unit in sorted(units):  # most promising first, so that others can be dropped early
+        for *_, unit in sorted(units):  # most promising first, so that the others can be dropped early
             for name in names:
                 if self._try(self._setups(unit, name), unit.placement, name, keep):
-                    break  # if a layout surely fits, a heavier recomputation is only slower
+                    break  # if a layout surely fits, a heavier recomputation would only be slower
         self.refused.update(space.refused)
 
     def _setups(self, unit: _Unit, name: str) -> Setups:
@@ -191,17 +193,18 @@ class PoolSearch:
         )
 
     def _try(self, setups: Setups, placement: Placement, name: str, keep: int) -> bool:
-        """Return whether a heavier recomputation is useless: this one surely fits, or is already too slow."""
+        """Try one recomputation. Return whether a heavier one is useless, because this one surely fits or is already
+        too slow."""
         self.considered += 1
         best = self._best[bool(placement.order)]
         worst_s = -best[0][0] if len(best) == keep else float("inf")
         if self.watch.bound_s(setups, placement, self.samples) >= worst_s:
             self.refused[SLOWER] += 1
             return True
-        # The layout's least estimated memory over the available memory.
+        # Ratio of the layout's least estimated memory to the available memory.
         if placement.order:
-            # The model's layers over those that fit on the stages of all pools, each treated as the last of its pool,
-            # which keeps the fewest micro-batches.
+            # Ratio of the model's layers to those that fit on the stages of all pools, treating each stage as the last
+            # of its pool, which keeps the fewest micro-batches.
             room = 0.0
             for pool, (setup, described) in enumerate(zip(setups, self.pools, strict=True)):
                 layer = self._memory.of(setup, name)
@@ -211,15 +214,15 @@ class PoolSearch:
                 room += placement.ranks[pool] * max(0.0, 1 + more)
             over = SLACK * setups[0].model.num_layers / max(room, 1e-9)
         else:
-            # Use the pool with the most memory, with whole micro-batches: the fastest pool's are about as large, and
-            # other sizes are tried too.
+            # Use the pool with the most memory, with full micro-batches: those of the fastest pool are about that
+            # large, and other sizes are tried too.
             most = max(range(len(self.pools)), key=lambda pool: self.pools[pool].limit_bytes)
             over = peak_of(setups[most], self._memory.of(setups[most], name)) / self.pools[most].limit_bytes
         if over > SLACK:
             return self._refuse(over, setups, placement, name)
         step = self.watch.step(setups, placement, self.samples)
         placed = Placed(setups, placement, name, step)
-        parts = []  # the estimated peak over the limit, by pool
+        parts = []  # ratio of the estimated peak to the limit, by pool
         for pool, setup in enumerate(self._of_step(placed)):
             layer = self._memory.of(setup, placed.recompute)
             counts = layers_per_rank(setup.model.num_layers, setup.layout)
@@ -253,12 +256,12 @@ class PoolSearch:
         )
 
     def count(self, placed: Placed) -> Placed:
-        """Return a layout with its layers cut by their times, and every tensor counted: the best cut if it fits,
-        otherwise the best that fits by the estimate of memory, otherwise the even one."""
+        """Return a layout with its layers cut by time and every tensor counted: the best cut if it fits, otherwise the
+        best that fits according to the memory estimate, otherwise the even one."""
         even = self._counted(placed, placed.setups[0].layout)
         if not is_open(placed.setups[0].layout, self.spec.model):
             return even
-        # The limit of each pipeline rank: its pool's, or the smallest of the pools that share it.
+        # The limit of each pipeline rank: its pool's, or the smallest among the pools that share it.
         limits = [self.pools[pool].limit_bytes for pool in placed.placement.pool_of_stage_rank]
         limits = limits or [min(pool.limit_bytes for pool in self.pools)] * placed.setups[0].layout.pp
         for bounded in (False, True):
@@ -296,7 +299,8 @@ SAME = 5e-3
 
 
 def plan_pools(spec: RunSpec, shown: int = SHOWN) -> CapacityPlan:
-    """Search the layouts over all pools of `spec`'s cluster. Raises RecipeError as `plan_capacity` does."""
+    """Search the layouts over all pools of `spec`'s cluster. Raises RecipeError in the same cases as
+    `plan_capacity`."""
     pools = describe_pools(spec.cluster)
     eff = efficiency_of(spec.cluster)
     search = PoolSearch(spec, pools, eff)
@@ -361,7 +365,7 @@ def _part(placed: Placed, pools: Sequence[Pool], pool: int) -> PoolPart:
 
 
 def _assumptions(spec: RunSpec, pools: Sequence[Pool]) -> Iterator[str]:
-    """Yield the assumptions on the layouts, without repetitions over pools."""
+    """Yield the assumptions about the layouts, without repeating them for each pool."""
     names = pool_names(spec.cluster.pools)
     alone = ((on_pools(spec, [spec.cluster.pools[names.index(pool.name)]]), pool.fabric) for pool in pools)
     yield from dict.fromkeys(line for on_one, fabric in alone for line in assumptions_of(on_one, fabric))
@@ -375,15 +379,15 @@ def _assumptions(spec: RunSpec, pools: Sequence[Pool]) -> Iterator[str]:
 
 
 def compare_pools(spec: RunSpec, capacity: CapacityPlan) -> PoolsPlan:
-    """Compare the plan on all pools with the best plans on each pool alone, and with three or more pools also on all
-    but one."""
+    """Compare the plan on all pools with the best plans on each pool alone and, with three or more pools, on all but
+    one."""
     pools = spec.cluster.pools
     names = pool_names(pools)
     every = range(len(pools))
     fewer = [[place] for place in every]
     if len(pools) > 2:
         fewer = [*([place for place in every if place != left] for left in every), *fewer]
-    # The best plan for each way to divide the work over all pools, better one first.
+    # The best plan for each way to divide the work over all pools, the better one first.
     best: dict[str, Candidate | None] = {}
     for candidate in capacity.candidates:
         if candidate.fits:
@@ -402,7 +406,7 @@ def compare_pools(spec: RunSpec, capacity: CapacityPlan) -> PoolsPlan:
 
 
 def advise_pools(spec: RunSpec, compared: PoolsPlan) -> Iterator[str]:
-    """Yield advice if no layout over all pools fits: fewer pools, or a change of the recipe."""
+    """Yield advice if no layout over all pools fits: fewer pools, or a change to the recipe."""
     for choice in compared.choices:
         if choice.layout is not None and choice.step_time_s is not None:
             step = format_duration(choice.step_time_s)
@@ -413,7 +417,7 @@ def advise_pools(spec: RunSpec, compared: PoolsPlan) -> Iterator[str]:
 
 
 def division_of(candidate: Candidate) -> str:
-    """Return what the pools of a candidate share: the `samples` of a step, or the `layers` of the model."""
+    """Return what a candidate divides over the pools: the `samples` of a step, or the `layers` of the model."""
     return "layers" if candidate.pipelines_cross_pools else "samples"
 
 
@@ -451,7 +455,7 @@ def _verdict(choices: Sequence[PoolChoice], pools: int) -> str:
 
 
 def _gains(fewer: Sequence[PoolChoice], whole: PoolChoice, figure: str) -> tuple[PoolChoice, float] | None:
-    """Return the best choice of fewer pools by a figure, and its ratio to all pools; None if unknown."""
+    """Return the choice of fewer pools that is best by a figure, and its ratio to all pools; None if unknown."""
     of_all = getattr(whole, figure)
     known = [(choice, getattr(choice, figure)) for choice in fewer]
     ratios = [(choice, own / of_all if figure == "tokens_per_s" else of_all / own) for choice, own in known if own]

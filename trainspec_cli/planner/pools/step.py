@@ -1,7 +1,7 @@
-"""Time of a step over several pools: each pool's time on its accelerator and links, and the wait for the slowest.
+"""Step time over several pools: each pool's time on its accelerator and links, and the wait for the slowest.
 
-If every pool has whole replicas, they divide the samples like the live scheduler (`balance/decisions/balance.py`), by
-each pool's time for a micro-batch. If each pool has separate stages, they divide the layers by speed
+If every pool has complete replicas, samples are divided as by the live scheduler (`balance/decisions/balance.py`), by
+each pool's time for a micro-batch. If each pool has separate stages, layers are divided by speed
 (`planner/pipeline.py`), and the slowest stage sets the pipeline's pace.
 """
 
@@ -59,7 +59,7 @@ class Pool:
     name: str
     devices: int
     fabric: Fabric
-    """Devices and links of a cluster with the same number of devices, all of this kind."""
+    """Devices and links of an equally large cluster with only this kind of device."""
     link_gbit_per_s: float | None
     """A device's share of the link between pools; None: the pools' NICs."""
 
@@ -78,7 +78,7 @@ def describe_pools(cluster: ClusterSpec) -> tuple[Pool, ...]:
     for place, (name, pool) in enumerate(zip(pool_names(cluster.pools), cluster.pools, strict=True)):
         try:
             fabric = describe_fabric(cluster_of(cluster, pool), None)
-        except RecipeError as error:  # errors name the keys of the pool
+        except RecipeError as error:  # errors name the pool's keys
             own = f"cluster.pools.{place}.accelerator"
             problems = []
             for problem in error.problems:
@@ -94,7 +94,7 @@ def describe_pools(cluster: ClusterSpec) -> tuple[Pool, ...]:
 DATA_AXES = ("dp", "dp_shard", "dp_replicate", "expert_dp")
 NOT_WHOLE = "a pool's devices do not hold whole groups of the layout"
 MESSAGE_BYTES = 1e6
-"""Bytes of a send between stages, used to find the slowest of several links."""
+"""Bytes of a send between stages, for finding the slowest of several links."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Placement:
     ranks: tuple[int, ...]
     """Data-parallel ranks of each pool, or pipeline ranks (`order`)."""
     order: tuple[int, ...] = ()
-    """The order of the pools along each pipeline; empty: every pool has whole replicas."""
+    """The order of the pools along each pipeline; empty: every pool has complete replicas."""
 
     @property
     def pool_of_stage_rank(self) -> list[int]:
@@ -115,7 +115,7 @@ def placements(layout: Layout, pools: Sequence[Pool]) -> Iterator[Placement]:
     replica = layout.tp * layout.cp * layout.pp
     ranks = tuple(pool.devices // replica for pool in pools)
     shards_within = 1 < layout.dp_shard < layout.data_parallel_size
-    # Whole replicas on every pool: each pipeline stage has whole nodes of every pool.
+    # Complete replicas on every pool: each pipeline stage has entire nodes of every pool.
     if all(
         pool.devices % replica == 0
         and (layout.pp == 1 or pool.devices // layout.pp % pool.fabric.devices_per_node == 0)
@@ -165,8 +165,8 @@ def _joined(group: Group, placement: Placement, pools: Sequence[Pool], eff: Effi
 Setups = tuple[Setup, ...]
 """The same layout and micro-batch on the devices of each pool."""
 BETWEEN = 0.99
-"""A sample in a micro-batch of any size takes at least this fraction of its time in the best halved size, as tests
-check for all sizes."""
+"""A sample in a micro-batch of any size takes at least this fraction of its time with the best halved size; tests check
+this for all sizes."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class PoolStep:
     time: StepTime
     """The time of the pool that all others wait for."""
     of_pools: tuple[StepTime, ...]
-    """The step of each pool, including its wait for others."""
+    """The step time of each pool, including its wait for others."""
     waiting_s: tuple[float, ...]
     """The time that each pool waits for others."""
     micro_batches: int
@@ -190,10 +190,10 @@ class PoolStep:
 
 @dataclass(frozen=True)
 class _Work:
-    """Seconds of a micro-batch of the whole model on one device."""
+    """Seconds of one micro-batch through the full model on one device."""
 
     kinds_s: tuple[float, ...]
-    """All layers of each kind."""
+    """Seconds of all layers of each kind."""
     embedding_s: float
     head_s: float
 
@@ -213,7 +213,7 @@ class _Work:
 
 
 def _of_pools(counts: Sequence[int], placement: Placement) -> list[Sequence[int]]:
-    """Return the samples of each pool's data-parallel ranks."""
+    """Return the sample counts of each pool's data-parallel ranks."""
     return [counts[first:end] for first, end in pairwise(accumulate(placement.ranks, initial=0))]
 
 
@@ -227,25 +227,25 @@ class Stopwatch:
         self._least_s: dict[tuple[object, ...], float] = {}
 
     def step(self, setups: Setups, placement: Placement, samples: int) -> PoolStep:
-        """Return the step of `samples`; open layers are cut as if all were equal."""
+        """Return the step for `samples`; if the cut is left open, layers are cut as if all were equal."""
         layout = self.cut(setups, placement)
         return self.step_as_cut(tuple(replace(setup, layout=layout) for setup in setups), placement, samples)
 
     def step_as_cut(self, setups: Setups, placement: Placement, samples: int) -> PoolStep:
-        """Return the step of `samples`; layers without a cut are cut evenly."""
+        """Return the step for `samples`; layers without a cut are cut evenly."""
         groups = groups_of(setups[0].layout, placement, self.pools, self._eff)
         timed = self._through_pools if placement.order else self._over_pools
         return timed(setups, placement, groups, samples)
 
     def bound_s(self, setups: Setups, placement: Placement, samples: int) -> float:
-        """Return a lower bound on the step over all cuts of layers: ranks only wait for filling and draining pipelines,
-        and only exchanges within a micro-batch count."""
+        """Return a lower bound on the step over all cuts of layers: ranks only wait while pipelines fill and drain, and
+        only exchanges within a micro-batch count."""
         least = self._least_through_pools if placement.order else self._least_over_pools
         return least(setups, placement, samples) * (1 + waiting_share(setups[0], self._eff))
 
     def _least_over_pools(self, setups: Setups, placement: Placement, samples: int) -> float:
-        """Bounds every sample by its time in the best size of micro-batches, spread evenly over the pipeline's
-        ranks."""
+        """Return the bound with complete replicas: each sample's time at the best micro-batch size, spread evenly over
+        the pipeline's ranks."""
         layout = setups[0].layout
         ranks = placement.ranks
         sample_s = [self._least_sample_s(pool, setup, samples) / layout.pp for pool, setup in enumerate(setups)]
@@ -259,8 +259,8 @@ class Stopwatch:
 
     def _least_sample_s(self, pool: int, setup: Setup, samples: int) -> float:
         """Return the least time of a sample in micro-batches up to the layout's size, trying each halved size. Several
-        micro-batches add their gradients, and weights are cast to 8 bits once per step, so a sample is fastest in one
-        micro-batch, or with 8 bits in many."""
+        micro-batches add their gradients, and weights are cast to 8 bits once per step, so a sample is fastest in a
+        single micro-batch or, with 8 bits, in many."""
         key = (pool, *self._steps[pool].key_of(setup), setup.recompute)
         if key in self._least_s:
             return self._least_s[key]
@@ -274,8 +274,9 @@ class Stopwatch:
         return self._least_s[key]
 
     def _least_through_pools(self, setups: Setups, placement: Placement, samples: int) -> float:
-        """The slowest rank takes at least the mean of all ranks, weighted by their speeds; each layer adds its least
-        weighted time. All ranks together take at least the sum of each layer's least time."""
+        """Return the bound for pipelines across pools. The slowest rank takes at least the mean of all ranks, weighted
+        by speed; each layer adds its least weighted time. The total over all ranks is at least the sum of each layer's
+        least time."""
         layout = setups[0].layout
         pools = range(len(setups))
         micro_batches = micro_batches_of(layout, setups[0].micro_batch_size, samples)
@@ -293,14 +294,14 @@ class Stopwatch:
         return (micro_batches - fills) * pace_s + fills * whole_s
 
     def _fills(self, layout: Layout) -> float:
-        """Return the number of micro-batches of other ranks that the slowest one waits for in a step."""
+        """Return how many micro-batches of other ranks the slowest one waits for in a step."""
         return self._eff.bubble * layout.bubble_part
 
     def cut(self, setups: Setups, placement: Placement, room: Room | None = None, *, alike: bool = True) -> Layout:
         """Return the layout with its layers cut by the planned times. `alike`: treat all layers as average.
 
-        If each pool has separate stages, they get layers by speed. If every pool has whole replicas, the stages are
-        equal in all pools, since they sum their gradients, and are cut by the times of the largest pool.
+        If each pool has separate stages, they get layers by speed. If every pool has complete replicas, all pools have
+        the same stages, since they sum their gradients; these are cut by the times of the largest pool.
         """
         layout = setups[0].layout
         if not is_open(layout, setups[0].model):
@@ -312,7 +313,7 @@ class Stopwatch:
         speeds = [work_s[largest] / work_s[pool] for pool in placement.pool_of_stage_rank]
         return cut(times[largest], layout, room, speeds)
 
-    # Whole replicas on every pool
+    # Complete replicas on every pool
 
     def _over_pools(
         self, setups: Setups, placement: Placement, groups: Sequence[dict[str, Group]], samples: int
@@ -342,8 +343,8 @@ class Stopwatch:
         )
 
     def divide(self, setups: Setups, placement: Placement, samples: int) -> Division:
-        """Return the division of a step's samples over data-parallel ranks by the live scheduler's rules at the planned
-        speeds, in micro-batches no larger than the layout's."""
+        """Return how the live scheduler would divide a step's samples over data-parallel ranks at the planned speeds,
+        in micro-batches no larger than the layout's."""
         size = int(setups[0].micro_batch_size)
         keeps = setups[0].model.unit == "samples"
         even = even_division(setups[0].layout, size, keeps_micro_batches=keeps)
@@ -352,7 +353,7 @@ class Stopwatch:
         return best_division(even, samples, of_ranks, size, 0.0, keeps_micro_batches=keeps).division
 
     def _speed(self, pool: int, setup: Setup) -> Speed:
-        """Return the line through the times of the layout's micro-batch and of half its size."""
+        """Return the line through the times of the layout's micro-batch and of one half its size."""
         size = int(setup.micro_batch_size)
         small, large = (size // 2, size) if size > 1 else (1, 2)
         small_s = self._seconds(pool, setup, small)
@@ -369,8 +370,8 @@ class Stopwatch:
     def _own_step(
         self, pool: int, setup: Setup, groups: dict[str, Group], samples: int, micro_batches: int
     ) -> StepTime:
-        """Return the step of a pool whose ranks have `samples` in the given number of micro-batches, some of them one
-        sample larger; empty ones take no time."""
+        """Return the step time of a pool whose ranks have `samples` in the given number of micro-batches, some of them
+        one sample larger; empty ones take no time."""
         each, larger = divmod(samples, micro_batches)
         if not each:
             return self._sized(pool, setup, groups, 1, max(1, larger))

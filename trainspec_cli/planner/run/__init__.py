@@ -1,1 +1,1 @@
-"""The whole run: failures, goodput, energy, carbon and money."""
+"""The full run: failures, goodput, energy, carbon and money."""

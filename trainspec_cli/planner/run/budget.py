@@ -1,6 +1,6 @@
-"""Budget a portfolio of runs over several years, as cash flow: bought machines, and three ways to rent.
+"""Budget a portfolio of runs over several years as cash flow: purchased machines, and three ways to rent.
 
-Runs follow each other without gaps, except those that `utilisation` allows. Prices are constant, and there is no
+Runs follow each other without gaps, except for those allowed by `utilisation`. Prices are constant, and there is no
 interest.
 """
 
@@ -36,7 +36,7 @@ SENSITIVE = (
 
 @dataclass(frozen=True)
 class PortfolioRun:
-    """A planned run, and its number per year (the last number applies to all later years)."""
+    """A planned run, and how often it is done per year (the last number applies to all later years)."""
 
     name: str
     per_year: tuple[float, ...]
@@ -55,9 +55,9 @@ class PortfolioRun:
 
 
 def spot_reliability(cluster: ClusterSpec) -> ReliabilitySpec:
-    """Return the cluster's failures including preemptions of spot nodes.
+    """Return the cluster's failures, including preemptions of spot nodes.
 
-    Both are random: rates add up, and the mean wait for a node is weighted by them. Only failures can end all groups.
+    Both are random: their rates add up, and they weight the mean wait for a node. Only failures can end all groups.
     """
     failing = cluster.reliability
     cost = cluster.cost
@@ -78,7 +78,7 @@ def make_budget(cluster: ClusterSpec, node_devices: int, runs: Sequence[Portfoli
     worth_usd = _worth(cluster, table)
     usd = _totals(cluster, table)
     hours = sum(row.device_hours for row in table)
-    # Machines are paid at the beginning of a year and sold at its end.
+    # Machines are paid for at the beginning of a year and sold at its end.
     ways = [way for way in WAYS if all(way in row.usd for row in table)]
     months: dict[str, tuple[float, ...]] = {way: tuple(accumulate(_monthly(table, way), initial=0.0)) for way in ways}
     own_hours = sum(run.device_hours * sum(run.per_year) for run in runs)
@@ -139,7 +139,7 @@ def cash_of_years(
             "electricity": joules / JOULES_PER_KWH * cluster.site.electricity_usd_per_kwh,
             "resale": 0.0 - sold * price * cost.resale_ratio,
         }
-        # A run that never ends on spot devices has infinite cost in the years that have it.
+        # A run that never ends on spot devices has infinite cost in the years that include it.
         walls_s = ((run, math.inf if run.spot_wall_s is None else run.spot_wall_s) for run in runs if run.times(year))
         spot_hours = sum(run.times(year) * (run.devices * wall_s / SECONDS_PER_HOUR) for run, wall_s in walls_s)
         cash: dict[str, float] = {
@@ -155,8 +155,8 @@ def cash_of_years(
 
 
 def fleet_devices(runs: Sequence[PortfolioRun], year: int, hours: float, utilisation: float, node_devices: int) -> int:
-    """Return the devices that a year's runs need, in whole nodes: enough for the largest run, and for the hours of
-    all."""
+    """Return the number of devices that a year's runs need, in full nodes: enough for the largest run, and for the
+    total hours."""
     largest = max((run.devices for run in runs if run.times(year)), default=0)
     needed = max(largest, hours / (HOURS_PER_YEAR * utilisation))
     return math.ceil(needed / node_devices - 1e-9) * node_devices
@@ -169,7 +169,7 @@ def _price(cluster: ClusterSpec) -> float:
 
 
 def _idle_joules(cluster: ClusterSpec) -> float:
-    """Return the energy of an idle device per hour, including its host and the building."""
+    """Return the energy that an idle device uses per hour, including its host and the building."""
     tdp_w = cluster.accelerator.tdp_w if cluster.accelerator else 0.0
     return tdp_w * (cluster.power.idle + cluster.power.host) * cluster.site.pue * SECONDS_PER_HOUR
 
@@ -183,8 +183,8 @@ def _worth(cluster: ClusterSpec, table: Sequence[BudgetYear]) -> float:
 
 
 def _totals(cluster: ClusterSpec, table: Sequence[BudgetYear]) -> dict[str, float]:
-    """Return the total cash by way, for owned machines less their remaining value; ways that some year lacks are left
-    out."""
+    """Return the total cash for each way (for owned machines minus their remaining value). Ways that are missing in any
+    year are left out."""
     ways = [way for way in WAYS if all(way in row.usd for row in table)]
     usd = {str(way): sum(row.usd[way] for row in table) for way in ways}
     usd["owned"] -= _worth(cluster, table)
@@ -204,8 +204,8 @@ def _monthly(table: Sequence[BudgetYear], way: Way) -> list[float]:
 
 
 def break_even_months(owned: Sequence[float], rented: Sequence[float]) -> float | None:
-    """Return the month after which cumulative rent stays above the cost of buying, interpolated linearly; 0 if from the
-    start, None if never. Later purchases may reverse the order, so the last crossing counts."""
+    """Return the month after which cumulative rent stays above the cost of buying, interpolated linearly; 0 if it does
+    from the start, None if it never does. Later purchases may reverse the order, so the last crossing counts."""
     gaps = [paid - rent for paid, rent in zip(owned, rented, strict=True)]
     last = max((month for month, gap in enumerate(gaps) if gap > 0), default=None)
     if last is None:
@@ -217,7 +217,7 @@ def break_even_utilisation(cluster: ClusterSpec, joules_per_hour: float) -> floa
     """Return the utilisation over a device's life above which owning costs less than hourly rent; None if it never
     does.
 
-    Owned devices cost the same whether used or not, except for electricity.
+    Except for electricity, owned devices cost the same whether they are used or not.
     """
     cost = cluster.cost
     price = _price(cluster)

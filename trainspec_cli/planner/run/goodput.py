@@ -1,8 +1,8 @@
 """Simulate a run as events: failures occur, the job restarts or shrinks and heals, and time is lost.
 
-Failures are a Poisson process, equal for all devices, also while the job is down. Checkpoints between two events are
-computed directly, so the cost depends only on the number of failures: two weeks on 16,384 devices take a few
-milliseconds per seed. `run.recovery.next_action` decides what follows a failure, as in a real job.
+Failures are a Poisson process with the same rate for all devices, even while the job is down. Checkpoints between two
+events are computed directly, so the cost of a simulation depends only on the number of failures: two weeks on 16,384
+devices take a few milliseconds per seed. `run.recovery.next_action` decides what follows a failure, as in a real job.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.run.recovery import recovery, reliability, run_state
 
 MAX_FAILURES = 1000
-"""A simulation stops after this many failures, when its goodput is known to one percent."""
+"""A simulation stops after this many failures, since its goodput is then known to within one percent."""
 ENOUGH_OF_MANY = 300
-"""The same for one of many simulations: the cost of a failure is then known well enough, compared with the rates."""
+"""The same for one of many simulations: the cost of a failure is then known well enough compared with the rates."""
 NORMAL_90 = 1.645
-"""Number of standard deviations that contain 90% of a normal distribution."""
+"""Number of standard deviations to either side of the mean that contain 90% of a normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def simulate(
     failures: Sequence[tuple[float, int]] | None = None,
     max_failures: int = MAX_FAILURES,
 ) -> SimulatedRun:
-    """Simulate one run, from its first step to its last, or until `most_failures` failures.
+    """Simulate one run, from its first step to its last, or until `max_failures` failures.
 
-    `failures`: the times in seconds and the failing groups, instead of random ones.
+    `failures`: (time in seconds, failing group) pairs to use instead of random ones.
     """
     return _Simulation(job, cluster, resilience, Clock(seed), failures).run(max_failures)
 
@@ -79,7 +79,7 @@ def simulate(
 def simulate_many(
     job: SimulatedJob, cluster: ReliabilitySpec, resilience: ResilienceSpec, seeds: int
 ) -> list[SimulatedRun]:
-    """Simulate runs that differ by chance and by uncertain inputs: each draws its rates within `known_within`.
+    """Simulate runs that differ by chance and in uncertain inputs: each draws its rates within `known_within`.
 
     Returns them sorted by goodput, worst first. A seed's draws are the same for every job, so that jobs are comparable.
     """
@@ -96,7 +96,7 @@ def draw(cluster: ReliabilitySpec, chance: random.Random) -> ReliabilitySpec:
 
 
 class Clock:
-    """Runs actions in the order of their time; actions at the same time in the order of scheduling."""
+    """Runs actions in chronological order; those at the same time in the order in which they were scheduled."""
 
     def __init__(self, seed: int = 0) -> None:
         self.now_s = 0.0
@@ -136,9 +136,9 @@ class _Simulation:
         self.progress = _Progress(job)
         self.started = self.standing = start_run(resilience, job.replica_groups if resilience.mode == "elastic" else 1)
         self.away: dict[int, int] = {}
-        """Replica groups that are away, with the failure that each return belongs to."""
+        """Absent replica groups, each with the failure that its return belongs to."""
         self.paused_by = 0
-        """The failure or return that the job waits for; ends of earlier ones are ignored."""
+        """The failure or return that the job is waiting for; the ends of earlier ones are ignored."""
         self.event = 0
         self.failures = 0
         self.spares_free_s = [0.0] * (cluster.spare_nodes or 0)
@@ -177,14 +177,14 @@ class _Simulation:
             repaired_s = self.clock.now_s + self.cluster.repair_s
             wait_for_node_s = max(0.0, heapq.heappushpop(self.spares_free_s, repaired_s) - self.clock.now_s)
         if self.standing.is_lost:
-            self.away.clear()  # absent groups start with the whole job
+            self.away.clear()  # absent groups start together with the job
             self.standing = self.started
             self._pause("restart", self.takes.restart_s + wait_for_node_s)
         else:
             self._leave(group, wait_for_node_s)
 
     def _leave(self, group: int, wait_for_node_s: float) -> None:
-        """Remove a group; the others continue without it, or wait if they are too few."""
+        """Remove a group; the others continue without it, or wait if there are too few of them."""
         self.event += 1
         failure = self.away[group] = self.event
         self.standing = self.standing.after("left", (group,))
@@ -218,8 +218,7 @@ class _Simulation:
 
 
 class _Progress:
-    """Work done, work saved, and the position in the cycle of working for `interval_s` and then writing a
-    checkpoint."""
+    """Work done and saved, and the position in the cycle of working for `interval_s` and then writing a checkpoint."""
 
     def __init__(self, job: SimulatedJob) -> None:
         self.job = job
@@ -255,8 +254,8 @@ class _Progress:
             self.saved_s = latest_s
 
     def lose(self, state_is_lost: bool) -> None:
-        """Undo the work since the last complete checkpoint if no replica group has the state, otherwise the uncommitted
-        step."""
+        """Undo the work since the last complete checkpoint if no replica group has the state; otherwise only the
+        uncommitted step."""
         if self.paused_for:
             since_step_s = 0.0
         else:
@@ -273,7 +272,7 @@ class _Progress:
             self.position_s = 0.0
 
     def wall_to_finish_s(self) -> float:
-        """Return the time until the last step, if no event occurs before."""
+        """Return the time until the last step, if no event occurs before it."""
         if self.paused_for:
             return float("inf")
         interval_s = self.job.interval_s
@@ -284,14 +283,14 @@ class _Progress:
 
 
 Change = Literal["lost", "left", "returned"]
-"""Events of groups: a node is lost, the group is away until it is replaced, or the group steps again."""
+"""Events of groups: a node is lost, the group is away until the node is replaced, or the group takes steps again."""
 PATIENCE = 10**6
-"""Restarts per hour without limit: the question is how long the work takes, so a run that the recipe's limit ends is
-started again."""
+"""Allowed restarts per hour, effectively unlimited: the question is how long the work takes, so a run that the recipe's
+limit would end is started again."""
 
 
 class Standing:
-    """A state of the run, with the successors computed so far."""
+    """A state of the run, with its successors computed so far."""
 
     def __init__(self, state: run_state.RunState, known: dict[run_state.RunState, Standing]) -> None:
         self.state = state
@@ -315,8 +314,8 @@ class Standing:
             for event in events:
                 state, _ = recovery.next_action(state, event)
             if change == "returned":
-                # Only the limit of restarts depends on the starts of returned groups; leaving them out reduces the
-                # number of states.
+                # Only the restart limit depends on the starts of returned groups; leaving them out reduces the number
+                # of states.
                 fresh = list(state.groups)
                 for group in groups:
                     fresh[group] = fresh[group]._replace(starts=1, restarts_s=(), start_at_s=-math.inf)

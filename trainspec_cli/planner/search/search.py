@@ -1,11 +1,11 @@
-"""Exact search: every layout in the space is either predicted, or proven to be too large or too slow.
+"""Exact search: every layout in the space is either predicted or proven to be too large or too slow.
 
-Layouts are processed in the order of a lower bound on their step: the mean stage's work and the bubble of equal stages,
-and for the first ones also the least communication of pipelines and data parallelism. The search ends when the bound
-excludes that another layout is the next best, so asking for fewer layouts needs fewer predictions. Layouts that are too
-large with layers cut evenly are dropped; the others are predicted in full, with layers cut by their time. Layouts are
-ranked by the expected step, including the probability that they fit (`memory/predict.py`); the safest of those that are
-not much slower than the first are kept too.
+Layouts are processed in order of a lower bound on their step time: the mean stage's work plus the bubble of equal
+stages, and for the first ones also the least communication for pipeline and data parallelism. The search ends when the
+bound shows that no other layout can be the next best, so asking for fewer layouts needs fewer predictions. Layouts that
+are too large when layers are cut evenly are dropped; the others are predicted in full, with layers cut by time. Layouts
+are ranked by expected step time, which includes the probability that they fit (`memory/predict.py`); the safest of
+those that are not much slower than the first are also kept.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from trainspec_cli.recipe.results.plan import Candidate
 
 
 class Steps:
-    """Step times of one model on one fabric. Layouts share micro-batches and slowest ranks, which are timed once: the
+    """Step times of one model on one fabric. Micro-batches and slowest ranks that layouts share are timed once: the
     planner's search, the search at measured speeds and the search over pools time thousands of layouts."""
 
     def __init__(self, fabric: Fabric, eff: Efficiency):
@@ -84,11 +84,11 @@ class Steps:
         return self._groups[key]
 
     def step_s(self, setup: Setup) -> float:
-        """Return the seconds of a step. Layers without a cut are cut as if all were average."""
+        """Return the seconds of a step. If the layout has no cut, layers are cut as if all were average."""
         layout = setup.layout
         part = self.key_of(setup)
         once = self.micro_batch(setup, part)
-        # The slowest rank does not depend on the distribution of samples, so layouts that differ only in that share it.
+        # The slowest rank does not depend on how samples are distributed, so layouts that differ only in that share it.
         cuts = layout.pp, layout.pipeline_schedule, layout.virtual_stages, layout.stage_layers
         key = *part, *cuts, setup.recompute, layout.bubble_of(setup.grad_accum)
         if key not in self._slowest:
@@ -99,7 +99,7 @@ class Steps:
 
 
 class Costs:
-    """Times of layouts of `template`'s model on its fabric, and bounds on them."""
+    """Step times, and bounds on them, for layouts of `template`'s model on its fabric."""
 
     def __init__(self, template: Setup, softwares: dict[Sharding, Software], eff: Efficiency) -> None:
         self.template = template
@@ -107,7 +107,7 @@ class Costs:
         self.eff = eff
         self.steps = Steps(template.fabric, eff)
         self.waiting = waiting_share(template, eff)
-        """Share of a step's work that waiting for the slowest device adds."""
+        """Time that waiting for the slowest device adds, as a fraction of a step's work."""
         self._works_s: dict[tuple[object, ...], dict[str, float]] = {}
         self._least_exchange_s: dict[tuple[object, ...], float] = {}
         self._densities: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
@@ -124,7 +124,7 @@ class Costs:
         )
 
     def works_s(self, layout: Layout, micro: int, accum: int) -> dict[str, float]:
-        """Return the work of one micro-batch in all layers, the embedding and the head, by what is recomputed."""
+        """Return the work of one micro-batch in all layers, the embedding and the head, for each recomputation."""
         part = part_key(layout, micro, accum, self.template.matmul, self.softwares[layout.sharding])
         if part not in self._works_s:
             once = self.steps.micro_batch(self.setup(layout, micro, accum), part)
@@ -138,7 +138,7 @@ class Costs:
 
     def least_exchange_s(self, layout: Layout, micro: int, accum: int, recompute: str) -> float:
         """Return the least time that a step's exchanges add to its mean stage's work: the pipeline's sends, and the
-        part of data parallelism that no rank can hide."""
+        data-parallel communication that no rank can hide."""
         part = part_key(layout, micro, accum, self.template.matmul, self.softwares[layout.sharding])
         spread = layout.pp, layout.virtual_stages, layout.dp_shard, layout.dp_replicate, layout.zero_stage
         key = *part, *spread, accum, recompute
@@ -147,8 +147,8 @@ class Costs:
             stage_s = self.works_s(layout, micro, accum)[recompute] / layout.pp
             groups = self.steps.groups(layout)
             sends_s = pipeline_sends_s(setup, groups["pp"], self.eff)
-            # Per second of a micro-batch's work, layers have at least this many parameters; the ends are added. A stage
-            # may have layers of any kind, so the kind with the fewest parameters per work gives the bound.
+            # Layers have at least this many parameters per second of a micro-batch's work; the ends are added. A stage
+            # may have layers of any kind, so the kind with the fewest parameters per unit of work gives the bound.
             if (dense := (*part, recompute)) not in self._densities:
                 once = self.steps.micro_batch(setup, part)
                 kinds_s = [(kind, layer_s(kind, setup.recompute)) for kind in once.kinds]
@@ -161,7 +161,8 @@ class Costs:
                     sum(recompute_part_s(end, setup.recompute) for end in ends),
                 )
             params_per_s, experts_per_s, ends_s, ends_again_s = self._densities[dense]
-            # The slowest rank works at least as long as the mean stage, and everything except the ends is layers.
+            # The slowest rank works at least as long as the mean stage, and everything except the ends consists of
+            # layers.
             layers_s = max(0.0, stage_s - ends_s)
             sent = exchanges_of(params_per_s * layers_s, experts_per_s * layers_s, setup, groups, self.eff)
             beside_s = self.eff.dp_overlap * (stage_s + ends_again_s) if setup.software.overlap_dp else 0.0
@@ -172,7 +173,7 @@ class Costs:
 
 
 class LayerMemories:
-    """A layer's memory under a recomputation, estimated once for all layouts that cut a layer equally."""
+    """A layer's memory with a given recomputation, estimated once for all layouts that split a layer the same way."""
 
     def __init__(self, estimate: Callable[[Setup, str], LayerMemory]):
         self._estimate = estimate
@@ -187,9 +188,10 @@ class LayerMemories:
 
 @lru_cache(maxsize=4)
 def costs_of(template: Setup, softwares: tuple[tuple[Sharding, Software], ...], eff: Efficiency) -> Costs:
-    """Return the costs, shared by searches with equal arguments. Searches that differ only in the replica groups share
-    everything but the exchanges."""
-    # Replica groups change exchanges but not micro-batches; the two searches of one plan differ only in them.
+    """Return the costs, which searches with equal arguments share. Searches that differ only in the replica groups
+    share everything except the exchanges."""
+    # Replica groups change exchanges but not micro-batches; the two searches for one plan differ only in replica
+    # groups.
     alike = replace(template, replica_groups=1)
     if template == alike:
         return Costs(template, dict(softwares), eff)
@@ -209,24 +211,24 @@ def part_key(layout: Layout, micro: float, accum: int, matmul: str, software: So
 
 
 def axes_of_layer(layout: Layout) -> tuple[object, ...]:
-    """Return the axes that cut a layer."""
+    """Return the axes that split a layer."""
     return layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel
 
 
 ABOUT = 1.1
-"""A layout is about as fast as another if its step is at most this fraction longer.
+"""A layout is about as fast as another if its step takes at most this many times as long.
 
-Predictions do not rank layouts more finely. Among published runs that differ in the layout alone, ln(predicted /
-measured) spreads by 0.06 within the sweeps that the constants were fitted to (118 runs, most of bigscience's), and by
-0.15 within those of vTrain (109 runs, arXiv:2312.12391), which no constant was fitted to. Of pairs predicted to differ
-by less than 10%, the faster one was predicted to be so in 68%."""
+Predictions do not rank layouts more finely. Among published runs that differ only in layout, the spread of ln(predicted
+/ measured) is 0.06 within the sweeps that the constants were fitted to (118 runs, most of them from bigscience), and
+0.15 within those of vTrain (109 runs, arXiv:2312.12391), to which no constant was fitted. Among pairs predicted to
+differ by less than 10%, the prediction named the faster one in 68%."""
 NEAR = 1.05
-"""The layout with the fewest stages is chosen among those of one complexity if its step is at most this fraction
-longer."""
+"""Among layouts of one complexity, the one with the fewest stages is chosen if its step takes at most this many times
+as long."""
 SAFEST = 4
-"""Number of safest layouts that a search keeps, since counting every tensor decides later which of them fit."""
+"""Number of safest layouts that a search keeps, since only counting every tensor later shows which of them fit."""
 MANY_TOO_LARGE = 64
-"""After this many layouts that were too large, a search without a result checks memory before time."""
+"""After this many layouts that are too large, a search that has found none that fits checks memory before time."""
 TOO_LARGE = "memory"
 SLOWER = "slower than those shown"
 
@@ -238,16 +240,16 @@ class Estimated:
     peak_bytes: float
     step_time_s: float = math.inf
     expected_s: float = math.inf
-    """The expected step, including the probability that the layout fits."""
+    """The expected step time, which includes the probability that the layout fits."""
 
 
 class Option(NamedTuple):
-    """A layout with a recomputation and an offload, as a candidate of the search."""
+    """A layout with a choice of recomputation and offloading, as a candidate in the search."""
 
     bound_s: float
-    """Lower bound on its step."""
+    """Lower bound on its step time."""
     order: int
-    """Number in the order of finding."""
+    """Sequence number in the order of discovery."""
     layout: Layout
     micro_batch_size: int
     grad_accum: int
@@ -255,7 +257,7 @@ class Option(NamedTuple):
     """Index in `Search.recomputes`."""
     offload: bool
     counts_exchanges: bool = False
-    """False: the bound has only the work."""
+    """False: the bound includes only the work."""
 
     @property
     def shape(self) -> tuple[Layout, int, int]:
@@ -263,7 +265,7 @@ class Option(NamedTuple):
 
 
 Ranked = list[tuple[tuple[float, ...], int, Estimated]]
-"""A heap of layouts, lowest rank first: (rank, order of finding, layout)."""
+"""A heap of layouts, lowest rank first: (rank, order of discovery, layout)."""
 
 
 @dataclass
@@ -273,23 +275,24 @@ class Search:
     space: Space
     template: Setup
     softwares: dict[Sharding, Software]
-    """The software, by the way of sharding."""
+    """The software for each way of sharding."""
     recomputes: tuple[str, ...]
     offloads: tuple[bool, ...]
     eff: Efficiency
     layer_memory: Callable[[Setup, str], LayerMemory] = lambda setup, _recompute: mean_layer_memory(setup)
-    """Function that returns a layer's memory under a recomputation."""
+    """Function that returns a layer's memory with a given recomputation."""
     samples: int | None = None
-    """Samples of the step that layouts are ranked by; None: those of the run's first step, which the space divides."""
+    """Number of samples in the step that layouts are ranked by; None: that of the run's first step, which the space
+    divides up."""
     slack: float = 1.0
     """Factor on the limit: a layout that exceeds it by less may fit when counted exactly."""
     start_s: float = 0.0
-    """Seconds of a failed start divided by the steps of the run."""
+    """Seconds of a failed start, divided by the number of steps in the run."""
     refused: Counter[str] = field(default_factory=Counter)
     counted: dict[Setup, Candidate] = field(default_factory=dict)
     """Layouts that were already counted tensor by tensor."""
     smallest: Estimated | None = None
-    """The layout with the least memory, fitting or not; shown when none fits."""
+    """The layout that needs the least memory, whether it fits or not; shown if none fits."""
 
     def __post_init__(self) -> None:
         self._usable = memory_limit_bytes(self.template.fabric.chip)
@@ -316,20 +319,20 @@ class Search:
                 self._predict_next()
 
     def safest(self) -> list[Estimated]:
-        """Return the layouts that are most likely to fit, of those about as fast as the best, safest first; of those
-        that surely fit, the fastest."""
+        """Return the layouts that are most likely to fit among those about as fast as the best, safest first; among
+        those that surely fit, the fastest."""
         while self._options:
             slowest_s = ABOUT * self._least_s
             if len(self._safest) == SAFEST and self._safest[0][0][0] >= SURELY:
                 slowest_s = min(slowest_s, -self._safest[0][0][1])
-            if self._options[0].bound_s >= slowest_s:  # do not prefer a slower layout for being safe
+            if self._options[0].bound_s >= slowest_s:  # do not prefer a slower layout because it is safe
                 break
             self._predict_next()
         return [found for _, _, found in sorted(self._safest, key=lambda item: item[:2], reverse=True)]
 
     def as_simple(self, most: tuple[int, bool], limit_s: float) -> Iterator[list[Estimated]]:
         """Yield the layouts of complexity up to `most` that may fit and whose expected step is at most `limit_s`: the
-        simplest first, and of one complexity the fastest first."""
+        simplest first, and within one complexity the fastest first."""
         alike: dict[tuple[int, bool], list[Estimated]] = defaultdict(list)
         within = (one for one in self._all if one.bound_s <= limit_s)
         options = [
@@ -348,7 +351,8 @@ class Search:
             yield sorted(alike[least], key=lambda one: one.expected_s)
 
     def fastest(self, keep: Callable[[Layout], bool]) -> Estimated | None:
-        """Return the kept layout with the shortest expected step that may fit, or None."""
+        """Return the layout with the shortest expected step among those that may fit and for which `keep` is true, or
+        None."""
         best: Estimated | None = None
         for option in self._all:
             limit_s = best.expected_s if best else math.inf
@@ -359,7 +363,7 @@ class Search:
         return best
 
     def _estimates(self, option: Option, limit_s: float) -> Iterator[Estimated]:
-        """Yield an option with the least recomputation that may fit, if within `limit_s`."""
+        """Yield the option with the least recomputation that may fit, if its step is within `limit_s`."""
         heavier: Option | None = option
         while heavier is not None and self.closer(heavier).bound_s <= limit_s:
             found = self._estimate(heavier)
@@ -370,7 +374,7 @@ class Search:
             heavier = self.heavier(heavier)
 
     def bounded(self) -> Iterator[Option]:
-        """Yield the first options: each layout with the lightest recomputation, and the bound from its work."""
+        """Yield the initial options: each layout with the lightest recomputation and the bound from its work."""
         for layout, micro, accum in self.space.layouts():
             if self.samples is not None:
                 accum = micro_batches_of(layout, micro, self.samples)
@@ -379,7 +383,7 @@ class Search:
                 yield Option(bound_s, next(self._orders), layout, micro, accum, 0, offload)
 
     def heavier(self, option: Option) -> Option | None:
-        """Return the layout with the next heavier recomputation, whose step is no shorter, or None."""
+        """Return the layout with the next heavier recomputation, whose step is not shorter, or None."""
         place = option.recompute + 1
         if place == len(self.recomputes):
             return None
@@ -394,9 +398,9 @@ class Search:
         return option._replace(bound_s=bound_s, counts_exchanges=True)
 
     def _predict_next(self) -> None:
-        """Predict the layout with the lowest bound; if its bound lacks exchanges, put it back with one that has
-        them. If many were too large and none fits yet, first drop those that are too large with the smallest
-        micro-batches."""
+        """Predict the layout with the lowest bound; if its bound lacks exchanges, put it back with one that includes
+        them. If many layouts were too large and none fits yet, first drop those that are too large even with the
+        smallest micro-batches."""
         option = self._options[0]
         none_fits = self._least_s == math.inf and self.refused[TOO_LARGE] >= MANY_TOO_LARGE
         if none_fits and self.least_bytes(option) > self._beyond_bytes:
@@ -408,7 +412,7 @@ class Search:
             self._leave(option, surely_fits=self._predict(option))
 
     def _leave(self, option: Option, *, surely_fits: bool = False) -> None:
-        """Remove the option; with a heavier recomputation, an option that surely fits would only be slower."""
+        """Remove the option. If it surely fits, a heavier recomputation would only make it slower, so none is added."""
         heapq.heappop(self._options)
         heavier = self.heavier(option)
         if heavier and not surely_fits:
@@ -416,14 +420,14 @@ class Search:
 
     def least_bytes(self, option: Option) -> float:
         """Return the layout's memory with micro-batches of one sample (or of the pinned size), a lower bound over all
-        sizes; if it does not fit, some larger number."""
+        sizes; if it does not fit, any number above the limit."""
         key = option.layout, option.recompute, option.offload
         if key not in self._least_bytes:
             batching = self.space.spec.batching
             size = 1 if batching.micro_batch_size == AUTO else int(batching.micro_batch_size)
             number = micro_batches_of(option.layout, size, self.samples or batching.global_batch_size)
             shapes = [(size, number)]
-            # With a single micro-batch, no gradients are kept while activations are.
+            # With a single micro-batch, gradients are not kept at the same time as activations.
             if batching.micro_batch_size == AUTO:
                 shapes += [(number, 1), (1, 1)] if number < 2 * option.layout.pp else [(number, 1)]
             tried = (option._replace(micro_batch_size=micro, grad_accum=accum) for micro, accum in shapes)
@@ -449,8 +453,8 @@ class Search:
         heapq.heappush(self._found, ((found.expected_s,), option.order, found))
         if found.step_time_s <= ABOUT * self._least_s:
             push = heapq.heappush if len(self._safest) < SAFEST else heapq.heappushpop
-            # The least safe kept layout is on top of the heap, and a safer one replaces it. Layouts that surely fit are
-            # equally safe, and rank by speed.
+            # The least safe layout kept is on top of the heap, and a safer one replaces it. Layouts that surely fit
+            # count as equally safe and are ranked by speed.
             push(self._safest, ((min(probability, SURELY), -found.step_time_s), -option.order, found))
         return probability >= SURELY
 
@@ -470,7 +474,7 @@ class Search:
         return max(self._limit, math.inf if self.smallest is None else self.smallest.peak_bytes)
 
     def _bound_s(self, layout: Layout, micro: int, accum: int, recompute: int) -> float:
-        """Return a lower bound on the step over all schedules: the mean stage's work and its wait for equal stages,
+        """Return a lower bound on the step over all schedules: the mean stage's work and the bubble of equal stages,
         including the wait for the slowest device."""
         work_s = self._costs.works_s(layout, micro, accum)[self.recomputes[recompute]]
         mean_s = work_s / layout.pp
@@ -479,8 +483,9 @@ class Search:
 
 
 def complexity(spec: RunSpec, layout: Layout, recompute: str, offload: bool) -> tuple[int, bool]:
-    """Return the complexity of a layout within a replica group: the axes besides one of data parallelism, a schedule
-    without published runs, offload, and full recomputation, which does a third more work and counts as two axes."""
+    """Return the complexity of a layout within a replica group. It counts axes beyond one data-parallel axis, a
+    schedule without published runs, offloading, and full recomputation, which does a third more work and counts as two
+    axes."""
     layout, _ = one_group(spec, layout)
     axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.pp, layout.ep, layout.etp))
     mixed = layout.dp_shard > 1 and layout.dp_replicate > 1
@@ -489,6 +494,6 @@ def complexity(spec: RunSpec, layout: Layout, recompute: str, offload: bool) -> 
 
 
 def recompute_names(wanted: str) -> tuple[str, ...]:
-    """Return recomputations, lightest first. Selective recomputation saves the score matrix, which fused attention
-    never writes."""
+    """Return the recomputations to try, lightest first. Selective recomputation avoids storing the score matrix, which
+    fused attention never writes."""
     return ("none", "full") if wanted == "auto" else (wanted,)

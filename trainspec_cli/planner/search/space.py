@@ -1,4 +1,4 @@
-"""Enumerate the layouts that a recipe leaves open and its framework runs, and count the refused ones by reason."""
+"""Enumerate the layouts that a recipe leaves open and its framework can run, and count the refused ones by reason."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from trainspec_cli.recipe.rules.layout import exchanged, whole_hosts
 from trainspec_cli.recipe.rules.run import forget_out_of_range, measurable_noise
 
 MIN_TOKENS_PER_RANK = 512
-"""Smallest part of a sequence for context parallelism."""
+"""Smallest number of tokens per rank for context parallelism."""
 MAX_MICRO_BATCHES = 6
-"""Number of micro-batch sizes that are tried: the smallest powers of two, and the whole."""
+"""Number of micro-batch sizes to try: the smallest powers of two, and everything in one."""
 ELASTIC_GROUPS = (2, 4, 8, 16, 32, 64, 128)
-"""Numbers of replica groups that are tried: with more groups a failure loses less, but fewer devices share the
-state."""
+"""Numbers of replica groups to try: with more groups a failure loses less, but the state is sharded over fewer
+devices."""
 
 
 NOT_RUN = "the engine does not run them"
@@ -34,7 +34,7 @@ NOT_RUN = "the engine does not run them"
 class Space:
     """Enumerates layouts, and counts the refused ones by reason.
 
-    `dp_replicate` of its layouts counts all replicas, those of every replica group together (`one_group`).
+    In its layouts, `dp_replicate` counts the replicas of all replica groups together (`one_group`).
     """
 
     spec: RunSpec
@@ -48,16 +48,17 @@ class Space:
         layout = replace(self.spec.layout, **axes, **pipeline)  # type: ignore[arg-type]
         self._open: RunSpec = forget_out_of_range(replace(self.spec, layout=layout))[0]
         self.anyhow = self._problems({})
-        """Problems that the engine has with every layout; they are the recipe's, and no reason to refuse a layout."""
+        """Problems that the engine has with every layout; they come from the recipe and are not a reason to refuse a
+        layout."""
         self._numbers: dict[tuple[int, int], tuple[list[int], int]] = {}
-        """By samples of a rank and turns: the numbers of micro-batches, and how many others are left out."""
+        """Keyed by a rank's samples and turns: the numbers of micro-batches, and how many others are left out."""
         self._runs: dict[tuple[tuple[str, object], ...], bool] = {}
         compressed = self.spec.comm.gradients not in ("full", AUTO) or self.spec.comm.parameters != "full"
         self._limits_exchanges = compressed or self.spec.comm.across_nodes is not None
         self._measures_noise = self.spec.batching.schedule.kind == "noise"
 
     def layouts(self) -> Iterator[tuple[Layout, int, int]]:
-        """-> (layout, micro-batch, gradient accumulation)."""
+        """Yield (layout, micro-batch, gradient accumulation)."""
         wanted = self.spec.layout
         model = self.spec.model
         for tp in self._axis(wanted.tp, min(self.world_size, self.scaleup_devices)):
@@ -88,9 +89,9 @@ class Space:
         return fine
 
     def _is_run(self, **axes: object) -> bool:
-        """Return whether the engine runs layouts with these axes, whatever the other axes are.
+        """Return whether the engine runs layouts with these axes, regardless of the other axes.
 
-        Other frameworks' own rules are those of `framework` (schedules, ZeRO stages).
+        The rules of other frameworks are in `framework` (schedules, ZeRO stages).
         """
         if not self.spec.framework.counted:
             return True
@@ -122,7 +123,7 @@ class Space:
             for routed in self._expert_axes(sharded):
                 for layout in self._schedules(routed):
                     for accum in self._micro_batches(per_rank, turns_of(layout)):
-                        # A zero-bubble schedule without a micro-batch a stage gains nothing.
+                        # A zero-bubble schedule gains nothing with less than one micro-batch per stage.
                         starved = wanted.pipeline_schedule == AUTO and layout.splits_backward and accum < layout.pp
                         if not self._keep(not starved, "a zero-bubble schedule needs a micro-batch a stage"):
                             continue
@@ -135,10 +136,10 @@ class Space:
                         yield layout, -(-per_rank // accum), accum
 
     def _shardings(self, base: Layout, width: int) -> Iterator[Layout]:
-        """Yield shardings: over all ranks, for ZeRO-3 also over a node's ranks and replicated across nodes, or none.
+        """Yield shardings: over all ranks, for ZeRO-3 also over a node's ranks with replicas across nodes, or none.
 
-        A run that survives failures by shrinking needs groups that each have the whole state: the number in the recipe,
-        or several numbers to try.
+        A run that survives failures by shrinking needs groups that each have the full state: the recipe's number of
+        groups, or several numbers to try.
         """
         wanted = self.spec.layout
         elastic = self.spec.resilience.mode == "elastic"
@@ -160,7 +161,9 @@ class Space:
             replicate = width // shard
             if wanted.dp_shard not in (AUTO, shard) or asked not in (None, replicate):
                 continue
-            if elastic:  # the replicas make whole replica groups, and each node holds whole groups or a part of one
+            if (
+                elastic
+            ):  # the replicas form complete replica groups, and each node holds complete groups or a part of one
                 number = groups or replicate
                 parts = number > 1 and not any(whole_hosts(self.spec.cluster.num_nodes, number))
                 if not (
@@ -169,7 +172,7 @@ class Space:
                     and self._keep(parts, "nodes do not divide over the replica groups")
                 ):
                     continue
-            # Try the ZeRO stages that the framework has; without sharding the stage has no meaning.
+            # Try the ZeRO stages that the framework supports; without sharding the stage has no meaning.
             facts = self.spec.framework
             stages = stages_of(wanted, shard, replicate)
             had = [stage for stage in stages if shard == 1 or stage in facts.zero_stages]
@@ -192,7 +195,7 @@ class Space:
                     yield changed(base, ep=ep, etp=etp)
 
     def _micro_batches(self, per_rank: int, turns: int) -> Sequence[int]:
-        """Return the numbers of micro-batches to try, each once."""
+        """Return the numbers of micro-batches to try, without duplicates."""
         key = per_rank, turns
         if key not in self._numbers:
             pinned = self.spec.batching.micro_batch_size

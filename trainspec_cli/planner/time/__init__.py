@@ -1,1 +1,1 @@
-"""The time of a step, by phase."""
+"""Step time, by phase."""

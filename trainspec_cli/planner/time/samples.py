@@ -1,4 +1,4 @@
-"""A step's time as a function of the samples of each rank, by stage, micro-batch and exchange."""
+"""Step time as a function of each rank's samples, by stage, micro-batch and exchange."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class StageTime:
 
     compute: Speed
     scaleup: Speed
-    """Exchanges inside layers (tensor, context, expert parallelism) over the links of a scale-up domain."""
+    """Time of exchanges inside layers (tensor, context, expert parallelism) over the links of a scale-up domain."""
     network: Speed
-    """Exchanges that cross domains."""
+    """Time of exchanges that cross domains."""
     launch_s: float
     """Time to launch the kernels, a lower bound on the stage's time."""
 
     def exchanges_s(self, samples: float, micro_batches: int) -> float:
-        """Return the seconds that its layers exchange data, in a step with these samples and micro-batches."""
+        """Return the seconds for which its layers exchange data in a step with these samples and micro-batches."""
         return self.scaleup.time_s(samples, micro_batches) + self.network.time_s(samples, micro_batches)
 
 
@@ -52,7 +52,8 @@ class StepParts:
 
     stages: tuple[StageTime, ...]
     bubble: float
-    """Fraction of the other stages' micro-batch that the slowest stage waits while the pipeline fills and drains."""
+    """Fraction of the other stages' micro-batch time for which the slowest stage waits while the pipeline fills and
+    drains."""
     sends: Speed
     """Seconds of sending activations between stages, per micro-batch."""
     sends_tier: Tier
@@ -68,7 +69,7 @@ class StepParts:
 def step_parts(setup: Setup, eff: Efficiency) -> StepParts:
     """Return the parts of a step. At the setup's own micro-batches they sum to `estimate_step`.
 
-    A micro-batch's time is assumed linear in its samples, through the setup's size and twice that size.
+    A micro-batch's time is assumed to be linear in its samples, through the setup's size and twice that size.
     """
     groups = axis_groups(setup.layout, setup.fabric, eff)
     return assemble_parts(setup, micro_batch(setup, groups, eff), micro_batch(_twice(setup), groups, eff), eff)
@@ -86,7 +87,7 @@ def assemble_parts(setup: Setup, once: MicroBatch, twice: MicroBatch, eff: Effic
     each_s, once_s = _each_and_once(lambda one: data_parallel_s(slowest, one, groups, eff), setup)
     sends_each_s, fill_sends_s = _each_and_once(lambda one: pipeline_sends_s(one, groups["pp"], eff), setup)
     sends_twice_s, _ = _each_and_once(lambda one: pipeline_sends_s(one, groups["pp"], eff), _twice(setup))
-    # Most stages of a pipeline are equal, so each pair of parts is timed once for all ranks.
+    # Most stages of a pipeline are equal, so each distinct pair of parts is timed only once.
     pairs = list(zip(stages, larger, strict=True))
     kinds = {pair: _stage_time(*pair, setup, groups, eff, scale) for pair in set(pairs)}
     return StepParts(
@@ -129,8 +130,8 @@ def _through(once_s: float, twice_s: float, size: float) -> Speed:
 
 
 def fixed_part_s(once_s: float, twice_s: float) -> float:
-    """Return the seconds of a micro-batch that do not grow with its samples, by the line through its time and that of
-    twice the samples; at least 0, even if twice the samples take more than twice as long."""
+    """Return the seconds of a micro-batch that do not grow with its samples, from the line through its time and that of
+    twice the samples; 0 if twice the samples take more than twice as long."""
     return min(once_s, max(0.0, 2 * once_s - twice_s))
 
 

@@ -1,8 +1,8 @@
-"""The time of a step: the work of layers on one device, their exchanges, and the whole optimizer step.
+"""Step time: the work of layers on one device, their exchanges, and the full optimizer step.
 
-A layer's work is a roofline model plus the part of the memory traffic that arithmetic does not hide (so efficiency is a
-curve over size), a fixed time per kernel, and a loss if dimensions do not fill the tensor cores' tiles. A step is the
-slowest pipeline rank's micro-batches, exposed communication by axis, the bubble, the optimizer and the host.
+A layer's work is a roofline model plus the memory traffic that arithmetic does not hide (so efficiency depends on
+size), a fixed time per kernel, and a penalty for dimensions that do not fill the tensor cores' tiles. A step consists
+of the slowest pipeline rank's micro-batches, exposed communication per axis, the bubble, the optimizer and host time.
 """
 
 from __future__ import annotations
@@ -40,47 +40,47 @@ from trainspec_cli.recipe.keys.training import WireFormat
 from trainspec_cli.recipe.results.plan import StepTime
 
 FUSED_LOSS = 1 / 3
-"""Traffic of a fused softmax and loss, which read the logits once each way and keep nothing, relative to one kernel per
-operation."""
+"""Traffic of a fused softmax and loss, which reads the logits once per direction and keeps nothing, relative to one
+kernel per operation."""
 WAVE_OUTPUTS = 128 * 256 * 128
-"""Outputs of a wave: tiles of 128 x 256 on 128 multiprocessors, accurate enough for all chips of the table."""
+"""Outputs per wave: tiles of 128 x 256 on 128 multiprocessors, accurate enough for all chips in the table."""
 EIGHT_BIT = ("fp8", "mxfp8", "nvfp4")
 CAST_KERNELS = {"fp8": 3, "mxfp8": 6, "nvfp4": 8}
-"""Kernels per matrix product: its inputs are scaled and cast; with block scales, these are rearranged for the
+"""Extra kernels per matrix product: its inputs are scaled and cast; block scales are also rearranged for the
 product."""
 APART_BYTES = 10.0
-"""Bytes per weight: a gradient is read in 2 bytes, and added to a sum in 4 bytes that is read and written."""
+"""Bytes per weight: a 2-byte gradient is read and added to a 4-byte sum, which is read and written."""
 NF4_TRAFFIC_BYTES = 22.5
 """Memory traffic of dequantising a weight with separate kernels: codes to indices, lookup in fp32, scaling, and a write
 in the compute format."""
 NF4_KERNELS = 14
 NF4_FUSED_BYTES = 2.5
-"""The same with a compiled kernel."""
+"""The same as `NF4_TRAFFIC_BYTES`, with a compiled kernel."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """A chip's achieved rates in one setup's number formats."""
+    """The rates a chip achieves in one setup's number formats."""
 
     matmul: float
     plain_matmul: float
     """Rate of matrix products in the compute format."""
     memory: float
     exponentials: float
-    """Rate of the special-function units, used by softmax; it did not grow with the tensor cores."""
+    """Rate of the special-function units, used by softmax; it has not grown along with the tensor cores."""
     load_store: float
-    """Rate of the multiprocessors' load and store units, which depends on their number and clock, not on the memory."""
+    """Rate of the multiprocessors' load and store units, which depends on their count and clock, not on the memory."""
     cache_bytes: float
     element_bytes: float
     wide_element_bytes: float
     generation: int
-    """Generation of its tensor cores, for which attention kernels are written: 2 Ampere, 3 Hopper, 4 Blackwell."""
+    """Tensor core generation, which attention kernels are written for: 2 Ampere, 3 Hopper, 4 Blackwell."""
 
 
 EXPONENTIALS_PER_FLOP = 1 / 250
-"""Exponential rate over bf16 peak, for chips without a described rate (H100: 16 per clock and multiprocessor)."""
+"""Exponential rate over bf16 peak, for chips whose rate is not listed (H100: 16 per clock and multiprocessor)."""
 LOADS_OVER_MEMORY = 4.7
-"""First-level cache bandwidth over memory bandwidth, for chips without a described rate (A100: 4.8, H100: 4.7)."""
+"""First-level cache bandwidth over memory bandwidth, for chips whose rate is not listed (A100: 4.8, H100: 4.7)."""
 
 
 @lru_cache(maxsize=512)
@@ -112,8 +112,8 @@ def product_s(m: float, n: float, k: float, gemm: Gemm, rates: Rates, eff: Effic
     """Return the seconds of `gemm.count` products of m x k by k x n in one launch: arithmetic, exposed traffic, and the
     tail.
 
-    Tiles are assigned to multiprocessors in waves; on average a part of the last wave is idle, for the time of one tile
-    over its inner dimension. Long inner dimensions with few tiles (tensor parallelism, small micro-batches) lose most.
+    Tiles are assigned to multiprocessors in waves; on average part of the last wave is idle while one tile runs over
+    its inner dimension. Long inner dimensions with few tiles (tensor parallelism, small micro-batches) lose the most.
     """
     rate, size = (rates.matmul, rates.wide_element_bytes) if gemm.wide else (rates.plain_matmul, rates.element_bytes)
     loss = 1.0 + eff.misalignment * (alignment(gemm.n) + alignment(gemm.k)) / 2
@@ -126,8 +126,8 @@ def product_s(m: float, n: float, k: float, gemm: Gemm, rates: Rates, eff: Effic
 def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency, *, convolves: bool = False) -> tuple[float, float, float]:
     """Return the seconds of (forward, backward of the inputs, backward of the weights)."""
     if convolves:
-        # An implicit product, whose memory traffic is counted with the element-wise passes. Its patches (m x k) pass
-        # the load and store units: with few channels a group, that takes longer than multiplying.
+        # An implicit product, whose memory traffic is counted with the element-wise passes. Its patches (m x k) go
+        # through the load and store units: with few channels per group, that takes longer than multiplying.
         loss = 1.0 + eff.misalignment * (alignment(gemm.n) + alignment(gemm.k)) / 2
         multiply = gemm.flops / (rates.plain_matmul * eff.conv) * loss
         load = rates.element_bytes * gemm.m * gemm.k * gemm.count / rates.load_store
@@ -144,10 +144,9 @@ def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency, *, convolves: bool = False
 
 
 def attention_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> tuple[float, float]:
-    """Return the seconds of (forward, backward). Fused: FLOPs of the causal half, 2.5 times as many backward
-    (FlashAttention-2, arXiv:2307.08691). Unfused: the whole square, and its score matrix through memory six and eight
-    times.
-    """
+    """Return the seconds of (forward, backward). Fused: the FLOPs of the causal half, and 2.5 times as many in the
+    backward (FlashAttention-2, arXiv:2307.08691). Unfused: the full square, with the score matrix passing through
+    memory six times forward and eight times backward."""
     if not work.attention_flops:
         return 0.0, 0.0
     if setup.software.fused_attention:
@@ -164,8 +163,8 @@ def attention_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> tupl
 
 @dataclass(frozen=True)
 class LayersPart:
-    """Layers on one rank: the seconds of a micro-batch by cause (`_f` forward, `_b` backward, without recomputation),
-    and their parameters."""
+    """Layers on one rank: the seconds per micro-batch by cause (`_f` forward, `_b` backward, without recomputation),
+    and their parameter counts."""
 
     matmul_f: float = 0.0
     matmul_b: float = 0.0
@@ -177,8 +176,8 @@ class LayersPart:
     """Kernels launched in the forward."""
     experts: float = 0.0
     tp: float = 0.0
-    """Exposed communication inside layers in the forward, also for cp and ep; a whole micro-batch takes `PASSES` times
-    as long."""
+    """Exposed communication inside layers in the forward, as for cp and ep; a full micro-batch takes `PASSES` times as
+    long."""
     cp: float = 0.0
     ep: float = 0.0
     params: float = 0.0
@@ -212,8 +211,8 @@ class LayersPart:
 
 
 PASSES = {"tp": 2, "cp": 3, "ep": 2}
-"""How many times a micro-batch performs the forward's exchange in each layer: once more in the backward; for context
-parallelism twice more, to gather keys and values again and to reduce their gradients."""
+"""How many times a micro-batch performs the forward's exchange in each layer. The backward repeats it once; with
+context parallelism twice, to gather keys and values again and to reduce their gradients."""
 
 
 def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> LayersPart:
@@ -221,7 +220,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     if work is None:
         return LayersPart()
     software = setup.software
-    # Experts that run one after the other: no loss with one expert per rank, and `experts_ungrouped` with 16.
+    # Experts run one after another: no loss with one expert per rank, and `experts_ungrouped` with 16.
     slow = 1.0
     if not software.grouped_experts and work.experts > 1:
         slow = 1.0 + (eff.experts_ungrouped - 1.0) * math.log2(work.experts) / 4
@@ -275,7 +274,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     hidden_ep = eff.ep_overlap
     if groups["ep"].crosses and software.grouped_experts:
         hidden_ep = eff.ep_overlap_network
-    # Tokens are sent to their experts, and the results back.
+    # Tokens are sent to their experts, and the results are sent back.
     ep = 2 * all_to_all_s(groups["ep"], work.ep_bytes, copies, eff) * (1 - hidden_ep)
     return LayersPart(
         matmul_f=slow * products,
@@ -313,19 +312,19 @@ def layer_s(part: LayersPart, again: Recompute) -> float:
     return own_work_s(part) + recompute_part_s(part, again)
 
 
-# Costs of data parallelism's exchanges in each format: bytes sent, and encoding.
+# Costs of the data-parallel exchanges in each format: bytes sent, and encoding.
 #
-# The bytes of a value are those of `engine/comm/codec.py`. Encoding is memory-bound: `ENCODING_BYTES` is the memory
-# traffic of one reduce-scatter per value, including feedback and decoding. On one core of an EPYC with 6 GB/s, measured
-# times are 21 ns per value in int8 and 25 ns in int4; the traffic gives 14 and 21.
+# Bytes per value match `engine/comm/codec.py`. Encoding is memory-bound: `ENCODING_BYTES` is the memory traffic per
+# value of one reduce-scatter, including feedback and decoding. On one EPYC core with 6 GB/s, measured times are 21 ns
+# per value in int8 and 25 ns in int4; the traffic predicts 14 and 21.
 
 
 GRADIENT_BYTES: dict[WireFormat, float] = {"bf16": 2.0, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
-"""Bytes of a value, with its share of a block's scale."""
+"""Bytes per value, including its share of the block's scale."""
 PARAMETER_BYTES: dict[WireFormat, float] = {"bf16": 2.0, "int8": 1 + 2 / 2048}
 ENCODING_BYTES: dict[WireFormat, float] = {"bf16": 16.0, "int8": 85.0, "int4": 125.0}
 SECOND_ENCODING = 0.5
-"""Cost of encoding the sums of an all-reduce once more: each rank encodes only its part, and decodes all parts."""
+"""Relative cost of encoding the sums of an all-reduce again: each rank encodes only its part, and decodes all parts."""
 
 
 def scatter_s(group: Group, full_bytes: float, setup: Setup, eff: Efficiency) -> float:
@@ -339,7 +338,7 @@ def sum_s(group: Group, full_bytes: float, setup: Setup, eff: Efficiency) -> flo
 
 
 def gather_s(group: Group, full_bytes: float, setup: Setup, eff: Efficiency) -> float:
-    """Return the seconds of an all-gather of parameters with `full_bytes` uncompressed bytes, two per parameter."""
+    """Return the seconds of an all-gather of parameters with `full_bytes` uncompressed bytes (two per parameter)."""
     chosen = setup.software.wire.parameters
     if chosen == "full":
         return all_gather_s(group, full_bytes, eff)
@@ -369,20 +368,20 @@ def _encoding_s(group: Group, chosen: WireFormat, values: float, setup: Setup, e
 PACKET_BYTES = 2**20
 """Smallest packet of gradients that crosses replica groups (`LARGE_BYTES` of `engine/elastic/cross_group.py`)."""
 BLOCK_MATRICES = 7
-"""Weight matrices of a block: four of attention, three of a gated MLP."""
+"""Weight matrices per block: four in attention, three in a gated MLP."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """One micro-batch through each kind of layer, the embedding and the head.
 
-    Depends only on the axes that cut a layer (tp, cp, ep), not on those that distribute layers or samples, so a search
-    computes it once for many layouts.
+    Depends only on the axes that split a layer (tp, cp, ep), not on those that distribute layers or samples, so a
+    search computes it once for many layouts.
     """
 
     kinds: tuple[LayersPart, ...]
     before: tuple[tuple[int, ...], ...]
-    """The number of layers of each kind before each layer, and in the whole model."""
+    """The number of layers of each kind before each layer, and in the full model."""
     embedding: LayersPart
     head: LayersPart
     rates: Rates
@@ -427,7 +426,7 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     model = setup.model
     rates = rates_of(setup.fabric.chip, setup.matmul, setup.compute, eff)
     layers = layer_works(model, setup.tokens, setup.seq_len, layout)
-    # `layer_works` has one object per kind of layer, so 100 equal layers are timed once.
+    # `layer_works` has one object per kind of layer, so 100 identical layers are timed once.
     kinds = dict(zip(map(id, layers), layers, strict=True))
     parts = []
     for works in kinds.values():
@@ -454,18 +453,18 @@ def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
 
 
 def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff: Efficiency) -> StepTime:
-    """Assemble a whole step in the setup's layout from the parts of a micro-batch."""
+    """Assemble a full step in the setup's layout from the parts of a micro-batch."""
     return step_of_rank(slowest_rank(once, setup, eff), setup, once.rates, groups, eff)
 
 
 def slowest_rank(once: MicroBatch, setup: Setup, eff: Efficiency) -> TimedRank:
     """Return the pipeline rank that the others wait for.
 
-    While a pipeline fills and drains, the others also wait for its kernel launches: a small model's stages take as long
-    as their launches.
+    While a pipeline fills and drains, the others also wait for its kernel launches: the stages of a small model take as
+    long as their launches.
     """
     ranks = rank_parts(once, setup.layout)
-    # Most ranks of a long pipeline are the same object (`rank_parts`), and a search times thousands of pipelines.
+    # Most ranks of a long pipeline share one object (`rank_parts`), and a search times thousands of pipelines.
     distinct = {id(rank): rank for rank in ranks}
     device_s = {key: rank.time_s(setup) for key, rank in distinct.items()}
     launched_s = {
@@ -477,7 +476,7 @@ def slowest_rank(once: MicroBatch, setup: Setup, eff: Efficiency) -> TimedRank:
 
 
 def step_of_rank(timed: TimedRank, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> StepTime:
-    """Return the step of one pipeline rank."""
+    """Return the step time of one pipeline rank."""
     part = timed.rank.whole
     micro = setup.grad_accum
     again = recompute_part_s(timed.rank.layers, setup.recompute)
@@ -507,7 +506,7 @@ def between_steps_s(setup: Setup, eff: Efficiency) -> float:
 
 
 def waiting_share(setup: Setup, eff: Efficiency) -> float:
-    """Return the fraction of a step's work that waiting for the slowest device adds."""
+    """Return the time that waiting for the slowest device adds, as a fraction of a step's work."""
     return eff.jitter * math.log2(max(1.0, setup.fabric.num_devices / 8))
 
 
@@ -541,12 +540,12 @@ class TimedRank:
     time_s: float
     """Seconds of one micro-batch, forward and backward."""
     bubble_s: float
-    """Seconds that it waits for the others in the whole step."""
+    """Seconds that it waits for the others in the full step."""
 
 
 def rank_parts(once: MicroBatch, layout: Layout) -> list[RankParts]:
     """Return each pipeline rank's part: its stages' layers, and the embedding or head if it has them. Ranks with the
-    same layers and without ends share one object."""
+    same layers and neither of the two share one object."""
     stages = cut_layers(once.num_layers, layout)
     numbers = [once.numbers([stages[stage] for stage in layout.stages_of_rank(rank)]) for rank in range(layout.pp)]
     parts = {number: RankParts(once.layers(number)) for number in set(numbers)}
@@ -571,16 +570,16 @@ def pipeline_sends_s(setup: Setup, group: Group, eff: Efficiency) -> float:
     parts = layout.tp if layout.sequence_parallel or setup.software.split_sends else 1
     message = 2.0 * setup.tokens * setup.model.hidden_size / parts
     one = send_s(group, message, eff) * (1 - eff.pp_overlap)
-    # Sends that fill and drain the pipeline cannot be hidden behind work, unlike those of each micro-batch.
+    # Sends while the pipeline fills and drains cannot be hidden behind work, unlike those of each micro-batch.
     return 2 * layout.virtual_stages * setup.grad_accum * one + 2 * (layout.pp - 1) * send_s(group, message, eff)
 
 
 def host_wait_s(part: LayersPart, device_s: float, setup: Setup, eff: Efficiency) -> float:
-    """Return the seconds by which launching a micro-batch's kernels takes longer than running them."""
+    """Return by how many seconds launching a micro-batch's kernels takes longer than running them."""
     if setup.software.graphs:
         return 0.0
     kernels = part.kernels + (0 if setup.software.grouped_experts else 6 * part.experts)
-    # A backward launches about two kernels for each kernel of the forward.
+    # The backward launches about two kernels for each forward kernel.
     launches = kernels * (3.0 + setup.recompute.matmul * setup.recompute.layers)
     if setup.software.fused_kernels:
         launches *= 0.7
@@ -588,14 +587,15 @@ def host_wait_s(part: LayersPart, device_s: float, setup: Setup, eff: Efficiency
 
 
 def optimizer_s(part: LayersPart, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> float:
-    """Return the seconds of the update: gradients, master weights and moments pass through memory once each way, over
-    the host link if offloaded. An update of several operations counts the reads and writes of each."""
+    """Return the seconds of the update: gradients, master weights and moments are read and written once, over the host
+    link if offloaded. If an update has several operations, the reads and writes of each are counted."""
     layout = setup.layout
     software = setup.software
     params = setup.trainable * (part.params / layout.shards + part.expert_params / layout.expert_shards)
     traffic = params * (software.grad_bytes + 2 * software.master_bytes + 2 * software.moment_bytes + 2)
     if setup.offload_optimizer:
-        # Gradients are sent to the host and bf16 weights come back; the update runs there, at 100 GB/s of its memory.
+        # Gradients are sent to the host and bf16 weights come back; the update runs there, at 100 GB/s memory
+        # bandwidth.
         return params * (software.grad_bytes + 2) / (setup.fabric.host_link_gb_per_s * 1e9) + traffic / 100e9
     if software.optimizer == "adamw8bit":
         traffic += params * UPDATE_BYTES["adamw8bit"]
@@ -604,9 +604,9 @@ def optimizer_s(part: LayersPart, setup: Setup, rates: Rates, groups: dict[str, 
 
 
 def orthogonalise_s(params: float, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> float:
-    """Return the seconds of muon: operations on this rank's `params`, sending matrices to the rank that has them whole
-    and back, and Newton-Schulz on this rank's matrices. The ranks of dp_shard, cp and tp divide the matrices of a stage
-    among them; experts are whole."""
+    """Return the seconds of muon: operations on this rank's `params`, sending each matrix to the rank that assembles it
+    and back, and Newton-Schulz on this rank's matrices. The ranks of dp_shard, cp and tp divide a stage's matrices
+    among themselves; experts are not sharded."""
     layout = setup.layout
     model = cast("TextModel", setup.model)
     dense, experts = newton_schulz_flops(model)
@@ -621,22 +621,22 @@ def orthogonalise_s(params: float, setup: Setup, rates: Rates, groups: dict[str,
 
 @dataclass(frozen=True)
 class DataParallelExchange:
-    """Data parallelism's exchanges in a step, in seconds without other work."""
+    """The data-parallel exchanges of a step, in seconds if nothing overlaps them."""
 
     forward_s: float
-    """Gathering parameters, during the forward of a micro-batch."""
+    """Time to gather parameters, during the forward of a micro-batch."""
     backward_s: float
-    """Gathering them again and reducing gradients, during the backward."""
+    """Time to gather them again and reduce gradients, during the backward."""
     times: int = 1
-    """Number of micro-batches that exchange: all with ZeRO-3, otherwise one."""
+    """Number of micro-batches with an exchange: all with ZeRO-3, otherwise one."""
     across_s: float = 0.0
-    """Reducing over replicas, once, during half of a backward."""
+    """Time to reduce over replicas, once per step, during half of a backward."""
 
 
 def exchanges_of(
     params: float, expert_params: float, setup: Setup, groups: dict[str, Group], eff: Efficiency
 ) -> DataParallelExchange:
-    """Return the exchanges for this many parameters of a rank. `groups`: those of the setup's layout.
+    """Return the exchanges for a rank with this many parameters. `groups`: those of the setup's layout.
 
     Each replica group has its own data parallelism; afterwards, ranks with the same number sum their results over the
     groups.
@@ -705,7 +705,7 @@ def exposed_s(comm: float, beside: float, setup: Setup, eff: Efficiency) -> floa
     return comm - hidden + eff.contention * hidden
 
 
-# Cuts by a chip's times
+# Layer times for cutting the pipeline
 
 
 def planned_times(once: MicroBatch, setup: Setup) -> LayerTimes:
@@ -716,13 +716,13 @@ def planned_times(once: MicroBatch, setup: Setup) -> LayerTimes:
 
 
 def mean_times(once: MicroBatch, setup: Setup) -> LayerTimes:
-    """Return the same with all layers average, for cuts in a search over many layouts."""
+    """Return the same with every layer at the average, for cuts in a search over many layouts."""
     layers_s = [layer_s(once.layer, setup.recompute)] * once.num_layers
     return LayerTimes(layers_s, own_work_s(once.embedding), own_work_s(once.head))
 
 
 def weigh_times(times: Sequence[StepTime], shares: Sequence[float]) -> StepTime:
-    """Return the mean of steps, part by part."""
+    """Return the weighted mean of several steps, part by part."""
     names = [field.name for field in fields(StepTime)]
     return StepTime(
         **{

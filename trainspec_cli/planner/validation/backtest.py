@@ -1,4 +1,4 @@
-"""Predict every row of a table of measured runs, and report the errors by source, model and chip."""
+"""Predict every row in a table of measured runs, and report the errors by source, model and chip."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainspec_cli.recipe.results.tables import BacktestReport, BacktestSummary,
 # Interpret a measured memory figure, to compare it with the matching part of a prediction.
 #
 # nvidia-smi includes the device's context, communication buffers and the allocator's cache; PyTorch's counters include
-# only tensors; papers give activations or states by formula.
+# only tensors; papers give activations or states as formulas.
 
 
 UNITS = {"GiB": GIB, "MiB": 2**20, "MB": 1e6}
@@ -44,7 +44,7 @@ def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
     if not metric or value is None:
         return None, None
     if unit == "%":
-        # The papers give activations relative to the same run without sequence parallelism and recomputation.
+        # Papers give activations relative to the same run without sequence parallelism and recomputation.
         layout = replace(setup.layout, sequence_parallel=False)
         baseline = replace(setup, layout=layout, recompute=RECOMPUTE["none"])
         return kept_activation_bytes(setup) / kept_activation_bytes(baseline), value / 100
@@ -61,11 +61,11 @@ def predicted_as(metric: str, setup: Setup) -> float:
     if "weights+optimizer" in metric:
         return stages[0].parameters_bytes + stages[0].gradients_bytes + stages[0].optimizer_bytes
     fullest = max(stages, key=lambda stage: stage.total_bytes)
-    # PyTorch's allocator does not include the device's context and NCCL's buffers.
+    # PyTorch's allocator does not count the device's context and NCCL's buffers.
     outside = fullest.context_bytes + GROUP_BYTES * communicators(setup)
     if "reserved" not in metric and any(name in metric for name in ("torch", "lora max", "allocated")):
         tensors = fullest.total_bytes - fullest.fragmentation_bytes - outside
-        return tensors * (1 + RESERVE)  # the same reserve as the whole
+        return tensors * (1 + RESERVE)  # the same reserve as for the total
     # nvidia-smi: before a device is full, the allocator releases its unused blocks.
     needed = (fullest.total_bytes - fullest.fragmentation_bytes) * (1 + RESERVE)
     resident = max(needed, min(fullest.total_bytes, setup.fabric.chip.memory_gb * GIB))
@@ -85,7 +85,7 @@ class Prediction:
     step_time_s: float | None = None
     measured_step_time_s: float | None = None
     tokens_s_gpu: float | None = None
-    """Tokens; samples for a model of images."""
+    """Tokens per second and GPU; samples for image models."""
     peak_memory_bytes: float | None = None
     memory_bytes: float | None = None
     """The prediction of the row's memory column (without the device's context if the column excludes it)."""
@@ -95,13 +95,14 @@ class Prediction:
 
     @property
     def judged(self) -> bool:
-        """True if the row counts in the errors: rows that the table marks as unfit or incomplete are only predicted."""
+        """True if the row counts towards the errors: rows that the table marks as unfit or incomplete are only
+        predicted."""
         flags = (self.row.get("fit_ok"), self.row.get("config_complete"))
         return all((flag or "1").lower() in ("1", "1.0", "true") for flag in flags)
 
     @property
     def step_error(self) -> float | None:
-        """Relative: 0.1 is 10% too slow."""
+        """The relative error of the step time: 0.1 means predicted 10% too slow."""
         if not self.step_time_s or not self.measured_step_time_s:
             return None
         return self.step_time_s / self.measured_step_time_s - 1
@@ -122,7 +123,7 @@ class Backtest:
         return [error for error in found if error is not None]
 
     def points(self) -> list[tuple[float, float, str]]:
-        """(measured, predicted, source) of the judged rows."""
+        """Return (measured, predicted, source) for the judged rows."""
         return [
             (p.measured_step_time_s, p.step_time_s, p.row.get("source") or "?")
             for p in self.predictions
@@ -150,13 +151,13 @@ FITTED_SOURCES = frozenset(
         "Korthikanti 2022 (arXiv:2205.05198)",
     }
 )
-"""Sources (names in the column `source`) whose step times the shipped efficiencies were fitted to. The error on their
+"""Sources (names in the column `source`) to whose step times the shipped efficiencies were fitted. The error on their
 rows shows how well the model fits; the error on all other sources shows what to expect for other runs."""
 SWEEP_KEYS = (
     *("source", "model", "gpu", "table", "layers", "hidden", "heads", "n_gpus", "dtype", "gbs", "seq_len"),
     *("task", "framework"),
 )
-"""Rows that agree in all of these differ only in the layout."""
+"""Rows that agree in all of these differ only in layout."""
 
 
 def backtest(rows: Iterable[Row], eff: Efficiency) -> Backtest:
@@ -171,7 +172,7 @@ def predict(row: Row, eff: Efficiency) -> Prediction:
         devices = setup.fabric.num_devices
         rate = stated.samples * setup.seq_len / step / devices
         memory, measured_memory = memory_figure(row, setup)
-        # The measured step is in one of several columns.
+        # The measured step time is in one of several columns.
         measured = number(row, "step_time_s")
         if not measured and (samples_s := number(row, "samples_s_gpu")):
             measured = stated.samples / samples_s / devices
@@ -196,7 +197,7 @@ def predict(row: Row, eff: Efficiency) -> Prediction:
 
 
 def close_recompute(stated: Stated) -> Setup:
-    """Choose the recompute if the row leaves it open: full, in as few layers as needed to fit the chip (mostly
+    """Choose the recomputation if the row leaves it open: full, in as few layers as needed to fit on the chip (mostly
     none)."""
     setup = stated.setup
     if not stated.recompute_open:
@@ -211,7 +212,7 @@ def close_recompute(stated: Stated) -> Setup:
 
 
 def rank_sweeps(predictions: Sequence[Prediction]) -> list[Ranking]:
-    """Return sweeps of three or more rows that differ only in the layout."""
+    """Return sweeps of three or more rows that differ only in layout."""
     sweeps: dict[tuple[str, ...], list[Prediction]] = defaultdict(list)
     for prediction in predictions:
         if prediction.judged and prediction.step_error is not None:
@@ -233,11 +234,11 @@ def fit_table(result: Backtest, start: Efficiency, prior: float = 0.3) -> Effici
 
 
 CASE_WEIGHT = 0.2
-"""Five runs weigh as much as one parameter's prior."""
+"""Weight of one run: five runs weigh as much as one parameter's prior."""
 
 
 def cases_of(runs: Sequence[Prediction]) -> list[FittedRow]:
-    """Merge identical setups of one source into one case with their median."""
+    """Merge identical setups from one source into one case with their median."""
     groups: dict[tuple[Setup, str], list[float]] = defaultdict(list)
     for run in runs:
         assert run.setup is not None and run.measured_step_time_s is not None
@@ -292,7 +293,7 @@ def report(result: Backtest, fitted: Collection[str] = FITTED_SOURCES) -> Backte
 # Fit the efficiencies to measured runs: robust Gauss-Newton on the logarithm of the step time.
 #
 # Each parameter is pulled towards its current value, so that a few runs change only what they measure (a Bayesian
-# prior, a ridge in logarithms). Huber weights reduce the influence of outliers (Huber 1964).
+# prior, or ridge regression in logarithms). Huber weights reduce the influence of outliers (Huber 1964).
 
 
 HUBER = 0.08
@@ -312,8 +313,8 @@ def fit(
     cases: Sequence[FittedRow], start: Efficiency, prior: float = 0.3, iterations: int = 8, derivatives: Any = None
 ) -> Efficiency:
     """Return the efficiencies that fit the measurements best. `prior`: the relative change of a parameter that costs as
-    much as one run's error of one Huber width. `derivatives`: those of the cases at `start`, reused in every iteration,
-    since computing them takes nearly all the time.
+    much as an error of one Huber width in one run. `derivatives`: those of the cases at `start`, reused in every
+    iteration, since computing them takes nearly all the time.
     """
     import numpy as np
 
@@ -348,7 +349,7 @@ def fit(
 
 
 def newton_step(jacobian: Any, errors: Any, case_weights: Any, shift: Any, prior: float, damping: float = 0.0) -> Any:
-    """Return by how much to reduce the logarithms of the efficiencies, which are `shift` from the prior's."""
+    """Return by how much to reduce the logarithms of the efficiencies, which are `shift` away from the prior's."""
     import numpy as np
 
     weights = case_weights * np.minimum(1.0, HUBER / np.maximum(abs(errors), 1e-9))
@@ -379,8 +380,8 @@ def log_errors(cases: Sequence[FittedRow], eff: Efficiency) -> Any:
 
 
 def derive(cases: Sequence[FittedRow], at: Efficiency) -> Any:
-    """Return the derivatives of each case's logarithm of the step time by the logarithm of each efficiency: cases x
-    efficiencies. They do not depend on measurements."""
+    """Return the derivatives of the logarithm of each case's step time with respect to the logarithm of each
+    efficiency: cases x efficiencies. They do not depend on measurements."""
     import numpy as np
 
     theta = log_values(at)

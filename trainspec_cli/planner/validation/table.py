@@ -1,4 +1,4 @@
-"""Read a row of a table of measured runs as a Setup; empty values are assumed and listed."""
+"""Read a row in a table of measured runs as a Setup; empty values are assumed and listed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from trainspec_cli.recipe.records import from_plain
 
 Row = Mapping[str, str]
 SHARDED = ("fsdp", "hsdp", "zero2", "zero3")
-"""Words in the column dp_mode for sharded parameters (with zero2, gradients)."""
+"""Words in the column dp_mode that mean sharded parameters (with zero2, gradients)."""
 ADAPTER_SHARE = 0.002
-"""Parameters of rank-16 adapters over the base's."""
+"""Parameters of rank-16 adapters relative to those of the base."""
 
 
 class RowRefused(ValueError):  # noqa: N818 - a result, not a failure
-    """The row lacks what a prediction needs; the message says what."""
+    """The row lacks something that a prediction needs; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Stated:
 
     setup: Setup
     samples: float
-    """Samples of a step, over all devices."""
+    """Samples per step, over all devices."""
     assumed: tuple[str, ...]
     recompute_open: bool
-    """True if the row leaves the recompute open; then the lightest that fits is used."""
+    """True if the row leaves the recomputation open; then the lightest one that fits is used."""
 
 
 SHOWN_CHARS = 40
@@ -78,7 +78,7 @@ def need(row: Row, key: str) -> float:
 
 
 def model_of(row: Row) -> tuple[ModelSpec, tuple[str, ...]]:
-    """Build the model from the sizes in the columns, or from its name if there are none."""
+    """Build the model from the sizes in the columns, or from its name if no sizes are given."""
     if number(row, "layers") is None or number(row, "hidden") is None:
         known = find_model(row.get("model", ""))
         if known is None:
@@ -90,7 +90,8 @@ def model_of(row: Row) -> tuple[ModelSpec, tuple[str, ...]]:
 
 
 def experts_of(row: Row, layers: int, plain: DecoderModel) -> ExpertSpec | None:
-    """`every` and `first_dense_layers` follow from the parameters: a table states neither."""
+    """Return the experts. `every` and `first_dense_layers` are derived from the parameter count, since tables give
+    neither."""
     count = number(row, "n_experts")
     if not count or count <= 1:
         return None
@@ -116,13 +117,13 @@ def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
     stated = number(row, "gated_mlp")
     gated = stated is None or bool(stated)
     kv_heads = whole(row, "kv_heads", heads)
-    # Tables do not state position encodings. Models with gates, or with keys shared by several queries, use rotations;
+    # Tables do not give position encodings. Models with gates, or with keys shared by several queries, use rotations;
     # others are GPTs with learned positions or ALiBi slopes, which cost nothing.
     is_gpt = not gated and kv_heads == heads
-    # DeepSeek's ranks, if the row names latent attention or omits the head's width, as tables of it do.
+    # DeepSeek's ranks, if the row names latent attention or omits the head width, as tables of such models do.
     text = (row.get("model") or "").lower() + (row.get("act_ckpt") or "")
     is_latent = "mla" in text or (number(row, "head_dim") is None and re.search(r"deepseek-?v[23]|kimi", text))
-    # A width that heads do not divide (bloom's trials) is kept by rounding the width of one head.
+    # A width that is not divisible by the head count (bloom's trials) is kept by rounding the width of one head.
     model = DecoderModel(
         num_layers=layers,
         hidden_size=hidden,
@@ -149,8 +150,8 @@ def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
 
 
 def hybrid_of(row: Row) -> tuple[HybridModel, tuple[str, ...]]:
-    """Tables state the number of layers, not their pattern: assume a tenth attention, and the rest half Mamba, half
-    feed-forward or experts."""
+    """Return the hybrid model. Tables give the number of layers but not their pattern: assume a tenth is attention, and
+    the rest is half Mamba, half feed-forward or experts."""
     layers = int(need(row, "layers"))
     hidden = int(need(row, "hidden"))
     heads = whole(row, "heads", 1)
@@ -236,7 +237,7 @@ def layout_of(row: Row, num_devices: int, model: ModelSpec) -> Layout:
 
 
 def formats_of(row: Row, chip: AcceleratorSpec) -> tuple[str, str]:
-    """-> (compute, matmul)."""
+    """Return (compute, matmul)."""
     text = (row.get("dtype") or "bf16").lower()
     half = "bf16" if chip.bf16_tflops else "fp16"
     for name in ("mxfp8", "nvfp4", "fp8"):
@@ -284,12 +285,12 @@ def state(row: Row) -> Stated:
 
 STATED_SUMS = re.compile(r"gradients? (?:are )?accumulated? in fp32|fp32 grad")
 QUANTISED_BYTES = {"nf4": 0.69, "nf4-dq": 0.64, "fp4": 0.69, "int8": 1.1}
-"""Bytes per parameter of a quantised base under adapters: 4 bits, a scale for 64 (in 8 bits with -dq), and 1 bit for
+"""Bytes per parameter of a quantised base under adapters: 4 bits, one scale per 64 (8-bit with -dq), and 1 bit for
 bitsandbytes' other data (litgpt's tables)."""
 
 
 def software_of(row: Row) -> tuple[Software, bool]:
-    """Return (the properties of the row's framework as used in the row, whether the row leaves the framework open)."""
+    """Return (the properties of the framework as the row uses it, whether the row leaves the framework open)."""
     try:
         facts, is_open = framework_of(row)
     except UnknownFramework as unknown:
@@ -314,7 +315,7 @@ def software_of(row: Row) -> tuple[Software, bool]:
 
 
 def batch_of(row: Row, layout: Layout) -> tuple[float, int, float, tuple[str, ...]]:
-    """Return (micro-batch, accumulation, samples per step, assumed). The stated global batch is kept."""
+    """Return (micro-batch, accumulation, samples per step, assumed). A given global batch is kept."""
     micro = number(row, "mbs")
     accum = number(row, "grad_accum")
     samples = number(row, "gbs")
@@ -346,8 +347,8 @@ GENERATIONS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
 
 
 def network_of(text: str, per_node: int, chip: AcceleratorSpec) -> tuple[float, str, bool]:
-    """Parse `8x400 Gbps/node IB`, `4x ConnectX-7 IB NDR 400Gb/s`, `400 Gbps/GPU class`: return (Gbit/s of a device, the
-    kind of network, whether the rate is assumed) of the compute network."""
+    """Parse `8x400 Gbps/node IB`, `4x ConnectX-7 IB NDR 400Gb/s`, `400 Gbps/GPU class`: return (Gbit/s per device, the
+    kind of network, whether the rate is assumed) for the compute network."""
     lower = text.lower()
     kind = "infiniband"
     if "omni" in lower:
@@ -382,7 +383,7 @@ def network_of(text: str, per_node: int, chip: AcceleratorSpec) -> tuple[float, 
 
 
 def recompute_of(row: Mapping[str, str], model: ModelSpec, layout: Layout) -> tuple[Recompute, bool]:
-    """Return (recompute, whether the row leaves it open)."""
+    """Return (recomputation, whether the row leaves it open)."""
     text = (row.get("act_ckpt") or "unstated").lower()
     if text in ("none", "no", "0", "off"):
         return RECOMPUTE["none"], False
@@ -406,11 +407,11 @@ def recompute_of(row: Mapping[str, str], model: ModelSpec, layout: Layout) -> tu
     return RECOMPUTE["none"], True
 
 
-# The framework of a row, by the names that the files of conf/framework list: whole words, without guessing.
+# The framework of a row, by the names listed in the files of conf/framework: full words, without guessing.
 
 
 UNSTATED = "pytorch"
-"""The file that is used if a row names no framework: its facts are those of plain PyTorch."""
+"""The file to use if a row names no framework; its facts are those of plain PyTorch."""
 
 
 class UnknownFramework(ValueError):  # noqa: N818 - a result, not a failure
@@ -419,14 +420,15 @@ class UnknownFramework(ValueError):  # noqa: N818 - a result, not a failure
 
 @lru_cache(maxsize=1)
 def frameworks() -> dict[str, FrameworkSpec]:
-    """Return every framework of conf/framework by the name of its file."""
+    """Return every framework in conf/framework by file name."""
     return load_group("framework", lambda values: from_plain(FrameworkSpec, without_defaults(values)))
 
 
 def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:
-    """Return (framework in its version of the row's year, whether nothing names it). Raises UnknownFramework.
+    """Return (the framework in its version for the row's year, whether nothing names it). Raises UnknownFramework.
 
-    Looks for tables that a file claims as a whole, then in the column `framework`, and if that is empty in `source`.
+    Looks first for tables that a file claims entirely, then in the column `framework` or, if that is empty, in
+    `source`.
     """
     stated = (row.get("framework") or "").strip()
     source = (row.get("source") or "").strip()
@@ -451,7 +453,8 @@ def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:
 
 
 def named_in(text: str) -> list[FrameworkSpec]:
-    """Return the versions of the first framework that a text names; of two names that start at one word, the longer."""
+    """Return the versions of the first framework that a text names; of two names that start at the same word, the
+    longer one."""
     words = words_of(text)
     for start in range(len(words)):
         found: dict[tuple[str, ...], list[FrameworkSpec]] = {}
@@ -470,7 +473,7 @@ def words_of(text: str) -> tuple[str, ...]:
 
 
 def of_year(versions: list[FrameworkSpec], year: int | None) -> FrameworkSpec:
-    """Return the version used in a year; the newest if the year is unknown."""
+    """Return the version used in a year, or the newest if the year is unknown."""
     latest = 10**4
     reach = [one for one in versions if year is None or (one.until_year or latest) >= year]
     order = sorted(reach or versions, key=lambda one: one.until_year or latest)

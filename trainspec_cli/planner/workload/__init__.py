@@ -1,4 +1,4 @@
-"""Count a model's parameters, model FLOPs, and the work of its layers, embedding and head on one rank.
+"""Count a model's parameters and model FLOPs, and the work of its layers, embedding and head on one rank.
 
 The arithmetic of each family is in the module that its record names (`FamilyRecord.work`), as functions of
 `FamilyWork`.
@@ -37,60 +37,60 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Work:
-    """Work on one rank. Bytes of activations are in the compute format (2 bytes per element)."""
+    """Work on one rank. Activation bytes are in the compute format (2 bytes per element)."""
 
     gemms: tuple[Gemm, ...] = ()
     attention_flops: float = 0.0
-    """Forward, over the causal half (or the window) only."""
+    """FLOPs of the forward, over the causal half (or the window) only."""
     attention_head_dim: float = 128.0
     score_bytes: float = 0.0
     """Bytes of the score matrix if it were materialised in 2 bytes."""
     pass_bytes: float = 0.0
-    """Memory traffic of the element-wise kernels, forward."""
+    """Memory traffic of the element-wise kernels in the forward."""
     loss_bytes: float = 0.0
     """The same for the loss over the vocabulary."""
     eager_bytes: float = 0.0
-    """Additional traffic if operations are separate kernels: norms, rotations and gates that one fused kernel
-    combines."""
+    """Additional traffic if operations that one fused kernel could combine (norms, rotations and gates) are separate
+    kernels."""
     tensor_bytes: float = 1e9
     """Bytes of one activation that passes from kernel to kernel."""
     kernels: int = 0
     """Kernels launched by an eager framework in the forward."""
     serial_kernels: int = 0
-    """Small kernels that wait for each other, independent of the batch: their time is their latency."""
+    """Small kernels that wait for each other, regardless of the batch size: their time is their latency."""
     tp_bytes: float = 0.0
-    """Bytes of one tensor-parallel exchange (a whole activation); the forward has `tp_exchanges`."""
+    """Bytes of one tensor-parallel exchange (a full activation); the forward has `tp_exchanges` of them."""
     tp_exchanges: int = 0
     cp_bytes: float = 0.0
-    """Keys and values of the whole sequence, which context parallelism exchanges."""
+    """Bytes of the keys and values of the full sequence, which context parallelism exchanges."""
     ep_bytes: float = 0.0
     """Bytes that a rank sends to the experts, in one direction."""
     expert_copies: int = 1
-    """Experts that each token is sent to."""
+    """Number of experts that each token is sent to."""
     experts: float = 0.0
-    """Experts on this rank."""
+    """Number of experts on this rank."""
     params: float = 0.0
     """Parameters on this rank that all data-parallel ranks share."""
     expert_params: float = 0.0
     saved_bytes: float = 0.0
-    """Activations kept for the backward."""
+    """Bytes of activations kept for the backward."""
     saved_gemm_bytes: float = 0.0
-    """The part that is only input of matmuls, kept in 8 bits if these multiply in 8 bits."""
+    """The part that only serves as matmul inputs, which is kept in 8 bits if the matmuls run in 8 bits."""
     saved_eager_bytes: float = 0.0
-    """Additionally kept by a framework without fused norms and activations: fp32 copies, the gate's output."""
+    """Bytes that a framework without fused norms and activations keeps in addition: fp32 copies, the gate's output."""
     input_bytes: float = 0.0
-    """The layer's input, the only tensor that full recomputation keeps."""
+    """Bytes of the layer's input, the only tensor that full recomputation keeps."""
     leaf: bool = False
     """True if its input is data, which needs no gradient."""
     frozen: bool = False
     """True if it has no backward: neither it nor anything before it is trained."""
 
     convolves: bool = False
-    """True if its products are convolutions, whose kernels have different rates."""
+    """True if its products are convolutions, whose kernels reach different rates."""
 
     @property
     def flops(self) -> float:
-        """Forward."""
+        """FLOPs of the forward."""
         return sum(gemm.flops for gemm in self.gemms) + self.attention_flops
 
     @property
@@ -101,23 +101,23 @@ class Work:
 Layers = tuple[tuple[Work, ...], ...]
 """The parts of each layer of a model, in order; layers of one kind share them."""
 Kinds = tuple[tuple[int, tuple[Work, ...]], ...]
-"""(number, parts) for each kind of layer of a model, in the order of first appearance."""
+"""(number, parts) for each kind of layer in a model, in order of first appearance."""
 WHOLE = LoraSpec()
 LOSS_BYTES = 12.0
-"""Memory traffic of a logit's softmax and loss in the forward: written in 2 bytes, read, kept in 4, read."""
+"""Memory traffic per logit of softmax and loss in the forward: 2 bytes written and read, 4 bytes kept and read."""
 
 
 class FamilyWork(Protocol):
-    """The functions of a family's module; `model` has the family's class."""
+    """The functions of a family's module; `model` is of the family's class."""
 
     def count_params(self, model: Any, *, active: bool = False) -> int:
         """Count every parameter once; `active`: only those that one token uses."""
 
     def flops_per_token(self, model: Any, seq_len: int) -> float:
-        """Forward and backward model FLOPs per token (per sample for images)."""
+        """Return the forward and backward model FLOPs per token (per sample for images)."""
 
     def mixing_flops_per_token(self, model: Any, seq_len: int) -> float:
-        """The part without weights: attention's scores and values, a state-space scan."""
+        """Return the part without weights: attention's scores and values, or a state-space scan."""
 
     def layer_works(self, model: Any, tokens: float, seq_len: int, layout: Layout) -> Layers:
         """Return the parts of each layer, in order; layers of one kind share one tuple."""
@@ -128,7 +128,7 @@ def _work_of(model: ModelSpec) -> FamilyWork:
 
 
 def count_params(model: ModelSpec) -> int:
-    """Every parameter once."""
+    """Count every parameter once."""
     return _work_of(model).count_params(model)
 
 
@@ -139,7 +139,7 @@ def count_active_params(model: ModelSpec) -> int:
 
 def flops_per_token(model: ModelSpec, seq_len: int, lora: LoraSpec = WHOLE) -> float:
     """Return the model FLOPs of forward and backward per token (for images, per sample). Weights frozen by adapters
-    have no gradients: 4 each instead of 6."""
+    have no gradients, so they need 4 FLOPs each instead of 6."""
     whole = _work_of(model).flops_per_token(model, seq_len)
     if not adapted_decoder(model, lora):
         return whole
@@ -152,7 +152,7 @@ def mixing_flops_per_token(model: ModelSpec, seq_len: int) -> float:
 
 
 def layer_works(model: ModelSpec, tokens: float, seq_len: int, layout: Layout) -> Layers:
-    """The parts of each layer, in order."""
+    """Return the parts of each layer, in order."""
     return _work_of(model).layer_works(model, tokens, seq_len, layout)
 
 
@@ -166,7 +166,7 @@ def layer_kinds(model: ModelSpec, tokens: float, seq_len: int, layout: Layout) -
 
 @lru_cache(maxsize=4096)
 def embedding_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
-    """Return the work of the look-up and the residual stream's first write."""
+    """Return the work of the look-up and of the first write to the residual stream."""
     if model.unit == "samples":
         return None
     params = model.vocab_size * model.hidden_size / layout.tp + model.learned_positions * model.hidden_size
@@ -176,7 +176,7 @@ def embedding_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | No
 
 @lru_cache(maxsize=4096)
 def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
-    """Return the work of the final norm, output projection and loss (and of layers that predict further tokens, on the
+    """Return the work of the final norm, output projection and loss (and of layers that predict further tokens on the
     last stage)."""
     if model.unit == "samples":
         return None
@@ -200,7 +200,8 @@ def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
 def adapted_matrices(
     model: DecoderModel, is_expert_layer: bool, lora: LoraSpec, tp: int = 1
 ) -> Iterator[tuple[int, int]]:
-    """Yield (outputs, inputs) of a rank's part of each matrix of a layer with an adapter; routed experts have none."""
+    """Yield (outputs, inputs) of a rank's part of each matrix in a layer that has an adapter; routed experts have
+    none."""
     if not lora.rank:
         return
     widths = _attention(model, tp) | _feed_forward(model, is_expert_layer, tp)
@@ -220,7 +221,7 @@ def _attention(model: DecoderModel, tp: int) -> dict[str, tuple[int, int]]:
 
 
 def _feed_forward(model: DecoderModel, is_expert_layer: bool, tp: int) -> dict[str, tuple[int, int]]:
-    """Return the matrices of the feed-forward, for layers with routed experts those of the shared ones."""
+    """Return the matrices of the feed-forward; for layers with routed experts, those of the shared experts."""
     width = model.ffn_size
     if is_expert_layer:
         assert model.experts is not None
@@ -234,14 +235,14 @@ def _feed_forward(model: DecoderModel, is_expert_layer: bool, tp: int) -> dict[s
 
 def quantised_bytes(rows: int, columns: int, tp: int = 1) -> float:
     """Return the bytes of a rank's part of a matrix in 4-bit NormalFloat with double quantisation (arXiv:2305.14314,
-    section 3): 4 bits per weight, 8 for a block's scale; for the whole matrix 32 for the scale of 256 scales, and their
+    section 3): 4 bits per weight and 8 per block scale; for the full matrix, 32 per 256 scales and 32 for their
     mean."""
     blocks = rows * math.ceil(columns / NF4_BLOCK)
     return rows * columns / 2 + blocks + 4.0 * (math.ceil(tp * blocks / NF4_SCALE_BLOCK) + 1)
 
 
 def quantised_params(model: ModelSpec, lora: LoraSpec) -> int:
-    """Return the number of weights kept in 4 bits: those of the matrices of all blocks."""
+    """Return the number of weights kept in 4 bits: those in the matrices of all blocks."""
     decoder = adapted_decoder(model, lora)
     if decoder is None or not lora.is_quantised or decoder.experts is not None:
         return 0

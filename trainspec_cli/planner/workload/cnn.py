@@ -30,7 +30,7 @@ class Conv:
 
     @property
     def all_params(self) -> int:
-        """Count all parameters, including the norm's scale and shift, or the bias if there is no norm."""
+        """Count all parameters, including the norm's scale and shift or, without a norm, the bias."""
         return self.params + self.out_channels * (2 if self.normed else 1)
 
     @property
@@ -39,7 +39,7 @@ class Conv:
 
 
 def bottleneck(positions: float, channels_in: int, width: int, stride: int, groups: int, expansion: int) -> list[Conv]:
-    """Return 1x1, 3x3 (strided), 1x1, and the shortcut's 1x1 if shapes change."""
+    """Return the 1x1, 3x3 (strided) and 1x1 convolutions, and the shortcut's 1x1 if shapes change."""
     out = width * expansion
     before = positions * stride**2
     convs = [
@@ -53,7 +53,7 @@ def bottleneck(positions: float, channels_in: int, width: int, stride: int, grou
 
 
 def detector_backbone(model: ConvModel) -> list[Conv]:
-    """Return a pretrained ResNet with frozen stem and first stage, as detectors train it (MLPerf, torchvision).
+    """Return a pretrained ResNet with the stem and first stage frozen, as trained in detectors (MLPerf, torchvision).
 
     All its norms are frozen: a scale and a bias, which cost the same as a bias.
     """
@@ -63,8 +63,8 @@ def detector_backbone(model: ConvModel) -> list[Conv]:
 
 
 def resnet(model: ConvModel) -> list[Conv]:
-    """Return stem and stages; widths are those inside the bottlenecks. ResNeXt's are twice ResNet's for the same
-    output."""
+    """Return the stem and the stages. Widths are those inside the bottlenecks; ResNeXt's are twice ResNet's for the
+    same output."""
     area = math.prod(model.input_size)
     convs = [Conv(area / 4, model.in_channels, STEM_CHANNELS, 49, in_positions=area)]
     channels = STEM_CHANNELS
@@ -79,14 +79,14 @@ def resnet(model: ConvModel) -> list[Conv]:
 
 
 def pyramid(model: ConvModel, outputs: list[int], levels: list[int]) -> list[Conv]:
-    """1x1 laterals from the backbone's stages and a 3x3 smoothing of 256 channels on each level."""
+    """Return 1x1 laterals from the backbone's stages, and a 3x3 smoothing with 256 channels on each level."""
     area = math.prod(model.input_size)
     laterals = [Conv(area / 4 ** (2 + i), c, 256, 1, normed=False) for i, c in enumerate(outputs) if c]
     return laterals + [Conv(area / 4**level, 256, 256, 9, normed=False) for level in levels]
 
 
 def retinanet(model: ConvModel) -> list[Conv]:
-    """Two towers of four 3x3 convolutions on levels 3 to 7, with 9 anchors (arXiv:1708.02002)."""
+    """Return two towers of four 3x3 convolutions on levels 3 to 7, with 9 anchors (arXiv:1708.02002)."""
     area = math.prod(model.input_size)
     levels = [3, 4, 5, 6, 7]
     outputs = [0] + [width * model.expansion for width in model.widths[1:]]
@@ -98,7 +98,8 @@ def retinanet(model: ConvModel) -> list[Conv]:
 
 
 def maskrcnn(model: ConvModel) -> list[Conv]:
-    """Pyramid, proposals, 512 boxes through two dense layers, 128 masks through four (arXiv:1703.06870)."""
+    """Return the pyramid, proposals, two dense layers for 512 boxes, and four layers for 128 masks
+    (arXiv:1703.06870)."""
     area = math.prod(model.input_size)
     levels = [2, 3, 4, 5, 6]
     outputs = [width * 4 for width in model.widths]
@@ -112,7 +113,7 @@ def maskrcnn(model: ConvModel) -> list[Conv]:
 
 
 def unet(model: ConvModel) -> list[Conv]:
-    """Two convolutions per level down and up, halving each extent; kernels have size 3 in every dimension."""
+    """Return two convolutions per level down and up, halving each extent; kernels have size 3 in every dimension."""
     dims = len(model.input_size)
     taps = 3**dims
     half = 2**dims
@@ -136,7 +137,7 @@ def unet(model: ConvModel) -> list[Conv]:
 
 
 PROPOSAL_KERNELS = 1000
-"""Kernels of a two-stage detector: best boxes of each level, suppression of overlaps, matching, sampling, pooling."""
+"""Kernels of a two-stage detector: best boxes per level, suppression of overlaps, matching, sampling, pooling."""
 BUILDERS = {"resnet": resnet, "retinanet": retinanet, "maskrcnn": maskrcnn, "unet": unet}
 
 
@@ -153,7 +154,7 @@ def count_params(model: ConvModel, *, active: bool = False) -> int:
 
 
 def flops_per_token(model: ConvModel, _seq_len: int) -> float:
-    """Return the FLOPs of a sample's forward, and twice that for the backward; multiply and add count as two."""
+    """Return the FLOPs of one sample's forward, plus twice that for the backward; multiply and add count as two."""
     return 3.0 * sum(conv.flops for conv in convolutions(model))
 
 
@@ -163,8 +164,8 @@ def mixing_flops_per_token(_model: ConvModel, _seq_len: int) -> float:
 
 @lru_cache(maxsize=1024)
 def layer_works(model: ConvModel, samples: float, _seq_len: int, _layout: Layout) -> Layers:
-    """Return one layer, the whole network. A norm with its activation is one kernel that keeps its input, and reads and
-    writes once."""
+    """Return the full network as one layer. A norm with its activation is one kernel, which keeps its input and reads
+    and writes once."""
     works: list[Work] = []
     for conv in convolutions(model):
         out = samples * conv.positions * conv.out_channels

@@ -7,11 +7,11 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import OwnModel
 
 WIDTHS_OF_NORMS = 5
-"""Vectors of the hidden width that a transformer block keeps in addition to the outputs of its matrices."""
+"""Number of hidden-width vectors that a transformer block keeps in addition to the outputs of its matrices."""
 
 
 def layer_params(model: OwnModel) -> int:
-    """Return the parameters of a block; 0 if the recipe does not give them yet, which the rules refuse."""
+    """Return the parameter count of a block; 0 if the recipe does not give it yet, which the rules refuse."""
     return model.block_params or 0
 
 
@@ -31,8 +31,8 @@ def mixing_flops_per_token(model: OwnModel, _seq_len: int) -> float:
 
 
 def saved_bytes_per_token(model: OwnModel) -> float:
-    """Return the bytes that a block keeps per token in bf16; without a value in the recipe, the outputs of its matrices
-    and some vectors of the hidden width."""
+    """Return the bytes that a block keeps per token in bf16; without a value in the recipe, these are the outputs of
+    its matrices and some hidden-width vectors."""
     if model.block_saved_bytes_per_token is not None:
         return model.block_saved_bytes_per_token
     return 2.0 * (layer_params(model) / model.hidden_size + WIDTHS_OF_NORMS * model.hidden_size)

@@ -9,9 +9,9 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import CONV_TAPS, LETTERS, HybridModel
 
 CHUNK = 256
-"""Tokens of one block of the state-space dual form."""
+"""Tokens per block of the state-space dual form."""
 SCAN_SLOWNESS = 2.0
-"""The chunked scan's kernels reach about half of fused attention's rate."""
+"""Slowdown of the chunked scan's kernels, which reach about half of fused attention's rate."""
 
 
 def inner_size(model: HybridModel) -> int:
@@ -25,15 +25,15 @@ def mamba_in_width(model: HybridModel) -> int:
 
 
 def mamba_params(model: HybridModel) -> int:
-    """Count the two projections, the convolutions with biases, step, decay and skip of each head, and the gated
-    norm."""
+    """Count the parameters of the two projections, the convolutions with biases, each head's step, decay and skip, and
+    the gated norm."""
     inner = inner_size(model)
     conv = (CONV_TAPS + 1) * (inner + 2 * model.mamba_groups * model.mamba_state_size)
     return model.hidden_size * (mamba_in_width(model) + inner) + conv + 3 * model.mamba_heads + inner
 
 
 def scan_flops_per_token(model: HybridModel) -> float:
-    """Return the forward FLOPs: the block's product (causal half), and its exchange with the state."""
+    """Return the forward FLOPs per token: the block's product (causal half), and its exchange with the state."""
     inner = inner_size(model)
     state = model.mamba_state_size
     within = CHUNK * (model.mamba_groups * state + inner)
@@ -58,8 +58,8 @@ def count_params(model: HybridModel, *, active: bool = False) -> int:
 
 
 def flops_per_token(model: HybridModel, seq_len: int) -> float:
-    """Return 6 per matmul parameter, attention over the causal half, and the scan (forward, and twice that in the
-    backward)."""
+    """Return the FLOPs: 6 per matmul parameter, attention over the causal half, and the scan (forward, plus twice that
+    for the backward)."""
     weights = layer_params(model, active=True) + model.vocab_size * model.hidden_size
     return 6.0 * weights + mixing_flops_per_token(model, seq_len)
 

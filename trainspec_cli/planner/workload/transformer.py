@@ -45,7 +45,7 @@ def matmul_params(model: DecoderModel, *, active: bool) -> int:
 
 
 def count_params(model: DecoderModel, *, active: bool = False) -> int:
-    """Count every parameter once, also tied embeddings."""
+    """Count every parameter once, including tied embeddings."""
     rows = (1 if model.tied_embeddings else 2) * model.vocab_size + model.learned_positions
     # Norms, and the attention's biases and sinks, of all layers; a prediction layer has three more norms.
     mla = model.mla
@@ -63,14 +63,15 @@ def count_params(model: DecoderModel, *, active: bool = False) -> int:
 
 
 def attention_width(model: DecoderModel) -> float:
-    """Return half the sum of a query's and a value's width over all heads: FLOPs of the core are 4 x this per pair."""
+    """Return half the sum of a query's and a value's width over all heads: the core takes 4 x this many FLOPs per
+    pair."""
     if model.mla is None:
         return model.num_heads * model.head_dim
     return model.num_heads * (model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim + model.mla.v_head_dim) / 2
 
 
 def context(window: int | None, seq_len: int) -> float:
-    """Return the tokens that a query attends to, averaged over positions: seq_len / 2 without a window."""
+    """Return the number of tokens that a query attends to, averaged over positions: seq_len / 2 without a window."""
     if window is None or window >= seq_len:
         return seq_len / 2
     return window * (1 - window / (2 * seq_len))
@@ -79,9 +80,9 @@ def context(window: int | None, seq_len: int) -> float:
 def flops_per_token(model: DecoderModel, seq_len: int) -> float:
     """Return the model FLOPs of forward and backward per token.
 
-    6 per parameter of a matrix product (2 forward, 4 backward; the embedding look-up is none) and attention's
-    two products over the causal half of the sequence: 6 * layers * heads * head_dim * seq_len.
-    PaLM (arXiv:2204.02311, appendix B) counts the full square instead; recomputed work never counts.
+    6 per parameter of a matrix product (2 forward, 4 backward; none for the embedding look-up) and attention's two
+    products over the causal half of the sequence: 6 * layers * heads * head_dim * seq_len. PaLM (arXiv:2204.02311,
+    appendix B) counts the full square instead; recomputed work never counts.
     """
     heads = (1 + model.prediction_layers) * model.vocab_size * model.hidden_size
     return 6.0 * (matmul_params(model, active=True) + heads) + mixing_flops_per_token(model, seq_len)
@@ -112,7 +113,7 @@ def attention_gemms(model: DecoderModel, tokens: float, tp: int) -> tuple[Gemm, 
 
 
 EAGER_NORM_BYTES = 24.0
-"""Traffic per element of a root-mean-square norm in separate operations: cast to 4 bytes, squared, averaged, scaled,
+"""Traffic per element of a root-mean-square norm with separate operations: cast to 4 bytes, squared, averaged, scaled,
 cast back."""
 EAGER_ROTATION_BYTES = 16.0
 """Traffic per element of a query or key, rotated in 4 bytes."""
@@ -121,8 +122,8 @@ EAGER_GATE_BYTES = 4.0
 
 
 def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Layout, window: int | None = None) -> Work:
-    """Return the norm, projections, core and residual of one layer; the core attends to a window or to all earlier
-    tokens."""
+    """Return the work of one layer's norm, projections, core and residual; the core attends to a window or to all
+    earlier tokens."""
     tp = layout.tp
     hidden = model.hidden_size
     split = tp if layout.sequence_parallel else 1
@@ -131,7 +132,7 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
     if model.mla is not None:
         query = key = attention_width(model)
     # The core reads q, k, v and keeps its output, which is also the input of the output projection.
-    # The residual stream itself is the norm's saved input; the norm's output is the projections'.
+    # The residual stream itself is the norm's saved input; the norm's output is the saved input of the projections.
     inner = (2 * query + 2 * key) / tp
     rotated = (query + key) / tp if model.rotates else 0.0
     latent = 0.0
@@ -158,7 +159,7 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
 
 
 def mlp_work(model: DecoderModel, tokens: float, layout: Layout) -> Work:
-    """Return the norm, feed-forward and residual of one layer."""
+    """Return the work of one layer's norm, feed-forward and residual."""
     tp = layout.tp
     hidden = model.hidden_size
     width = model.ffn_size / layout.tp
@@ -201,8 +202,8 @@ def shared_width(experts: ExpertSpec) -> int:
 
 
 def expert_layer_params(experts: ExpertSpec, hidden: int, gated: bool, *, active: bool) -> int:
-    """Count the parameters of all experts, or those that one token uses (`active`), and those that every token uses:
-    shared experts, their gate, and the router."""
+    """Count the parameters of all experts, or of those that one token uses (`active`), plus those that every token
+    uses: shared experts, their gate, and the router."""
     routed = (experts.top_k if active else experts.num_experts) * routed_expert_params(experts, hidden, gated)
     shared = (3 if gated else 2) * hidden * shared_width(experts) + (hidden if experts.shared_gate else 0)
     return routed + shared + experts.num_experts * (hidden + (1 if experts.bias else 0))
@@ -216,9 +217,9 @@ def routed_expert_params(experts: ExpertSpec, hidden: int, gated: bool) -> int:
 
 
 def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, layout: Layout) -> Work:
-    """Return the norm, router, experts and residual of one layer, with tokens spread evenly over the experts.
+    """Return the work of one layer's norm, router, experts and residual, with tokens spread evenly over the experts.
 
-    Experts are split by `etp`; the tokens of a tensor-parallel group are spread over it first (sequence parallel).
+    Experts are split by `etp`; the tokens of a tensor-parallel group are first spread over it (sequence parallel).
     """
     tp = layout.tp
     etp = layout.etp
@@ -235,7 +236,7 @@ def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, la
         gemms += [Gemm(tokens, gates * shared, hidden), Gemm(tokens, hidden, shared)]
     matrices = 3 if gated else 2
     routed = routed_expert_params(experts, hidden, gated) * experts.num_experts / (ep * etp)
-    # Each copy is permuted before and after the experts, and weighted and summed on its return.
+    # Each copy is permuted before and after the experts, then weighted and summed when it returns.
     permute = 2.0 * copies * hidden * 6
     return Work(
         gemms=(*gemms, Gemm(tokens / split, experts.num_experts, hidden, wide=False)),

@@ -1,1 +1,1 @@
-"""Diagnose a run from the events of its folder, during and after it; and draw a trace of its ranks."""
+"""Diagnose a run from the events in its folder, during and after the run, and write a trace of its ranks."""

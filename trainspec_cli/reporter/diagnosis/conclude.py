@@ -1,4 +1,4 @@
-"""Draw verdicts on a run: what slows it, most expensive first, or what bounds an undisturbed run."""
+"""Reach verdicts on a run: what slows it down, most expensive first, or what bounds an undisturbed run."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from trainspec_cli.reporter.diagnosis.series import (
 )
 from trainspec_cli.run.recovery.watch import Whereabouts, find_late
 
-# All ranks are slower than usual: other tenants, or a quota of the node.
+# All ranks are slower than usual because of other tenants or a quota on the node.
 
 
 COMMON_S = 8.0
 """All ranks must be slow for at least this many seconds, since other load on the machine comes and goes."""
 SLOWER = 2.0
-"""Steps of a user command are reported if they take at least this many times as long as usual: a script may change its
-work per step by design."""
+"""Steps of a user command are reported only if they take at least this many times as long as usual: a script may change
+its work per step by design."""
 STEPS_BEFORE = 8
-"""A user command must complete this many steps before the slow ones; the first steps compile and fill caches."""
+"""A user command must complete this many steps before the slow ones, since the first steps compile and fill caches."""
 
 
 def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    """Return verdicts on times when all ranks compute longer than usual, such as other tenants or a quota of the
-    node."""
+    """Return verdicts on periods in which all ranks compute longer than usual, for example because of other tenants or
+    a quota on the node."""
     ranks = evidence.ranks
     middle = (ranks - 1) // 2
     common_s = np.partition((times.own_s + times.queued_s) / evidence.shares, middle, axis=1)[:, middle]
@@ -55,7 +55,7 @@ def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerd
 
 def _explain_common(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
     def rise(name: str) -> float:
-        """Return how much a counter's mean over the ranks is above its usual level."""
+        """Return how far a counter's mean over the ranks is above its usual level."""
         series = means_known(evidence.counter(name).T)
         if len(series) != len(evidence.steps) or not np.isfinite(series).any():
             return float("nan")
@@ -82,7 +82,7 @@ def _explain_common(evidence: RunEvidence, episode: Episode) -> RunVerdict | Non
 
 
 def find_slow_steps(evidence: RunEvidence) -> list[RunVerdict]:
-    """Return verdicts on steps of a user command that became much slower, per rank or for the whole run. The cause is
+    """Return verdicts on steps of a user command that became much slower, per rank or for the entire run. The cause is
     unknown, since these steps are not divided into parts."""
     of_rank: list[RunVerdict] = []
     for rank, step_s in enumerate(evidence.part(*evidence.parts_s).T):
@@ -92,7 +92,7 @@ def find_slow_steps(evidence: RunEvidence) -> list[RunVerdict]:
         lasting = [one for one in found if one.first >= STEPS_BEFORE and one.steadiness >= STEADY]
         if not lasting:
             continue
-        # Keep one verdict per rank: the episode that cost most.
+        # Keep one verdict per rank, on the episode that cost most.
         episode = max(lasting, key=lambda one: one.excess * one.steps)
         text = f"{1 / (usual_s + episode.excess):.3g} steps a second, {1 / usual_s:.3g} usually"
         of_rank.append(verdict_of(evidence, episode, "slow_steps", text, rank=rank))
@@ -111,16 +111,16 @@ def _as_one(verdicts: Sequence[RunVerdict]) -> list[RunVerdict]:
     return list(joined.values())
 
 
-# Avoidable time: waiting for data, garbage collection, recompilation, writing checkpoints; and uneven work across
-# pipeline stages, or across ranks because of sample lengths.
+# Avoidable time: waiting for data, garbage collection, recompilation and writing checkpoints, and uneven work across
+# pipeline stages or, because of sample lengths, across ranks.
 
 
 AVERAGED_STEPS = 17
 """Costs that occur every few steps, such as garbage collection, are averaged over this many steps."""
 MOST_RANKS = 0.5
-"""A waste on more than this fraction of the ranks is reported for the whole run."""
+"""Wasted time on more than this fraction of the ranks is reported for the entire run."""
 WARM_STEPS_OF_WASTE = 5
-"""Compilation in this many first steps of a run is expected."""
+"""Compilation is expected in this many steps at the start of a run."""
 UNEVEN = 0.2
 """A stage's or rank's work is uneven if it exceeds the mean by this fraction."""
 TOGETHER = 0.6
@@ -141,7 +141,7 @@ def _averaged_counter(evidence: RunEvidence, name: str) -> Figures:
 
 
 def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figures, what: str) -> list[RunVerdict]:
-    """Return the ranks that spend time on this part of a step; one verdict for the run if most ranks do."""
+    """Return verdicts on the ranks that spend time on this part of a step; one verdict for the run if most ranks do."""
     limit = times.limit()
     found: list[tuple[int, Episode]] = []
     for rank in np.flatnonzero((series > limit[:, None]).sum(axis=0) >= CONFIRMING_STEPS).tolist():
@@ -152,7 +152,7 @@ def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figur
     for rank, episode in found:
         text = f"rank {rank} {what} for {milliseconds(episode.excess)} of a step"
         verdicts.append(verdict_of(evidence, episode, cause, text, rank=rank))
-    # If most ranks show the same waste, report it once: a list of all ranks would hide other verdicts.
+    # If most ranks waste time the same way, report it once: a list of all ranks would hide other verdicts.
     if len({rank for rank, _ in found}) > max(1, MOST_RANKS * evidence.ranks):
         worst = max(verdicts, key=lambda one: one.cost_s)
         text = f"{len(verdicts)} of {evidence.ranks} ranks: {worst.evidence[0]}"
@@ -161,7 +161,8 @@ def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figur
 
 
 def _is_of_device(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> bool:
-    """Return whether the rank's computing is slowed as much; then its loader only shares the device's problem."""
+    """Return whether the rank's computing is slowed down just as much; in that case its loader only shares the device's
+    problem."""
     inside = episode.where
     excess_s = float(np.median(times.own_s[inside, rank] - times.expected_s[inside, rank]))
     throttled_s = float(np.nanmean(evidence.counter("throttled_s")[inside, rank])) if evidence.counters else 0.0
@@ -199,7 +200,7 @@ def _checkpoints(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     writes = np.flatnonzero(waited_s > LEAST_SHARE * times.usual_step_s)
     if len(writes) < 2:
         return []
-    # A write's cost is spread over the steps up to the next write, which the last one lacks.
+    # The cost of a write is spread over the steps up to the next write; the last write has no next one.
     span = int(writes[-1] - writes[0])
     cost_s = float(waited_s[writes[:-1]].sum()) / max(1, span)
     if cost_s < LEAST_SHARE * times.usual_step_s:
@@ -217,7 +218,7 @@ def _checkpoints(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 
 def _stages(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    """Return a verdict on a pipeline stage that got more work than the others from the plan."""
+    """Return a verdict on a pipeline stage to which the plan gave more work than to the others."""
     kinds = np.array(evidence.kinds)
     every = np.unique(kinds)
     if len(every) < 2:
@@ -251,7 +252,7 @@ def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     if evidence.ranks < 2 or not np.isfinite(attended).any():
         return []
     known = np.isfinite(attended).all(axis=1)
-    shares = evidence.shares[known]  # more samples are not longer samples
+    shares = evidence.shares[known]  # having more samples is not having longer ones
     work = attended[known] / shares
     own_s = times.own_s[known] / shares
     mean = _mean_of_kind(work, kinds)
@@ -282,7 +283,7 @@ def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 
 def _mean_of_kind(series: Figures, kinds: npt.NDArray[np.int64]) -> Figures:
-    """Return, for each rank of a series (T, R), the mean over the ranks of its kind."""
+    """Return, for each rank in a series (T, R), the mean over the ranks of its kind."""
     means = np.empty_like(series)
     for kind in np.unique(kinds):
         of_kind = np.flatnonzero(kinds == kind)
@@ -290,7 +291,7 @@ def _mean_of_kind(series: Figures, kinds: npt.NDArray[np.int64]) -> Figures:
     return means
 
 
-# The planner's view of a run's steps: what bounds them, and their time after one change.
+# The planner's view of a run's steps: what bounds them, and how long they would take after one change.
 
 
 WAITING = "waiting"
@@ -307,9 +308,9 @@ class PlannedChange:
 @dataclass(frozen=True)
 class Outlook:
     basis: str
-    """The planner's name of the machine, or why the planner does not know it."""
+    """The planner's name for the machine, or why the planner does not know it."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """Shares of the time of passes and optimizer, by what bounds them; empty if the planner does not know."""
+    """Fractions of the time in passes and optimizer, by what bounds them; empty if the planner does not know."""
     changes: tuple[PlannedChange, ...] = ()
 
     @property
@@ -347,11 +348,11 @@ UNPLANNED = (
 def as_planned(evidence: RunEvidence, outlook: Outlook) -> list[RunVerdict]:
     """Return what bounds the steps, and the step time after each change.
 
-    A change scales the measured parts as it scales the planner's parts, so that a common error of the predictions
+    A change scales the measured parts in the same way as the planner's parts, so an error common to both predictions
     cancels.
     """
-    # The rank that waits least in exchanges shows the transfer; the rest is waiting for late ranks. The rank that waits
-    # most for data delays the others, so part of their waiting is for data.
+    # The rank that waits least in exchanges shows the transfer time; the rest is waiting for late ranks. The rank that
+    # waits most for data delays the others, so part of their waiting is also due to data.
     means = {name: float(np.mean(series)) for name, series in evidence.parts_s.items()}
     exposed_s = evidence.parts_s["exposed_comm"]
     data_s = evidence.parts_s["data_wait"]
@@ -388,7 +389,7 @@ def _bounds(parts_s: Mapping[str, float], outlook: Outlook) -> Iterator[tuple[st
     """Yield (bound, seconds of a step that it accounts for)."""
     computed_s = sum(parts_s[name] for name in COMPUTE_PARTS)
     shares = dict(outlook.shares) if outlook.is_known else {COMPUTING: 1.0}
-    exchanged_s = shares.pop(EXCHANGES, 0.0) * computed_s  # the parts measured on a GPU do not separate it
+    exchanged_s = shares.pop(EXCHANGES, 0.0) * computed_s  # parts measured on a GPU do not separate it
     for name, share in shares.items():
         yield name, share * computed_s
     for part, name in BOUNDS.items():
@@ -412,7 +413,7 @@ WARM_STEPS = 2
 """Number of first steps that compile, connect and allocate."""
 
 EVALUATION_SHARE = 0.2
-"""Evaluations below this fraction of the time of steps and evaluations are not reported."""
+"""Evaluations that take less than this fraction of the time of steps and evaluations together are not reported."""
 
 ADVICE: dict[Cause, str] = {
     "slow_device": "trainspec doctor; scheduler=auto gives the rank fewer samples",
@@ -489,9 +490,9 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
 def with_evaluations(
     verdicts: Sequence[RunVerdict], evaluations: Sequence[tuple[int, float]], steps: int, steps_s: float
 ) -> tuple[RunVerdict, ...]:
-    """Return the verdicts, with one on evaluations between the steps if they take much of the time. `evaluations`:
-    (step, seconds); a single evaluation at the run's end is needed, and is not reported. `steps` took `steps_s`
-    together."""
+    """Return the verdicts, plus one on evaluations between the steps if they take much of the time. `evaluations`:
+    (step, seconds); a single evaluation at the end of the run is needed, so it is not reported. `steps` steps took
+    `steps_s` in total."""
     seconds = sum(each_s for _, each_s in evaluations)
     if len(evaluations) < 2 or not steps or seconds < EVALUATION_SHARE * (seconds + steps_s):
         return tuple(verdicts)
@@ -527,14 +528,14 @@ def _hang(evidence: RunEvidence) -> list[RunVerdict]:
 def _late_of(evidence: RunEvidence) -> tuple[list[int], str]:
     """Return the ranks that the others wait for, and why they are late.
 
-    The ranks of a user command were judged when the hang was found, from more than the events contain: the culprit is
-    not `waiting`, even if it is in a collective too.
+    The ranks of a user command were judged when the hang was detected, from more information than the events contain:
+    the culprit is not `waiting`, even if it is also in a collective.
     """
     if evidence.parts_are_known:
         places = {rank: Whereabouts(stall.waiting, stall.collectives) for rank, stall in evidence.stalls.items()}
         return find_late(places, evidence.ranks)
     late = sorted(rank for rank, stall in evidence.stalls.items() if not stall.waiting)
-    if not late:  # a rank that writes no event has ended
+    if not late:  # a rank that writes no events has ended
         return [rank for rank in range(evidence.ranks) if rank not in evidence.stalls], "it has ended"
     where = sorted({evidence.stalls[rank].waits_in or "" for rank in late})
     stands = " and in ".join(place for place in where if place)
@@ -549,8 +550,8 @@ def _stack(evidence: RunEvidence, rank: int) -> tuple[str, ...]:
 
 
 def _explained(verdicts: list[RunVerdict]) -> list[RunVerdict]:
-    """Leave out verdicts that another one explains: the machine's load if its cause is named, and a rank with the
-    longest samples if all ranks' samples are uneven."""
+    """Leave out verdicts that another one explains: load on the machine if its cause is named, and a rank with the
+    longest samples if samples are uneven on all ranks."""
     all_uneven = any(one.cause == "uneven_lengths" and one.rank is None for one in verdicts)
     named = [
         one
@@ -567,7 +568,7 @@ def _explained(verdicts: list[RunVerdict]) -> list[RunVerdict]:
 
 
 def _joined(verdicts: list[RunVerdict]) -> list[RunVerdict]:
-    """Merge verdicts of one cause and place that recurred."""
+    """Merge recurring verdicts with the same cause and place."""
     joined: dict[tuple[object, ...], RunVerdict] = {}
     for one in sorted(verdicts, key=lambda one: one.since_step):
         known = joined.get(one.place)

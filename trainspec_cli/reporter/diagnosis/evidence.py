@@ -18,7 +18,7 @@ from trainspec_cli.run.folder.event_types.events import LinkEvent, StallEvent
 Figures = npt.NDArray[np.float64]
 
 OWN_PARTS = ("data_wait", "forward", "backward", "optimizer", "checkpoint", "other")
-"""Parts of a step that a rank spends on its own; in the others it waits for, or exchanges with, its peers."""
+"""Parts of a step that a rank spends alone; in the others it waits for its peers or exchanges data with them."""
 COMPUTE_PARTS = ("forward", "backward", "optimizer")
 COUNTERS = (
     "cpu_s",
@@ -40,7 +40,7 @@ COUNTERS = (
     "available_bytes",
 )
 READINGS = ("rss_bytes", "swap_bytes", "available_bytes")
-"""Counters that are read at a window's last step, and known only there."""
+"""Counters that are read at a window's last step and known only there."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RunEvidence:
     """Everything known about a run, or about its newest steps."""
 
     steps: npt.NDArray[np.int64]
-    """(T,): the numbers of the steps, ascending."""
+    """(T,): the step numbers, ascending."""
     parts_s: Mapping[str, Figures]
     """(T, R) by part."""
     counters: Mapping[str, Figures]
@@ -73,7 +73,7 @@ class RunEvidence:
     """Ranks of one kind do the same work, such as those of one pipeline stage."""
     connections: tuple[Connection, ...] = ()
     stalls: Mapping[int, StallEvent] = field(default_factory=dict)
-    """The newest stall report of each rank, in the step after the last one."""
+    """The newest stall report of each rank, for the step after the last one."""
     link_changes: tuple[LinkEvent, ...] = ()
     """Links that were measured faster or slower than before."""
     retried_steps: tuple[int, ...] = ()
@@ -82,18 +82,18 @@ class RunEvidence:
     """Findings of ranks that profiled themselves; the profiled steps are left out of the evidence."""
     total_steps: int | None = None
     changed_steps: tuple[int, ...] = ()
-    """Updates before which the work of a rank changed: by a directive, a larger batch, or a new start."""
+    """Steps before which a rank's work changed because of a directive, a larger batch or a new start."""
     planned_s: Mapping[str, float] = field(default_factory=dict)
     """The planned seconds of a step by part; empty without a plan."""
     parts_are_known: bool = True
-    """False for a user command, whose whole step is `other`."""
+    """False for a user command, whose entire step is `other`."""
 
     @property
     def ranks(self) -> int:
         return len(self.nodes)
 
     def part(self, *names: str) -> Figures:
-        """Return the seconds of these parts together, (T, R)."""
+        """Return the total seconds of these parts, (T, R)."""
         return reduce(np.add, (self.parts_s[name] for name in names))
 
     def counter(self, name: str) -> Figures:

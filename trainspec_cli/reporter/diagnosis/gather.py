@@ -1,4 +1,4 @@
-"""Gather the evidence for verdicts from the events of all ranks, repeatedly during a run."""
+"""Gather evidence for verdicts from the events of all ranks, repeatedly during a run."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ from trainspec_cli.run.folder.record import has_plan
 SILENT_S = 1.5
 """A rank that has not reported a stall this many seconds after the first report counts as silent."""
 MOST_ROWS, LEAST_STEPS = 2**18, 2**12
-"""About how many rows (steps times ranks) are kept, but at least `LEAST_STEPS` steps."""
+"""Approximate number of rows (steps times ranks) to keep, but at least `LEAST_STEPS` steps."""
 MOST_RANKS = 10**6
 STEP_BYTES = 1024
-"""About how many bytes a rank writes per step, including its part of the counters."""
+"""Approximate number of bytes that a rank writes per step, including its share of the counters."""
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """How a run's ranks are arranged, by its plan."""
+    """How a run's ranks are arranged according to its plan."""
 
     ranks: int
     devices_per_node: int
@@ -79,7 +79,7 @@ class RunShape:
 
 
 def shape_of(run: RunDir) -> RunShape:
-    """Return a run's shape from its plan.json, of any version that names nodes and layout; without a plan, from its
+    """Return a run's shape from its plan.json (of any version that names nodes and layout) or, without a plan, from its
     processes.
 
     Raises UnreadableFileError.
@@ -119,21 +119,21 @@ def shape_of(run: RunDir) -> RunShape:
 
 @dataclass
 class RankHistory:
-    """The steps of one rank that were not undone, as the rank wrote them."""
+    """One rank's steps, without those that were undone, as the rank wrote them."""
 
     steps: StepColumns = field(default_factory=lambda: StepColumns(*PARTS, "queued_s"))
     """Seconds by part, and seconds without a processor."""
     counters: list[CountersEvent] = field(default_factory=list)
     usage: list[UsageEvent] = field(default_factory=list)
-    """Readings of a user command."""
+    """Readings for a user command."""
     stall: StallEvent | None = None
-    """The stall report of the step after the last one."""
+    """The stall report for the step after the last one."""
     is_hung: bool = False
-    """True if the stall ended the start."""
+    """True if the stall ended this start."""
     ended_by: StallEvent | None = None
     """The hang that ended an earlier start, if any."""
     most_samples: int = 0
-    """The largest step of its group so far, before steps are repeated."""
+    """The largest number of samples in a step of its group so far; repeated steps do not count again."""
     changed_steps: set[int] = field(default_factory=set)
     """As `RunEvidence.changed_steps`."""
 
@@ -145,7 +145,7 @@ class RankHistory:
             self.stall = None
             self.is_hung = False
             samples = event.samples if isinstance(event.took, Absent) else event.took[1]
-            # A larger batch changes time and memory of later steps; repeated steps must not count again.
+            # A larger batch changes the time and memory of later steps; repeated steps must not count again.
             if not isinstance(samples, Absent) and samples > self.most_samples:
                 self.most_samples = samples
                 self.changed_steps.add(event.step - 1)
@@ -190,7 +190,7 @@ class RankHistory:
         return max(self.steps.steps, default=0)
 
     def rows_of(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return the rank's figures for the given steps, in increasing order: (figures, steps)."""
+        """Return the rank's figures for the given steps (in increasing order), with shape (figures, steps)."""
         made = np.array(self.steps.steps)
         order = np.argsort(made, kind="stable")
         rows = order[np.searchsorted(made[order], steps)]
@@ -215,7 +215,7 @@ class RunReader:
     """Reads a run's folder: `read` reads new events, `evidence` returns what is known.
 
     With `remembered_steps` it starts near the end of each file, about that many steps back. Otherwise it reads
-    everything, and keeps the newest steps of a run with more than `MOST_ROWS` rows.
+    everything, and keeps only the newest steps if the run has more than `MOST_ROWS` rows.
     """
 
     def __init__(self, run: RunDir, shape: RunShape, remembered_steps: int | None = None):
@@ -250,8 +250,8 @@ class RunReader:
             elif isinstance(event, LookEvent):
                 self.looks.append(event.look)
             elif isinstance(event, RecoveryEvent) and event.change == "retried":
-                # A step is also repeated when a group leaves or joins; then its node is gone or back, and no link
-                # failed.
+                # A step is also repeated when a group leaves or joins; in that case its node is gone or back, and no
+                # link failed.
                 self._retried.add(event.step)
             elif isinstance(event, DirectiveEvent) and event.applied and event.kind in ("layers", "layout"):
                 if self.changed is None or event.step >= self.changed.step:
@@ -271,7 +271,7 @@ class RunReader:
         return min((history.newest for history in self.histories), default=0)
 
     def evidence(self, now: float | None = None) -> RunEvidence:
-        """Return the evidence on the steps that every rank has written, since the last change of layout. `now`: Unix
+        """Return the evidence on the steps that every rank has written since the last layout change. `now`: Unix
         time during a run."""
         made = [np.array(history.steps.steps, dtype=np.int64) for history in self.histories]
         # Ranks write at different times, and a step that one of them has not written yet cannot be compared.
@@ -320,7 +320,7 @@ class RunReader:
         return series
 
     def _readings(self, steps: npt.NDArray[np.int64]) -> dict[str, Figures]:
-        """Return the counters of a run without a plan, which are its memory."""
+        """Return the counters of a run without a plan: only memory."""
         series = {name: np.full((len(steps), len(self.histories)), np.nan) for name in READINGS}
         for rank, history in enumerate(self.histories):
             for event in history.usage:
@@ -330,8 +330,8 @@ class RunReader:
         return series
 
     def _stalls(self, now: float | None) -> dict[int, StallEvent]:
-        """Return the ranks' stall reports of the step after the newest completed one; empty while more reports may
-        come. If no step hangs, return those of the hang that ended an earlier start."""
+        """Return the ranks' stall reports for the step after the newest completed one; empty while more reports may
+        arrive. If no step hangs, return those for the hang that ended an earlier start."""
         last = max((history.newest for history in self.histories), default=0)
         found = {
             rank: history.stall
@@ -349,7 +349,7 @@ class RunReader:
 
 
 def _window(steps: npt.NDArray[np.int64], event: CountersEvent) -> slice:
-    """Return the rows of the steps in a window of counters."""
+    """Return the rows of the steps in a counter window."""
     first, last = np.searchsorted(steps, [event.step - event.steps + 1, event.step + 1]).tolist()
     return slice(first, last)
 
@@ -358,7 +358,7 @@ CONNECTION_FIGURES = ("sent_bytes", "segments", "resent", "timeouts", "busy_s")
 
 
 def _connections(histories: Sequence[RankHistory], steps: npt.NDArray[np.int64]) -> Iterator[Connection]:
-    """Yield the ranks' connections, with all connections from one rank to another merged."""
+    """Yield the ranks' connections, merging all connections from one rank to another."""
     other_ends = _other_ends(histories)
     of_pair: dict[tuple[int, int], dict[str, Figures]] = defaultdict(lambda: _unknown(len(steps)))
     for rank, history in enumerate(histories):
@@ -376,7 +376,7 @@ def _connections(histories: Sequence[RankHistory], steps: npt.NDArray[np.int64])
 def _other_ends(histories: Sequence[RankHistory]) -> dict[tuple[str, str], int]:
     """Return the rank at the other end of each connection, by its local and peer address. A rank counts only its
     busiest connections: if the other end did not count one, the result is the first rank at that address, which is on
-    the right node. Connections to addresses of no rank are left out."""
+    the right node. Connections to addresses that belong to no rank are left out."""
     seen = {
         (one.local, one.peer): rank
         for rank, history in enumerate(histories)
@@ -406,7 +406,8 @@ def _unknown(steps: int) -> dict[str, Figures]:
 
 
 def read_run(run: RunDir) -> RunReader:
-    """Return the evidence on a run in its current state. Raises UnreadableFileError if its plan is damaged."""
+    """Return a reader with everything known about a run so far. Raises UnreadableFileError if the run's plan is
+    damaged."""
     reader = RunReader(run, shape_of(run))
     reader.read()
     return reader

@@ -33,11 +33,11 @@ from trainspec_cli.reporter.diagnosis.series import (
 )
 
 LOST = 1e-3
-"""A connection with more than this fraction of retransmitted segments loses segments."""
+"""A connection is lossy above this fraction of retransmitted segments."""
 LOST_SEGMENTS = 5
 RECENT_STEPS = 16
 TIMEOUTS = 0.5
-"""A path with at least this ratio of time-outs to retransmitted segments has outages instead of losing single
+"""At or above this ratio of time-outs to retransmitted segments, a path has outages instead of losing single
 segments."""
 LATER_S, LATER = 5e-4, 1.0
 """The latency has grown if it exceeds the usual one by this many seconds and by this fraction of it. A delaying link
@@ -48,9 +48,9 @@ small exchange shows a delay in every step."""
 LOADED, OF_RTT = 0.2, 0.3
 """A longer latency is attributed to a link if round trips show this fraction of it (all round trips of the exchange
 together, if ranks lack a processor for at most this fraction of a step). Behind a relay, round trips show nothing, so
-ranks must not lack a processor."""
+ranks must not lack a processor at all."""
 OF_NOISE = 0.5
-"""If waiting for processors is this fraction of a transfer's excess, no link is blamed."""
+"""If waiting for processors is at least this fraction of a transfer's excess, no link is blamed."""
 HELD_QUEUED_S = 1e-2
 """A rank throttled by a quota empties its sockets late, so round trips to it grow by a few milliseconds."""
 LONG_STEPS_S = 3.0
@@ -59,13 +59,14 @@ LONG_STEPS_S = 3.0
 OUTAGES = 2
 """Connections must time out at this many points of a run before a link is blamed."""
 MOST_STEPS, AT_OUTAGES = 0.5, 0.8
-"""Outages are temporary: less than this fraction of the steps show one, and these steps have most retransmissions."""
+"""Outages are temporary: less than this fraction of the steps show one, and these steps have at least this fraction of
+the retransmissions."""
 
 
 def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
     if evidence.ranks < 2:
         return []
-    # Take the minimum over the ranks: the last rank waits for no other, so its time is the transfer's.
+    # Take the minimum over the ranks: the last rank does not wait for any other, so its time is that of the transfer.
     exposed_s = evidence.parts_s["exposed_comm"]
     step_s: Figures = np.median(evidence.part(*evidence.parts_s), axis=1)
     transfer_s = exposed_s.min(axis=1)
@@ -74,12 +75,13 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
     limit = np.maximum(least_s, NOISE_FACTOR * deviation(transfer_s))
     found = []
     for one in find_episodes(excess_s, limit, step_s):
-        # A short episode is attributed to a link only if its connections show waiting data.
+        # A short episode is attributed to a link only if its connections show queued data.
         lasts = float(step_s[one.where].sum()) >= LONG_STEPS_S
         if one.steadiness >= STEADY and (lasts or _waits_on_its_way(evidence, paths_of(evidence.connections, one))):
             verdict = _explain(evidence, one)
             found += [verdict] if verdict is not None else []
-    # The first kind that applies is reported: outages also show retransmissions, and losses also lengthen latencies.
+    # The first kind that applies is reported, since outages also show retransmissions, and losses also increase
+    # latency.
     return (
         _outages(evidence, step_s)
         or found
@@ -89,14 +91,14 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
 
 
 def _waits_on_its_way(evidence: RunEvidence, paths: Sequence[Path], least_s: float = QUEUED_S) -> bool:
-    """Return whether data sent between nodes is delayed on the way. The kernel acknowledges even for a rank without a
-    processor."""
+    """Return whether data sent between nodes is delayed on the way. The kernel sends acknowledgements even for a rank
+    without a processor."""
     return any(path.has_queue(least_s) and len(set(_ends(evidence, path))) > 1 for path in paths)
 
 
 def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
-    """Return a verdict on a link with outages: connections timed out in a few long steps, and almost nothing was
-    retransmitted in the others, unlike with packet loss."""
+    """Return a verdict on a link with outages: connections timed out in a few long steps and, unlike with packet loss,
+    almost nothing was retransmitted in the others."""
     waited = np.sum([np.nan_to_num(one.timeouts) for one in evidence.connections], axis=0) > 0
     where = np.flatnonzero(waited)
     bouts = int((np.diff(where) > 1).sum()) + 1 if where.size else 0
@@ -112,7 +114,7 @@ def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
         return []
     paths = paths_of(evidence.connections, span)
     worst = max(paths, key=lambda path: path.timeouts)
-    # Outages may continue if the time since the last one is at most twice their mean distance.
+    # Outages may still recur if the time since the last one is at most twice their mean interval.
     goes_on = len(step_s) - 1 - last <= 2 * span.steps / (bouts - 1)
     text = (
         f"{sum(path.timeouts for path in paths):.0f} time-outs of connections in {bouts} places, most of them between "
@@ -133,8 +135,8 @@ def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
 
 
 def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
-    """Return a verdict on why transfers of an episode are long; None if the machine's load is the cause, or nothing is
-    known."""
+    """Return a verdict on why transfers of an episode are long; None if load on the machine is the cause, or if the
+    cause is unknown."""
     paths = paths_of(evidence.connections, episode)
     losing = _losing(paths)
     if losing is not None and not losing.overflows:
@@ -165,7 +167,7 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
 def _is_of_processors(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> bool:
     """Return whether transfers are long because ranks wait for a processor or are throttled. If data between nodes is
     delayed on the way, the link is the cause."""
-    throttled_s = rise(evidence.counter("throttled_s"), episode, np.nanmax)  # one such rank delays all others
+    throttled_s = rise(evidence.counter("throttled_s"), episode, np.nanmax)  # one throttled rank delays all others
     waiting_s = sum(rise(evidence.counter(name), episode, np.nanmean) for name in ("queued_s", "exposed_queued_s"))
     if waiting_s + throttled_s <= OF_NOISE * episode.excess:
         return False
@@ -174,7 +176,7 @@ def _is_of_processors(evidence: RunEvidence, episode: Episode, paths: Sequence[P
 
 
 def _losing(paths: Sequence[Path]) -> Path | None:
-    """Return the path with the most retransmitted segments, if possible one with two known ends; None if they are too
+    """Return the path with the most retransmitted segments, preferably one with two known ends; None if there are too
     few."""
     resent = sum(path.resent for path in paths)
     segments = sum(path.segments for path in paths)
@@ -184,10 +186,10 @@ def _losing(paths: Sequence[Path]) -> Path | None:
 
 
 def _delays(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list[RunVerdict]:
-    """Return a verdict on a link with a delay that is below the transfers' noise: the small exchange at a step's end
-    shows it, and its cost is the increase of all transfers. Links within a node have no such delay, and ranks throttled
-    by a quota answer late."""
-    # Latencies within a node are those of processors, not of links.
+    """Return a verdict on a link with a delay below the transfers' noise: the small exchange at the end of a step shows
+    it, and its cost is the increase of all transfers. Links within a node have no such delay, and ranks throttled by a
+    quota answer late."""
+    # Latencies within a node come from processors, not from links.
     if len(set(evidence.nodes)) == 1:
         return []
     agreed_s = over_all_ranks(evidence.counter("agreed_s"), np.nanmin)
@@ -210,8 +212,8 @@ def _delays(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list
 
 
 def _latency_s(evidence: RunEvidence, episode: Episode) -> tuple[float, float]:
-    """Return (increase of the small exchange at a step's end in an episode, its usual time), on the rank that enters it
-    last."""
+    """Return (by how much the small exchange at the end of a step takes longer in an episode, its usual time), on the
+    rank that enters it last."""
     agreed_s = over_all_ranks(evidence.counter("agreed_s"), np.nanmin)
     return rise(evidence.counter("agreed_s"), episode, np.nanmin), float(np.nan_to_num(np.nanpercentile(agreed_s, 25)))
 
@@ -229,7 +231,7 @@ def _delayed(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> 
     """Return a verdict on a link whose latency has grown; None if round trips do not show it."""
     latency_s, usual_s = _latency_s(evidence, episode)
     worst = max(paths, key=lambda path: path.rtt_s - path.usual_rtt_s, default=None)
-    # Ranks that wait for a processor also delay exchanges; that time is not the link's.
+    # Ranks that wait for a processor also delay exchanges; that time is not due to the link.
     names = ("queued_s", "exposed_queued_s")
     queued_s = sum(float(np.nan_to_num(evidence.counter(name)[episode.where]).mean()) for name in names)
     step_s = float(evidence.part(*evidence.parts_s)[episode.where].mean())
@@ -272,19 +274,19 @@ def _verdict(
         sentences.append(f"the {slowest.axis} exchanges of ranks {_names(link)} have become slower")
     node = _node_of(evidence, paths, badness)
     found = verdict_of(evidence, episode, cause, *sentences, node=node, link=link)
-    # The machine's load may hide the cost of lost segments, while the newest steps still lose some.
+    # Load on the machine may hide the cost of lost segments although the newest steps still lose some.
     loses_still = cause == "lossy_link" and _resent(evidence)[-RECENT_STEPS:].sum() >= 1
     return replace(found, until_step=None) if loses_still else found
 
 
 def _resent(evidence: RunEvidence) -> Figures:
-    """Return the segments retransmitted on all connections together, (T,)."""
+    """Return the number of segments retransmitted on all connections together, (T,)."""
     whole: Figures = np.sum([np.nan_to_num(one.resent) for one in evidence.connections], axis=0)
     return whole
 
 
 def _always_lossy(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list[RunVerdict]:
-    """Return a verdict on a link that lost segments from the start, so that no change shows it."""
+    """Return a verdict on a link that has lost segments from the start, so that no change reveals it."""
     if not len(step_s):
         return []
     first = int(np.argmax(_resent(evidence) > 0)) if evidence.connections else 0

@@ -8,17 +8,17 @@ from dataclasses import replace
 from trainspec_cli.recipe.results.verdict import Cause, Look, LookOrder, RunVerdict
 
 MOST_LOOKS = 8
-"""Most looks of a run, over all of its starts."""
+"""Largest number of looks in a run, over all of its starts."""
 SAY_ALL: tuple[Cause, ...] = ("as_planned", "noise", "checkpoint_writing", "memory_leak", "memory_pressure")
-"""Causes that a look cannot explain: they are not work of the steps, or a look uses the resource that is short."""
+"""Causes that a look cannot explain: they are not work in the steps, or a look would use the resource that is short."""
 LINE_SHARE = 0.2
-"""A line of code is named if this fraction of a rank's own time outside of torch operations is spent on it."""
+"""A line of code is named if at least this fraction of a rank's own time outside torch operations is spent on it."""
 
 
 def next_look(verdict: RunVerdict, nodes: Sequence[int], known: Sequence[LookOrder]) -> LookOrder | None:
     """Return the look that a new verdict requests; None if it requests none, its place was already profiled, or the run
-    had enough looks. `nodes`: the node of each rank."""
-    # A look slows its rank for some steps, so a run has few of them.
+    has had enough looks. `nodes`: the node of each rank."""
+    # A look slows its rank down for some steps, so a run has few of them.
     if verdict.cause in SAY_ALL or len(known) >= MOST_LOOKS or any(one.place == verdict.place for one in known):
         return None
     # The suspected rank profiles itself; otherwise the first rank of the node, link or run.
@@ -42,7 +42,7 @@ def with_look(verdict: RunVerdict, looks: Sequence[Look]) -> RunVerdict:
     look = next((one for one in reversed(looks) if one.order.place == verdict.place), None)
     if look is None:
         return verdict
-    # A line with a small share of the time was sampled by chance.
+    # A line with a small fraction of the time was sampled by chance.
     code = look.lines[0].position if look.lines and look.lines[0].share >= LINE_SHARE else None
     return replace(verdict, code=code, evidence=(*verdict.evidence, *_sentences(look, names_line=code is not None)))
 

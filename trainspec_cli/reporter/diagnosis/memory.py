@@ -12,20 +12,20 @@ from trainspec_cli.reporter.diagnosis.evidence import Figures, RunEvidence
 from trainspec_cli.run.recovery.watch import EIGHTHS, grows_steadily, slope_per_step
 
 SETTLING_STEPS = 10
-"""Number of first steps that allocate what later ones reuse."""
+"""Number of steps at the start that allocate memory which later ones reuse."""
 LEAST_READINGS = 2 * EIGHTHS
 READINGS = 6 * EIGHTHS
-"""A leak is searched in windows of this many newest readings."""
+"""Leaks are searched for in windows of at most this many of the newest readings."""
 ALIKE = 0.5
 """Few readings are enough if each eighth of them grew by at least this fraction of the mean growth; a filling cache
 grows less and less."""
 LEAST_LEAKING = 4
-"""Readings since the start of a leak that determine its slope."""
+"""Number of readings since the start of a leak that are needed to determine its slope."""
 LEAST_GROWTH, LEAST_GROWTH_BYTES = 0.05, 32 * 2**20
-"""Memory that grows by less, relative to its size and in bytes, is no leak."""
+"""Memory that grows by less, relative to its size and in bytes, is not leaking."""
 OUTLASTS_RUN = 2.0
-"""A leak is not reported if memory lasts for this many times the run's steps: allocators keep slightly more from step
-to step, and the growth is extrapolated from few readings."""
+"""A leak is not reported if memory lasts for this many times the run's steps: allocators keep slightly more with each
+step, and the growth is extrapolated from few readings."""
 SWAPPED_BYTES = 16 * 2**20
 
 
@@ -70,7 +70,7 @@ def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
 def _leak_of(evidence: RunEvidence, rank: int) -> tuple[int, float, float] | None:
     """Return (first step, bytes per step, bytes so far) of a leaking rank."""
     steps, held = _readings(evidence, evidence.counter("rss_bytes")[:, rank])
-    # Try the longest window first: it separates a slow leak from noise; the short one finds a fast leak early.
+    # Try the longest window first, which separates a slow leak from noise; the short one finds a fast leak early.
     for count in sorted({min(READINGS, len(steps)), min(LEAST_READINGS, len(steps)), EIGHTHS}, reverse=True):
         if count > len(steps) or (count < LEAST_READINGS and not _grows_evenly(held[-count:])):
             continue
@@ -96,7 +96,7 @@ def _grows_evenly(held: Figures) -> bool:
 
 
 def _readings(evidence: RunEvidence, series: Figures) -> tuple[Figures, Figures]:
-    """Return (steps, readings) of a state since the rank's work last changed: different work needs different memory."""
+    """Return (steps, readings) since the rank's work last changed, because different work needs different memory."""
     begun = max([int(evidence.steps[0]), *(step for step in evidence.changed_steps if step <= evidence.steps[-1])])
     known = np.isfinite(series) & (evidence.steps > begun + SETTLING_STEPS)
     return evidence.steps[known].astype(np.float64), series[known]

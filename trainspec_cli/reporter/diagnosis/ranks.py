@@ -1,9 +1,9 @@
-"""Find ranks, or whole nodes, that take longer than expected for their own part of a step.
+"""Find ranks, or entire nodes, that take longer than expected for their own part of a step.
 
-All ranks end a step together, so the step's time shows nothing; a rank's own part does, since the others wait for it.
-It is compared with that of ranks that do the same work or, if there are no such ranks, with the rank's past. The
-kernel's counters show the reason: a quota, other processes on its processor, memory, or more work; the remaining cause
-is the device.
+All ranks finish a step together, so the step time does not show which rank is slow, but the time of each rank's own
+part does. It is compared with that of ranks doing the same work or, if there are none, with the rank's past. The
+kernel's counters show the reason: a quota, other processes on its processor, memory, or more work. If none applies, the
+cause is the device.
 """
 
 from __future__ import annotations
@@ -38,23 +38,24 @@ from trainspec_cli.reporter.diagnosis.series import (
 )
 
 STOLEN_S = 8.0
-"""Other processes must take a rank's processor for at least this many seconds, since their load comes and goes."""
+"""Other processes must occupy a rank's processor for at least this many seconds, since their load comes and goes."""
 STOLEN_ALONE_S, OF_STOLEN = 3.0, 0.5
-"""This many seconds are enough if the rank's peers lack a processor for at most this fraction of its excess."""
+"""This many seconds are enough if the time that the rank's peers lack a processor is at most this fraction of its
+excess."""
 RELIEVED = 0.97
 """A rank with less than this fraction of its peers' samples was given fewer."""
 LEFT_S = 60.0
 """Other load that ended within this many seconds was noise."""
 LASTING_STEPS = 8
-"""An episode without a counted reason that ends within fewer steps is not reported: since series are smoothed, load
-during 5 steps shows in up to 7."""
+"""An episode without a counted reason that lasts fewer steps is not reported: since series are smoothed, load during 5
+steps shows up in as many as 7."""
 STEADILY = 0.8
-"""In one disturbance, as opposed to several in a row, at least this fraction of the steps is slow."""
+"""In a single disturbance, as opposed to several in a row, at least this fraction of the steps is slow."""
 UNCOUNTED_STEPS = 6
 """Number of slow steps that confirm a cause without a matching counter."""
 OF_PEERS = 0.4
-"""If the peers' time without a processor rises by this fraction of a rank's excess, the whole machine is loaded, unless
-that rank is always last."""
+"""If the peers' time without a processor rises by this fraction of a rank's excess, the entire machine is loaded,
+unless that rank is always last."""
 LOADED = 0.05
 """The machine is loaded if ranks wait for a processor for this fraction of a step."""
 EXPLAINS = 0.4
@@ -64,11 +65,11 @@ PAGES = 20.0
 AS_SLOW = 0.5
 """A peer is as slow as a rank if it has this fraction of the rank's excess."""
 MORE_WORK = 0.5
-"""More work explains a slow rank if the work's increase is this fraction of the time's."""
+"""More work explains a slow rank if the relative increase in work is at least this fraction of that in time."""
 
 
 CHANCE = 1e-5
-"""A rank is always last if chance would make it so with less than this probability (Hoeffding, 1963)."""
+"""A rank is always last if the probability that this happens by chance is below this (Hoeffding, 1963)."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Slow:
     cause: Cause
     why: str
     is_counted: bool = False
-    """True if the kernel counted the cause, which then is not other load on the machine."""
+    """True if the kernel counted the cause, so that it is not other load on the machine."""
 
 
 class OwnTimes:
@@ -88,15 +89,15 @@ class OwnTimes:
 
     def __init__(self, evidence: RunEvidence):
         self.evidence = evidence
-        # Garbage collection and time without a processor have separate verdicts; included here, they would look like a
-        # slow device.
+        # Garbage collection and time without a processor have separate verdicts; if included here, they would look like
+        # a slow device.
         gc_s = np.nan_to_num(evidence.counter("gc_s"))
         parts = [name for name in OWN_PARTS if name not in ("data_wait", "checkpoint")]
         throttled_s = np.nan_to_num(evidence.counter("throttled_s"))
         self.queued_s: Figures = np.maximum(0.0, np.nan_to_num(evidence.counter("queued_s")) - throttled_s)
-        """(T, R): time that other processes had the processor; a thread throttled by a quota waits too."""
+        """(T, R): time during which other processes had the processor; a thread throttled by a quota waits too."""
         self.own_s: Figures = np.maximum(0.0, evidence.part(*parts) - gc_s - self.queued_s)
-        """(T, R): own time without waiting for data or a processor, checkpoints and garbage collection, which have
+        """(T, R): own time, excluding waits for data or a processor, checkpoints and garbage collection, which have
         separate verdicts."""
         self.step_s: Figures = np.median(evidence.part(*evidence.parts_s), axis=1)
         """(T,)"""
@@ -105,12 +106,12 @@ class OwnTimes:
         """True if the system counts the time that a rank waits for a processor."""
         self.load_s = smoothed(np.median(self.queued_s, axis=1))
         """(T,): the ranks' median wait for a processor. Programs that share processors also share caches and cores, so
-        computation takes longer by about as much, on varying ranks."""
-        # If all ranks of a kind are on one node, a slow node makes them equally slow, which a comparison within the
-        # kind would hide. They are therefore also compared with the usual level of the other ranks.
+        computation takes longer by about the same amount, on varying ranks."""
+        # If all ranks of a kind are on one node, a slow node makes them equally slow, and a comparison within the kind
+        # would miss that. They are therefore also compared with the usual level of the other ranks.
         expected = self.expect(self.own_s)
         shares = self.evidence.shares
-        if (shares > 1).any():  # a rank with more samples by the scheduler may take proportionally longer
+        if (shares > 1).any():  # a rank to which the scheduler gave more samples may take proportionally longer
             with_share_s = self.expect(self.own_s / shares) * shares
             expected = np.where(shares > 1, np.maximum(expected, with_share_s), expected)
         kinds = np.array(self.evidence.kinds)
@@ -125,14 +126,14 @@ class OwnTimes:
 
     def expect(self, series: Figures) -> Figures:
         """Return each rank's expected figures: the median of the ranks that do the same work (of two, the lower); for a
-        single rank its own usual level."""
+        rank without peers, its own usual level."""
         kinds = np.array(self.evidence.kinds)
         expected = np.empty_like(series)
         for kind in np.unique(kinds):
             of_kind = np.flatnonzero(kinds == kind)
             times = series[:, of_kind]
             if len(of_kind) > 1:
-                # Of two ranks the faster one is the reference: a median between both would hide the slow one.
+                # Of two ranks the faster one is the reference: the median of both would hide the slow one.
                 middle = (len(of_kind) - 1) // 2
                 expected[:, of_kind] = np.partition(times, middle, axis=1)[:, middle : middle + 1]
             else:
@@ -140,8 +141,8 @@ class OwnTimes:
         return expected
 
     def expect_queued(self) -> Figures:
-        """Return each rank's expected wait for a processor: on a busy machine, in proportion to its computing, as its
-        peers. A rank with more computation waits longer although nothing is taken from it."""
+        """Return each rank's expected wait for a processor: on a busy machine it is proportional to its computing, as
+        for its peers. A rank with more computation waits longer even if nothing is taken from it."""
         processor_s = self.evidence.counter("cpu_s")
         of_peers_s = self.expect(np.nan_to_num(processor_s))
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -156,16 +157,16 @@ class OwnTimes:
         return bool(loaded_s > LOADED * np.median(self.step_s[episode.where]))
 
     def is_always_last(self, rank: int, episode: Episode) -> bool:
-        """Return whether a rank is the last of those that do the same work far more often in an episode than by chance.
-        The load of a whole machine hits varying ranks."""
+        """Return whether, among ranks that do the same work, this one is last in an episode far more often than by
+        chance. Machine-wide load hits varying ranks."""
         of_kind = np.flatnonzero(np.array(self.evidence.kinds) == self.evidence.kinds[rank])
         took_s = (self.own_s + self.queued_s)[episode.where][:, of_kind]
         more_often = float((of_kind[took_s.argmax(axis=1)] == rank).mean()) - 1 / len(of_kind)
         return more_often > 0 and math.exp(-2 * episode.steps * more_often**2) < CHANCE
 
     def limit(self, series: Figures | None = None) -> Figures:
-        """Return the limit above which a series of seconds (T,) counts: a fraction of the surrounding steps, and more
-        than the noise of single steps."""
+        """Return the limit above which a series of seconds (T,) counts: a fraction of the surrounding steps, and above
+        the noise of single steps."""
         noise = 0.0 if series is None else NOISE_FACTOR * float(deviation(series))
         return np.maximum(LEAST_SHARE * np.maximum(self.usual_step_s, smoothed(self.step_s)), noise)
 
@@ -173,7 +174,7 @@ class OwnTimes:
 def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     """Return verdicts on ranks that are slower than others with the same work; on the node if all of its ranks are."""
     slow = []
-    # Without a counted load, a slow rank may be other load, which comes and goes; confirm it for longer.
+    # Without load counters, a slow rank may be due to other load, which comes and goes; confirm it for longer.
     confirming_s = CONFIRMING_S if times.knows_load else STOLEN_S
     for rank, episode in _suspects(times, times.own_s - times.expected_s, confirming_s, times.load_s):
         found = explain(evidence, times, rank, episode)
@@ -219,7 +220,7 @@ def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[E
     least_s = STOLEN_S if is_loaded or not times.knows_load else STOLEN_ALONE_S
     if not is_slow.any():
         return False
-    # Stretches of slow steps begin at even positions of `edges` and end at odd ones.
+    # Stretches of slow steps begin at even positions in `edges` and end at odd ones.
     edges = np.flatnonzero(np.diff(np.concatenate([[False], is_slow, [False]]).astype(np.int8)))
     longest = edges[::2][np.argmax(edges[1::2] - edges[::2])]
     in_a_row = slice(longest, longest + np.max(edges[1::2] - edges[::2]))
@@ -231,7 +232,8 @@ def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[E
 
 
 def _came_to_stay(evidence: RunEvidence, times: OwnTimes, of_rank: Sequence[Episode]) -> bool:
-    """Return whether a rank is still slow, or was slow for long and most of the time since the first episode."""
+    """Return whether a rank is still slow, or was slow for a long time and for most of the time since the first
+    episode."""
     first = of_rank[0]
     last = of_rank[-1]
     span_s = times.step_s[first.first : last.last + 1].sum()
@@ -247,7 +249,7 @@ def _stolen(evidence: RunEvidence, times: OwnTimes) -> Iterator[Slow]:
         of_peers_s = of_all_peers_s[:, rank]
         level_s = float(np.median(of_peers_s[episode.where]))
         lasts = level_s <= OF_STOLEN * episode.excess or times.step_s[episode.where].sum() >= STOLEN_S
-        # If the peers wait longer too, the load is the whole machine's, and no single rank is to blame.
+        # If the peers wait longer too, the load is machine-wide, and no single rank is to blame.
         is_alone = level_s - usual(of_peers_s) < OF_PEERS * episode.excess or times.is_always_last(rank, episode)
         if episode.steadiness >= STEADY and lasts and is_alone:
             found.append((rank, episode))
@@ -274,7 +276,7 @@ def _suspects(
 
 
 def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> Slow:
-    """Return why a rank is slow in an episode, from the difference of its counters to those of its peers."""
+    """Return why a rank is slow in an episode, from the difference between its counters and those of its peers."""
     excess_s = episode.excess
     # Leave out peers that are just as slow: they would hide the difference.
     peers = _peers(evidence, times, rank, episode)
@@ -302,7 +304,7 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
 
 
 def _peers(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> list[int]:
-    """Return the ranks that do the same work, without those that are as slow, which do not show the usual level."""
+    """Return the ranks that do the same work, except those that are just as slow, which do not show the usual level."""
     inside = episode.where
     excess_s = np.median(times.own_s[inside] - times.expected_s[inside], axis=0)
     of_kind = (other for other in range(evidence.ranks) if evidence.kinds[other] == evidence.kinds[rank])
@@ -329,8 +331,8 @@ def _more_work(
 
 
 def _difference(series: Figures, rank: int, peers: Sequence[int], episode: Episode) -> float:
-    """Return how much a rank's counter exceeds its peers' median in an episode, or without peers its own level outside
-    of it; NaN if unknown."""
+    """Return how much a rank's counter exceeds its peers' median in an episode or, without peers, its own level outside
+    the episode; NaN if unknown."""
     inside = mean_known(series[episode.where, rank])
     if peers:
         others = means_known(series[episode.where][:, list(peers)])
@@ -352,7 +354,7 @@ def _verdicts(evidence: RunEvidence, times: OwnTimes, slow: list[Slow]) -> list[
         of_node = [one for one in slow if evidence.nodes[one.rank] == node]
         longest = max(of_node, key=lambda one: one.episode.steps)
         shared = [one for one in of_node if one.episode.covers(longest.episode) > 0.5]
-        # One healthy rank shows that its node is healthy; a single node, or a node with one rank, has no comparison.
+        # One healthy rank shows that its node is healthy; a single node, or a node with one rank, cannot be compared.
         if sizes[node] > 1 and len(sizes) > 1 and len({one.rank for one in shared}) == sizes[node]:
             of_nodes += shared
             verdicts.append(_node_verdict(evidence, node, shared))

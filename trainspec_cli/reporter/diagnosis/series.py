@@ -1,6 +1,6 @@
-"""Find episodes of a series that is too high, and what counters and connections show in them.
+"""Find episodes in which a series is too high, and what counters and connections show in them.
 
-A series is smoothed against single outliers, compared with its noise, and confirmed. The noise is estimated from the
+A series is smoothed to remove single outliers, compared with its noise, and confirmed. The noise is estimated from the
 differences of neighbouring steps, which a change of level does not affect (a median absolute deviation from the series'
 median would count half of a long change as noise).
 """
@@ -20,18 +20,19 @@ from trainspec_cli.reporter.diagnosis.evidence import Connection, Figures, RunEv
 LEAST_SHARE = 0.1
 """Causes that cost less than this fraction of a step are not reported."""
 STEADY = 0.6
-"""Fraction of an episode's steps that must be slow if other load could be the reason."""
+"""Fraction of an episode's steps that must be slow if other load could be the cause."""
 SMOOTHED_STEPS = 5
 CONFIRMING_STEPS = 3
 """A series must be above its limit for at least this many steps in a row."""
 CONFIRMING_S = 1.0
-"""And for at least this many seconds: shorter load on the machine does not matter."""
+"""It must also be above it for at least this many seconds: shorter load on the machine does not matter."""
 GAP_STEPS = 4
 """Two episodes with at most this many steps between them count as one."""
 NOISE_FACTOR = 2.5
-"""In standard deviations of a single step; those of the smoothed series are about half as large."""
+"""The limit above the usual level, in standard deviations of a single step; those of the smoothed series are about half
+as large."""
 TO_DEVIATION = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
+"""Ratio of a normal distribution's standard deviation to its median absolute deviation."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class Episode:
     first: int
     last: int
     excess: float
-    """Their median."""
+    """The median excess over these steps."""
     steadiness: float
-    """The fraction of the steps above the limit without smoothing."""
+    """The fraction of the steps that are above the limit without smoothing."""
 
     @property
     def steps(self) -> int:
@@ -54,7 +55,7 @@ class Episode:
         return slice(self.first, self.last + 1)
 
     def covers(self, other: Episode) -> float:
-        """Return the fraction of the shorter episode's steps that both have."""
+        """Return the fraction of the shorter episode's steps that belong to both."""
         common = min(self.last, other.last) - max(self.first, other.first) + 1
         return max(0, common) / min(self.steps, other.steps)
 
@@ -64,9 +65,9 @@ def smoothed(series: Figures, steps: int = SMOOTHED_STEPS) -> Figures:
     half = steps // 2
     if len(series) < steps:
         return np.repeat(np.median(series, axis=0)[None], len(series), axis=0) if len(series) else series
-    # Repeat the ends, so that a change in the newest steps is not lost.
+    # Repeat the ends so that a change in the newest steps is not lost.
     padded = np.concatenate([np.repeat(series[:1], half, 0), series, np.repeat(series[-1:], half, 0)])
-    # This runs over all ranks and steps, and a partition finds the median without a full sort.
+    # This runs over all ranks and steps, so use a partition, which finds the median without a full sort.
     middle: Figures = np.partition(sliding_window_view(padded, steps, axis=0), half, axis=-1)[..., half]
     return middle
 
@@ -80,8 +81,8 @@ def deviation(series: Figures) -> Figures:
 
 
 def usual(series: Figures) -> Figures:
-    """Return the undisturbed level of a series: the lower quartile of the smoothed series, which a disturbance of half
-    the run does not affect."""
+    """Return the undisturbed level of a series: the lower quartile of the smoothed series, which is not affected even
+    if half of the run is disturbed."""
     level: Figures = np.percentile(smoothed(series), 25, axis=0)
     return level
 
@@ -89,12 +90,13 @@ def usual(series: Figures) -> Figures:
 def find_episodes(
     series: Figures, limit: Figures, steps_s: Figures, confirming_s: float = CONFIRMING_S
 ) -> list[Episode]:
-    """Return the confirmed episodes of a series (T,) above `limit` (T,); `steps_s` (T,) is how long each step took."""
+    """Return the confirmed episodes in which a series (T,) is above `limit` (T,); `steps_s` (T,) is how long each step
+    took."""
     above = smoothed(series) > limit
     edges = np.flatnonzero(np.diff(np.concatenate([[False], above, [False]]).astype(np.int8)))
     joined: list[tuple[int, int]] = []
     for first, last in zip(edges[::2].tolist(), (edges[1::2] - 1).tolist(), strict=True):
-        # A slow device is fast in some steps by chance, and one disturbance should not be reported as many.
+        # A slow device is fast in some steps by chance; one disturbance should not be reported as several.
         if joined and first - joined[-1][1] <= GAP_STEPS:
             joined[-1] = joined[-1][0], last
         else:
@@ -161,19 +163,19 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
 
 
-# What the connections between two ranks show in an episode, and how much the counters of all ranks rise.
+# What the connections between two ranks show in an episode, and by how much the counters of all ranks rise.
 
 
 OVERFLOW, QUEUED_S, QUEUED = 0.05, 2e-3, 4.0
 """The full queue of a narrow link drops at most this fraction of the segments, while round trips take this many seconds
-and times longer. A lossy link has no queue."""
+longer and this many times as long. A lossy link has no queue."""
 
 Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Path:
-    """The connections between two ranks, both ways, in an episode."""
+    """The connections between two ranks, in both directions, in an episode."""
 
     ranks: Pair
     resent: float
@@ -196,8 +198,8 @@ class Path:
 
     @property
     def overflows(self) -> bool:
-        """Return whether retransmitted segments were dropped by a full queue: TCP fills it to find the link's rate,
-        most of all just after the link became narrow."""
+        """Return whether retransmitted segments were dropped by a full queue. TCP fills the queue to find the link's
+        rate, most of all just after the link has become narrow."""
         of_later = self.resent_later <= OVERFLOW * self.segments_later
         return self.has_queue() and (of_later or self.resent <= OVERFLOW * self.segments)
 
@@ -214,7 +216,7 @@ def _path(ranks: Pair, connections: Sequence[Connection], episode: Episode) -> P
     inside = np.zeros(len(connections[0].sent_bytes), dtype=bool)
     inside[episode.where] = True
     later = inside.copy()
-    # A narrow link drops most while TCP searches for its rate; a lossy link keeps losing segments.
+    # A narrow link drops most segments while TCP searches for its rate; a lossy link keeps losing them.
     later[: episode.first + episode.steps // 2] = False
 
     def total(name: str, where: Figures | np.ndarray = inside) -> float:
@@ -243,7 +245,7 @@ def _path(ranks: Pair, connections: Sequence[Connection], episode: Episode) -> P
 
 
 def rise(series: Figures, episode: Episode, over_ranks: Callable[..., Figures]) -> float:
-    """Return how much a counter over all ranks is above its usual level in an episode; 0 if unknown."""
+    """Return how far a counter over all ranks is above its usual level in an episode; 0 if unknown."""
     whole = over_all_ranks(series, over_ranks)
     inside = whole[episode.where]
     if not np.isfinite(inside).any():
@@ -252,7 +254,8 @@ def rise(series: Figures, episode: Episode, over_ranks: Callable[..., Figures]) 
 
 
 def over_all_ranks(series: Figures, over_ranks: Callable[..., Figures]) -> Figures:
-    """Return a counter (T,) summed over all ranks; NaN where a rank's is unknown, 0 everywhere if none is known."""
+    """Return a counter (T,) summed over all ranks; NaN where a rank's value is unknown, 0 everywhere if none is
+    known."""
     if not np.isfinite(series).any():
         return np.zeros(len(series))
     whole = np.full(len(series), np.nan)

@@ -1,9 +1,9 @@
 """Draw the steps of all ranks as a trace for Perfetto and chrome://tracing, on the first node's clock.
 
 The seconds of each part of a step are known, but not their order; they are drawn in the order of `PARTS`. The offset
-between nodes' clocks is measured by the exchange that ends each step: no rank leaves it before the last one has
-entered, and all leave it within the time that it takes from then on. The difference of the times at which two ranks
-left, by their nodes' clocks, is thus the difference of the clocks, to within that time.
+between nodes' clocks is measured with the exchange that ends each step: no rank leaves it before the last one has
+entered, and all leave it within the time that it takes from then on. The difference between the times at which two
+ranks left, by their nodes' clocks, is thus the clock difference, to within that time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class ClockOffset:
 
 def clock_offsets(nodes: Sequence[int], left: Sequence[Mapping[int, tuple[float, float]]]) -> tuple[ClockOffset, ...]:
     """Return the offsets of all nodes. `left` has for each rank, by step, when it left the exchange that ends the step
-    (Unix seconds by its node's clock), and the shortest such exchange of these steps, waiting included."""
+    (Unix seconds by its node's clock), and the duration of the shortest such exchange in these steps, waiting
+    included."""
     # Use a node's first rank to leave, since others may have waited for a processor.
     of_node: dict[int, dict[int, tuple[float, float]]] = {node: {} for node in nodes}
     for node, of_rank in zip(nodes, left, strict=True):

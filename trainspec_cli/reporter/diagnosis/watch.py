@@ -19,10 +19,10 @@ from trainspec_cli.run.folder.paths import RunDir
 SUPERVISOR = -1
 REMEMBERED_STEPS = 512
 LOOK_S, COST_SHARE, LONGEST_S = 1.0, 5e-3, 5.0
-"""The diagnosis runs at most this often, and rarely enough to use at most this share of a processor, but at least every
-5 s."""
+"""The diagnosis waits at least this many seconds between runs, and long enough to use at most this fraction of a
+processor, but never more than 5 s."""
 SEEN_TWICE = 2
-"""A verdict is reported after this many diagnoses in a row."""
+"""A verdict is reported once this many diagnoses in a row have found it."""
 
 
 class DiagnosisWatch:
@@ -34,12 +34,12 @@ class DiagnosisWatch:
         ask: Callable[[LookOrder], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`ask` asks the suspected rank to profile itself because of a new verdict; None: never ask."""
+        """`ask` asks a suspected rank to profile itself because of a new verdict; None: never ask."""
         self._run = run
         self._clock = clock
         self._ask = ask
         self._orders: list[LookOrder] | None = None
-        """The looks of the run so far; None until the first one is needed."""
+        """The looks in this run so far; None until the first one is needed."""
         self._reader: RunReader | None = None
         self._due_s = clock() + LOOK_S
         self._is_over = False
@@ -56,7 +56,7 @@ class DiagnosisWatch:
             self._diagnose(report)
         except Exception:  # a failing diagnosis must not end the training; `trainspec diagnose` reports what is wrong
             self._is_over = True
-        # The supervisor shares the node with the workers, so the diagnosis must not slow them.
+        # The supervisor shares the node with the workers, so the diagnosis must not slow them down.
         cost_s = time.thread_time() - began_s
         self._due_s = self._clock() + min(LONGEST_S, max(LOOK_S, cost_s / COST_SHARE))
 
@@ -83,7 +83,7 @@ class DiagnosisWatch:
             self._write(ended, report, is_over=True)
 
     def _request_look(self, verdict: RunVerdict, reader: RunReader) -> None:
-        """Ask a rank to profile what a new verdict names."""
+        """Ask a rank to profile itself because of a new verdict."""
         if self._ask is None:
             return
         if self._orders is None:  # looks of earlier starts left traces, which name what was profiled

@@ -24,7 +24,8 @@ class PageOrigin:
 
 
 def render_page(title: str, body: str, footer: str) -> str:
-    """Return a whole page with the drawn body. The page has no invisible characters, whatever the values contain."""
+    """Return a full page with the rendered body. The page has no invisible characters, regardless of what the values
+    contain."""
     # Run folders may be untrusted; a name with invisible characters could imitate another name.
     return printable(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -60,7 +61,7 @@ def details(summary: str, content: str) -> str:
 
 
 def tiles(figures: Sequence[tuple[str, str, str]]) -> str:
-    """Draw (name, value, detail) as tiles."""
+    """Render (name, value, detail) as tiles."""
     drawn = (
         f"<div class=tile><span>{escape(n)}</span><b>{escape(v)}</b><span>{escape(b)}</span></div>"
         for n, v, b in figures
@@ -69,7 +70,7 @@ def tiles(figures: Sequence[tuple[str, str, str]]) -> str:
 
 
 def bar_rows(rows: Sequence[tuple[str, str, str]]) -> str:
-    """Draw rows of (name, bar as SVG, value)."""
+    """Render rows of (name, bar as SVG, value)."""
     drawn = (
         f'<div class="row"><span>{escape(name)}</span>{bar}<span class="number">{escape(value)}</span></div>'
         for name, bar, value in rows
@@ -105,12 +106,12 @@ def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def preformatted(text: str) -> str:
-    """Return text with its line breaks and indents."""
+    """Return a text with its line breaks and indentation."""
     return f"<pre>{escape(text)}</pre>"
 
 
 def shorten(text: str, most_characters: int) -> str:
-    """Cut off the end of an overlong text, which trainspec itself does not write."""
+    """Cut off the end of an overlong text, which trainspec itself never writes."""
     if len(text) <= most_characters:
         return text
     return f"{text[:most_characters]}... ({len(text):,} characters)"

@@ -74,7 +74,7 @@ def render_legend(segments: Sequence[Segment], with_values: bool = True) -> str:
 
 
 def render_lines(lines: Sequence[LineSeries], x_title: str, y_title: str, ticks: Sequence[tuple[float, str]]) -> str:
-    """Draw a chart with two logarithmic axes, on which power laws are straight lines. `ticks` label positions of the x
+    """Draw a chart with two logarithmic axes, on which power laws are straight lines. `ticks` label positions on the x
     axis."""
     xs, ys = _places(lines)
     frame = _Frame(min(xs), max(xs), min(ys) / 1.15, max(ys) * 1.15)
@@ -95,7 +95,7 @@ def render_curves(lines: Sequence[LineSeries], x_title: str, y_title: str) -> st
 
 
 def thin(points: Sequence[Point], stretches: int) -> list[Point]:
-    """Thin a long line to its first and last point, and the lowest and highest point of each stretch."""
+    """Thin a long line to its first and last points, and the lowest and highest points of each stretch."""
     if len(points) <= 2 * stretches:
         return list(points)
     bounds = [len(points) * place // stretches for place in range(stretches + 1)]
@@ -133,7 +133,7 @@ class _Frame:
     y_low: float
     y_high: float
     even: bool = False
-    """Both axes are linear, not logarithmic."""
+    """True if both axes are linear instead of logarithmic."""
 
     def x(self, value: float) -> float:
         inner = CHART_WIDTH - MARGIN_LEFT - MARGIN_RIGHT
@@ -176,7 +176,7 @@ def _grid(frame: _Frame, ticks: Sequence[tuple[float, str]]) -> str:
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 times the powers of ten in the range, or only the powers if there are many."""
+    """Return 1, 2 and 5 times the powers of ten in the range, or only the powers themselves if there are many."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if len(powers) <= 4 else (1,)
     return [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
@@ -194,7 +194,7 @@ def even_ticks(low: float, high: float) -> list[float]:
 
 
 def _is_flat(low: float, high: float) -> bool:
-    """Return whether the difference of the two is too small for float arithmetic."""
+    """Return whether the difference between the two is too small for float arithmetic."""
     return high - low <= 1e-12 * max(abs(low), abs(high))
 
 

@@ -92,7 +92,8 @@ def _candidate(candidate: Candidate) -> JsonObject:
     plain = to_plain(candidate)
     if not candidate.pools:
         plain.pop("pools")
-    # Leave out the schedule if there is no pipeline, and sequence parallelism if tp is 1: they have no effect.
+    # Leave out the schedule if there is no pipeline, and sequence parallelism if tp is 1, since they have no effect
+    # then.
     layout = to_plain(candidate.layout)
     silent = [*("pipeline_schedule", "virtual_stages", "stage_layers")] if candidate.layout.pp == 1 else []
     silent += ["sequence_parallel"] if candidate.layout.tp == 1 else []

@@ -1,4 +1,4 @@
-"""Labels of a plan: names of its parts in the order of drawing, and its quantities as text."""
+"""Labels of a plan: the names of its parts in display order, and its quantities as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainspec_cli.reporter.plan.trace import TraceReport
 
 
-# The reports of a plan and of a sweep, which terminal, page and JSON show.
+# The reports of a plan and of a sweep, which the terminal, the page and JSON show.
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PlanSection:
     rows: tuple[tuple[str, ...], ...]
     text: str
     known: str
-    """What is known about it, with the source."""
+    """How well it is known, with the source."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class PlanReport:
     blueprint: Blueprint | None = None
     planes: PlanesPlan | None = None
     sections: tuple[PlanSection, ...] = ()
-    """Sections of the wings that the recipe uses."""
+    """Sections from the wings that the recipe uses."""
     simulation: Simulation | None = None
     trace: TraceReport | None = None
     pools: PoolsPlan | None = None
-    """Plans on subsets of the pools, for a cluster with several."""
+    """Plans on subsets of the pools, if the cluster has several."""
     defaults: tuple[str, ...] = ()
-    """Overrides that were assumed because no recipe was named."""
+    """Overrides that were assumed because no recipe was given."""
 
     profile: str = ""
-    """What the cluster's profile changed, or why it is not used; empty without a profile."""
+    """What the cluster's profile changed, or why it was not used; empty without a profile."""
 
     @property
     def best(self) -> Candidate | None:
@@ -68,7 +68,7 @@ class PlanReport:
 
     @property
     def rejected(self) -> dict[str, int]:
-        """Number of refused layouts by reason, the most frequent first."""
+        """The number of refused layouts by reason, most frequent first."""
         return dict(sorted(self.capacity.rejected.items(), key=lambda item: -item[1]))
 
     @property
@@ -132,7 +132,7 @@ TIME_PARTS = {
     "host_s": "host",
 }
 OVERHEADS = tuple(key for key in TIME_PARTS if key not in ("matmul_s", "attention_s"))
-"""Phases of a step that are not a model's arithmetic."""
+"""Phases of a step other than the model's arithmetic."""
 LOST_PARTS = {
     "restart": "job down, starting again",
     "rework": "work undone by failures",
@@ -156,7 +156,8 @@ AXES = (
 def present(
     breakdown: Mapping[str, float], names: Mapping[str, str], least: float = 5e-4
 ) -> list[tuple[str, str, float]]:
-    """Return (key, name, value) of the parts above the fraction `least` of the whole; page and table omit the rest."""
+    """Return (key, name, value) for the parts above the fraction `least` of the total; the page and the table omit the
+    rest."""
     whole = sum(breakdown.values()) or 1.0
     return [(key, name, breakdown[key]) for key, name in names.items() if breakdown.get(key, 0.0) / whole > least]
 
@@ -174,7 +175,7 @@ def layout_label(layout: Layout) -> str:
 
 
 def placed_label(candidate: Candidate) -> str:
-    """Return the layout, with several pools also the part of each: `samples 864 + 160`, or `layers 27 + 5`."""
+    """Return the layout and, with several pools, the part of each: `samples 864 + 160`, or `layers 27 + 5`."""
     layout = layout_label(candidate.layout)
     shared = "layers" if candidate.pipelines_cross_pools else "samples"
     parts = " + ".join(f"{getattr(part, shared):,}" for part in candidate.pools)
@@ -204,7 +205,7 @@ def batch_label(plan: PlanReport) -> str:
 
 
 def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
-    """(layout, micro-batch, recompute, step, units/s/device, MFU, HFU)"""
+    """Return (layout, micro-batch, recompute, step, units/s/device, MFU, HFU)."""
     rate = format_rate(candidate.tokens_per_s_per_gpu)
     return (
         placed_label(candidate),
@@ -223,8 +224,8 @@ def recompute_label(candidate: Candidate) -> str:
 
 
 def sweep_figures(best: Candidate, run: RunForecast, first: Candidate) -> tuple[str, ...]:
-    """(step, units/s, scaling, MFU, goodput, time, energy, money); scaling is the throughput per device relative to
-    `first`."""
+    """Return (step, units/s, scaling, MFU, goodput, time, energy, money); scaling is the throughput per device relative
+    to `first`."""
     scaling = best.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu
     return (
         format_duration(best.step_time_s),
@@ -254,7 +255,7 @@ def model_label(plan: PlanReport) -> str:
 
 
 def defaults_label(plan: PlanReport) -> str:
-    """Values that were assumed without a recipe, as one would type them."""
+    """Return the values that were assumed without a recipe, in the form of overrides."""
     return f"{' '.join(plan.defaults)}, and the rest of recipe=plan_defaults"
 
 
@@ -274,11 +275,12 @@ def chance(candidate: Candidate) -> str:
 
 
 def choice_lines(capacity: CapacityPlan) -> list[tuple[str, str]]:
-    """Return (heading, text): why the first layout was chosen, and how it compares with an expert's usual start."""
+    """Return (heading, text): why the first layout was chosen, and how it compares with an expert's usual starting
+    point."""
     best = capacity.best
     fastest = capacity.fastest
     usual = capacity.usual
-    # A single layout needs no reason.
+    # A single layout needs no explanation.
     if best is None or fastest is None or len(capacity.candidates) == 1:
         return []
     why = "the fastest; no simpler layout is within 10% of it"
@@ -318,7 +320,7 @@ def goodput_percent(part: float) -> str:
 
 
 def alternative_label(other: Goodput) -> str:
-    """Describe another recovery mode, and the run's time with it."""
+    """Describe another recovery mode and the run's time with it."""
     layout = f" in {other.layout}" if other.layout else ""
     return f"with resilience={other.mode}{layout}: {format_duration(other.wall_time_s)}"
 

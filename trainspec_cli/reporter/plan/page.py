@@ -191,7 +191,7 @@ def _step_times(candidates: Sequence[Candidate]) -> str:
         rows.append((name, render_bar(phases, scale), format_duration(candidate.step_time_s)))
     text = "By phase: work is blue, communication that is not hidden behind it orange, waiting grey. Values: the first."
     first = _segments(vars(shown[0].time), labels.TIME_PARTS, format_duration)
-    # Phases that only other layouts have get a legend entry without a value.
+    # Phases that occur only in other layouts get a legend entry without a value.
     absent = [segment for kind, segment in others.items() if kind not in {segment.kind for segment in first}]
     legend = render_legend(first) + (render_legend(absent, False) if absent else "")
     return section("Step time", text, bar_rows(rows) + legend)
@@ -262,7 +262,7 @@ def _segments(breakdown: Mapping[str, float], names: dict[str, str], say: labels
 
 
 def render_sweep_page(sweep: SweepReport, origin: PageOrigin | None = None) -> str:
-    """Render the page of a sweep: the scaling, then the plan of the last point that fits (if none fits, of the last
+    """Render the page of a sweep: the scaling, then the plan for the last point that fits (if none fits, for the last
     point)."""
     points = sweep.points
     # A sweep usually asks for the largest point that fits.
@@ -299,7 +299,7 @@ def _scaling(sweep: SweepReport) -> str:
 
 
 def _outcomes(sweep: SweepReport) -> Iterator[str]:
-    """Draw time and cost of each point as bars, since values of a swept key need not be numbers."""
+    """Draw the time and cost of each point as bars, since values of a swept key need not be numbers."""
     runs = [(point.value, point.plan.run) for point in sweep.points if point.plan.run]
     times = [(value, run.wall_time_s) for value, run in runs]
     costs = [(value, run.cost_usd) for value, run in runs if run.cost_usd]
@@ -314,7 +314,7 @@ def _outcomes(sweep: SweepReport) -> Iterator[str]:
 
 
 def _scaling_chart(fitting: Sequence[tuple[int, Candidate]], rate: str) -> str:
-    """Draw the throughput of the best layouts over the number of devices; empty if two points have the same number."""
+    """Plot the throughput of the best layouts against the device count; empty if two points have the same count."""
     points = sorted((devices, best.tokens_per_s) for devices, best in fitting)
     # A line cannot join two points with the same number of devices.
     if len({devices for devices, _ in points}) < len(points):

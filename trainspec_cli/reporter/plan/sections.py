@@ -1,4 +1,4 @@
-"""The optional parts of a plan: communication, planes of a network, pools, and a simulated disturbance.
+"""The optional parts of a plan: communication, network planes, pools, and a simulated disturbance.
 
 The terminal (here) and the page (`page.py`) share rows and sentences. A heading that begins with # marks a column of
 numbers.
@@ -20,12 +20,12 @@ from trainspec_cli.reporter.plan import labels
 from trainspec_cli.reporter.plan.labels import percent
 from trainspec_cli.reporter.rich_text import Text, text_table
 
-# The communication blueprint: which exchange crosses which tier, by which algorithm.
+# The communication blueprint: which exchange crosses which tier, and with which algorithm.
 
 
 HEADINGS = ("axis", "#ranks", "widest tier", "exchange", "#message", "#a step", "by", "#takes", "#flat ring")
 DRAWN_ELEMENTS = 32
-"""Largest number of a tier's elements in the picture."""
+"""Largest number of a tier's elements in the drawing."""
 PICTURE_WIDTH = 760
 ROW_HEIGHT = 58
 BOX_HEIGHT = 24
@@ -51,7 +51,7 @@ def describe_tiers(blueprint: Blueprint) -> str:
 
 
 def describe_order(blueprint: Blueprint) -> Iterator[str]:
-    """Yield the order of the axes over the nodes, and how much time a changed order of nodes saves."""
+    """Yield the order of the axes over the nodes, and how much time a different node order saves."""
     yield f"order   {' > '.join(blueprint.order) or 'one rank'}, outermost first"
     if blueprint.node_places:
         usual_s = blueprint.unplaced_step_s
@@ -85,7 +85,7 @@ def _milliseconds(time_s: float) -> str:
 
 
 def setting_lines(blueprint: Blueprint) -> Iterator[str]:
-    """Yield the environment variables of the workers, with reason and source."""
+    """Yield the workers' environment variables, each with its reason and source."""
     for setting in blueprint.settings:
         yield f"sets    {setting.name}={setting.value}: {setting.reason} ({setting.source})"
     if blueprint.tuner:
@@ -93,7 +93,7 @@ def setting_lines(blueprint: Blueprint) -> Iterator[str]:
 
 
 def draw_tiers(blueprint: Blueprint) -> str:
-    """Draw each tier as a row of elements, the whole cluster at the top, with the axes whose widest tier it is."""
+    """Draw each tier as a row of elements, with the full cluster at the top, and the axes whose widest tier it is."""
     rows = []
     for number, tier in enumerate(reversed(blueprint.tiers)):
         top = number * ROW_HEIGHT
@@ -176,14 +176,14 @@ def event_rows(planes: PlanesPlan) -> Iterator[tuple[str, ...]]:
 
 
 def describe_dips(planes: PlanesPlan) -> str:
-    """Describe how the forecast counts failures of the network."""
+    """Describe how the forecast counts network failures."""
     return (
         f"The forecast counts {planes.dips_per_day:.3g} failures of the network a day as dips, which cost "
         f"{percent(planes.dip_share, 3)} of the time, instead of ends of the job."
     )
 
 
-# A cluster with several pools: the part of each in a step of the best layout, and the plans on fewer pools.
+# A cluster with several pools: each pool's part in a step of the best layout, and the plans on fewer pools.
 
 
 PART_HEADINGS = (
@@ -228,7 +228,7 @@ def choice_headings(unit: str) -> tuple[str, ...]:
 
 
 def choice_rows(plan: PoolsPlan) -> Iterator[tuple[str, ...]]:
-    """(pools, what they share, layout, devices, step, units/s, speed relative to all pools, duration, price, energy)"""
+    """Yield (pools, what they divide, layout, devices, step, units/s, relative speed, duration, price, energy)."""
     whole = plan.choices[0].tokens_per_s
     for choice in plan.choices:
         names = " + ".join(choice.pools) + (" alone" if len(choice.pools) == 1 else "")
@@ -256,7 +256,7 @@ def _figures(choice: PoolChoice, whole: float | None) -> tuple[str, ...]:
     )
 
 
-# A simulated disturbance: speed without the scheduler, with it, and in the ideal case, and the decisions.
+# A simulated disturbance: the speed without the scheduler, with it and in the ideal case, and the decisions.
 
 
 KINDS = {
@@ -279,7 +279,7 @@ MARGIN = 12
 
 
 def render_simulation(simulation: Simulation, width: int, *, verbose: bool = True) -> RenderableType:
-    """Draw the speeds, and with `verbose` the events, the speed by step and each decision."""
+    """Render the speeds and, with `verbose`, the events, the speed by step and each decision."""
     ranks = simulation.data_parallel_ranks
     batch = simulation.global_batch_size
     what = f"{simulation.steps:,} steps of {batch:,} samples over {ranks:,} data-parallel ranks"
@@ -313,7 +313,8 @@ def event_lines(simulation: Simulation) -> Iterator[str]:
 
 
 def pace_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]:
-    """(who divides the samples, samples per second, relative to an undisturbed run, time of the whole run)"""
+    """Yield (who divides the samples, samples per second, speed relative to an undisturbed run, time of the full
+    run)."""
     undisturbed = simulation.global_batch_size / simulation.step_s
     yield (
         "undisturbed",
@@ -343,7 +344,7 @@ def describe_won_back(simulation: Simulation) -> str:
 
 
 def decision_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]:
-    """(step, decision, reason, compute time before, expected and achieved)"""
+    """Yield (step, decision, reason, compute time before, expected and achieved)."""
     for decision in simulation.decisions:
         group = "" if decision.group is None else f" in replica group {decision.group}"
         what = KINDS[decision.kind] + group

@@ -1,5 +1,4 @@
-"""Render a plan for the terminal: the answer, the ranked layouts, the best layout in detail, and the forecast of the
-run."""
+"""Render a plan for the terminal: the answer, the ranked layouts, the best layout in detail, and the run's forecast."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from trainspec_cli.reporter.plan.sections import (
 from trainspec_cli.reporter.rich_text import Text, text_table
 
 WIDE = 120
-"""Columns that the full table of layouts needs."""
+"""Terminal width in columns that the full table of layouts needs."""
 SHOWN_CANDIDATES = 8
 SHOWN_REASONS = 8
 SHOWN_ADVICE = 4
@@ -49,7 +48,7 @@ TIME_COLOURS = {key: COMMUNICATION for key in labels.TIME_PARTS if "comm" in key
 
 
 def render_plan(plan: PlanReport, width: int = WIDE, *, verbose: bool = False) -> RenderableType:
-    """Draw one plan on a terminal of `width` columns: the answer, the best layouts, and what needs the reader's
+    """Render one plan for a terminal of `width` columns: the answer, the best layouts, and what needs the reader's
     attention, in at most 40 lines.
 
     `verbose` adds the rest: memory and step time by part, communication, refused layouts, all figures of the run, and
@@ -62,7 +61,7 @@ def render_plan(plan: PlanReport, width: int = WIDE, *, verbose: bool = False) -
         parts.append(Group(Text("What would fit", style="bold green"), _pairs([("→", text) for text in advice])))
     parts.append(_header(plan))
     asked = _asked_for(plan, width, verbose)
-    # Show fewer layouts if the recipe or a flag asks for other tables.
+    # Show fewer layouts if the recipe or a flag requests other tables.
     shown = SHOWN_CANDIDATES if verbose else 1 if plan.trace else 3 if asked else 5
     parts.append(_candidates(plan, width, shown, verbose))
     if verbose and (best := plan.best):
@@ -72,7 +71,7 @@ def render_plan(plan: PlanReport, width: int = WIDE, *, verbose: bool = False) -
         if plan.blueprint:
             parts.append(render_blueprint(plan.blueprint))
     parts += asked
-    # Why layouts were refused matters to the reader only if none is left.
+    # The reasons for refusing layouts matter to the reader only if none is left.
     if plan.rejected and (verbose or not plan.best):
         parts.append(_refusals(plan.rejected))
     if plan.run and verbose:
@@ -86,8 +85,8 @@ def render_plan(plan: PlanReport, width: int = WIDE, *, verbose: bool = False) -
 
 
 def answer_rows(plan: PlanReport) -> list[tuple[str, str]]:
-    """(label, text) of the lines that answer the question: the layout, time, money, MFU and peak memory, each with its
-    bounds where they are known, and what would change them most."""
+    """Return the (label, text) lines that answer the question: the layout, time, money, MFU and peak memory, each with
+    its bounds if known, and what would change them most."""
     best = plan.best
     run = plan.run
     if best is None or run is None:
@@ -103,14 +102,15 @@ def answer_rows(plan: PlanReport) -> list[tuple[str, str]]:
     step = figures.get("step", format_duration(best.step_time_s))
     average = " on average" if run.batches else ""
     step_within = within.get("step_time_s", 1.0)
-    # MFU is inversely proportional to the step, so the step's factor bounds it too.
+    # MFU is inversely proportional to the step time, so the step's factor bounds it too.
     mfu = Interval(best.mfu, best.mfu / step_within, min(1.0, best.mfu * step_within))
     memory_within = within.get("peak_memory_bytes", 1.0)
     peak_bytes = best.peak_memory_bytes
     peak = Interval(peak_bytes, peak_bytes / memory_within, peak_bytes * memory_within)
-    # Inputs known least, a faster way to recover, then the largest overhead of a step and the largest part of memory.
+    # The least certain inputs, a faster way to recover, then the largest overhead of a step and the largest part of
+    # memory.
     levers = [f"step time within x{step_within:g} (trainspec calibrate)"] if step_within > 1 else []
-    # Costs are proportional to the price, as time is to the step; other inputs change them less.
+    # Costs are proportional to the price, just as time is to the step time; other inputs change them less.
     prices = {key: factor for key, factor in within.items() if factor > 1 and "price" in key}
     if prices:
         key, factor = max(prices.items(), key=lambda item: item[1])
@@ -146,7 +146,7 @@ def _bounded(figure: Interval, say: labels.Formatter) -> str:
 
 
 def _asked_for(plan: PlanReport, width: int, verbose: bool) -> list[RenderableType]:
-    """Draw the parts that a recipe or a flag asks for: pools, planes, sections of wings, a disturbance, a trace."""
+    """Render the parts that a recipe or a flag requests: pools, planes, sections of wings, a disturbance, a trace."""
     parts: list[RenderableType] = []
     if plan.pools:
         verdict = Text.assemble(("Pools  ", "bold"), sentence(plan.pools.verdict))
@@ -170,8 +170,8 @@ def _asked_for(plan: PlanReport, width: int, verbose: bool) -> list[RenderableTy
 
 
 def _checks(plan: PlanReport, run: RunForecast) -> list[tuple[str, str]]:
-    """(label, text) of inputs that are missing, notes, and assumptions that differ from the defaults."""
-    # Carbon is missing the same input as energy.
+    """Return (label, text) lines for missing inputs, notes, and assumptions that differ from the defaults."""
+    # Carbon lacks the same input as energy.
     rows = [
         (name, f"{value}: {detail}")
         for name, value, _, detail in run_rows(plan.spec, run)
@@ -190,8 +190,8 @@ def _checks(plan: PlanReport, run: RunForecast) -> list[tuple[str, str]]:
 
 
 def _differs(assumption: Assumption) -> bool:
-    """Return whether a value differs from the package's default. Values of a chosen accelerator, pool or fabric have
-    none."""
+    """Return whether a value differs from the package's default. Values of a chosen accelerator, pool or fabric have no
+    default."""
     default: object = ClusterSpec()
     root, *path = assumption.key.split(".")
     for name in path:
@@ -202,7 +202,7 @@ def _differs(assumption: Assumption) -> bool:
 
 
 def render_sweep(sweep: SweepReport) -> RenderableType:
-    """Draw one line for each value of the swept key."""
+    """Render one line for each value of the swept key."""
     unit = sweep.points[0].plan.spec.model.unit
     first = next((point.plan.best for point in sweep.points if point.plan.best), None)
     figures = ("step", f"{unit}/s", "scaling", "MFU", "goodput", "time", "energy", "money", "memory")
@@ -228,7 +228,7 @@ def _header(plan: PlanReport) -> RenderableType:
 
 
 def _candidates(plan: PlanReport, width: int, most: int, verbose: bool) -> RenderableType:
-    """Draw the first `most` layouts (on a narrow terminal in two lines each), and why the first was chosen."""
+    """Render the first `most` layouts (on a narrow terminal in two lines each), and why the first was chosen."""
     capacity = plan.capacity
     shown = capacity.candidates[:most]
     kept = sum(candidate.fits for candidate in capacity.candidates)
@@ -259,7 +259,7 @@ def _candidates(plan: PlanReport, width: int, most: int, verbose: bool) -> Rende
         )
     parts.append(table)
     choice = labels.choice_lines(capacity)
-    # The usual start, and a safest layout that is already the first, do not change what to run.
+    # The usual start does not change what to run, nor does the safest layout if it is already the first.
     for heading, text in choice if verbose else choice[:1]:
         parts.append(Text.assemble((f"{heading}  ", "bold"), text))
     best = plan.best
@@ -276,7 +276,7 @@ def _memory_cell(candidate: Candidate) -> RenderableType:
 
 
 def _peak(candidate: Candidate) -> str:
-    """Format the peak with the chance to fit, or with its ratio to the limit if it is above."""
+    """Format the peak with the probability that it fits or, if it is above the limit, its ratio to the limit."""
     over = percent(candidate.peak_memory_bytes / candidate.memory_limit_bytes)
     return f"{labels.gib(candidate.peak_memory_bytes)} GiB {labels.chance(candidate) if candidate.fits else over}"
 
@@ -292,7 +292,7 @@ def _memory(best: Candidate) -> RenderableType:
 
 
 def _time(best: Candidate) -> RenderableType:
-    """Draw the phases of a step as planner/time/step.py computes them (`StepTime`)."""
+    """Render the phases of a step as computed by planner/time/step.py (`StepTime`)."""
     title = f"Step of the best layout  {format_duration(best.step_time_s)}, communication where it is not hidden"
     parts = labels.present(vars(best.time), labels.TIME_PARTS)
     rows = [(name, value, format_duration(value), TIME_COLOURS.get(key, COMPUTE)) for key, name, value in parts]
@@ -320,7 +320,7 @@ def _run(plan: PlanReport, run: RunForecast) -> RenderableType:
 
 
 def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, str]]:
-    """(name, expected value, bounds, details) for each figure of the run."""
+    """Yield (name, expected value, bounds, details) for each figure of the run."""
     recovery = run.goodput
     kept = run.goodput.goodput
     losses = labels.present(recovery.lost | {"kept": kept.value}, labels.LOST_PARTS, 5e-5)
@@ -353,7 +353,7 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
     if math.isfinite(best_s) and not 0.8 < recovery.checkpoint_interval_s / best_s < 1.25:
         detail += f"; least is lost at one every {format_duration(best_s)}"
     yield "checkpoints", format_duration(recovery.checkpoint_interval_s), "", detail
-    # A missing figure names the key that it needs.
+    # The text for a missing figure names the key that it needs.
     power = "the accelerator's power is not known: set cluster.accelerator.tdp_w=<watts>"
     if spec.cluster.pools:
         power = "the power of a pool's accelerator is not known: its accelerator.tdp_w"
@@ -370,7 +370,7 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
 def _figure_row(
     name: str, figure: Interval | None, say: labels.Formatter, detail: str, needs: str = ""
 ) -> tuple[str, str, str, str]:
-    """`needs`: what to type if the figure is unknown."""
+    """`needs`: what to set if the figure is unknown."""
     if figure is None:
         return name, UNKNOWN, "", needs
     return name, say(figure.value), labels.format_range(figure, say), detail
@@ -388,7 +388,7 @@ def _assumptions(plan: PlanReport, run: RunForecast) -> RenderableType:
 
 
 def assumption_row(assumption: Assumption) -> tuple[str, str, str, str]:
-    """(key, value, within, source); an unchecked source is marked."""
+    """Return (key, value, within, source); an unchecked source is marked."""
     within = f"x{assumption.known_within:.3g}" if assumption.known_within > 1 else ""
     unchecked = "" if assumption.verified else "unchecked: "
     return assumption.key, labels.format_grouped(assumption.value), within, unchecked + assumption.source

@@ -17,8 +17,8 @@ from trainspec_cli.recipe.results.tools import TraceResult
 
 @dataclass(frozen=True)
 class TraceEstimate:
-    """The planner's figures for what a trace counts: tensors, without allocator fragmentation, buffers inside the
-    collectives, and the device's context."""
+    """The planner's figures for what a trace counts: tensors, without allocator fragmentation, buffers inside
+    collectives and the device's context."""
 
     peak_memory_bytes: float
     peak_by_cause: dict[str, float]
@@ -72,7 +72,7 @@ GROUPS = {
     "logits": ("logits",),
     "collectives": ("collectives",),
 }
-"""Causes shown -> the causes that the engine's memory model and the trace count."""
+"""Displayed causes -> the causes that the engine's memory model and the trace count."""
 
 
 def render_trace(trace: TraceReport) -> RenderableType:

@@ -29,8 +29,8 @@ from trainspec_cli.recipe.keys.training import LoraSpec
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes on one rank: tokens of its part of the sequence (context parallelism), heads and widths of its part of the
-    matrices (tensor parallelism)."""
+    """Sizes on one rank: the tokens of its part of the sequence (context parallelism), and the heads and widths of its
+    part of the matrices (tensor parallelism)."""
 
     model: TextModel
     layer: Layer
@@ -87,7 +87,7 @@ def norm(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def linear(tape: Tape, x: Value, shape: Shape, name: str, outputs: int, inputs: int) -> Value:
-    """A rank's part of a matrix, with its adapter, if any."""
+    """Record a product with a rank's part of a matrix, and its adapter if there is one."""
     tokens, rank = x.elements / inputs, shape.lora.rank
     if shape.lora.is_quantised:
         y = tape.dequantised_linear(x, outputs * inputs, tokens * outputs)
@@ -100,8 +100,7 @@ def linear(tape: Tape, x: Value, shape: Shape, name: str, outputs: int, inputs: 
 
 
 def region(tape: Tape, x: Value, shape: Shape, part: Part) -> Value:
-    """Record a part between two exchanges over tp. With several samples, an exchange along the sequence needs
-    copies."""
+    """Record a part between two exchanges over tp. With several samples, exchanging along the sequence needs copies."""
     tp, whole = shape.layout.tp, shape.tokens * shape.hidden
     if tp == 1:
         return part(tape, x, shape)
@@ -130,17 +129,15 @@ def feed_forward_of(tape: Tape, x: Value, shape: Shape, width: int) -> Value:
 
 
 def activate(tape: Tape, x: Value, shape: Shape) -> Value:
-    """Squared relu has two steps, and a power's backward two temporaries."""
+    """Record the activation. Squared relu has two steps, and the backward of a power has two temporaries."""
     if shape.decoder.activation != "relu2":
         return tape.unary(x)
     relu = tape.apply((x,), x.elements, saves_output=True)
     return tape.apply((relu,), x.elements, saved=(relu,), scratch=(0.0, 2 * x.elements * x.width))
 
 
-# Attention on a tape: grouped heads, windows, sinks, latents, and the sequence spread over ranks.
-#
-# If a mask or a head's size decides which kernel runs, one is counted that never stores the scores, like fused GPU
-# kernels.
+# Attention on a tape: grouped heads, windows, sinks, latent attention, and a sequence spread over ranks. If the kernel
+# depends on a mask or the head size, the count assumes one that never stores the scores, like fused GPU kernels.
 
 
 def attention(tape: Tape, x: Value, shape: Shape) -> Value:
@@ -159,7 +156,7 @@ def attention(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def rotate(tape: Tape, x: Value) -> Value:
-    """Saves only cosines and sines, which all layers share."""
+    """Rotate `x`. Saves only cosines and sines, which all layers share."""
     size = 0.0 if tape.fuses else x.elements * x.width
     return tape.apply((x,), x.elements, scratch=(3 * size, 2.5 * size))
 
@@ -194,7 +191,7 @@ def latent_queries(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def latent_keys_values(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value]:
-    """All heads share the rotated part of the keys."""
+    """Record keys and values of latent attention. All heads share the rotated part of the keys."""
     model, mla, tokens, heads = shape.decoder, shape.latent, shape.tokens, shape.decoder.num_heads // shape.layout.tp
     rank, shared, plain_size, value = mla.kv_lora_rank, mla.qk_rope_head_dim, mla.qk_nope_head_dim, mla.v_head_dim
     down = tape.linear(x, tape.leaf(model.hidden_size * (rank + shared)), tokens * (rank + shared))
@@ -234,13 +231,13 @@ def core(tape: Tape, q: Value, k: Value, v: Value, shape: Shape) -> Value:
     seq = Heads(shape.samples, length, rows, shape.layer.window, shape.decoder.attention_sinks)
     if layout.cp == 1:
         mixed = causal_core(tape, q, k, v, seq)
-        return tape.copy(mixed) if seq.is_cut or v.elements < k.elements else mixed  # to stand token by token
+        return tape.copy(mixed) if seq.is_cut or v.elements < k.elements else mixed  # to order it by token
     q, k, v = (swap(tape, y) for y in (q, k, v))
     return swap(tape, causal_core(tape, q, k, v, seq))
 
 
 def causal_core(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
-    """Kernels need heads of one size."""
+    """Record causal attention. Kernels need heads of one size."""
     is_narrow, elements = v.elements < k.elements, q.elements * v.elements / k.elements
     if is_narrow:
         v = tape.copy(v, k.elements)
@@ -259,7 +256,8 @@ def whole(tape: Tape, q: Value, k: Value, v: Value, *, seq: Heads, share: float 
 
 
 def windowed(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
-    """The first block separately, each other one with the keys of the block before."""
+    """Record windowed attention: the first block separately, each other one with the keys of the previous block as
+    well."""
     window, elements = float(seq.window or 0), q.elements
     share, blocks = window / seq.length, -(-seq.length // window)
     start = [tape.part(y, y.elements * share) for y in (q, k, v)]
@@ -289,7 +287,7 @@ def pad_front(tape: Tape, x: Value, longer: float) -> Value:
 
 
 def flash(tape: Tape, q: Value, k: Value, v: Value, rows: float, mask: float = 0.0) -> Value:
-    """Saves its inputs, its output and a logarithm per row."""
+    """Record a fused attention kernel, which saves its inputs, its output and a logarithm per row."""
     saved = (q, k, v, tape.new(rows, 4.0), tape.new(mask))
     return tape.apply((q, k, v), q.elements, saved=saved, saves_output=True, costly=True)
 
@@ -302,10 +300,10 @@ def swap(tape: Tape, x: Value) -> Value:
 
 
 def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> Value:
-    """Record ring attention on the last rank, whose queries meet every part of the keys.
+    """Record ring attention on the last rank, whose queries attend to every part of the keys.
 
-    Keys and values are passed from rank to rank; sums are in fp32, and keys of groups are repeated for their queries. A
-    selective recomputation keeps each turn's result. The result is ordered by head, and copied to be ordered by token.
+    Keys and values are passed from rank to rank; sums are in fp32, and keys of groups are repeated for their queries.
+    Selective recomputation keeps each turn's result. The result is ordered by head, and copied to order it by token.
     """
     width, query, pair = q.width, q.elements, k.elements + v.elements
     travelling = 2 * width * pair
@@ -317,10 +315,10 @@ def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> V
 
 
 # A mixture of experts on a tape: router, tokens sorted by expert, the experts' products, tokens restored to their
-# order.
+# original order.
 #
 # Tokens are spread evenly over experts and ranks. The experts' product is the grouped GPU kernel, which needs no memory
-# besides its result.
+# besides that for its result.
 
 
 def mixture(tape: Tape, x: Value, shape: Shape) -> Value:
@@ -345,7 +343,7 @@ def shared_experts(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def router(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value]:
-    """-> (indices, weights). Scores are in fp32."""
+    """Return (indices, weights). Scores are in fp32."""
     spec, tokens = shape.experts, shape.outside_tokens
     scored, chosen = tokens * spec.num_experts, tokens * spec.top_k
     logits = tape.linear(x, tape.leaf(shape.hidden * spec.num_experts), scored)
@@ -364,7 +362,7 @@ def router(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value]:
 
 
 def choose(tape: Tape, shape: Shape) -> Value:
-    """Choose the experts, from biased scores and from those of the chosen groups."""
+    """Choose the experts by biased scores, among those of the chosen groups."""
     spec = shape.experts
     copies = (spec.balance_rate > 0) + (spec.top_groups < spec.num_groups)
     room = tape.new(copies * shape.outside_tokens * spec.num_experts, PRECISE)
@@ -374,7 +372,7 @@ def choose(tape: Tape, shape: Shape) -> Value:
 
 
 def with_loss(tape: Tape, weights: Value, scores: Value) -> Value:
-    """Scores that sum to 1 and counted visits make the loss, a scalar."""
+    """Add the scalar loss, computed from normalised scores and counted visits."""
     visits = tape.new(scores.elements, PRECISE)
     total = tape.apply((scores,), weights.elements, width=PRECISE)
     normal = tape.apply((scores, total), scores.elements, saved=(scores, total), width=PRECISE)
@@ -396,14 +394,14 @@ def within_capacity(tape: Tape, weights: Value) -> tuple[Value, Value]:
 @dataclass
 class SortedCopies:
     x: Value
-    """Copies of tokens, in their experts' order."""
+    """Copies of tokens, sorted by expert."""
     source: Value
     place: Value
     tokens: float
 
 
 def dispatch(tape: Tape, x: Value, indices: Value, weights: Value, shape: Shape) -> Value:
-    """All experts are on this rank."""
+    """Sort copies by expert, if all experts are on this rank."""
     copies = sort_by_expert(tape, x, indices, shape)
     return combine(tape, copies, products(tape, copies.x, shape), weights)
 
@@ -429,13 +427,13 @@ def sort_by_expert(tape: Tape, x: Value, indices: Value, shape: Shape) -> Sorted
 
 
 def select_rows(tape: Tape, x: Value, elements: float, copies: Value) -> Value:
-    """Rows of `x`; in the backward, their gradients are reordered and then summed."""
+    """Select rows of `x`; in the backward, their gradients are reordered and then summed."""
     rows = INDEX * copies.elements
     return tape.apply((x,), elements, saved=(copies,), scratch=(rows, elements * x.width))
 
 
 def combine(tape: Tape, copies: SortedCopies, y: Value, weights: Value) -> Value:
-    """A token's copies, weighted and summed in one product; each token is a matrix with one row."""
+    """Weight and sum each token's copies in one product, in which each token is a matrix with one row."""
     back = select_rows(tape, y, y.elements, copies.source)
     narrow = tape.cast(weights, tape.width)
     summed = y.elements * copies.tokens / weights.elements
@@ -446,7 +444,7 @@ def combine(tape: Tape, copies: SortedCopies, y: Value, weights: Value) -> Value
 
 
 def products(tape: Tape, x: Value, shape: Shape) -> Value:
-    """Multiply copies of tokens with their experts' matrices."""
+    """Multiply copies of tokens by their experts' matrices."""
     spec, model = shape.experts, shape.decoder
     rows, held = x.elements / shape.hidden, spec.num_experts / shape.layout.ep
     halves = 2 if model.gated_mlp else 1
@@ -466,7 +464,7 @@ def grouped(tape: Tape, x: Value, width: int, rows: float, experts: float) -> Va
 
 
 def add_bias(tape: Tape, y: Value, expert: Value, shape: Shape) -> Value:
-    """First expand the bias to one row per token."""
+    """Add the bias, first expanded to one row per token."""
     if not shape.experts.bias:
         return y
     bias = tape.apply((tape.leaf(1),), y.elements, saved=(expert,))
@@ -483,7 +481,7 @@ def activated(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def clamped(tape: Tape, gate: Value, up: Value) -> Value:
-    """gate * sigmoid(1.702 gate) * (up + 1), both clamped."""
+    """Record gate * sigmoid(1.702 gate) * (up + 1), with both clamped."""
     gate, up = tape.unary(gate), tape.unary(up)
     return tape.mul(tape.mul(gate, sigmoid(tape, tape.copy(gate))), tape.copy(up))
 
@@ -493,7 +491,7 @@ def sigmoid(tape: Tape, x: Value) -> Value:
 
 
 def without_dropped(tape: Tape, x: Value, shape: Shape) -> Value:
-    """Zeros in rows that no expert uses."""
+    """Write zeros to rows that no expert uses."""
     if shape.experts.capacity_factor is None:
         return x
     taken = tape.new(x.elements / shape.hidden, 1.0)
@@ -575,7 +573,7 @@ def gated_norm(tape: Tape, y: Value, z: Value, scan: ScanSizes) -> Value:
 
 
 def scaled(tape: Tape, x: Value, factor: Value) -> Value:
-    """Multiply by a factor of fewer elements, which is repeated."""
+    """Multiply by a factor that has fewer elements and is repeated."""
     return tape.mul(x, tape.expand(factor, x.elements))
 
 
@@ -592,7 +590,7 @@ def selective_scan(tape: Tape, x: Value, dt: Value, b: Value, c: Value, scan: Sc
 
 
 def within_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, scan: ScanSizes) -> Value:
-    """Attention of c on b, weighted by the decay between two tokens, with shape B C G R Q Q."""
+    """Record the attention of c to b, weighted by the decay between two tokens, with shape B C G R Q Q."""
     pairs = decay.elements * scan.block
     faded_by = exp(tape, tape.copy(difference(tape, tape.expand(decay, pairs), tape.expand(decay, pairs))))
     scores = product(tape, ordered(tape, c, scan), ordered(tape, b, scan), pairs / scan.heads * scan.groups)
@@ -616,7 +614,7 @@ def from_earlier_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, 
 
 
 def decay_between_blocks(tape: Tape, decay: Value, scan: ScanSizes) -> Value:
-    """Sums from one block to another, with shape B G R C C."""
+    """Record the decay sums from one block to another, with shape B G R C C."""
     pairs = scan.samples * scan.heads * scan.blocks**2
     summed = tape.copy(tape.copy(tape.expand(tape.part(decay, pairs / scan.blocks), pairs)))
     return exp(tape, tape.copy(summed))
@@ -636,20 +634,20 @@ def exp(tape: Tape, x: Value) -> Value:
 
 
 def difference(tape: Tape, left: Value, right: Value) -> Value:
-    """Saves nothing; in the backward, the right side's gradient is negated in new memory."""
+    """Subtract, saving nothing; in the backward, the right side's gradient is negated in new memory."""
     return tape.add(left, tape.negated(right))
 
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """Bytes; inputs are counted where they were created, outputs here."""
+    """Bytes of a block. Inputs are counted where they were created, outputs here."""
 
     forward: tuple[Stretch, ...]
     backward: tuple[Stretch, ...]
-    """The backward's stretches, including the gradients of the output (which reuse its memory) and of the
+    """The stretches of the backward, including the gradients of the output (which reuse its memory) and of the
     parameters."""
     put_off: float
-    """Kept from the backward of inputs until that of weights, if the schedule splits them."""
+    """Bytes kept from the backward of the inputs until that of the weights, if the schedule splits them."""
 
     @property
     def kept(self) -> float:
@@ -662,7 +660,7 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
     tape.is_saving = recompute == "none"
     tape.kept = [] if recompute == "selective" else None
     out = block()
-    if tape.fuses and tape.kept:  # a compiler knows that no backward needs the block's last product
+    if tape.fuses and tape.kept:  # a compiler recognises that no backward needs the block's last product
         tape.kept.pop()
     tape.mark()
     forward, tape.stretches, saves = tuple(tape.stretches), [], tape.saves
@@ -675,7 +673,7 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
         tape.recalled, tape.kept = deque(tape.kept or ()), None
         node = block().node
     assert node is not None
-    tape.backward(node, arriving.pop())  # nothing else holds it
+    tape.backward(node, arriving.pop())  # nothing else references it
     tape.mark()
     put_off = {id(storage): storage.size for pair in tape.put_off or () for storage in pair}
     return BlockProfile(forward, tuple(tape.stretches), sum(put_off.values()))
@@ -683,7 +681,7 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
 
 @lru_cache(maxsize=1024)
 def profile_block(shape: Shape, recompute: Recompute, split: bool) -> BlockProfile:
-    """Profile one layer, forward and backward. `split`: gradients of weights come later."""
+    """Profile one layer, forward and backward. `split`: weight gradients are computed later."""
     tape = Tape(shape.width, fp8=shape.fp8, frozen=shape.lora.rank > 0, fuses=shape.compiled)
     tape.put_off = [] if split else None
     source = tape.leaf(shape.outside_tokens * shape.hidden, frozen=False)
@@ -700,7 +698,7 @@ def block(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def with_bias(tape: Tape, mixed: Value, mixer: Mixer, shape: Shape) -> Value:
-    """Add the bias of attention's output, which is added outside of its region."""
+    """Add the bias of attention's output, which is added outside its region."""
     return tape.copy_in_forward(mixed) if mixer == "attention" and shape.decoder.attention_bias == "all" else mixed
 
 

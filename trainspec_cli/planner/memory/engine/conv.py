@@ -39,7 +39,8 @@ class ConvTape(Tape):
         return self.apply((x,), x.elements, saves_output=True)
 
     def batch_norm(self, x: Value, channels: int) -> Value:
-        """Statistics are in fp32: narrower inputs are copied, in the backward also the gradient."""
+        """Record a batch norm. Statistics are in fp32: narrower inputs are copied and, in the backward, so is the
+        gradient."""
         size, narrow = x.elements * PRECISE, x.width < PRECISE
         forward = 2 * size - x.elements * x.width if narrow else 0.0
         backward = 4 * size - x.elements * x.width if narrow else 2 * size
@@ -52,11 +53,11 @@ class ConvTape(Tape):
 
 @dataclass(frozen=True)
 class ConvPart:
-    """A part of a network that is sharded and recomputed as one, or comes before or after such parts."""
+    """A part of a network that is sharded and recomputed as a unit, or that comes before or after such parts."""
 
     forward: Callable[[ConvTape, Sequence[Value]], Value]
     entering: tuple[float, ...]
-    """Elements of the inputs: from the part before, and from an earlier part (skip connection)."""
+    """Elements of the inputs: from the previous part, and from an earlier part (skip connection)."""
     beside: int | None = None
     """The number of that earlier part."""
     is_first: bool = False
@@ -181,7 +182,7 @@ def _pair(
 
 
 def pair(tape: ConvTape, x: Value, channels_in: int, channels: int, dims: int, voxels: float) -> Value:
-    """Two convolutions of width 3; the first may be strided."""
+    """Record two convolutions of width 3; the first may be strided."""
     first = conv_norm_relu(tape, x, channels_in, channels, dims, voxels)
     return conv_norm_relu(tape, first, channels, channels, dims, voxels)
 
@@ -204,7 +205,7 @@ def _up(below: int, width: int, dims: int, voxels: float, beside: int) -> ConvPa
 
 
 def _segment(tape: ConvTape, x: Value, channels: int, voxels: float, classes: int) -> Value:
-    """Cross-entropy and soft Dice in fp32."""
+    """Record cross-entropy and soft Dice in fp32."""
     logits = tape.conv(x, tape.parameter(classes, channels), voxels * classes, bias=classes)
     logits = tape.cast(logits, PRECISE)
     entropy = tape.apply((logits,), logits.elements, saves_output=True, width=PRECISE)
@@ -216,7 +217,7 @@ def _segment(tape: ConvTape, x: Value, channels: int, voxels: float, classes: in
 
 
 def dice_targets(tape: Tape, voxels: float, classes: int) -> Value:
-    """One row per voxel with every class, first as indices."""
+    """Return one row per voxel with all classes, created first as indices."""
     indices = tape.new(voxels * classes, INDEX)
     wanted = tape.new(voxels * (classes - 1), PRECISE)
     del indices
@@ -234,12 +235,12 @@ class _ConvBlock:
 
 
 def replay(run: EngineRun, _pipeline_rank: int) -> dict[str, float]:
-    """Bytes by cause at the fullest moment of a step of a convolutional network."""
+    """Return the bytes by cause at the fullest moment of a convolutional network's step."""
     return _ConvReplay(run).run()
 
 
 class _ConvReplay:
-    """Only samples are divided over ranks."""
+    """Replays a step in which only samples are divided over ranks."""
 
     def __init__(self, run: EngineRun):
         self.given, self.model = run, cast("ConvModel", run.model)
@@ -292,8 +293,8 @@ class _ConvReplay:
         self.sharding.end_forward()
 
     def _images_bytes(self) -> float:
-        """Return the bytes of the images' copy in the compute format; 0 in fp32, where the step reads the data
-        directly."""
+        """Return the bytes of the copy of the images in the compute format; 0 in fp32, since the step then reads the
+        data directly."""
         narrow = self.width < MASTER_WIDTH
         return self.given.samples * self.model.in_channels * prod(self.model.input_size) * self.width * narrow
 

@@ -1,4 +1,4 @@
-"""Replay a step of the engine: the pipeline's actions on the blocks' profiles, with FSDP2's gathering and reducing."""
+"""Replay an engine step: the pipeline's actions on the block profiles, with FSDP2's gathering and reducing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import parts_for
 
 KEPT_BYTES: Point[float] = Point("kept_bytes")
-"""Bytes that a wing keeps on the device per trained parameter, sharded like the optimizer's state."""
+"""Bytes that a wing keeps on the device per trained parameter, sharded like the optimizer state."""
 WIDTHS = {"bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0, "fp64": 8.0}
 
 
@@ -81,18 +81,18 @@ def run_of(plan: Plan) -> EngineRun:
 
 
 def outer_bytes_of(spec: RunSpec) -> float:
-    """Return the bytes per trained parameter that the recipe's wings keep."""
+    """Return the bytes that the recipe's wings keep per trained parameter."""
     return sum(parts_for(KEPT_BYTES, spec), 0.0)
 
 
 def is_counted(model: ModelSpec, offload: str) -> bool:
-    """Return whether the engine builds the model, its family can be counted, and nothing is offloaded."""
+    """Return whether the engine builds the model, its family can be counted and nothing is offloaded."""
     return bool(model.record.memory) and model.is_built and offload == "none"
 
 
 def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str) -> bool:
-    """Return whether fusion in the model's compiled blocks is counted: blocks of full attention and feed-forwards in
-    one format, fully trained. Other blocks' compiled graphs were not compared with the count."""
+    """Return whether fusion in the model's compiled blocks is counted: blocks with full attention and feed-forwards in
+    one format, fully trained. The compiled graphs of other blocks were not compared with the count."""
     if not has_layer_list(model) or lora.rank or matmul not in ("compute", compute):
         return False
     layers = set(model.layer_list)
@@ -107,16 +107,16 @@ def engine_peak(run: EngineRun, pipeline_rank: int) -> dict[str, float]:
 
 
 class FamilyMemory(Protocol):
-    """The functions of the module named by a family's record (`FamilyRecord.memory`)."""
+    """The functions of the module that a family's record names (`FamilyRecord.memory`)."""
 
     def replay(self, run: EngineRun, pipeline_rank: int) -> dict[str, float]:
-        """Bytes by cause (`CAUSES`) at the fullest moment of a step on one rank of the pipeline."""
+        """Return the bytes by cause (`CAUSES`) at the fullest moment of a step on one pipeline rank."""
 
 
 def rank_peaks(run: EngineRun) -> Iterator[dict[str, float]]:
     """Yield the peaks of all pipeline ranks.
 
-    A rank with at most as many layers of each kind as an earlier one needs no more memory, since the earlier one keeps
+    If a rank has no more layers of any kind than an earlier one, it needs no more memory, since the earlier one keeps
     them for more micro-batches; it is not counted separately unless it has the head.
     """
     counted: list[tuple[Counter[Layer], dict[str, float]]] = []
@@ -130,10 +130,10 @@ def rank_peaks(run: EngineRun) -> Iterator[dict[str, float]]:
 
 
 def _layers_of_ranks(run: EngineRun) -> list[Counter[Layer]]:
-    """Return the layers of each kind on each pipeline rank."""
+    """Return the number of layers of each kind on each pipeline rank."""
     if run.layout.pp == 1:
         return [Counter()]
-    if not has_layer_list(run.model):  # no rank is known to need at most as much as another
+    if not has_layer_list(run.model):  # it is unknown whether any rank needs at most as much as another
         return [Counter({Layer((), rank): 1}) for rank in range(run.layout.pp)]
     layers = run.model.layer_list
     stages = cut_layers(len(layers), run.layout)
@@ -152,8 +152,8 @@ def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
 
 CAUSES = ("parameters", "optimizer", "gradients", "gathered", "activations", "logits", "collectives", "temporaries")
 """Gradients: sharded ones, which the optimizer reads, and unsharded ones until they are exchanged. Collectives: the
-buffers of data parallelism's exchanges, and the pipeline's messages. Within a block's backward, its gradients count as
-activations until it ends."""
+buffers of data-parallel exchanges, and the pipeline's messages. Until a block's backward ends, its gradients count as
+activations."""
 
 
 class Account:
@@ -175,20 +175,20 @@ class Account:
             self.at_peak = {**self.live, cause: self.live[cause] + size}
 
 
-# FSDP2 (torch 2.13): units are gathered and freed, and their gradients reduced.
+# FSDP2 (torch 2.13): units are gathered and freed, and their gradients are reduced.
 #
-# Lifetimes follow its source: a forward keeps its all-gather's buffer until the next one's parameters are copied out, a
-# backward gathers the previous unit while it works on its own, and the buffer of a reduce-scatter lives until the next
-# one.
+# Lifetimes follow its source: a forward keeps its all-gather buffer until the next unit's parameters are copied out, a
+# backward gathers the previous unit while it processes the current one, and the buffer of a reduce-scatter lives until
+# the next reduce-scatter.
 
 
 MASTER_WIDTH = 4.0
-"""Bytes of a sharded parameter, of its gradient, and of each moment."""
+"""Bytes per value of a sharded parameter, its gradient and each moment."""
 
 
 @dataclass
 class Sharded:
-    """A unit's state."""
+    """The state of one unit."""
 
     unit: Unit
     is_gathered: bool = False
@@ -196,13 +196,13 @@ class Sharded:
     gradient_bytes: float = 0.0
     """Unsharded gradients from autograd."""
     accumulated_bytes: float = 0.0
-    """The same in the exchange's format, waiting for the last micro-batch."""
+    """The same in the exchange format, waiting for the last micro-batch."""
     has_gradient: bool = False
 
 
 class Sharding:
-    """The sharded parameters of one stage. `keeps`: they are gathered once per step; otherwise they are freed after
-    each forward and each backward."""
+    """The sharded parameters of one stage. `keeps`: they are gathered once per step instead of being freed after each
+    forward and backward."""
 
     def __init__(self, account: Account, width: float, reduce_width: float, *, keeps: bool):
         self.account, self.width, self.reduce_width, self.keeps = account, width, reduce_width, keeps
@@ -263,7 +263,7 @@ class Sharding:
         part.gradient_bytes += size
 
     def make_gradient(self, part: Sharded, *, put_off: bool = False) -> None:
-        """Add the gradient (or a deferred part of it); a second gradient is added to the first in new memory."""
+        """Create the gradient (or a deferred part of it); a second gradient is added to the first in new memory."""
         size = (part.unit.trained.full - (part.unit.early if put_off else 0.0)) * self.width
         if part.gradient_bytes:
             self.account.touch(part.unit.trained.largest * self.width, "gradients")
@@ -271,8 +271,8 @@ class Sharding:
         part.gradient_bytes = size
 
     def after_backward(self, part: Sharded, *, exchanges: bool, last: bool) -> None:
-        """Free the parameters, unless later micro-batches keep them; if nothing is exchanged yet, gradients are
-        converted to the exchange's format."""
+        """Free the parameters unless they are kept for later micro-batches; if nothing is exchanged yet, gradients are
+        converted to the exchange format."""
         if last or not self.keeps:
             self.free(part)
         if not exchanges and part.gradient_bytes and self.reduce_width != self.width and not part.accumulated_bytes:
@@ -285,8 +285,8 @@ class Sharding:
             self._reduce(part)
 
     def _reduce(self, part: Sharded) -> None:
-        """Copy gradients into one buffer and sum over ranks; this rank's part stays. With one rank, that is the buffer
-        itself."""
+        """Copy gradients into one buffer and sum over ranks; this rank's part is kept. With one rank, that is the
+        buffer itself."""
         waiting = part.gradient_bytes + part.accumulated_bytes
         if not waiting:
             return
@@ -301,8 +301,8 @@ class Sharding:
         account.touch(part.unit.trained.largest * self.width if part.unit.reorders else 0.0, "collectives")
         account.add("collectives", -self.reduced_bytes)
         account.add("collectives", size)
-        # foreach_reduce frees its list of whole gradients after the copy, but a loop's variable keeps the last one
-        # until the function returns: on a first stage the whole embedding's gradient.
+        # foreach_reduce frees its list of full gradients after the copy, but a loop variable keeps the last one until
+        # the function returns: on the first stage the gradient of the full embedding.
         last_rows, row = part.unit.trained.matrices[-1]
         last = last_rows * row * (self.reduce_width if part.accumulated_bytes else self.width)
         lingering = last if part.unit.shards > 1 else 0.0
@@ -321,7 +321,7 @@ class Sharding:
 
 
 def replay(run: EngineRun, pipeline_rank: int) -> dict[str, float]:
-    """Bytes by cause at the fullest moment of a step of a model of text."""
+    """Return the bytes by cause at the fullest moment of a text model's step."""
     return _Replay(run, cast("TextModel", run.model), pipeline_rank).run()
 
 
@@ -336,13 +336,13 @@ class _Block:
     profile: BlockProfile
     own: Sharded
     experts: Sharded | None
-    """Experts, if they are spread and sharded separately."""
+    """The experts, if they are spread over ranks and sharded separately."""
     whole_experts: Unit
-    """Experts, if they are not."""
+    """The experts, if they are not."""
 
     @property
     def units(self) -> list[Sharded]:
-        """Return the units in the order of the ends of their forwards."""
+        """Return the units in the order in which their forwards end."""
         return [self.experts, self.own] if self.experts else [self.own]
 
 
@@ -354,7 +354,7 @@ class _Stage:
     outside: Sharded
     sharding: Sharding
     left: int
-    """Backwards still to come."""
+    """Number of backwards still to come."""
 
     @cached_property
     def units(self) -> list[Sharded]:
@@ -362,7 +362,7 @@ class _Stage:
 
     @cached_property
     def before(self) -> dict[int, Sharded | None]:
-        """Unit's id -> the unit whose forward ended before it, whose backward is next."""
+        """Unit's id -> the unit whose forward ended just before, and whose backward comes next."""
         return {id(unit): before for before, unit in zip([None, *self.units], self.units, strict=False)}
 
 
@@ -371,7 +371,7 @@ class _Replay:
         self.given, self.model, self.layout, self.rank = run, model, run.layout, pipeline_rank
         self.micro_batches = run.micro_batches
         if (run.layout.pp == 1 or run.layout.pipeline_schedule != "gpipe") and run.micro_batches % run.layout.pp == 0:
-            # These fill a pipeline, and later ones repeat them; but GPipe holds all micro-batches.
+            # This many fill the pipeline, and later ones repeat the pattern; but GPipe holds all micro-batches.
             self.micro_batches = min(run.micro_batches, 3 * run.layout.pp)
         self.width, self.reduce_width = WIDTHS[run.compute], WIDTHS[run.reduce]
         self.split = run.layout.splits_backward
@@ -379,7 +379,7 @@ class _Replay:
         self.shape = shape_of(run, model, self.layers[0])
         self.account = Account()
         self.message_bytes = self.shape.outside_tokens * model.hidden_size * self.width
-        """Hidden states between two stages, or two blocks."""
+        """Bytes of the hidden states between two stages or two blocks."""
         self.angles_bytes = 2.0 * self.shape.seq_len * model.rotated_size * self.width if model.rotates else 0.0
         self.stages = {stage: self._stage(stage) for stage in run.layout.stages_of_rank(pipeline_rank)}
 
@@ -395,7 +395,7 @@ class _Replay:
         return _Stage(first, last, blocks, outside, sharding, self.micro_batches)
 
     def _maker(self, layer: Layer) -> Callable[[], _Block]:
-        """Return the maker of one kind of blocks: everything is shared by them except gathered parameters."""
+        """Return a function that makes blocks of one kind, which share everything except gathered parameters."""
         model, layout, lora = self.model, self.layout, self.given.lora
         profile = profile_block(shape_of(self.given, model, layer), self.given.recompute, self.split)
         spread = layout.ep > 1 and "experts" in layer.mixers
@@ -408,7 +408,7 @@ class _Replay:
         for action in actions(self.layout, self.micro_batches)[self.rank]:
             _ACTIONS[action.kind](self, action)
         if self.layout.tp > 1 and self.layout.ep == 1:
-            # Each rank of tp holds experts whole. Their gradients are summed after the passes: all are copied, and then
+            # Each tp rank holds full experts. Their gradients are summed after the passes: all are copied, then
             # flattened.
             shares = sum(block.whole_experts.trained.own for stage in self.stages.values() for block in stage.blocks)
             self.account.touch(2 * shares * MASTER_WIDTH, "gradients")
@@ -425,7 +425,7 @@ class _Replay:
         self.account.add("parameters", own * MASTER_WIDTH + quantised + tables)
         self.account.add("optimizer", self._optimizer_bytes())
         self.account.add("temporaries", 16.0 * self.shape.tokens * self.given.micro_batches)
-        if self.layout.pp > 1:  # one received early, and one sent
+        if self.layout.pp > 1:  # one received ahead of time, and one sent
             self.account.add("collectives", 2 * self.message_bytes)
 
     def _optimizer_bytes(self) -> float:
@@ -435,13 +435,13 @@ class _Replay:
         return own + sum(state_bytes(name, unit, in_block=False, outer_bytes=outer_bytes) for unit in outside)
 
     def _trained(self) -> tuple[list[Unit], list[Unit]]:
-        """Return (the units of the rank's blocks, those outside of blocks)."""
+        """Return (the units of the rank's blocks, those outside the blocks)."""
         stages = self.stages.values()
         blocks = [sharded.unit for stage in stages for block in stage.blocks for sharded in block.units]
         return blocks, [stage.outside.unit for stage in stages]
 
     def _update(self) -> None:
-        """Count the update, with the gradients of the passes and persistent tensors."""
+        """Count the update, together with the gradients from the passes and persistent tensors."""
         self.account.touch(update_bytes(self.given.optimizer, *self._trained(), self.width))
 
     # Actions
@@ -467,7 +467,7 @@ class _Replay:
         self._backpropagate(self.stages[action.stage], exchanges=False)
 
     def _backward_weight(self, action: Action) -> None:
-        """Run the deferred products one after another; everything that they need lives until the last one."""
+        """Run the deferred products one after another; everything they need lives until the last one."""
         stage, account = self.stages[action.stage], self.account
         for block in stage.blocks:
             stage.sharding.make_gradient(block.own, put_off=True)
@@ -485,7 +485,7 @@ class _Replay:
         return not self.given.lora.rank
 
     def _loss(self, stage: _Stage) -> None:
-        """Kept: the gradients of the hidden states, and of the head in fp32."""
+        """Count the loss. It keeps the gradients of the hidden states, and those of the head in fp32."""
         account, hidden, width = self.account, self.model.hidden_size, self.width
         rows, tokens, trained = self.model.vocab_size // self.layout.tp, self.shape.tokens, self._trains_head
         entered = (tokens + (self.shape.outside_tokens if self.layout.tp > 1 else 0.0)) * hidden * width
@@ -524,7 +524,7 @@ class _Replay:
     def _work(
         self, stage: _Stage, block: _Block, stretches: tuple[Stretch, ...], exchanges: bool | None = None
     ) -> None:
-        """A block's forward, or its backward, which may exchange gradients (`exchanges`)."""
+        """Run a block's forward, or its backward, which may exchange gradients (`exchanges`)."""
         live = 0.0
         for stretch in stretches:
             self.account.touch(stretch.peak - live)
@@ -534,7 +534,8 @@ class _Replay:
                 self._shard_experts(stage, block.experts, stretch.then, exchanges)
 
     def _shard_experts(self, stage: _Stage, experts: Sharded, event: Event, exchanges: bool | None) -> None:
-        """A recomputed forward within a backward ends with them, and leaves them gathered."""
+        """Process an event of separately sharded experts. A forward recomputed in a backward ends with them and leaves
+        them gathered."""
         sharding = stage.sharding
         if event == "gather":
             sharding.gather(experts)
@@ -565,7 +566,7 @@ class _Replay:
 
 def loss_bytes(run: EngineRun, model: TextModel) -> float:
     """Return the bytes of a chunk of logits with the loss's temporaries, or of its product with the hidden states. A
-    chunk's gradient lives into the next chunk."""
+    chunk's gradient stays alive during the next chunk."""
     width, rows = WIDTHS[run.compute], model.vocab_size // run.layout.tp
     tokens = run.samples * (run.seq_len // run.layout.cp)
     chunk = min(tokens, loss_chunk_tokens(rows))

@@ -1,8 +1,8 @@
-"""Reverse-mode differentiation of sizes: what a block allocates, saves and frees, forward and backward.
+"""Reverse-mode differentiation of sizes: what a block allocates, saves and frees in the forward and the backward.
 
 A `Value` represents a tensor and a `Storage` its memory, which is live as long as something references it, as in the
-engine: a local variable, a saved input of a node, a pending gradient. So a block recorded here with the operations of
-the engine's block has the same peaks. Sizes are bytes; values have a width per element.
+engine: a local variable, a node's saved input, a pending gradient. So a block recorded here with the same operations as
+the engine's block has the same peaks. Sizes are in bytes; values have a width per element.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Literal
 from trainspec_cli.recipe.keys.training import NF4_BLOCK, NF4_CHUNK
 
 PRECISE = 4.0
-"""Bytes of an element of scores, decays and statistics."""
+"""Bytes per element of scores, decays and statistics."""
 INDEX = 8.0
-"""Bytes of an index."""
+"""Bytes per index."""
 NF4_INDEX = 2.0
-"""Bytes of the index of a 4-bit weight; two weights share one of 4 bytes."""
+"""Index bytes per 4-bit weight; two weights share a 4-byte index."""
 Event = Literal["gather", "free", "gather_again", "reduce"]
-"""Events of separately sharded experts within a block: before and after their forward, and their backward."""
+"""Events of separately sharded experts within a block: before and after their forward and their backward."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Stretch:
     """A block's work from one event to the next, or to its end."""
 
     peak: float
-    """Bytes of the block alone."""
+    """Peak bytes of the block alone."""
     live: float
     """Bytes that are live at its end."""
     then: Event | None = None
 
 
 class Meter:
-    """Bytes live now, and the most there were."""
+    """The bytes live now, and their peak so far."""
 
     def __init__(self) -> None:
         self.live = self.peak = 0.0
@@ -49,7 +49,7 @@ class Meter:
 
 
 class Storage:
-    """Memory that is freed with its last reference."""
+    """Memory that is freed when its last reference goes away."""
 
     __slots__ = ("_meter", "size")
 
@@ -72,7 +72,8 @@ class JoinedStorage(Storage):
 
 
 Backward = Callable[["Value"], Sequence["Value | None"]]
-"""Maps the gradient of an operation's output to those of its inputs; None for an input that needs none."""
+"""Maps the gradient of an operation's output to the gradients of its inputs; None for an input that needs no
+gradient."""
 
 
 class Node:
@@ -83,7 +84,7 @@ class Node:
     ):
         self.number, self.inputs, self.backward = number, inputs, backward
         self.has_views = has_views
-        """True if its outputs are parts of one value, whose gradients are concatenated instead of added."""
+        """True if its outputs are parts of one value, so their gradients are concatenated instead of added."""
         self.gradient: Value | None = None
 
     def __lt__(self, other: Node) -> bool:
@@ -91,7 +92,7 @@ class Node:
 
 
 class Value:
-    """`elements` of `width` bytes each in a storage, created by `node` if it needs a gradient."""
+    """`elements` of `width` bytes each in a storage; created by `node` if a gradient is needed."""
 
     __slots__ = ("elements", "node", "storage", "width")
 
@@ -103,7 +104,7 @@ class Tape:
     """Records operations on values with `width` bytes per element."""
 
     def __init__(self, width: float, *, fp8: bool = False, frozen: bool = False, fuses: bool = False):
-        """`frozen`: parameters need no gradient unless stated otherwise. `fuses`: a compiler fuses consecutive
+        """`frozen`: parameters need no gradient unless specified otherwise. `fuses`: a compiler fuses consecutive
         element-wise operations into one kernel, so that values between them need no memory."""
         self.width, self.meter, self.fp8, self.frozen, self.fuses = width, Meter(), fp8, frozen, fuses
         self.is_saving = True
@@ -113,13 +114,13 @@ class Tape:
         self.recalls = False
         """True if costly results of the first forward were kept."""
         self.kept: list[Storage] | None = None
-        """Kept results of costly operations, for a selective recomputation; None: they are not kept."""
+        """Kept results of costly operations, for selective recomputation; None: they are not kept."""
         self.recalled: deque[Storage] = deque()
         """Kept results, which the recomputed forward uses."""
         self.put_off: list[tuple[Storage, Storage]] | None = None
         """Storages that deferred weight gradients need; None: weight gradients are not deferred."""
         self.saves_left = float("inf")
-        """After this many saves the recomputed forward ends, and allocates nothing more."""
+        """After this many saves the recomputed forward ends and allocates nothing more."""
         self.saves = 0
         self.stretches: list[Stretch] = []
         self._inner_leaves: list[Node] | None = None
@@ -131,7 +132,7 @@ class Tape:
         return Value(Storage(self.meter, elements * width), elements, width)
 
     def leaf(self, elements: float, *, frozen: bool | None = None) -> Value:
-        """A parameter or an input, whose memory is counted elsewhere."""
+        """Return a parameter or an input, whose memory is counted elsewhere."""
         if self.frozen if frozen is None else frozen:
             return Value(Storage(Meter(), 0.0), elements, self.width)
         node = Node(next(self._numbers), (), None)
@@ -140,7 +141,8 @@ class Tape:
         return Value(Storage(Meter(), 0.0), elements, self.width, node)
 
     def backward(self, node: Node, gradient: Value) -> None:
-        """Run the backward from `node` to the leaves. Several gradients of a value are added in new memory."""
+        """Run the backward from `node` to the leaves. If a value has several gradients, they are added in new
+        memory."""
         arrived = {node: gradient}
         del gradient
         waiting = [node]
@@ -174,7 +176,7 @@ class Tape:
         node.backward = None
         return gradients
 
-    # Other events of parameters
+    # Other parameter events
 
     def mark(self, then: Event | None = None) -> None:
         """End a stretch."""
@@ -218,8 +220,8 @@ class Tape:
         scratch: tuple[float, float] = (0.0, 0.0),
         costly: bool = False,
     ) -> Value:
-        """Record a new value from `inputs`, with a new gradient for each in the backward; `scratch` more bytes are live
-        during the forward and the backward."""
+        """Record a new value from `inputs`, with a new gradient for each of them in the backward; `scratch` additional
+        bytes are live during the forward and the backward, respectively."""
         if not any(value.node for value in inputs):
             return self._result(elements, width, scratch[0], costly, stopped=self.saves >= self.saves_left)
         if self.fuses and self.recomputes and self.recalls and not costly:
@@ -256,7 +258,7 @@ class Tape:
         return out
 
     def keep(self, size: float) -> None:
-        """Record results of costly operations inside an operation that is recorded as a whole."""
+        """Record results of costly operations inside an operation that is recorded as a single one."""
         if self.recalled:
             self.recalled.popleft()
         elif self.kept is not None:
@@ -269,8 +271,8 @@ class Tape:
         return Value(out.storage, out.elements, out.width, node)
 
     def linear(self, x: Value, weight: Value, elements: float) -> Value:
-        """Saves its input, for the weight's gradient, which belongs to FSDP2; with a frozen weight it saves only the
-        weight."""
+        """Record a linear layer. It saves its input for the weight's gradient, which belongs to FSDP2; if the weight is
+        frozen, it saves only the weight."""
         x = self.materialise(x)
         scratch = casts_to_fp8(x.elements, weight.elements, elements, self.width) if self.fp8 else (0.0, 0.0)
         out = self.apply((x, weight), elements, saved=(x if weight.node else weight,), costly=True, scratch=scratch)
@@ -340,7 +342,7 @@ class Tape:
         width: float | None,
         scratch: tuple[float, float],
     ) -> Value:
-        """If costly results are kept, cheap ones are recomputed when the backward reads them."""
+        """Return a cheap result, which is recomputed when the backward reads it if costly results are kept."""
         self.saves += len(saved) + saves_output
         held = JoinedStorage(self.meter, *(value.storage for value in (*inputs, *saved)))
         sizes = [(value.elements, value.width) if value.node else None for value in inputs]
@@ -357,17 +359,17 @@ class Tape:
     def _deferred(self, *inputs: Value) -> Value:
         """Return the result of a fused element-wise operation: its readers keep the inputs and compute it again.
 
-        In the backward, gradients of the inputs reuse the memory of the incoming one.
+        In the backward, the inputs' gradients reuse the memory of the incoming one.
         """
         held, count = JoinedStorage(self.meter, *(value.storage for value in inputs)), len(inputs)
         out = Value(held, inputs[0].elements, inputs[0].width)
         return self._recorded(out, inputs, lambda gradient: (gradient,) * count)
 
     def _fused_product(self, left: Value, right: Value) -> Value:
-        """In the backward, the gradient of `left` reuses the memory of the incoming one.
+        """Record a fused product. In the backward, the gradient of `left` reuses the memory of the incoming one.
 
-        In a backward that recomputes the forward, one kernel computes the product, which the weights' gradient needs,
-        and both gradients, in addition to everything it reads.
+        In a backward that recomputes the forward, one kernel computes the product (which the weights' gradient needs)
+        and both gradients, so their memory adds to that of everything it reads.
         """
         saved, again = ((left, right) if self.is_saving else ()), self.recomputes
         if again:
@@ -396,14 +398,14 @@ class Tape:
         return self._recorded(out, (x,), lambda gradient: (gradient,))
 
     def copy(self, x: Value, elements: float | None = None, scratch: tuple[float, float] = (0.0, 0.0)) -> Value:
-        """Record a new value, perhaps with another size, like a collective; saves nothing."""
+        """Record a new value, possibly of a different size, as a collective does; saves nothing."""
         return self.apply((x,), x.elements if elements is None else elements, width=x.width, scratch=scratch)
 
     def cast(self, x: Value, width: float) -> Value:
         return x if x.width == width else self.apply((x,), x.elements, width=width)
 
     def split(self, x: Value, *sizes: float) -> list[Value]:
-        """Return views of parts; in the backward, their gradients are copied into one."""
+        """Return views of parts; in the backward, their gradients are copied into one tensor."""
         size = x.elements, x.width
         node = Node(next(self._numbers), (x.node,), lambda _: (self.new(*size),), has_views=True)
         passing: Backward = lambda gradient: (gradient,)  # noqa: E731
@@ -430,7 +432,7 @@ class Tape:
         return self._recorded(out, parts, backward)
 
     def with_side(self, x: Value, loss: Value) -> Value:
-        """Return `x`; in the backward, the scalar `loss` is minimised too."""
+        """Return `x`; the backward also runs from the scalar `loss`."""
         return self._recorded(x, (x, loss), lambda gradient: (gradient, self.new(1, 4.0)))
 
     def negated(self, x: Value) -> Value:
@@ -452,9 +454,10 @@ class Tape:
 
 
 def casts_to_fp8(x: float, weight: float, out: float, width: float) -> tuple[float, float]:
-    """Return the bytes of temporaries of torchao's eager casts, (forward, backward), for a product with these elements.
+    """Return the temporary bytes of torchao's eager casts, (forward, backward), for a product with these element
+    counts.
 
-    A cast holds the scaled tensor in fp32, the clamped one, and the result: 9 bytes per element, and 1 stays.
+    A cast holds the scaled tensor in fp32, the clamped one and the result: 9 bytes per element, of which 1 remains.
     """
     held = 2 * out + weight + x * width
     backward = (9 * out, out + 9 * weight, held + 8 * out, held + 9 * x)

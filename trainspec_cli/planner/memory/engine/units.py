@@ -1,4 +1,5 @@
-"""The units that FSDP2 shards: a block's parameters, spread experts, or the parameters outside of the blocks."""
+"""The units that FSDP2 shards: a block's parameters, experts spread over ranks, or the parameters outside the
+blocks."""
 
 from __future__ import annotations
 
@@ -21,36 +22,37 @@ from trainspec_cli.recipe.keys.training import BLOCK, QUANTISED_ROW, QUANTISED_S
 Matrix = tuple[int, int]
 """(rows, elements of a row), after tensor parallelism."""
 NF4_TABLES_BYTES = 4.0 * (2 * 256 + 256)
-"""Tables of a quantised matrix: the two weights of each byte, and the levels of scales."""
+"""Bytes of a quantised matrix's tables: the two weights for each byte, and the levels of the scales."""
 
 
 @dataclass(frozen=True)
 class Unit:
     matrices: tuple[Matrix, ...]
     shards: int
-    """Number of ranks that share the rows."""
+    """Number of ranks that the rows are divided over."""
     reorders: bool = False
     """True if rows are not the first dimension, so that exchanged data is reordered by a copy."""
     early: float = 0.0
-    """Elements whose gradients are computed with those of the inputs, if the schedule defers those of linear layers."""
+    """Elements whose gradients are computed together with those of the inputs, if the schedule defers those of linear
+    layers."""
     adapters: tuple[Matrix, ...] | None = None
-    """The trained ones of `matrices`; None: all."""
+    """Those of `matrices` that are trained; None: all."""
     quantised_bytes: float = 0.0
-    """Bytes of 4-bit matrices, which are not in `matrices`: each rank keeps them whole."""
+    """Bytes of 4-bit matrices, which are not in `matrices`: they are not sharded."""
 
     @cached_property
     def trained(self) -> Unit:
-        """Return the unit of the parameters that have gradients and moments."""
+        """Return the unit with only the parameters that have gradients and moments."""
         return self if self.adapters is None else Unit(self.adapters, self.shards, self.reorders)
 
     @cached_property
     def own(self) -> float:
-        """Elements on the first rank, whose part is the largest."""
+        """Return the number of elements on the first rank, whose part is the largest."""
         return float(sum(-(-rows // self.shards) * row for rows, row in self.matrices))
 
     @cached_property
     def gathered(self) -> float:
-        """Elements of all ranks' parts, with padding of the last ones."""
+        """Return the number of elements in all ranks' parts, including padding of the last ones."""
         return self.own * self.shards
 
     @cached_property
@@ -79,7 +81,7 @@ def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec) -
 
 
 def freeze(unit: Unit, lora: LoraSpec) -> Unit:
-    """Freeze a unit if there are adapters: only adapters are trained then."""
+    """Freeze a unit if there are adapters, since then only these are trained."""
     return replace(unit, adapters=()) if lora.rank else unit
 
 
@@ -127,7 +129,7 @@ def _glu(model: DecoderModel, width: int) -> Iterator[Matrix]:
 
 
 def _mixture(model: DecoderModel, layout: Layout) -> Iterator[Matrix]:
-    """Spread experts' matrices are a separate unit."""
+    """Yield the matrices of a mixture of experts in a block's unit; spread experts are a separate unit."""
     spec, hidden = model.experts, model.hidden_size
     assert spec is not None
     yield spec.num_experts, hidden
@@ -151,8 +153,8 @@ def expert_matrices(model: DecoderModel, ep: int) -> Iterator[tuple[int, int, in
 
 
 def experts_unit(model: TextModel, layout: Layout) -> Unit:
-    """Return the experts of one rank of ep, sharded over the remaining ranks: by experts if these divide, otherwise by
-    rows."""
+    """Return the experts of one rank of ep, sharded over the remaining ranks: by experts if these divide evenly,
+    otherwise by rows."""
     decoder = model.as_decoder
     shards = layout.expert_ranks // layout.ep
     shapes = list(expert_matrices(decoder, layout.ep))
@@ -184,7 +186,7 @@ _MIXERS: dict[str, Callable[[DecoderModel, int], Iterator[Matrix]]] = {
 
 
 def outside_unit(model: TextModel, layout: Layout, first: bool, last: bool) -> Unit:
-    """Return embedding, positions, norm and head, as far as a stage has them."""
+    """Return the unit with those of embedding, positions, norm and head that a stage has."""
     table = (model.vocab_size // layout.tp, model.hidden_size)
     matrices = [table] if first or (last and model.tied_embeddings) else []
     if first and model.learned_positions:
@@ -194,18 +196,19 @@ def outside_unit(model: TextModel, layout: Layout, first: bool, last: bool) -> U
     return Unit(tuple(matrices), layout.shards)
 
 
-# The state of the engine's optimizers, tensor by tensor, and an update's temporaries.
+# The state of the engine's optimizers, tensor by tensor, and the temporaries of an update.
 
 
 MOMENT = 4.0
-"""Bytes of an unquantised moment, and of a block's scale."""
+"""Bytes per unquantised moment, and per block scale."""
 CHUNK_VALUES = 2**24
 """Number of values that adamw8bit updates at a time (`engine/optim/adamw8bit.py`)."""
 CHUNK_BYTES = 22.0
-"""Bytes of each of them: gradient and moments in fp32, and, while one is quantised, its blocks and their codes."""
+"""Bytes per such value: gradient and moments in fp32 and, while a moment is being quantised, its blocks and their
+codes."""
 MATRICES_AT_ONCE = 9
-"""Copies of the largest matrix, or stack of small ones, that muon holds at a time in its compute format: five of
-Newton-Schulz, the sent parts and the received ones."""
+"""Copies of the largest matrix (or stack of small ones) that muon holds at once in its compute format: five for
+Newton-Schulz, the rest for the sent and received parts."""
 
 
 def state_bytes(optimizer: KeptState, unit: Unit, *, in_block: bool, outer_bytes: float = 0.0) -> float:
@@ -231,7 +234,7 @@ def _bytes_of_row(optimizer: KeptState, matrix: Matrix, in_block: bool) -> float
 
 
 def is_hidden(matrix: Matrix) -> bool:
-    """Return whether muon orthogonalises a matrix of a block; vectors and convolution kernels use adamw.
+    """Return whether muon orthogonalises a block's matrix; vectors and convolution kernels use adamw.
 
     Stacked biases count as matrices, since they are few.
     """
@@ -239,7 +242,7 @@ def is_hidden(matrix: Matrix) -> bool:
 
 
 def update_bytes(optimizer: KeptState, blocks: Iterable[Unit], outside: Iterable[Unit], width: float) -> float:
-    """Return the bytes of an update's temporaries, which are largest for the largest parameter. `width`: bytes of
+    """Return the bytes of an update's temporaries, which peak at the largest parameter. `width`: bytes per value in
     muon's compute format."""
     of_blocks = [matrix for unit in blocks for matrix in unit.trained.matrices]
     own = [-(-rows // unit.shards) * row for unit in (*blocks, *outside) for rows, row in unit.trained.matrices]
