@@ -21,12 +21,12 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def node_name() -> str:
-    """Return Slurm's name of this node, else its hostname."""
+    """Return Slurm's name of this node, otherwise its hostname."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
-    """Return the vendor's name of the CPU, else its architecture."""
+    """Return the vendor's name of the CPU, otherwise its architecture."""
     return _cpu_line("model name", cpuinfo) or platform.processor() or platform.machine()
 
 
@@ -52,7 +52,8 @@ CHOOSE_ANOTHER = f"choose your own folder for prepared data and measured figures
 
 
 def cache_dir() -> Path:
-    """Return `$TRAINSPEC_CACHE`, else `$XDG_CACHE_HOME/trainspec`, else `~/.cache/trainspec`; it may not exist yet.
+    """Return `$TRAINSPEC_CACHE`, otherwise `$XDG_CACHE_HOME/trainspec`, otherwise `~/.cache/trainspec`; it may not
+    exist yet.
 
     Raises MachineError if it belongs to another user or every user can write it: a run would train on data that others
     put there.
@@ -64,8 +65,8 @@ def cache_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """Return `$TRAINSPEC_CACHE`, else `$XDG_STATE_HOME/trainspec`, else `~/.local/state/trainspec`, for data that
-    cannot be restored from elsewhere; it may not exist yet. Raises MachineError as `cache_dir` does."""
+    """Return `$TRAINSPEC_CACHE`, otherwise `$XDG_STATE_HOME/trainspec`, otherwise `~/.local/state/trainspec`, for data
+    that cannot be restored from elsewhere; it may not exist yet. Raises MachineError as `cache_dir` does."""
     if os.environ.get(CACHE):
         return cache_dir()
     base = os.environ.get("XDG_STATE_HOME")

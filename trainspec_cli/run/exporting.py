@@ -98,7 +98,7 @@ def write_folder(
     wanted: Export, output: Path, format_: Literal["hf"] | OtherFormat = "hf", naming: DcpNaming = "hf"
 ) -> str:
     """Create `output`, which must not exist or be empty, with a run's weights in transformers' format, or in another
-    project's; -> what it is. Raises RecipeError where that project has no such model, and MachineError."""
+    project's; -> what it is. Raises RecipeError if that project has no such model, and MachineError."""
     plan = read_plan(wanted.run)
     model = plan.spec.model
     config = _config(plan, wanted)
@@ -167,7 +167,7 @@ def write_adapters(wanted: Export, output: Path) -> str:
     """Create `output` with a run's LoRA adapters in PEFT's format, and the tokenizer.
 
     Their base is the Hugging Face folder with which the run began; of any other run its frozen weights are written too,
-    in `output`/base. Raises RecipeError where the run trained no adapters.
+    in `output`/base. Raises RecipeError if the run trained no adapters.
     """
     plan = read_plan(wanted.run)
     if not plan.spec.lora.rank:

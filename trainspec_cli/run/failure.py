@@ -65,7 +65,7 @@ class WorkerFailure:
     whole_node: bool = False
     """Not one worker, but one of several nodes: it was lost, or is unfit."""
     cause: str = ""
-    """The exception and the place where it was raised, for a user-defined command; empty where its log shows none."""
+    """The exception and the place where it was raised, for a user-defined command; empty if its log shows none."""
 
     @property
     def who(self) -> str:

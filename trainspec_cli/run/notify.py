@@ -98,7 +98,7 @@ def _call(command: str, about: JsonObject) -> str:
 
 
 def _await(shell: subprocess.Popen[bytes]) -> int | None:
-    """Return the exit code of a command in its own session; None where the command and its processes were killed."""
+    """Return the exit code of a command in its own session; None if the command and its processes were killed."""
     try:
         return shell.wait(COMMAND_S)
     except subprocess.TimeoutExpired:

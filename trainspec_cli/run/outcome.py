@@ -35,7 +35,7 @@ class RunOutcome:
 
 
 def conclude_recipe(job: Job, ending: Ending) -> RunOutcome:
-    """Use the workers' own result if they left one; else build one from the run folder.
+    """Use the workers' own result if they left one; otherwise build one from the run folder.
 
     Workers that stopped without a request have failed. A worker that fails after the run was done changes nothing,
     unless it reported an error of its own; one that fails while the others stop because torchrun asked them to is a

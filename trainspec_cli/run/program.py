@@ -43,7 +43,7 @@ def run_program(
     program: Program, environment: Mapping[str, str], on_tick: Callable[[], None] = lambda: None
 ) -> ProgramEnd:
     """Run a program, with `environment` added to this process's; `on_tick` is called about ten times a second. Raises
-    MachineError where it cannot be started, Interrupted where a stop was requested."""
+    MachineError where it cannot be started, Interrupted if a stop was requested."""
     root = program.folder.absolute()
     own = {LAUNCH_ID: secrets.token_hex(8), **environment}
     job = Job(root, program.command, own, world_size=1, stop_grace_s=0.0, logs=next_log_folder(RunDir(root).logs))

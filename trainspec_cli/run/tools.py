@@ -192,7 +192,7 @@ def run_tool(
     """Run `tool` (in one process, unless `prepare` says otherwise) and return its result.
 
     `on_tick` is called about ten times a second. `shared` is a folder for the temporary one that several nodes can see.
-    Raises MachineError where the tool cannot be run, fails or exceeds its time, Interrupted where a stop was requested.
+    Raises MachineError if the tool cannot be run, fails or exceeds its time, Interrupted if a stop was requested.
     """
     try:
         with tempfile.TemporaryDirectory(prefix=f"trainspec-{tool.name}-", dir=shared) as folder:
@@ -294,9 +294,9 @@ Figures = TypeVar("Figures")
 
 
 def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) -> MachineProbe:
-    """Return the probe in the cache, else measure now; `on_start` is called before the measurement.
+    """Return the probe in the cache, otherwise measure now; `on_start` is called before the measurement.
 
-    A probe that other programs have disturbed is valid for `DISTURBED_HOLDS_S`. Raises MachineError where it fails,
+    A probe that other programs have disturbed is valid for `DISTURBED_HOLDS_S`. Raises MachineError if it fails,
     Interrupted where a stop was requested.
     """
     path = probe_path(plan, machine)
@@ -310,8 +310,8 @@ def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) ->
 
 
 def measure_kernels(plan: Plan, machine: Machine, on_start: Callable[[], None], *, again: bool = False) -> KernelTable:
-    """Return the table in the cache, else measure now; `on_start` is called before the measurement. In a run on several
-    nodes this node measures for all. Raises as `probe_machine`."""
+    """Return the table in the cache, otherwise measure now; `on_start` is called before the measurement. In a run on
+    several nodes this node measures for all. Raises the errors of `probe_machine`."""
     path = table_path(plan, machine)
     cached = None if again else read_table(path)
     if cached is not None:
@@ -357,7 +357,7 @@ def read_probe(path: Path) -> MachineProbe | None:
 
 
 def known_probe(plan: Plan, machine: Machine) -> MachineProbe | None:
-    """Return this machine's probe for such a plan; None where it was not probed."""
+    """Return this machine's probe for such a plan; None if it was not probed."""
     return read_probe(probe_path(plan, machine))
 
 
@@ -396,7 +396,7 @@ def figures_path(kind: str, plan: Plan, machine: Machine, others: Mapping[str, o
 
 
 def read_figures(kind: type[Figures], path: Path) -> Figures | None:
-    """Return None where the figures do not exist, or another version of trainspec wrote them."""
+    """Return None if the figures do not exist, or another version of trainspec wrote them."""
     if not path.is_file():
         return None
     try:

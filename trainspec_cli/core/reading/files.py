@@ -179,7 +179,7 @@ def check_regular(path: Path) -> None:
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the content of a file of at most `max_bytes`. Raises as `open_regular` does."""
+    """Return the content of a file of at most `max_bytes`. Raises the errors of `open_regular`."""
     try:
         with open_regular(path) as file:
             # The reported size proves nothing: files below /proc state 0, and others grow meanwhile.
@@ -194,7 +194,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """Return UTF-8 text without its byte order mark. Raises as `open_regular` does."""
+    """Return UTF-8 text without its byte order mark. Raises the errors of `open_regular`."""
     content = read_bytes(path, max_bytes)
     try:
         return content.decode().removeprefix("\ufeff")
@@ -230,7 +230,7 @@ def read_json(path: Path) -> JsonValue:
 
 
 def read_object(path: Path) -> JsonObject:
-    """Return the JSON object in `path`. Raises as `read_json` does."""
+    """Return the JSON object in `path`. Raises the errors of `read_json`."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise unreadable(path, f"holds {show_kind(content)}; a JSON object is needed")

@@ -68,7 +68,8 @@ class Answer:
 
 
 def connect(address: tuple[str, int] | str, secret: bytes, purpose: str) -> socket.socket:
-    """Return an authenticated connection to a host's port, or to a Unix socket's path. Raises as `prove_to` does."""
+    """Return an authenticated connection to a host's port, or to a Unix socket's path. Raises the errors of
+    `prove_to`."""
     if isinstance(address, str):
         connection = socket.socket(socket.AF_UNIX)
     else:

@@ -44,7 +44,7 @@ def open_samples(data: DataSpec, model: ConvModel, folder: Path | None) -> Label
 
 
 def find_samples(data: DataSpec, model: ConvModel) -> Path | None:
-    """Check the folder and return it; None for phantoms. Raises as `open_samples` does."""
+    """Check the folder and return it; None for phantoms. Raises the errors of `open_samples`."""
     folder = expand(data.path).absolute() if data.path else None
     open_samples(data, model, folder)
     return folder

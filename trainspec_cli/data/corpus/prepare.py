@@ -27,7 +27,7 @@ from trainspec_cli.recipe.keys.run import DataSpec
 def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
     """Return the folder to read `data` from: a token folder, or a collection of several (see sources.py).
 
-    Raises as `prepare_one` does, and RecipeError if the parts' tokenizers differ.
+    Raises the errors of `prepare_one`, and RecipeError if the parts' tokenizers differ.
     """
     parts = {name: _prepare_part(data, "mixture", name, on_progress) for name in data.parts}
     if data.source != "mixture" and not data.validation:
@@ -62,8 +62,8 @@ def _at_part(problem: Problem, where: str) -> Problem:
 
 
 def prepare_one(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
-    """Return the token folder of one source: the user's own folder for `tokens`, else one in the cache, which is made
-    if it is missing.
+    """Return the token folder of one source: the user's own folder for `tokens`, otherwise one in the cache, which is
+    made if it is missing.
 
     Raises RecipeError (no such file, malformed text, too little text for one sample of `seq_len`) and MachineError
     (disk full, damaged folder). Several processes may request the same data at the same time.
@@ -121,7 +121,7 @@ def prepared_folder(data: DataSpec) -> Path | None:
 
 
 def prepare_into(data: DataSpec, folder: Path, on_progress: OnProgress | None = None) -> None:
-    """Write `folder`, which must be missing or empty. Raises as `prepare` does, and FileExistsError."""
+    """Write `folder`, which must be missing or empty. Raises the errors of `prepare`, and FileExistsError."""
     check_options(data)
     files = source_files(data) if data.is_own else find_files(data)
     with publishing(folder.expanduser().resolve()) as temporary:
@@ -137,7 +137,7 @@ def prepare_into(data: DataSpec, folder: Path, on_progress: OnProgress | None = 
 
 def check_text(data: DataSpec, max_bytes: int) -> set[ChatFormat]:
     """Read the first `max_bytes` of each source's text, or check that its token folder is complete; return the formats
-    of its conversations. Raises as `prepare` does, but writes nothing."""
+    of its conversations. Raises the errors of `prepare`, but writes nothing."""
     formats: set[ChatFormat] = set()
     problems: list[Problem] = []
     for part in (*data.parts.values(), *data.validation.values()):

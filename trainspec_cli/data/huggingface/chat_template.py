@@ -64,7 +64,7 @@ class ChatTemplate:
         return self._ask(messages, {"add_generation_prompt": asks, **self.tokens, **extra}).text
 
     def replies(self, messages: Sequence[Message], **extra: object) -> tuple[str, list[Span]]:
-        """Return the whole text, and the spans of the assistant's replies. Raises as `render` does.
+        """Return the whole text, and the spans of the assistant's replies. Raises the errors of `render`.
 
         A reply is the text that changes with its content, so templates may trim it or leave out thoughts.
         """
@@ -88,7 +88,7 @@ class ChatTemplate:
 
 
 def find_template(tokenizer: Path | None, wanted: str | None) -> ChatTemplate:
-    """Return the template `wanted` (`chatml`, or a file), else the one in the folder of `tokenizer`.
+    """Return the template `wanted` (`chatml`, or a file), otherwise the one in the folder of `tokenizer`.
 
     Raises RecipeError if there is none.
     """

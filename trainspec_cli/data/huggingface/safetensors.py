@@ -264,7 +264,7 @@ def _attention(model: DecoderModel, ours: str, theirs: str) -> Iterator[Paramete
 
 
 def _experts(model: DecoderModel, experts: ExpertSpec, ours: str, layer: str) -> Iterator[Parameter]:
-    """Yield the experts' parameters, under Qwen3's names if queries and keys are normalised, else Mixtral's."""
+    """Yield the experts' parameters, under Qwen3's names if queries and keys are normalised, otherwise Mixtral's."""
     theirs = f"{layer}.mlp" if model.qk_norm else f"{layer}.block_sparse_moe"
     gate, up, down = ("gate_proj", "up_proj", "down_proj") if model.qk_norm else ("w1", "w3", "w2")
     count = experts.num_experts

@@ -18,13 +18,13 @@ class RunBackend(Protocol):
 
     @property
     def hub(self) -> Hub | None:
-        """Messages for the workers; None where the workers are not the engine's and do not use the channel."""
+        """Messages for the workers; None if the workers are not the engine's and do not use the channel."""
 
     def start(self, group: int, number: int) -> None:
         """Start a replica group for the `number`th time; in a run of one group this starts the whole run."""
 
     def poll(self) -> list[Event]:
-        """Return the events since the last call; call it about ten times a second. Raises TrainspecError where the run
+        """Return the events since the last call; call it about ten times a second. Raises TrainspecError if the run
         cannot begin or continue."""
 
     def stop(self, group: int | None = None) -> None:

@@ -45,7 +45,7 @@ class RemoteNode:
     report: NodeReport | None = None
     """What the node's checks found."""
     admitted: bool = False
-    """True where workers may start on the node."""
+    """True if workers may start on the node."""
 
     @property
     def is_gone(self) -> bool:

@@ -74,11 +74,11 @@ class GroupExited:
     group: int
     number: int
     exit_code: int | None
-    """torchrun's exit code, negative for a signal; None where torchrun had to be killed."""
+    """torchrun's exit code, negative for a signal; None if torchrun had to be killed."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended."""
     oom_kills: int = 0
-    """Processes that the kernel has killed for lack of memory since the start."""
+    """Processes that the kernel has killed because memory ran out since the start."""
     memory_bytes: int = 0
     """Memory of the node, or its container's limit."""
 

@@ -31,8 +31,8 @@ SHOWN_BYTES = 80
 
 
 def call_hub(address: tuple[str, int] | str, secret: bytes) -> Wire:
-    """Connect to HOST and port, or to the path of a Unix socket. Raises OSError where the hub is not reached, or does
-    not know the secret."""
+    """Connect to HOST and port, or to the path of a Unix socket. Raises OSError if the hub is not reached, or does not
+    know the secret."""
     deadline = time.monotonic() + CALL_TIMEOUT_S
     while True:
         try:
@@ -54,7 +54,7 @@ class PendingPeer:
         connection.send(self._challenge.nonce)  # an empty buffer takes 32 bytes
 
     def advance(self) -> Wire | None:
-        """Return the wire once the peer has proved that it knows the secret; None until then. Raises OSError where that
+        """Return the wire once the peer has proved that it knows the secret; None until then. Raises OSError if that
         cannot happen any more: wrong proof, connection closed, or timeout."""
         if time.monotonic() > self._deadline:
             raise HandshakeError("the connection has proved nothing in time")

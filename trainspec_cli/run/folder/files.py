@@ -84,7 +84,7 @@ Record = TypeVar("Record")
 
 
 def write_versioned(path: Path, content: Mapping[str, object]) -> None:
-    """Write a file of the current version. Raises as `write_json`."""
+    """Write a file of the current version. Raises the errors of `write_json`."""
     write_json(path, {VERSION_KEY: CURRENT_VERSION, **content})
 
 
@@ -148,7 +148,7 @@ class StepColumns:
 
 
 class StepCurve(Sequence[tuple[int, float | None]]):
-    """A figure of each step, as a sequence of (step, value); None where the value was not finite."""
+    """A figure of each step, as a sequence of (step, value); None if the value was not finite."""
 
     def __init__(self, steps: array[int], values: array[float]):
         self._steps = steps

@@ -131,7 +131,7 @@ class Fence:
         return self._generation is not None and newest(self._run) > self._generation
 
     def check(self) -> None:
-        """Check before anything permanent is written. Raises WorkerError where the run belongs to a newer start."""
+        """Check before anything permanent is written. Raises WorkerError if the run belongs to a newer start."""
         self._checked_at = time.monotonic()
         if self.is_closed():
             owner = newest(self._run)
@@ -150,15 +150,15 @@ class Fence:
 
 
 def create_secret(path: Path) -> bytes:
-    """Write a new secret to a file that must not exist yet, and return it. Raises MachineError where the file system
-    does not keep it private."""
+    """Write a new secret to a file that must not exist yet, and return it. Raises MachineError if the file system does
+    not keep it private."""
     path.parent.mkdir(parents=True, exist_ok=True)
     create_private(path, secrets.token_bytes(SECRET_BYTES))
     return read_secret(path)
 
 
 def read_secret(path: Path) -> bytes:
-    """Read the secret. Raises MachineError where the file does not belong to the user, or others may read it."""
+    """Read the secret. Raises MachineError if the file does not belong to the user, or others may read it."""
     try:
         secret = read_private(path, SECRET_BYTES + 1)
     except OSError as error:

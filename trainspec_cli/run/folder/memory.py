@@ -42,8 +42,7 @@ def newest_copy(run: RunDir) -> int:
 
 
 def find_copies(run: RunDir) -> Path | None:
-    """Return the run's folder on this node; None if it has none. Raises MachineError where others could use the
-    folder."""
+    """Return the run's folder on this node; None if it has none. Raises MachineError if others could use the folder."""
     if not run.run_json.is_file() or SECRET not in read_object(run.run_json):
         return None
     folder = memory_folder(run)
@@ -88,9 +87,9 @@ class Copies:
 
     folder: Path
     run: RunDir | None
-    """None where the owner is unknown."""
+    """None if the owner is unknown."""
     step: int
-    """The step of the newest copy; 0 where none is complete."""
+    """The step of the newest copy; 0 if none is complete."""
     bytes: int
 
 

@@ -81,8 +81,8 @@ def describe_changed_code(run: RunDir) -> Iterator[str]:
 
 
 def check_code(spec: RunSpec, run: RunDir) -> None:
-    """Raise MachineError where the code that a worker is about to run differs from the code that the start has
-    recorded: it was changed since, or another node has another file at that path."""
+    """Raise MachineError if the code that a worker is about to run differs from the code that the start has recorded:
+    it was changed since, or another node has another file at that path."""
     noted = read_code(run).files
     for extension in worker_code_of(spec):
         for file in source_files(find(extension)):

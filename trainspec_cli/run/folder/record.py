@@ -98,7 +98,7 @@ def write_run_record(run: RunDir, record: RunRecord) -> None:
 
 
 def read_composed(run: RunDir) -> str:
-    """Return the composed recipe as it was recorded; empty where it was not. Raises UnreadableFileError."""
+    """Return the composed recipe as it was recorded; empty if it was not. Raises UnreadableFileError."""
     return read_text(run.composed_yaml, COMPOSED_BYTES) if run.composed_yaml.exists() else ""
 
 
@@ -128,7 +128,8 @@ def read_plan(run: RunDir) -> Plan:
 
 
 def read_plan_of_all_nodes(run: RunDir) -> Plan:
-    """Return the plan with which a start of the run begins, before any node is left out. Raises as `read_plan`."""
+    """Return the plan with which a start of the run begins, before any node is left out. Raises the errors of
+    `read_plan`."""
     all_nodes = run.plan_of_all_nodes
     return read_plan_file(all_nodes if all_nodes.is_file() else run.plan_json)
 
@@ -160,7 +161,7 @@ class PlanOutline:
 
     spec: JsonObject = field(default_factory=dict)
     total_steps: int | None = None
-    """As `Plan.total_steps`; None where the plan does not state it."""
+    """As `Plan.total_steps`; None if the plan does not state it."""
     prediction: JsonValue = None
     kernels: JsonValue = field(default_factory=dict)
     replica_groups: int = 1
@@ -227,7 +228,7 @@ class RunResult:
 
 
 def read_result(run: RunDir) -> RunResult | None:
-    """Read result.json; None where the run has not ended. Raises UnreadableFileError."""
+    """Read result.json; None if the run has not ended. Raises UnreadableFileError."""
     if not run.result_json.exists():
         return None
     return read_versioned_record(run.result_json, RunResult, "result of a run")

@@ -56,8 +56,8 @@ class LaunchOrigin:
 
 
 def check_free(run_dir: str, named_by: str = "run.dir") -> None:
-    """Raises RecipeError where the folder is in use, MachineError where other users could write in it; it is not
-    created yet. `named_by`: the key or option that names it."""
+    """Raises RecipeError if the folder is in use, MachineError if other users could write in it; it is not created yet.
+    `named_by`: the key or option that names it."""
     root = Path(run_dir)
     if run_dir == AUTO or not root.exists():
         return
@@ -69,7 +69,7 @@ def check_free(run_dir: str, named_by: str = "run.dir") -> None:
 
 
 def check_no_run(root: Path, named_by: str = "run.dir") -> None:
-    """Raise RecipeError where the folder holds a run."""
+    """Raise RecipeError if the folder holds a run."""
     if RunDir(root).run_json.exists():
         run = RunDir(root)
         hint = f"continue it: trainspec resume {shlex.quote(str(root))}; or choose another {named_by}"
@@ -79,7 +79,7 @@ def check_no_run(root: Path, named_by: str = "run.dir") -> None:
 
 
 def make_folder(run_dir: str, recipe: str, named_by: str = "run.dir") -> Path:
-    """Create the named folder, or a new one below ./runs; a new folder is private to this user. Raises as
+    """Create the named folder, or a new one below ./runs; a new folder is private to this user. Raises the errors of
     `check_free`."""
     if run_dir != AUTO:
         check_free(run_dir, named_by)
@@ -240,8 +240,8 @@ class Owner:
 
 @contextmanager
 def claim(run: RunDir, launch_id: str) -> Iterator[None]:
-    """Hold the run during the block. Raises RecipeError where another launch holds it, or its workers are alive. The
-    file is written in place: the lock belongs to the file, not to its name."""
+    """Hold the run during the block. Raises RecipeError if another launch holds it, or its workers are alive. The file
+    is written in place: the lock belongs to the file, not to its name."""
     # Slurm restarts a job only after the previous start has ended; survivors on a disconnected node are fenced off.
     with suppress(FileNotFoundError, ValueError):
         held_by = read_object(run.pid_json).get("slurm_job_id")
@@ -268,7 +268,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
 
 
 def find_owner(run: RunDir) -> Owner | None:
-    """Return the launch whose supervisor holds the run; None where none does, or that is unknown."""
+    """Return the launch whose supervisor holds the run; None if none does, or that is unknown."""
     try:
         descriptor = os.open(run.pid_json, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -289,7 +289,7 @@ def find_owner(run: RunDir) -> Owner | None:
 
 
 def is_running(run: RunDir) -> bool:
-    """Return True if a supervisor holds the run or orphaned workers are alive; False where that is unknown."""
+    """Return True if a supervisor holds the run or orphaned workers are alive; False if that is unknown."""
     try:
         descriptor = os.open(run.pid_json, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -341,7 +341,7 @@ def _orphans(descriptor: int) -> bool:
 
 
 def _read(descriptor: int) -> Owner | None:
-    """Return None where no owner is recorded: an incomplete line, or something else."""
+    """Return None if no owner is recorded: an incomplete line, or something else."""
     try:
         plain = parse_json(os.pread(descriptor, 4096, 0))
         return read_record(Owner, plain) if isinstance(plain, dict) else None

@@ -83,7 +83,7 @@ def find_gpus(sys: Path = SYS, dev: Path = DEV) -> FoundGpus:
 
 @contextmanager
 def opened_nvml(sys: Path = SYS) -> Iterator[Any]:
-    """Yield NVML (the module pynvml), initialised; None on a node without an NVIDIA driver. Raises MachineError where a
+    """Yield NVML (the module pynvml), initialised; None on a node without an NVIDIA driver. Raises MachineError if a
     driver is installed and does not answer."""
     try:
         import pynvml
@@ -181,8 +181,8 @@ def _chosen(nvml: Any, count: int) -> tuple[list[tuple[int, Any]], tuple[str, ..
 
 
 def _named(nvml: Any, entry: str, count: int) -> tuple[int, Any] | None:
-    """Return the GPU with this index or UUID prefix, or the MIG slice with this full UUID; None where no GPU
-    matches. Raises MachineError where the GPU with the number does not answer."""
+    """Return the GPU with this index or UUID prefix, or the MIG slice with this full UUID; None if no GPU matches.
+    Raises MachineError if the GPU with the number does not answer."""
     if entry.lstrip("-").isdigit():
         if not 0 <= int(entry) < count:
             return None
@@ -207,7 +207,7 @@ def _named(nvml: Any, entry: str, count: int) -> tuple[int, Any] | None:
 
 
 def _with_slices(nvml: Any, chosen: list[tuple[int, Any]], notes: list[str]) -> list[tuple[int, Any]]:
-    """Return the one MIG slice that CUDA shows where a slice or a divided GPU was selected; else the GPUs."""
+    """Return the one MIG slice that CUDA shows where a slice or a divided GPU was selected; otherwise the GPUs."""
     divided = False
     for index, handle in chosen:
         if _is_slice(nvml, handle):
@@ -240,7 +240,7 @@ def _ask(nvml: Any, query: str, *arguments: Any, default: Any = None) -> Any:
 
 
 def _describe(nvml: Any, handle: Any) -> Gpu:
-    """Describe a GPU, or a slice. Raises NVMLError where NVML reports neither its name nor its memory."""
+    """Describe a GPU, or a slice. Raises NVMLError if NVML reports neither its name nor its memory."""
     name = nvml.nvmlDeviceGetName(handle)
     capability = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     try:
@@ -283,7 +283,7 @@ def _describe(nvml: Any, handle: Any) -> Gpu:
 
 
 def _nvlink_gb_per_s(nvml: Any, handle: Any) -> float | None:
-    """Return the rate of the links that are up; 0 where all are down, None where the driver reports no links."""
+    """Return the rate of the links that are up; 0 if all are down, None if the driver reports no links."""
     states = []
     for link in range(MOST_NVLINKS):
         state = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link)

@@ -32,8 +32,8 @@ _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def detect(*, look_for_gpus: bool = True) -> Machine:
-    """Describe this node. `bf16` is about the GPUs if the node has any, else about the CPU; for a run that stays on the
-    CPU pass `look_for_gpus=False`."""
+    """Describe this node. `bf16` is about the GPUs if the node has any, otherwise about the CPU; for a run that stays
+    on the CPU pass `look_for_gpus=False`."""
     found = find_gpus() if look_for_gpus else FoundGpus()
     gpus = found.gpus
     return Machine(
@@ -78,7 +78,7 @@ def count_oom_kills(
     membership: Path = Path("/proc/self/cgroup"),
     vmstat: Path = Path("/proc/vmstat"),
 ) -> int:
-    """Return the number of processes that the kernel has killed so far for lack of memory; 0 where that is unknown.
+    """Return the number of processes that the kernel has killed so far because memory ran out; 0 if that is unknown.
 
     They are those of this process's control group or of the next one above it that counts them (`memory.events` of
     version 2, `memory.oom_control` of version 1, in which a container may see its own group as the root). The node's
@@ -118,7 +118,7 @@ def _cgroup_setting(
 
 
 def cpu_has_bf16(cpuinfo: Path = CPUINFO) -> bool:
-    """Return whether the CPU multiplies bf16 natively; False where the system does not say (macOS)."""
+    """Return whether the CPU multiplies bf16 natively; False if the system does not say (macOS)."""
     return BF16_CPU_FLAG in cpu_flags(cpuinfo)
 
 

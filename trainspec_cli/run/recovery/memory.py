@@ -35,8 +35,8 @@ def build_ladder(
     """Return `start`, the plan's setting, and the settings to use one after another when its memory runs out.
 
     `keeps_micro_batches`: the samples of a micro-batch share statistics (batch norm). `may_offload`: the optimizer
-    state is not in host memory already. `needed_bytes` is the memory that a setting is predicted to need, None where it
-    is unknown: a setting that needs no less than the one before it is left out.
+    state is not in host memory already. `needed_bytes` is the memory that a setting is predicted to need, None if it is
+    unknown: a setting that needs no less than the one before it is left out.
     """
     ladder = [start]
     least = needed_bytes(start)
@@ -65,7 +65,7 @@ def next_setting(
     ladder: Sequence[MemorySetting], failed: MemorySetting, taken: MemorySetting | None = None
 ) -> MemorySetting | None:
     """Return the first setting of `ladder` after `failed`, whose memory ran out, and after `taken`, which was used
-    last; None where none is left."""
+    last; None if none is left."""
     last = max(rank_setting(setting) for setting in (failed, taken or failed))
     return next((setting for setting in ladder if rank_setting(setting) > last), None)
 

@@ -30,7 +30,7 @@ PREFIXES = {"apptainer": "APPTAINERENV_", "singularity": "SINGULARITYENV_"}
 
 def mounts(slurm: SlurmSpec, needed: Iterable[Path]) -> list[str]:
     """Return the mounts as SRC:DST[:FLAGS]: trainspec, the folders that the run needs, each at its own path, the
-    environment of the container's Python, and the recipe's mounts. Raises RecipeError where a folder's name cannot be
+    environment of the container's Python, and the recipe's mounts. Raises RecipeError if a folder's name cannot be
     mounted."""
     package = Path(trainspec_cli.__file__).resolve().parent
     own = [_mount(package, f"{HOME}/{package.name}:ro")]
@@ -90,7 +90,7 @@ def program(
     slurm: SlurmSpec, folder: Path, mounted: Sequence[str], *, uses_gpus: bool, vendor: str | None
 ) -> list[str]:
     """Return the program that runs the rest of the command in the container; nothing where srun does. `vendor`: of the
-    GPUs, None where it is unknown."""
+    GPUs, None if it is unknown."""
     if slurm.container_image is None or slurm.container_runtime == "pyxis":
         return []
     wanted = slurm.container_gpus

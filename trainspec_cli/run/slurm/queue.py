@@ -23,7 +23,7 @@ def note_job(run: RunDir, job_id: str) -> None:
 
 
 def job_of(run: RunDir) -> str | None:
-    """Return the last job of a run; None where it never had one."""
+    """Return the last job of a run; None if it never had one."""
     if not run.slurm_json.is_file():
         return None
     return read_field(run.slurm_json, read_versioned(run.slurm_json), "job_id", str)

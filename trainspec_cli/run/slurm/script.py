@@ -48,10 +48,10 @@ class Asked:
     slurm: SlurmSpec
     num_nodes: int
     devices_per_node: int | None
-    """None where the number is unknown."""
+    """None if the number is unknown."""
     uses_gpus: bool
     gpu_vendor: str | None = None
-    """None where the accelerator is unknown."""
+    """None if the accelerator is unknown."""
     outlives_nodes: bool = False
     """The run continues when a node fails, so Slurm must not kill the job."""
     by_hostfile: bool = False
@@ -84,7 +84,7 @@ def render_script(
     """Return the script. Several `roots` make an array with one task each; the job starts in `folder`.
 
     `needed`: what the runs read and a container must see, in addition to `folder` and their own folders. `force`: train
-    although the plan is predicted not to fit. Raises RecipeError where a container cannot see a folder.
+    although the plan is predicted not to fit. Raises RecipeError if a container cannot see a folder.
     """
     asked = asked_by_plan(plan)
     own = [root.parent if len(roots) > 1 else root for root in roots]
@@ -188,7 +188,8 @@ def array_log(roots: Sequence[Path]) -> Path:
 def _options(asked: Asked, roots: Sequence[Path], name: str) -> Iterator[str]:
     slurm = asked.slurm
     is_array = len(roots) > 1
-    # squeue shows eight characters: of the run's folder if the user has named it, else of the recipe or the script.
+    # squeue shows eight characters: of the run's folder if the user has named it, otherwise of the recipe or the
+    # script.
     if not is_array and not re.fullmatch(r"\d{8}-\d{6}(-\d+)?|TIME", roots[0].name):
         name = roots[0].name
     yield _option("job-name", slurm.job_name or on_one_line(name))

@@ -103,7 +103,7 @@ def launch_sweep(
     as_json: bool,
 ) -> int:
     """Record all runs, train them, and print a table, best run first. Return the exit code: of a failure if a run
-    failed, else of a stop if one was requested. Raises TrainspecError if a run is refused."""
+    failed, otherwise of a stop if one was requested. Raises TrainspecError if a run is refused."""
     console = make_console(as_json=as_json)
     sessions = list(_sessions(arguments, sweeps, console, force=force, as_json=as_json))
     for _, session in sessions:

@@ -56,7 +56,7 @@ def plan_loaded(
     *,
     trace: bool = False,
 ) -> PlanReport:
-    """Plan a loaded recipe. Raises as `plan_recipe` does."""
+    """Plan a loaded recipe. Raises the errors of `plan_recipe`."""
     if len(loaded.spec.cluster.pools) > 1:
         if disturbed or trace:
             asked = "disturb=" if disturbed else "--trace"

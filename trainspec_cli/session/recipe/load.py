@@ -243,7 +243,8 @@ def machine_of_draft(spec: RunSpec) -> Machine | None:
 
 
 def require(problems: Sequence[Problem]) -> None:
-    """Raise the problems, if any: MachineError (exit 4) if only the machine lacks something, else RecipeError (2)."""
+    """Raise the problems, if any: MachineError (exit 4) if only the machine lacks something, otherwise RecipeError
+    (2)."""
     if problems:
         error = MachineError if all(problem.environment for problem in problems) else RecipeError
         raise error(problems)

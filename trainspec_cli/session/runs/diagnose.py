@@ -27,7 +27,7 @@ FOLLOW_S = 0.5
 
 
 def diagnose_run(name: str, *, asks_planner: bool = True) -> tuple[RunVerdict, ...]:
-    """Return the current verdicts on a run, most severe first. Raises as `find_run`."""
+    """Return the current verdicts on a run, most severe first. Raises the errors of `find_run`."""
     run = find_run(name)
     with refusing_closed(name):
         return verdicts_of(run, asks_planner=asks_planner)
@@ -35,7 +35,7 @@ def diagnose_run(name: str, *, asks_planner: bool = True) -> tuple[RunVerdict, .
 
 def follow_verdicts(name: str) -> Iterator[VerdictEvent]:
     """Yield the verdicts of a run's supervisor, including those that are over, from the first until the run ends.
-    Raises as `find_run`."""
+    Raises the errors of `find_run`."""
     run = find_run(name)
     tail = EventTail(run.verdicts, None)
     goes_on = True
@@ -47,7 +47,7 @@ def follow_verdicts(name: str) -> Iterator[VerdictEvent]:
 
 
 def report_of(name: str) -> Report:
-    """Return the current report of a run, with its verdicts. Raises as `find_run`."""
+    """Return the current report of a run, with its verdicts. Raises the errors of `find_run`."""
     return replace(collect_run(name), verdicts=diagnose_run(name))
 
 

@@ -90,7 +90,7 @@ def runs_below() -> list[RunLine]:
 
 
 def collect_run(name: str) -> Report:
-    """Return the current report of a run. Raises as `find_run`."""
+    """Return the current report of a run. Raises the errors of `find_run`."""
     run = find_run(name)
     with refusing_closed(name):
         return collect(run.root, running=is_running(run), queued=Queue().holds(run))

@@ -63,10 +63,10 @@ def main() -> None:
 def run_agent(
     run: RunDir, generation: int, node: int, begin: Callable[[GenerationRecord], None] = lambda _: None
 ) -> int:
-    """Take part in one generation of a run; -> 0 when the hub has ended it, else `CUT_OFF` or `UNFIT`.
+    """Take part in one generation of a run; -> 0 when the hub has ended it, otherwise `CUT_OFF` or `UNFIT`.
 
-    `begin` is called when the first node's record has been read, before anything is started. Raises MachineError where
-    the hub cannot be reached, RecipeError where another agent has the number.
+    `begin` is called when the first node's record has been read, before anything is started. Raises MachineError if the
+    hub cannot be reached, RecipeError if another agent has the number.
     """
     record = await_record(run, generation)
     begin(record)
@@ -113,7 +113,7 @@ def _serve(run: RunDir, plan: Plan | None, record: GenerationRecord, place: int,
 
 
 def await_record(run: RunDir, generation: int) -> GenerationRecord:
-    """Return the first node's record of this generation. Raises MachineError where this node does not see it."""
+    """Return the first node's record of this generation. Raises MachineError if this node does not see it."""
     deadline = time.monotonic() + APPEAR_TIMEOUT_S
     while not (record := generations.read(run, generation)):
         if time.monotonic() > deadline:
@@ -163,7 +163,7 @@ class Agent:
         """The newest start of each group that runs, or ran, on this node."""
 
     def work(self) -> int:
-        """Check the node, and run workers until the hub ends the job. Raises MachineError where this node is unfit."""
+        """Check the node, and run workers until the hub ends the job. Raises MachineError if this node is unfit."""
         self._take_in()
         # another agent may have this node's number, and its processes
         while not self._wire.was_heard and not self._is_cut_off:
@@ -247,7 +247,7 @@ class Agent:
         self._wire.send(messages.NodeExamined(report))
 
     def _listen(self) -> bool:
-        """Exchange messages with the hub for a moment; False where the hub has ended this agent, or is lost."""
+        """Exchange messages with the hub for a moment; False if the hub has ended this agent, or is lost."""
         time.sleep(POLL_S)
         self._take_in()
         self._wire.beat()

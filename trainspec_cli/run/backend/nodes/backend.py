@@ -89,7 +89,7 @@ class Examination:
     command: tuple[str, ...]
     """Arguments for Python; the check prints its report as JSON in its last line."""
     judge: Callable[[Sequence[NodeReport]], None]
-    """Receives the reports of all nodes, by number. Raises MachineError where a node is unfit."""
+    """Receives the reports of all nodes, by number. Raises MachineError if a node is unfit."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class NodesBackend:
         self._send(group, messages.StartGroup(group, number))
 
     def poll(self) -> list[run_state.Event]:
-        """Raises MachineError for a node that is unfit from the start, WorkerError where the run was restarted
+        """Raises MachineError for a node that is unfit from the start, WorkerError if the run was restarted
         elsewhere."""
         self._fence.check_now_and_then()
         events = [event for news in self._hub.poll() for event in self._handle(news)]
