@@ -310,7 +310,7 @@ def _restart_of_budget(state: RunState, event: GroupEnded) -> Decision:
 def _comes_again(group: GroupState, event: GroupEnded, *, has_budget: bool) -> bool:
     """Return whether another start would most likely end the same way.
 
-    That is the case for an anticipated error, and for an error of the run itself before a checkpoint was written. A
+    That is the case for an anticipated error, and for an error of the run itself before a new checkpoint was written. A
     failure from outside need not recur: the run restarts if there is a checkpoint. After SIGKILL it restarts even
     without one, unless the kernel sent it because memory ran out, or the previous start ended without a step too.
     """
