@@ -77,7 +77,7 @@ class GroupExited:
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended."""
     oom_kills: int = 0
-    """Processes that the kernel has killed because memory ran out since the start."""
+    """Number of processes that the kernel has killed since the start because memory ran out."""
     memory_bytes: int = 0
     """Memory of the node, or the limit of its container."""
 

@@ -306,8 +306,8 @@ def is_running(run: RunDir) -> bool:
 
 
 def _is_free(descriptor: int, path: Path) -> bool:
-    """Return whether the lock could be acquired; also False if the launch that held it has ended and removed the file
-    meanwhile."""
+    """Acquire the lock; return False if it is held, its holder's workers are alive, or its holder has ended and removed
+    the file meanwhile."""
     return _lock_within_glance(descriptor) and _is_same_file(descriptor, path) and not _orphans(descriptor)
 
 

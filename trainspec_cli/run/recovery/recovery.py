@@ -141,7 +141,7 @@ def next_action(state: RunState, event: Event) -> Decision:
             return _stop(state._replace(stop_requested=True))
         case RendezvousRestarted():
             return state, (Inform("the rendezvous server ended; it starts again"),)
-        # the supervisor only records these; a change in the group's presence decides what follows
+        # the supervisor only records these events; a change in the group's presence decides what follows
         case NodeBack() | NodesSeen():
             return state, ()
 

@@ -34,7 +34,7 @@ def diagnose_run(name: str, *, asks_planner: bool = True) -> tuple[RunVerdict, .
 
 
 def follow_verdicts(name: str) -> Iterator[VerdictEvent]:
-    """Yield the verdicts of a run's supervisor, including those that are over, from the first until the run ends.
+    """Yield the verdicts of a run's supervisor, including those no longer valid, from the first until the run ends.
     Raises the errors of `find_run`."""
     run = find_run(name)
     tail = EventTail(run.verdicts, None)
@@ -58,8 +58,8 @@ def composed_of(report: Report) -> str:
 
 
 def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict, ...]:
-    """Return the verdicts on a run; none if it is not planned yet. If nothing slows the run, the planner searches for a
-    better layout, which takes some time."""
+    """Return the verdicts on a run; none if it is not planned yet. If nothing slows the run down, the planner searches
+    for a better layout, which takes some time."""
     planned = has_plan(run)
     if planned and not run.plan_json.is_file():
         return ()
@@ -109,7 +109,7 @@ class VerdictLines:
 
     def look(self, say: Callable[[str], None]) -> None:
         if self._watch is None:
-            if not self._run.events(0).is_file():  # the workers have not begun
+            if not self._run.events(0).is_file():  # the workers have not started
                 return
             from trainspec_cli.reporter.diagnosis.watch import DiagnosisWatch
 
