@@ -1,6 +1,6 @@
 """Labelled samples (images, volumes, phantoms) of a DataSpec, read by number.
 
-An image is (C, ...) of fp32 with mean 0 and variance 1; its label is a class, or a class for every voxel (int64).
+An image is (C, ...) of fp32 with mean 0 and variance 1; its label is one class, or a class for every voxel (int64).
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def count_more_steps(old: RunSpec, changes: Sequence[str]) -> list[str]:
 def find_fixed(run: RunDir, recipe: str, old: JsonObject, new: JsonObject) -> Iterator[Problem]:
     """Yield a problem for every changed value of `FIXED`."""
     from trainspec_cli.recipe.compose.values import (
-        render_value,  # loads hydra, which the help of a command does without
+        render_value,  # loads hydra, which a command's help does not need
     )
 
     for path, (before, after) in differences(old, new).items():
@@ -107,7 +107,7 @@ def describe_changes(before: RunSpec, now: RunSpec, step: int, samples: int) -> 
     """Yield a line for each value that differs from the last start, and the effect on the learning rate and the data at
     `step`, after `samples`."""
     from trainspec_cli.recipe.compose.values import (
-        render_value,  # loads hydra, which the help of a command does without
+        render_value,  # loads hydra, which a command's help does not need
     )
 
     for path, (old, new) in differences(to_plain(before), to_plain(now)).items():

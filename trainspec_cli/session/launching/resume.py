@@ -202,7 +202,7 @@ def _reach(run: RunDir, spec: RunSpec, changes: Sequence[str], nodes: NodeOption
 
 def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
     """Return the run's own spec with `changes`. Raises RecipeError with every problem."""
-    from trainspec_cli.recipe.compose.compose import amend  # loads hydra, which the help of a command does without
+    from trainspec_cli.recipe.compose.compose import amend  # loads hydra, which a command's help does not need
     from trainspec_cli.session.recipe.complete import (  # as above
         absolute_code,  # as above
         complete_changed_steps,

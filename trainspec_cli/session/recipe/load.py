@@ -61,9 +61,9 @@ class Loaded:
     def origin(self) -> LaunchOrigin:
         """Return the origin, which a run of this recipe records in its folder."""
         from trainspec_cli.recipe.compose.values import (
-            render_yaml,  # loads hydra, which the help of a command does without
+            render_yaml,  # loads hydra, which a command's help does not need
         )
-        from trainspec_cli.run.job.folder import LaunchOrigin  # loads what starts processes, which plans do without
+        from trainspec_cli.run.job.folder import LaunchOrigin  # loads process start-up code, which plans do not need
 
         return LaunchOrigin(self.composed.recipe, sys.argv[1:], render_yaml(self.composed.data, self.composed.origins))
 
@@ -106,7 +106,7 @@ def with_counted_block(arguments: Sequence[str], examined: Examined) -> list[str
     if not about_model or without_uncounted(about_model):
         return list(arguments)
     from trainspec_cli.recipe.results.tools import BlockRequest  # as above
-    from trainspec_cli.run.tools import COUNT_BLOCK, run_tool  # loads what starts processes, which plans do without
+    from trainspec_cli.run.tools import COUNT_BLOCK, run_tool  # loads process start-up code, which plans do not need
 
     model = examined.draft.model
     assert isinstance(model, OwnModel), "the rule of no other family asks for it"
@@ -130,7 +130,7 @@ def without_uncounted(problems: Sequence[Problem]) -> list[Problem]:
 def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Examined:
     """Find all problems of a recipe that do not depend on the machine."""
     from trainspec_cli.recipe.compose.compose import (
-        compose_arguments,  # loads hydra, which the help of a command does without
+        compose_arguments,  # loads hydra, which a command's help does not need
     )
     from trainspec_cli.session.recipe.complete import (
         absolute_code,
