@@ -87,8 +87,8 @@ class PrintableStream:
 
 
 class LastingStream:
-    """A text stream that drops output after its terminal was closed, when a write fails with EIO; that is no reason to
-    end a command. (A closing terminal also sends SIGHUP.) `ends_at` are the errors that mark the end of a stream."""
+    """A text stream that drops output after its terminal was closed, when a write fails with EIO; that must not end a
+    command. (A closing terminal also sends SIGHUP.) `ends_at` are the errors that mark the end of a stream."""
 
     def __init__(self, stream: TextIO, ends_at: Sequence[int] = (errno.EIO,)):
         self._stream = stream

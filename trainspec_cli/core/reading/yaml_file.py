@@ -100,7 +100,7 @@ def read_yaml(path: Path) -> JsonValue:
 
 
 def read_versioned_yaml(path: Path) -> JsonValue:
-    """Return the content of a file in any version that this trainspec reads, without the version. Raises as
+    """Return the content of a file in any version that this trainspec reads, without the version. Raises the errors of
     `read_yaml`, and UnreadableFileError if a newer trainspec wrote it."""
     content = read_yaml(path)
     if not isinstance(content, dict):

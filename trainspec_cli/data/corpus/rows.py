@@ -186,7 +186,7 @@ def open_rows(folder: TokenFolder, split: Split, data: DataSpec, *, keeps_rest: 
 
 
 def first_text(row: Row) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of a row's first document (or of the whole row, if every token is trained on) and the mask of
+    """Return the tokens of a row's first document (or of the entire row, if every token is trained on) and the mask of
     those that are targets; the first token, which nothing predicts, has the mask of the second."""
     within = np.ones(len(row.tokens), dtype=bool)
     if row.documents is not None and (row.targets == IGNORED).any():

@@ -27,7 +27,8 @@ from trainspec_cli.run.rendezvous.address import Rendezvous
 
 
 class RunningStart(Protocol):
-    """One start of a replica group, on one or several nodes; it has ended once all of its nodes have reported so."""
+    """One start of a replica group, on one or several nodes; it has ended once all of its nodes have reported their
+    end."""
 
     group: int
     number: int

@@ -78,7 +78,7 @@ def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
     """Work between checkpoints, first order: sqrt(2 C M) (Young 1974, doi:10.1145/361147.361115).
 
     `checkpoint_s` (C) is the time that a checkpoint blocks training, `mtbf_s` (M) the mean time between failures of the
-    whole job. Accurate while C is small compared with M; at C = M/10 the loss is about 1% above the minimum.
+    entire job. Accurate while C is small compared with M; at C = M/10 the loss is about 1% above the minimum.
     """
     return math.sqrt(2 * checkpoint_s * mtbf_s)
 

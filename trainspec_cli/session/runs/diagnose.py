@@ -89,7 +89,7 @@ def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict,
 
 
 def trace_to(name: str, file: Path) -> None:
-    """Write the trace of a run. Raises as `find_run`, and OSError if the file cannot be written."""
+    """Write the trace of a run. Raises the errors of `find_run`, and OSError if the file cannot be written."""
     from trainspec_cli.reporter.diagnosis.gather import shape_of
     from trainspec_cli.reporter.diagnosis.trace import trace_run
 
@@ -119,6 +119,6 @@ class VerdictLines:
 
     @staticmethod
     def _say(event: VerdictEvent, say: Callable[[str], None]) -> None:
-        """Report a verdict; `noise` is left to `diagnose` and `report`, because no action is needed."""
+        """Report a verdict; `noise` is left to `diagnose` and `report`, because it needs no action."""
         if event.verdict.cause != "noise":
             say(f"diagnosis: {describe_event(event)}")

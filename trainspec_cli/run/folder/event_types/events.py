@@ -525,7 +525,7 @@ class StepEvent(Event):
 
     @property
     def units(self) -> int:
-        """Return tokens, or samples where no tokens are counted (images, volumes), or 1 step."""
+        """Return the number of tokens; if no tokens are counted, of samples (images, volumes), or 1 step."""
         for counted in (self.tokens, self.samples, self.steps):
             if not isinstance(counted, Absent):
                 return counted
