@@ -145,7 +145,8 @@ def _write_beside(plan: Plan, run: RunDir, config: JsonObject, folder: Path) -> 
 
 
 def _write_tokenizer(token_folder: Path, seq_len: int, folder: Path) -> JsonValue:
-    """Return the ids that end a text: the end of a document, and, listed first, the end of a message in ChatML."""
+    """Write the tokenizer; return the ids that end a text: a document's end, and before it, in ChatML, a message's
+    end."""
     document_end = read_manifest(token_folder).end_of_document_id
     shutil.copyfile(token_folder / TOKENIZER, folder / TOKENIZER)
     template = folder / CHAT_TEMPLATE

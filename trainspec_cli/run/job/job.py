@@ -423,7 +423,7 @@ def _git(
 
 SYSTEM_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _RANDOM = 1 << 40
-"""The address bit that uuid sets in the random address it makes up when the machine shows none."""
+"""The bit that uuid sets in the random address that it generates when the machine shows none."""
 _PURPOSE = "trainspec machine 1"
 
 

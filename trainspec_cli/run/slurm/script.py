@@ -328,7 +328,7 @@ def activation_lines(
         and (tool := environ.get("CONDA_EXE") or environ.get("MAMBA_EXE"))
     ):
         yield f"# The conda environment that was active at submission{holds}"
-        # conda and mamba have different options for the shell (docs.conda.io, mamba.readthedocs.io).
+        # conda and mamba specify the shell differently (docs.conda.io, mamba.readthedocs.io).
         name = Path(tool).name
         hook = [tool, "shell.bash", "hook"] if name == "conda" else [tool, "shell", "hook", "--shell", "bash"]
         yield f'eval "$({shlex.join(hook)})"'
