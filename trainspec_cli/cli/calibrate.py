@@ -63,9 +63,9 @@ def calibrate(
 
 
 def _measure(sources: list[str], cluster: str, layouts: int, steps: int, *, as_json: bool) -> ClusterProfile:
-    from trainspec_cli.session.calibration import calibrate as session  # half a second, which the help does without
+    from trainspec_cli.session.calibration import calibrate as session  # takes half a second; the help does not need it
 
-    # The form of a source determines its kind: key=value is a recipe, .csv a table, anything else a folder of a run.
+    # The form of a source determines its kind: key=value is a recipe, .csv a table, anything else a run folder.
     tables = [source for source in sources if source.endswith(".csv") and "=" not in source]
     keys = [source for source in sources if "=" in source]
     runs = [Path(source) for source in sources if source not in tables and source not in keys]

@@ -41,7 +41,7 @@ def _candidates(before: Sequence[str], word: str, commands: Mapping[str, Command
         return
     entry = commands[command]
     given = [other for other in rest if not other.startswith("-")]
-    # Importing the command would load typer and rich at each press of Tab.
+    # Importing the command would load typer and rich each time Tab is pressed.
     folder = PACKAGE.joinpath(*entry.folder.split(".")[1:])
     module = _parse(folder / f"{entry.function or command}.py")
     functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
@@ -80,7 +80,7 @@ def _runs(folder: Path) -> Iterator[str]:
 
 
 def _keys(word: str, *, takes_recipe: bool) -> Iterator[str]:
-    """Yield recipes' keys level by level: `optim=`, `optim.`, and below it `optim.lr=`."""
+    """Yield recipe keys level by level: `optim=`, `optim.`, and below it `optim.lr=`."""
     from trainspec_cli.recipe.compose.folders import find_folders
     from trainspec_cli.recipe.keys.run import RunSpec
     from trainspec_cli.recipe.records import known_paths

@@ -37,7 +37,7 @@ OPTIONS = {
     "data.tokenizer.path": "--tokenizer",
     "data.tokenizer.end_of_document": "--end-of-document",
 }
-"""Keys of a recipe, and the options that set them here."""
+"""Recipe keys, and the options that set them here."""
 
 
 Source = Literal[Documents, SampleSource]
@@ -107,7 +107,7 @@ def prepare(
             prepare_into(data, output, on_progress)
     except FileExistsError as error:  # another process has filled the folder meanwhile
         raise not_empty(output) from error
-    except TrainspecError as error:  # it names keys of a recipe, which are options here
+    except TrainspecError as error:  # it names recipe keys, which are options here
         raise type(error)([_as_option(problem) for problem in error.problems]) from error
     _print_folder(output, TokenFolder.open(output).manifest, as_json)
 
@@ -163,7 +163,7 @@ def _as_option(problem: Problem) -> Problem:
 def _progress() -> Iterator[OnProgress]:
     """Show a progress bar on stderr, so that stdout holds only JSON with `--json`."""
     console = PrintableConsole(stderr=True)
-    # In a log, a line for each percent would hide the result.
+    # In a log, a line per percent would hide the result.
     if not console.is_terminal:
         yield lambda phase, done, rows: None
         return

@@ -55,7 +55,7 @@ def _hint(path: str) -> str:
 
 
 def _path(key: str, folders: Folders) -> str:
-    """Return the full key of one that begins with a group's name, such as `slurm.time` for `cluster.slurm.time`, or
+    """Return the full key for one that begins with a group's name, such as `slurm.time` for `cluster.slurm.time`, or
     that is the unique last word of a key, such as `lr` for `optim.lr`."""
     first, dot, rest = key.partition(".")
     # A key takes precedence over a group of the same name: `data` is both.

@@ -56,7 +56,7 @@ def launch(
         with on_stop_signal(interrupt):
             wanted = Notify(notify)
             return launch_sweep(arguments, sweeps, wanted, side_by_side=at_once, force=force, as_json=as_json)
-    from trainspec_cli.session.launching import session as session  # half a second, which the help does without
+    from trainspec_cli.session.launching import session as session  # takes half a second; the help does not need it
     from trainspec_cli.session.launching.nodes import NodeOptions
 
     nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)

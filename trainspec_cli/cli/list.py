@@ -25,7 +25,7 @@ from trainspec_cli.recipe.keys.model import OwnModel
 Row = JsonObject
 RECIPE = "recipe"
 _FOR_PROGRAMS = re.compile(r"#\s*(@package|yaml-language-server)\b")
-"""Prefixes of comments at the top of a file that are for Hydra or editors."""
+"""Prefixes of comments at the top of a file that are meant for Hydra or editors."""
 
 
 def options_of(group: str, folders: Folders, cwd: Path) -> Sequence[Row]:
@@ -37,14 +37,14 @@ def options_of(group: str, folders: Folders, cwd: Path) -> Sequence[Row]:
         for name, file in files.items()
         if file
     ]
-    # A user's file hides the shipped file of the same name, as when a recipe is composed.
+    # A user's file hides the shipped file with the same name, just as when a recipe is composed.
     shipped = {name for name, file in files.items() if file and not file.is_relative_to(cwd)}
     return sorted(rows, key=lambda row: (row["name"] in shipped, str(row["name"])))
 
 
 def _describe(file: Path, cwd: Path) -> str:
-    """Return its description, the first sentence of the comment at its top, or the name in it; if it cannot be read,
-    return the reason."""
+    """Return a file's description: the first sentence of the comment at its top, or the name in it; if it cannot be
+    read, the reason."""
     try:
         content = read_yaml(file, cwd)
         lines = read_text(file).splitlines()

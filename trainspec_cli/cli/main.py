@@ -1,8 +1,8 @@
-"""The entry point of the command line: run a command and exit with its code; the table of commands, and the help.
+"""The entry point of the command line: runs a command and exits with its code; also the table of commands and the help.
 
-A command's module is imported when it is called. User and machine errors are shown without a traceback. Besides the
-exit codes of `core/errors.py`: 1 for a bug in the program (the traceback goes to a file), and 141 if the reader of a
-pipe has closed it, as in a shell.
+A command's module is imported when it is called. User and machine errors are shown without a traceback. Exit codes in
+addition to those of `core/errors.py`: 1 for a bug in the program (the traceback goes to a file), and 141 if the reader
+of a pipe has closed it, as in a shell.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ EXIT_FAULT = 1
 EXIT_BROKEN_PIPE = 141
 SHOWN_CHARS = 200
 NEW_OBJECTS = 50_000
-"""Objects to allocate before Python's cyclic garbage collector runs: a plan makes many, and hardly any cycles."""
+"""Objects to allocate before Python's cyclic garbage collector runs: a plan allocates many, but creates hardly any
+cycles."""
 GROUPS = ("train", "plan", "look at runs", "recipes", "clusters", "other engines")
 """The headings of the help, in order."""
 _TRUNK = {
@@ -76,7 +77,7 @@ _OF_WINGS = {
 }
 _ALL = _TRUNK | _OF_WINGS
 COMMANDS = {name: command for group in GROUPS for name, command in _ALL.items() if command.group == group}
-"""The commands by name, in the order of the help."""
+"""The commands by name, in the order in which the help lists them."""
 COMPLETE = "complete"
 """Print the possible last words of a command line; for shells (see `completion`), not for people."""
 HELP_OPTIONS = ("--help", "-h", "help")
@@ -145,7 +146,7 @@ def _drop_output() -> None:
 
 
 def _show(name: str | bytes | int) -> str:
-    """Return a file's name, shortened to fit on a line."""
+    """Return a file name, shortened to fit on one line."""
     text = os.fsdecode(name) if isinstance(name, bytes) else str(name)
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
@@ -178,7 +179,7 @@ def dispatch(arguments: Sequence[str], style: Style) -> int:
         print(f"trainspec {__version__}")
         return 0
     if name == COMPLETE:
-        # A shell waits for this at each press of Tab, so it runs before typer is imported.
+        # A shell waits for this each time Tab is pressed, so it runs before typer is imported.
         from trainspec_cli.cli.complete import complete
 
         print("\n".join(complete(" ".join(rest), COMMANDS)))
@@ -198,7 +199,7 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
             result = command.invoke(context)
     except typer.Exit as ended:
         return ended.exit_code
-    # Ctrl-C at a question is the same interruption as Ctrl-C anywhere else.
+    # Ctrl-C at a prompt is the same interruption as Ctrl-C anywhere else.
     except typer.Abort as aborted:
         raise KeyboardInterrupt from aborted
     except _usage_error() as error:
@@ -214,7 +215,7 @@ def load_command(name: str) -> Any:
     entry = COMMANDS[name]
     module = importlib.import_module(f"{entry.folder}.{entry.function or name}")
     app = getattr(module, "app", None) or typer.Typer(add_completion=False)
-    # Without this, rich would draw boxes into a pipe too, which a program reads.
+    # Without this, rich would also draw boxes into a pipe, which a program reads.
     if not sys.stdout.isatty():
         app.rich_markup_mode = None
     if not app.registered_commands:
@@ -227,7 +228,7 @@ def _usage_error() -> type[Exception]:
     click."""
     import typer
 
-    # The class is found by its position, since typer has moved click into its package and may do so again.
+    # The class is found by its position, because typer has moved click into its package and may move it again.
     return typer.BadParameter.__mro__[1]
 
 
@@ -254,9 +255,9 @@ def _usage_problem(name: str, error: Any) -> Problem:
 
 
 def _meant_option(context: Any, option: str) -> str:
-    """Return what to type for an option that a command does not have: another option, or a value of the recipe; empty
-    where nothing is near."""
-    from trainspec_cli.recipe.records import only_key_named  # the help does without
+    """Return what to type instead of an option that a command does not have: another option, or a recipe value; empty
+    if nothing is similar."""
+    from trainspec_cli.recipe.records import only_key_named  # not needed by the help
 
     if option in FORMER_FLAGS:
         remedy = FORMER_FLAGS[option]
@@ -288,13 +289,13 @@ def _hint_of_option(name: str, option: str) -> str:
 
 
 def _unknown_command(name: str, rest: Sequence[str]) -> Problem:
-    # The command line names a recipe, and the command is missing.
+    # The command line names a recipe, but the command is missing.
     if name.startswith("recipe="):
         hint = f"such as trainspec launch {' '.join((name, *rest))}"
         return Problem(code="usage", message="a command comes first", hint=hint)
     from trainspec_cli.recipe.compose.folders import (
         RECIPE,
-        find_folders,  # the help does without
+        find_folders,  # not needed by the help
     )
 
     folders = find_folders(Path.cwd())

@@ -24,7 +24,7 @@ def migrate(paths: Paths, dry_run: DryRun = False, to: To = CURRENT_VERSION, as_
     The old file is kept as FILE.VERSION.bak. Comments in recipes stay. Files under a digest (certificates,
     checkpoints) remain readable, and are not changed.
     """
-    from trainspec_cli.session.recipe.migrate import apply, find_migrations  # loads what the help does without
+    from trainspec_cli.session.recipe.migrate import apply, find_migrations  # not needed by the help
 
     migrations = find_migrations(paths, to)
     backups = {} if dry_run else apply(migrations)

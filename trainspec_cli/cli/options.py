@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options shared by several commands."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class CommandOptions:
     max_restarts: int
     grace_s: float
     hang_s: float | None
-    """None: not given; 0: never."""
+    """None if not given; 0 means never."""
     work_s: float
     join_timeout_s: float
 
@@ -131,8 +131,8 @@ def not_empty(output: Path) -> RecipeError:
 
 
 def page_origin() -> PageOrigin:
-    """Return the origin that a page of this command states."""
-    # A page is read without its terminal, so it states the command that makes it again.
+    """Return the origin that a page made by this command states."""
+    # A page is read away from its terminal, so it states the command that recreates it.
     command = shlex.join(["trainspec", *sys.argv[1:]])
     return PageOrigin(datetime.now(UTC).date().isoformat(), __version__, command)
 

@@ -63,14 +63,14 @@ def plan(
 def _plan_one(arguments: Sequence[str], as_json: bool, html: Path | None, trace: bool, verbose: bool) -> None:
     planned = plan_recipe(arguments, trace=trace)
     if html:
-        from trainspec_cli.reporter.plan.page import render_plan_page  # loads charts, which text does without
+        from trainspec_cli.reporter.plan.page import render_plan_page  # loads charts, which text does not need
 
         write_page(html, render_plan_page(planned, page_origin()))
     if as_json:
         print(json_text(plan_as_json(planned)))
     else:
         _show(lambda width: render_plan(planned, width, verbose=verbose))
-    # The text is printed first: it says what would fit.
+    # The text is printed first, because it says what would fit.
     if not planned.best:
         _refuse(planned, as_json)
 

@@ -40,7 +40,7 @@ def resume(
 
     On several nodes without Slurm, give the same command on each, with --node-rank.
     """
-    from trainspec_cli.session.launching import resume as session  # half a second, which the help does without
+    from trainspec_cli.session.launching import resume as session  # takes half a second; the help does not need it
     from trainspec_cli.session.launching.nodes import NodeOptions
 
     nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)

@@ -34,7 +34,7 @@ DAY_S = 86_400.0
 UNKNOWN, GONE = "unknown", "gone"
 """Status of copies whose run no longer exists."""
 FORSAKEN = (GONE, "done", "stopped", "failed", "killed", "made")
-"""Statuses of runs that have no processes and will not start by themselves."""
+"""Statuses of runs that have no processes and will not start on their own."""
 
 Memory = Annotated[
     bool, typer.Option("--memory", help="List the copies of state that runs keep in this node's memory instead.")
@@ -67,7 +67,7 @@ def runs(
 ) -> None:
     """List the runs below this folder or launched from it, newest first, with the values that differ between runs of a
     recipe."""
-    # typer calls this for `runs compare` too.
+    # typer also calls this for `runs compare`.
     if context.invoked_subcommand:
         return
     if limits or clear_limits:
@@ -195,7 +195,7 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Remove runs below ./runs that failed or were killed, or checkpoints that are no longer needed."""
-    # By default, whole runs are removed only if they went wrong, and checkpoints also of finished runs.
+    # By default, entire runs are removed only if they went wrong, but checkpoints also of finished runs.
     statuses = status or (FORSAKEN[1:] if checkpoints else ("failed", "killed"))
     if wrong := sorted({*statuses} - {*FORSAKEN[1:]}):
         message = f"--status is {', '.join(wrong)}"
@@ -209,12 +209,12 @@ def prune(
 
 
 def _remove(removals: Sequence[removal.Removal], *, yes: bool, as_json: bool) -> None:
-    """List what is removed and the space that it frees, ask, and remove it."""
+    """List what will be removed and the space that this frees, ask, and remove it."""
     freed = format_bytes(sum(one.bytes for one in removals))
     if not as_json:
         print("\n".join(map(_describe_removal, removals)) or "there is nothing to remove")
     if removals and not yes:
-        # A script without --yes must not hang at a question.
+        # A script without --yes must not hang at a prompt.
         if as_json or not sys.stdin.isatty():
             hint = "add --yes"
             raise RecipeError(

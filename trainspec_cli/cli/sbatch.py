@@ -59,7 +59,7 @@ OF_RECIPE, OF_COMMAND = (
     ("sweep", "force"),
     ("folder", "max_restarts", "grace_s", "hang_s", "work_s", "join_timeout_s"),
 )
-"""Options that only jobs of recipes have, and options that only jobs of commands have."""
+"""Options that only recipe jobs have, and options that only command jobs have."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,15 @@ class PreparedJob:
     """A checked job; nothing is written yet."""
 
     loaded: Sequence[Loaded]
-    """One for each run of an array."""
+    """One per run of an array."""
     warnings: Sequence[str]
     write: Callable[..., Submission]
-    """Takes `dry_run`."""
+    """Writes the submission; takes `dry_run`."""
 
 
 PrepareCommand = Callable[[Sequence[str], Sequence[str], str | None, CommandOptions], PreparedJob]
 PREPARE_COMMAND: Point[PrepareCommand] = Point("prepare_command")
-"""Checks the job of a user's training command. Takes the command, `key=value` arguments about the cluster, the run's
+"""Checks the job of a user's training command. Takes the command, `key=value` arguments for the cluster, the run
 folder, and the options."""
 
 
@@ -84,7 +84,7 @@ class CommandApart(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         if "--" in args:
-            # click drops `--`, and then the options of the user's command look like options of sbatch.
+            # click drops `--`, after which the options of the user's command look like options of sbatch.
             place = args.index("--")
             args, ctx.obj = args[:place], args[place + 1 :]
         return super().parse_args(ctx, args)
@@ -117,7 +117,7 @@ def sbatch(
     Submitting the script again continues the run. --dry-run shows the script and makes nothing.
     If the script was made but not submitted, the same command with --submit submits it.
     """
-    from trainspec_cli.session.slurm import submit as session  # half a second, which the help does without
+    from trainspec_cli.session.slurm import submit as session  # takes half a second; the help does not need it
 
     command = context.obj
     if dry_run and submit:
@@ -134,7 +134,7 @@ def sbatch(
             )
         made = prepares[0](command, arguments or [], folder, asked)
     first = made.loaded[0]
-    # A recipe may come from another person, and its shell lines run on the cluster, so they are always shown.
+    # A recipe may come from someone else, and its shell lines run on the cluster, so they are always shown.
     print(session.render_shell_lines(first), end="", file=sys.stderr)
     if submit and not allow_setup:
         session.check_own_lines(made.loaded)

@@ -34,7 +34,7 @@ def show(
 ) -> None:
     """Print the composed recipe, with the file:line of each value."""
     examined = examine(arguments)
-    # A program would take a partial recipe in JSON for a complete one; for people it shows where the problems are.
+    # A program would mistake a partial recipe in JSON for a complete one; people can see where the problems are.
     hopeless = without_uncounted(examined.problems) and (as_json or RECIPE in examined.composed.failed)
     if diff is None and not hopeless:
         print(_whole(examined.composed, as_json), end="")
@@ -44,7 +44,7 @@ def show(
 
 
 def _whole(composed: Composed, as_json: bool) -> str:
-    from trainspec_cli.recipe.compose.values import render_yaml  # loads hydra, which the help does without
+    from trainspec_cli.recipe.compose.values import render_yaml  # loads hydra, which the help does not need
 
     if not as_json:
         return render_yaml(composed.data, composed.origins, Style.of(sys.stdout).dim)

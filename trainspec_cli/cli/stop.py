@@ -27,6 +27,6 @@ def stop(run: RunArgument, now: Now = False, as_json: AsJson = False) -> None:
         return
     print(f"{status}; its newest checkpoint is of step {found.newest_step}" if found.newest_step else status)
     if status != "done" and found.newest_step:
-        from trainspec_cli.session.launching.kinds import kind_of  # half a second, which the help does without
+        from trainspec_cli.session.launching.kinds import kind_of  # takes half a second; the help does not need it
 
         print(f"resume      {kind_of(found).start_again(found)}")

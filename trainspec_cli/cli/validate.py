@@ -43,7 +43,7 @@ def validate(arguments: RecipeArguments, here: Here = False, as_json: AsJson = F
     require([*without_uncounted(examined.problems), *examined.composed.locate(lacking)])
     loaded = Loaded(spec, examined.composed)
     machine = found or machine_of_cluster(spec.cluster) or this_machine(spec)
-    # Without the size of GPU memory no layout can be checked; a node with GPUs checks it at launch.
+    # Without the GPU memory size, no layout can be checked; a node with GPUs checks it at launch.
     is_open = spec.cluster.device == "cuda" and not machine.gpu_names
     plan = None if is_open else plan_for(loaded, machine)
     about_data = check_data(loaded)

@@ -1,20 +1,21 @@
-"""Names of environment variables, those of trainspec's processes and those of the user, and the title of a worker."""
+"""Names of environment variables, of trainspec's processes and of the user, and the process title of a worker."""
 
 CACHE = "TRAINSPEC_CACHE"
 """Set by users: the folder for prepared data and measured figures."""
 
 PROBE = "TRAINSPEC_PROBE"
-"""Set by users: `off` prevents measuring this machine after a run. A sweep sets it for its runs and measures at its own
-end."""
+"""Set by users: `off` prevents measuring this machine after a run. A sweep sets it for its runs, and measures once at
+its end."""
 
 HUB_MIRROR = "TRAINSPEC_HUB_MIRROR"
-"""Set by users: a folder of checkpoints of the Hugging Face Hub, as ORG/NAME in it."""
+"""Set by users: a folder that holds checkpoints of the Hugging Face Hub as ORG/NAME."""
 
 RUN, STATUS, MESSAGE = "TRAINSPEC_RUN", "TRAINSPEC_STATUS", "TRAINSPEC_MESSAGE"
 """Variables for the command of `--notify`: the run folder, its end (done, stopped or failed), and a line of text."""
 
 DEVICE = "TRAINSPEC_DEVICE"
-"""The name of a device that a wing brings (`engine.accelerators.DEVICES`): workers use it in place of the plan's."""
+"""The name of a device that a wing provides (`engine.accelerators.DEVICES`): workers use it instead of the plan's
+device."""
 EMULATED = "TRAINSPEC_EMULATED"
 """The settings of the emulated device, such as `order=7,memory_gib=2` (`wings.emulated`)."""
 
@@ -34,7 +35,7 @@ OWN_PATH, OWN_SAFE_PATH = "TRAINSPEC_OWN_PYTHONPATH", "TRAINSPEC_OWN_PYTHONSAFEP
 """In a Slurm job, PYTHONPATH and PYTHONSAFEPATH for the user's command; trainspec's own processes use other values."""
 
 SECRET_FILE = "TRAINSPEC_SECRET_FILE"
-"""The file with the secret of the job's processes; the secret itself is in no environment."""
+"""The file with the secret of the job's processes; the secret itself is not in any environment."""
 SUPERVISOR = "TRAINSPEC_SUPERVISOR"
 """Address of the supervisor: HOST:PORT, or the path of a Unix socket on this node."""
 RENDEZVOUS = "TRAINSPEC_RENDEZVOUS"
@@ -43,8 +44,7 @@ STORE_FILE = "TRAINSPEC_STORE_FILE"
 """The file through which the processes of one node find each other."""
 
 RANK = "RANK"
-"""torchrun's rank of a worker. A forked worker has it too, but the system shows the environment of its parent
-process."""
+"""A worker's rank as set by torchrun. A forked worker has it too, but the system shows its parent's environment."""
 _TITLE = "rank "
 
 

@@ -1,4 +1,4 @@
-"""The errors that users see, and the exit code that each ends the program with.
+"""The errors that users see, and the exit code with which each ends the program.
 
     TrainspecError
     ├── RecipeError        2   the recipe or the command line is wrong (carries every problem found)
@@ -55,7 +55,7 @@ class Problem:
 
 
 class TrainspecError(Exception):
-    """The root of all errors meant for users; never raised itself."""
+    """The root of all errors meant for users; never raised directly."""
 
     exit_code = 1
 
@@ -90,7 +90,7 @@ class Stopped(TrainspecError):  # noqa: N818 - a request fulfilled, not an error
     exit_code = 6
 
 
-class Interrupted(TrainspecError):  # noqa: N818 - likewise
+class Interrupted(TrainspecError):  # noqa: N818 - also not an error
     exit_code = 130
 
 

@@ -158,12 +158,12 @@ OTHER_WORDS: Mapping[str, str] = {
     **dict.fromkeys(("env", "collect_env", "health"), "doctor"),
     **dict.fromkeys(("options", "presets"), "list"),
 }
-"""A word of other programs -> the words here that it may mean; the first allowed one counts."""
+"""A word from other programs -> the words here that it may mean; the first allowed one counts."""
 
 
 @dataclass(frozen=True)
 class Former:
-    """A key, word or option of earlier versions."""
+    """A key, word or option from earlier versions."""
 
     why: str
     """Completes "is no longer a setting: "."""
@@ -186,15 +186,15 @@ FORMER_KEYS: Mapping[tuple[str, str], Former] = {
     ("PlanesSpec", "detect_s"): Former("a lost path is always detected after 1 ms", "leave it out", 0.001),
     ("PlanesSpec", "probe_s"): Former("a lost path is always probed every second", "leave it out", 1.0),
 }
-"""By the class of the section, which may occur at several paths (pools have their own sections), and the key."""
+"""Keyed by the class of the section, which may occur at several paths (pools have their own sections), and the key."""
 FORMER_WORDS: Mapping[tuple[str, str, str], Former] = {
     (section, key, "low_rank"): _LOW_RANK
     for section in ("CommSpec", "WireFormats")
     for key in ("gradients", "across_nodes")
 }
-"""By the class of the section, the key, and the former value."""
+"""Keyed by the class of the section, the key, and the former value."""
 FORMER_OPTIONS: Mapping[tuple[str, str], Former] = {("comm", "low_rank"): _LOW_RANK}
-"""By the group and the former option."""
+"""Keyed by the group and the former option."""
 
 FORMER_FLAGS: Mapping[str, str] = {
     "webhook": "--notify URL",
@@ -203,7 +203,7 @@ FORMER_FLAGS: Mapping[str, str] = {
     "sites-secret": "resilience.sites.secret=FILE",
     "site-listen": "resilience.sites.listen=HOST:PORT",
 }
-"""A former option of commands -> what to type instead."""
+"""A former command option -> what to type instead."""
 
 CONTAINED_CHARS = 3
 """The shortest word that is searched inside others: 4090 in rtx_4090."""
@@ -229,7 +229,7 @@ def closest(got: str, allowed: Iterable[str]) -> str | None:
 
 def closest_path(got: str, paths: Iterable[str]) -> str | None:
     """Return the nearest dotted path that differs from `got` only in the spelling of its words, each as near as
-    `closest` requires. Compared as a whole, a long last word would hide a wrong section."""
+    `closest` requires. If paths were compared as a whole, a long last word would hide a wrong section."""
     words = got.split(".")
     left = [path.split(".") for path in paths if path.count(".") == len(words) - 1]
     for place, word in enumerate(words):

@@ -21,12 +21,12 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def node_name() -> str:
-    """Return Slurm's name of this node, else its hostname."""
+    """Return Slurm's name for this node, or its hostname outside Slurm."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
-    """Return the vendor's name of the CPU, else its architecture."""
+    """Return the vendor's name for the CPU, or the architecture if there is none."""
     return _cpu_line("model name", cpuinfo) or platform.processor() or platform.machine()
 
 
@@ -52,10 +52,11 @@ CHOOSE_ANOTHER = f"choose your own folder for prepared data and measured figures
 
 
 def cache_dir() -> Path:
-    """Return `$TRAINSPEC_CACHE`, else `$XDG_CACHE_HOME/trainspec`, else `~/.cache/trainspec`; it may not exist yet.
+    """Return the first that is set of `$TRAINSPEC_CACHE`, `$XDG_CACHE_HOME/trainspec` and `~/.cache/trainspec`; it may
+    not exist yet.
 
-    Raises MachineError if it belongs to another user or every user can write it: a run would train on data that others
-    put there.
+    Raises MachineError if it belongs to another user or is world-writable: a run would train on data that others put
+    there.
     """
     folder = _location()
     if folder.exists():
@@ -64,8 +65,8 @@ def cache_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """Return `$TRAINSPEC_CACHE`, else `$XDG_STATE_HOME/trainspec`, else `~/.local/state/trainspec`, for data that
-    cannot be restored from elsewhere; it may not exist yet. Raises MachineError as `cache_dir` does."""
+    """Return the first that is set of `$TRAINSPEC_CACHE`, `$XDG_STATE_HOME/trainspec` and `~/.local/state/trainspec`,
+    for data that cannot be restored from elsewhere; it may not exist yet. Raises MachineError as `cache_dir` does."""
     if os.environ.get(CACHE):
         return cache_dir()
     base = os.environ.get("XDG_STATE_HOME")
@@ -95,7 +96,7 @@ def _location() -> Path:
 
 
 def cannot_write(folder: Path, error: OSError) -> MachineError:
-    # A full disk and a forbidden folder need different remedies.
+    # A full disk and a folder without write permission need different remedies.
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MachineError(
             f"no space left to write {folder}",
@@ -109,7 +110,7 @@ def cannot_write(folder: Path, error: OSError) -> MachineError:
     )
 
 
-# Which files can be trusted on a shared machine, and how files are made for this user alone.
+# Which files can be trusted on a shared machine, and how files are made private to this user.
 #
 # A file is trusted if it belongs to this user or to root and is not world-writable. Sharing with a group is the owner's
 # choice: group permissions are ignored.
@@ -119,8 +120,8 @@ PRIVATE_UMASK = 0o077
 PRIVATE_FOLDER = 0o700
 PRIVATE_FILE = 0o600
 NEVER_READ = ("wandb",)
-"""Folders at the top of a run that another program writes and trainspec never reads. Weights & Biases puts links into
-its own: `latest-run`, and `debug-core.log`, which leads to its cache in the user's home."""
+"""Top-level folders of a run that another program writes and trainspec never reads. Weights & Biases puts links into
+its folder: `latest-run`, and `debug-core.log`, which leads to its cache in the user's home."""
 
 
 @contextmanager
@@ -168,7 +169,7 @@ def check_private(folder: Path, hint: str) -> None:
 
 
 def check_tree(root: Path) -> None:
-    """Raise MachineError if anything below `root` cannot be trusted, or is a link to a target outside of it.
+    """Raise MachineError if anything below `root` cannot be trusted, or is a link to a target outside it.
 
     `root` itself may be a link of this user. The folders in `NEVER_READ` are checked, but not their content.
     """

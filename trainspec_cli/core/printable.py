@@ -1,8 +1,8 @@
-"""Text for terminals. Control characters, and characters that hide or reorder others, become escapes.
+"""Text for terminals. Control characters, and characters that hide or reorder others, are escaped.
 
 Recipes, run folders, data and file names may be untrusted, and control characters make a terminal change its title,
 move the cursor, or hide and recolour text. So `printing_safely` replaces stdout and stderr by a `PrintableStream` for
-all output; below it a `LastingStream` outlives its terminal.
+all output; the `LastingStream` below it survives the closing of its terminal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;:]*[mK]")
 
 
 def printable(text: str) -> str:
-    """Replace control and invisible characters by escapes such as `\\x1b`; keep newlines and tabs."""
+    """Replace control and invisible characters with escapes such as `\\x1b`; keep newlines and tabs."""
     return _UNPRINTABLE.sub(lambda found: _escape(found[0]), text)
 
 
@@ -63,7 +63,7 @@ class PrintableStream:
     """A text stream that makes everything written to it printable, except for the program's own colours.
 
     These begin with `escape` instead of ESC, a string that differs for every stream, so that no other text can contain
-    it. Rich finds the wrapped stream in `rich_proxied_file`; its consoles escape by themselves (session/console.py).
+    it. Rich finds the wrapped stream in `rich_proxied_file`; its consoles do their own escaping (session/console.py).
     """
 
     def __init__(self, stream: TextIO | LastingStream):
@@ -74,7 +74,7 @@ class PrintableStream:
         # Only the program knows this stream's escape, so a colour code in foreign text stays visible text.
         safe = "\x1b".join(map(printable, text.split(self.escape)))
         encoding = self.rich_proxied_file.encoding or "utf-8"
-        # A terminal with another encoding must not end a command with an error about a character.
+        # A terminal's encoding must not make a command fail because of a character.
         self.rich_proxied_file.write(safe.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
@@ -87,8 +87,8 @@ class PrintableStream:
 
 
 class LastingStream:
-    """A text stream that drops output after its terminal was closed, when a write fails with EIO; that is no reason to
-    end a command. (A closing terminal also sends SIGHUP.) `ends_at` are the errors that mark the end of a stream."""
+    """A text stream that drops output after its terminal was closed, when a write fails with EIO; that must not end a
+    command. (A closing terminal also sends SIGHUP.) `ends_at` are the errors that mark the end of a stream."""
 
     def __init__(self, stream: TextIO, ends_at: Sequence[int] = (errno.EIO,)):
         self._stream = stream
@@ -180,12 +180,12 @@ def format_bytes(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format in three digits: `0.0545` -> `54.5 ms`, `12.345` -> `12.3 s`."""
+    """Format with three digits: `0.0545` -> `54.5 ms`, `12.345` -> `12.3 s`."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
 def format_duration(seconds: float) -> str:
-    """Format in at most two units: `93.2` -> `1 min 33 s`."""
+    """Format with at most two units: `93.2` -> `1 min 33 s`."""
     if seconds < 1:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 60:
@@ -199,7 +199,7 @@ def format_duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
-# Colour and columns for terminals, plain text for pipes; without a library, so that help and errors come at once.
+# Colour and columns for terminals, plain text for pipes; without a library, so that help and errors appear at once.
 
 
 @dataclass(frozen=True)

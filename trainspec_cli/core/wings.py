@@ -1,9 +1,9 @@
 """The registry of wings: optional parts of trainspec, each in its own folder below `wings`.
 
 The trunk imports no wing. A wing's module `wing.py` declares in `WING` what it adds, as text ("module:function"), so
-that reading the registry loads nothing of the wing. Where the trunk has an extension point, it calls `parts_of(POINT)`,
-or for a recipe `parts_for(POINT, spec)` of `recipe.rules.check`. Without the wing's folder nothing is found there, and
-its commands are not in the help.
+that reading the registry does not load any of the wing. Where the trunk has an extension point, it calls
+`parts_of(POINT)`, or for a recipe `parts_for(POINT, spec)` of `recipe.rules.check`. Without the wing's folder nothing
+is found there, and its commands do not appear in the help.
 """
 
 from __future__ import annotations

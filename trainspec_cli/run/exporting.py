@@ -1,4 +1,4 @@
-"""A run's weights as a Hugging Face folder: the engine writes the tensors, this module the other files."""
+"""Export a run's weights as a Hugging Face folder: the engine writes the tensors, this module the other files."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from trainspec_cli.run.folder.record import read_data_dir, read_plan
 from trainspec_cli.run.tools import EXPORT, run_tool
 
 DTYPES = {"fp32": ("F32", "float32"), "bf16": ("BF16", "bfloat16"), "fp16": ("F16", "float16")}
-"""Maps a format's name in safetensors to its name in config.json."""
+"""A format's names in safetensors and in config.json."""
 BASE = "base"
-"""The folder of the base's weights below the adapters, where no other folder holds them."""
+"""The folder for the base model's weights below the adapters, if no other folder holds them."""
 CARD = "README.md"
-"""The model card of adapters whose base was quantised."""
+"""The model card of adapters whose base model was quantised."""
 OtherFormat = Literal["dcp", "megatron", "litgpt"]
 DcpNaming = Literal["hf", "torchtitan"]
 OtherNaming = Literal["hf", "torchtitan", "megatron", "litgpt"]
@@ -62,12 +62,12 @@ _MEGATRON_BACKENDS: JsonObject = {
 }
 """Files that Megatron's loader requires in a folder."""
 KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-"""Keys that are copied from the config.json with which a run began."""
+"""Keys copied from the config.json with which a run started."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """The checkpoint of a run to export, and the format."""
+    """The checkpoint of a run to export, and the export format."""
 
     run: RunDir
     step: int
@@ -76,8 +76,8 @@ class Export:
 
 
 def find_checkpoint(run: RunDir, step: int | None, *, best: bool = False) -> int:
-    """Return `step`, or the newest where it is None; with `best` the step of the lowest held-out loss. Raises
-    RecipeError where the run has no such whole checkpoint."""
+    """Return `step`, or the newest step if it is None; with `best`, the step with the lowest held-out loss. Raises
+    RecipeError if the run has no such complete checkpoint."""
     if best and step is not None:
         raise RecipeError(Problem("usage", "--best and --step each name a checkpoint", "--best", "omit one of them"))
     steps = run.checkpoint_steps()
@@ -97,8 +97,8 @@ def find_checkpoint(run: RunDir, step: int | None, *, best: bool = False) -> int
 def write_folder(
     wanted: Export, output: Path, format_: Literal["hf"] | OtherFormat = "hf", naming: DcpNaming = "hf"
 ) -> str:
-    """Create `output`, which must not exist or be empty, with a run's weights in transformers' format, or in another
-    project's; -> what it is. Raises RecipeError where that project has no such model, and MachineError."""
+    """Write a run's weights to the folder `output`, which must be missing or empty, in the format of transformers or
+    another project; return what was written. Raises RecipeError if that project has no such model, and MachineError."""
     plan = read_plan(wanted.run)
     model = plan.spec.model
     config = _config(plan, wanted)
@@ -127,8 +127,8 @@ def _config(plan: Plan, wanted: Export) -> JsonObject:
 
 
 def _write_beside(plan: Plan, run: RunDir, config: JsonObject, folder: Path) -> None:
-    """Write config.json, tokenizer, chat template and generation config: those with which the run began, or new ones
-    from its data's tokenizer."""
+    """Write config.json, tokenizer, chat template and generation config: those with which the run started, or new ones
+    made from its data's tokenizer."""
     for name in SMALL_FILES:
         if (run.huggingface / name).is_file():
             shutil.copyfile(run.huggingface / name, folder / name)
@@ -145,7 +145,8 @@ def _write_beside(plan: Plan, run: RunDir, config: JsonObject, folder: Path) -> 
 
 
 def _write_tokenizer(token_folder: Path, seq_len: int, folder: Path) -> JsonValue:
-    """-> the ids that end a text: the end of a document, and before it the end of a message in ChatML."""
+    """Write the tokenizer; return the ids that end a text: a document's end, and before it, in ChatML, a message's
+    end."""
     document_end = read_manifest(token_folder).end_of_document_id
     shutil.copyfile(token_folder / TOKENIZER, folder / TOKENIZER)
     template = folder / CHAT_TEMPLATE
@@ -164,10 +165,10 @@ def _write_tokenizer(token_folder: Path, seq_len: int, folder: Path) -> JsonValu
 
 
 def write_adapters(wanted: Export, output: Path) -> str:
-    """Create `output` with a run's LoRA adapters in PEFT's format, and the tokenizer.
+    """Write a run's LoRA adapters in PEFT's format, and the tokenizer, to the new folder `output`.
 
-    Their base is the Hugging Face folder with which the run began; of any other run its frozen weights are written too,
-    in `output`/base. Raises RecipeError where the run trained no adapters.
+    Their base is the Hugging Face folder from which the run started; for any other run its frozen weights are also
+    written, to `output`/base. Raises RecipeError if the run trained no adapters.
     """
     plan = read_plan(wanted.run)
     if not plan.spec.lora.rank:
@@ -182,7 +183,7 @@ def write_adapters(wanted: Export, output: Path) -> str:
             (temporary / BASE).mkdir()
             _write_beside(plan, wanted.run, config, temporary / BASE)
             _write_tensors(wanted, temporary / BASE, "base")
-        for name in (CONFIG, GENERATION):  # the base's
+        for name in (CONFIG, GENERATION):  # the base's files
             (temporary / name).unlink()
         named = plan.spec.init.hub_name
         by_name = named.name if named and named.revision == "main" else None

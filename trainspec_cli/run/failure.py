@@ -1,4 +1,4 @@
-"""Find why a worker failed: in its own report, torchrun's list of exit codes, and its log."""
+"""Find out why a worker failed, from its own report, torchrun's list of exit codes, and its log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainspec_cli.run.job.job import LOOPBACK, Job
 
 LOG_TAIL_LINES = 30
 MAX_LOG_BYTES = 2**20
-"""Bytes that are read at the end of a log."""
+"""Number of bytes read from the end of a log."""
 
 _EXIT = re.compile(r"host\s*: (\S+)\s*rank\s*: (\d+) \(local_rank: (\d+)\)\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)")
 _FORCED = re.compile(r"Unable to shutdown process (\d+)")
@@ -33,14 +33,14 @@ PEER_LOST = re.compile(
     re.IGNORECASE,
 )
 _ENDED_BY_OTHERS = (signal.SIGTERM, signal.SIGABRT)
-"""torchrun ends the peers of a failed worker by SIGTERM; NCCL's watchdog ends a worker that waits for a lost peer by
-SIGABRT."""
+"""torchrun ends the peers of a failed worker with SIGTERM; NCCL's watchdog ends a worker that waits for a lost peer
+with SIGABRT."""
 
 
 @dataclass(frozen=True)
 class WorkerFailure:
     rank: int
-    """The rank; the node's number where a whole node has failed."""
+    """The rank, or the node's number if an entire node has failed."""
     host: str
     summary: str
     """One line: `ValueError: boo`, `killed by SIGKILL`."""
@@ -49,23 +49,23 @@ class WorkerFailure:
     hint: str = ""
     step: int | None = None
     time: float = math.inf
-    """Unix seconds, where they are known."""
+    """Unix seconds, if known."""
     self_reported: bool = False
-    """Reported by the worker itself."""
+    """True if the worker itself reported the failure."""
     was_killed: bool = False
-    """It ended by SIGKILL."""
+    """True if it was killed by SIGKILL."""
     consequence: bool = False
-    """It ended because another worker had ended."""
+    """True if it ended because another worker had ended."""
     foreseen: bool = False
-    """It would come again if the run were restarted unchanged: an error in the input, a missing node."""
+    """True if the failure would recur if the run were restarted unchanged: an error in the input, a missing node."""
     exit_code: int = WorkerError.exit_code
     """The run's exit code for this failure."""
     shortage: Shortage | None = None
-    """Its memory ran out."""
+    """The memory shortage, if the worker ran out of memory."""
     whole_node: bool = False
-    """Not one worker, but one of several nodes: it was lost, or is unfit."""
+    """True if not a single worker failed, but an entire node, which was lost or is unfit."""
     cause: str = ""
-    """The exception and the place where it was raised, for a user-defined command; empty where its log shows none."""
+    """For a user-defined command: the exception and the place where it was raised; empty if its log shows none."""
 
     @property
     def who(self) -> str:
@@ -73,27 +73,27 @@ class WorkerFailure:
 
     @property
     def never_came(self) -> bool:
-        """A node that has not joined; the name of one that has joined is known."""
+        """Return whether this is a node that never joined; the hostname of a node that joined is known."""
         return self.whole_node and not self.self_reported and not self.host
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The description of a failure for users."""
+    """A failure's description for users."""
 
     headline: str
     detail: str = ""
     hint: str = ""
     cause: str = ""
-    """As for a WorkerFailure."""
+    """Same as in WorkerFailure."""
     exit_code: int = WorkerError.exit_code
-    """Likewise."""
+    """Same as in WorkerFailure."""
     node: WorkerFailure | None = None
-    """The node where it began: the advice depends on how the nodes were started."""
+    """The node where the failure began: the advice depends on how the nodes were started."""
 
 
 DescribeExit = Callable[[int, Path | None, Path], Explanation]
-"""Explains the exit code of a worker without a report, from its own log if it has one, and from the log of what started
+"""Explains the exit code of a worker without a report, from its own log, if any, and from the log of what started
 it."""
 
 
@@ -102,19 +102,19 @@ def describe_worker_exit(code: int, log: Path | None, launchers_log: Path) -> Ex
 
 
 def find_failures(job: Job, describe: DescribeExit = describe_worker_exit) -> list[WorkerFailure]:
-    """Return all workers that failed, the first cause first; those that only lost their peers last."""
+    """Return all failed workers: the root cause first, those that only lost their peers last."""
     reported = {failure.rank: failure for failure in _reported(job)}
     silent = [failure for failure in find_listed(job, describe) if failure.rank not in reported]
     return first_causes([*find_failed_nodes(job.run), *reported.values(), *silent])
 
 
 def find_listed(job: Job, describe: DescribeExit = describe_worker_exit) -> list[WorkerFailure]:
-    """Return the workers that torchrun lists with their exit codes, in the same order."""
+    """Return the workers that torchrun lists with exit codes, in the order of `find_failures`."""
     return first_causes(failure for log in torchrun_logs(job) for failure in _silent(job, log, describe))
 
 
 def first_causes(failures: Iterable[WorkerFailure]) -> list[WorkerFailure]:
-    """Sort the failures: the first cause first, those that only lost their peers last."""
+    """Sort the failures: the root cause first, those that only lost their peers last."""
     return sorted(failures, key=lambda failure: (failure.consequence, failure.time, failure.rank))
 
 
@@ -134,7 +134,7 @@ def _reported(job: Job) -> Iterator[WorkerFailure]:
             detail="" if foreseen and not hung else error.traceback.rstrip(),
             hint=error.hint or "",
             step=error.step,
-            # Every failure after a hang was found is a consequence of it.
+            # Every failure after a hang was detected is a consequence of it.
             time=-math.inf if hung else path.stat().st_mtime if error.time is None else error.time,
             self_reported=True,
             foreseen=foreseen and not hung,
@@ -145,8 +145,8 @@ def _reported(job: Job) -> Iterator[WorkerFailure]:
 
 
 def find_failed_nodes(run: RunDir) -> list[WorkerFailure]:
-    """Return the nodes that were lost, did not join or could not start: the failures of their workers began with
-    them."""
+    """Return the nodes that were lost, did not join or could not start; they are the cause of their workers'
+    failures."""
     failures = []
     for path in sorted(run.errors_folder.glob("node*.json")):
         error = read_error(path, NodeErrorRecord)
@@ -160,7 +160,7 @@ def find_failed_nodes(run: RunDir) -> list[WorkerFailure]:
             foreseen=True,
             whole_node=True,
         )
-        # No worker has failed there: the node was not connected, or is unfit.
+        # No worker failed there: the node was not connected, or is unfit.
         if failure.never_came or failure.self_reported:
             failure = replace(failure, exit_code=MachineError.exit_code)
         failures.append(failure)
@@ -168,12 +168,13 @@ def find_failed_nodes(run: RunDir) -> list[WorkerFailure]:
 
 
 def torchrun_logs(job: Job) -> list[Path]:
-    """Return the logs of what the job starts, one per node."""
+    """Return the logs of the programs that the job starts, one per node."""
     return sorted([*job.logs.glob(job.log), *job.logs.glob(f"node*/{job.log}")])
 
 
 def _silent(job: Job, torchrun_log: Path, describe: DescribeExit) -> Iterator[WorkerFailure]:
-    """Yield the workers without a report (a signal, an error before their own code), from torchrun's summary."""
+    """Yield the workers that left no report (because of a signal, or an error before their own code), from torchrun's
+    summary."""
     text = end_of(torchrun_log)
     forced = set(_FORCED.findall(text))
     for host, rank, local_rank, code, pid in _EXIT.findall(text):
@@ -185,7 +186,7 @@ def _silent(job: Job, torchrun_log: Path, describe: DescribeExit) -> Iterator[Wo
         why = describe(int(code), max(logs, default=None), torchrun_log)  # the newest start's log sorts last
         global_rank = int(rank)
         if job.ranks:
-            # torchrun counts a group's ranks; where the group has several nodes, a node's part holds only its own.
+            # torchrun counts a group's ranks; if the group spans several nodes, a node's part holds only its own ranks.
             global_rank = job.ranks[global_rank if global_rank < len(job.ranks) else int(local_rank)]
         yield WorkerFailure(
             rank=global_rank,
@@ -193,7 +194,7 @@ def _silent(job: Job, torchrun_log: Path, describe: DescribeExit) -> Iterator[Wo
             summary=why.headline,
             detail=why.detail,
             hint=why.hint,
-            # SIGKILL comes from outside, so it is where a failure begins.
+            # SIGKILL comes from outside, so it is the start of a failure.
             time=0.0 if int(code) == -signal.SIGKILL else math.inf,
             was_killed=int(code) == -signal.SIGKILL,
             consequence=pid in forced or -int(code) in _ENDED_BY_OTHERS,
@@ -213,7 +214,7 @@ def describe_exit(code: int) -> str:
 
 
 def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """Return the end of a log, without its colours."""
+    """Return the end of a log, without colour codes."""
     return "\n".join(without_colours(end_of(log)).splitlines()[-lines:])
 
 
@@ -224,7 +225,7 @@ def end_of(log: Path) -> str:
 
 
 def explain(failures: list[WorkerFailure]) -> Explanation:
-    """Describe the first failure as it was reported, and the others in a line."""
+    """Describe the first failure as it was reported, and the others in one line."""
     first, *others = failures
     at = f", step {first.step}" if first.step is not None else ""
     who = f"{first.who} ({first.host or 'hostname unknown'}{at})"
@@ -240,7 +241,7 @@ def explain(failures: list[WorkerFailure]) -> Explanation:
 
 
 def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) -> Explanation:
-    """Explain why a run of one group failed: a worker did, or torchrun (`exit_code`), or all of them just ended."""
+    """Explain why a single-group run failed: a worker failed, or torchrun (`exit_code`), or all of them just ended."""
     code = exit_code or 0
     if failures and (code >= 0 or not failures[0].consequence):
         return explain(failures)
@@ -275,7 +276,7 @@ def _sentence(who: str, failure: WorkerFailure) -> str:
 
 
 def _names(failures: list[WorkerFailure]) -> str:
-    """Return `node 1` or `ranks 0, 2`: all failures are of nodes, or all of ranks."""
+    """Return `node 1` or `ranks 0, 2`: the failures are either all of nodes or all of ranks."""
     numbers = ", ".join(str(failure.rank) for failure in failures[:8])
     more = f" and {len(failures) - 8} more" if len(failures) > 8 else ""
     kind = "node" if failures[0].whole_node else "rank"

@@ -1,7 +1,7 @@
-"""Memory settings that ran out on this machine, for the launches that follow.
+"""Settings that ran out of memory on this machine, recorded for later launches.
 
-One file for each plan, in the cache. Its name changes with everything that decides a plan's memory except the settings
-themselves: the machine, the model, the layout, formats and versions.
+There is one file per plan in the cache. Its name changes with everything that determines a plan's memory except the
+settings themselves: the machine, the model, the layout, formats and versions.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Learned:
 
     relief: Relief
     run: str
-    """The folder of that run."""
+    """The folder of the run that ran out of memory."""
     at: float
     """Unix seconds."""
     predicted_bytes: float | None = None
-    """Predicted memory of the plan on the device, or of the process."""
+    """The plan's predicted memory, on the device or of the process."""
     used_bytes: int | None = None
     limit_bytes: int | None = None
 
@@ -56,20 +56,20 @@ class MemoryLimits:
 
 
 def read_limits(plan: Plan, machine: Machine) -> MemoryLimits:
-    """Return what is known about `plan` on `machine`, which may be nothing."""
+    """Return what is known about `plan` on `machine`, possibly nothing."""
     known = read_figures(MemoryLimits, _path(plan, machine))
     return known or MemoryLimits(plan.spec.model.name or plan.spec.model.family, _device(machine), _layout(plan))
 
 
 def list_limits() -> list[tuple[Path, MemoryLimits]]:
-    """List what this user's runs have learned on this machine, the newest first."""
+    """List what this user's runs have learned on this machine, newest first."""
     found = ((path, read_figures(MemoryLimits, path)) for path in (cache_dir() / "machine").glob(f"{KIND}-*.json"))
     known = [(path, limits) for path, limits in found if limits is not None and limits.learned]
     return sorted(known, key=lambda pair: -pair[1].learned[-1].at)
 
 
 def forget_limits() -> int:
-    """Forget everything, and return the number of plans."""
+    """Forget everything, and return the number of plans forgotten."""
     paths = [path for path, _ in list_limits()]
     for path in paths:
         path.unlink(missing_ok=True)
@@ -77,22 +77,21 @@ def forget_limits() -> int:
 
 
 class LimitsWatch:
-    """Remembers the shortages of a run while it lives; call `look` repeatedly. Faults that a recipe injects are
-    ignored."""
+    """Records the memory shortages of a live run; call `look` repeatedly. Faults that a recipe injects are ignored."""
 
     def __init__(self, run: RunDir, plan: Plan, machine: Machine, now: Callable[[], float] = time.time):
         self._run = run
         self._machine = machine
         self._now = now
-        # A planned change of layout was predicted for the layout in which the run begins, and not for its own.
+        # A planned layout change carries the prediction for the initial layout, not for its own.
         changed = [replace(plan.with_layout(change), prediction=None) for change in plan.changes]
         self._plans = {one.layout.describe(): one for one in (*changed, plan)}
         """The plans by the axes of their layouts."""
         self._tail = None if plan.spec.fault else EventTail(run.directives)
 
     def look(self, report: Callable[[str], None] = lambda _: None) -> None:
-        """Remember new shortages. Where the cache cannot be read or written, `report` is called once, and nothing more
-        is remembered: the run itself does not need it."""
+        """Record new shortages. If the cache cannot be read or written, `report` is called once, and nothing more is
+        recorded: the run itself does not need it."""
         if self._tail is None:
             return
         try:
@@ -109,7 +108,7 @@ class LimitsWatch:
                     used_bytes=_known(event.used_bytes),
                     limit_bytes=_known(event.limit_bytes),
                 )
-                # The newer run's choice after the same setting is better knowledge.
+                # The newer run's choice after the same setting is more reliable.
                 others = [one for one in limits.learned if one.relief.failed != learned.relief.failed]
                 make_cache()
                 write_json(_path(plan, self._machine), to_plain(replace(limits, learned=(*others, learned))))

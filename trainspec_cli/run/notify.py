@@ -1,4 +1,4 @@
-"""Report how a run has ended: to a command, or to a web address. A report that fails is only a warning."""
+"""Report how a run has ended, to a command or to a web address. A failed report only causes a warning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainspec_cli.run.folder.record import RunResult
 COMMAND_S, WEB_S = 30.0, 10.0
 """Seconds after which a command, or a server, is abandoned."""
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://\S+")
-"""An address stands alone: a shell line that mentions one has other words too."""
+"""Matches a lone address: a shell line that mentions one contains other words too."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ NOBODY = Notify()
 
 
 def notify(wanted: Notify, run: RunDir, recipe: str, result: RunResult, reason: str) -> Iterator[str]:
-    """Report how the run has ended; yield a line where that failed. `reason`: of a failure."""
+    """Report how the run has ended; yield a line if the report failed. `reason`: the reason for a failure of the
+    run."""
     if not wanted.whom:
         return
     reach = _post if _ADDRESS.fullmatch(wanted.whom) else _call
@@ -72,8 +73,8 @@ def _describe(run: RunDir, recipe: str, result: RunResult, reason: str) -> JsonO
 
 
 def _call(command: str, about: JsonObject) -> str:
-    """Run a shell line with the facts as JSON on its standard input; return why it failed, or nothing. Its input and
-    output are files, so that its background processes block nothing."""
+    """Run a shell line with the facts as JSON on its standard input; return why it failed, or "". Its input and output
+    are files, so that its background processes do not block anything."""
     facts = {RUN: str(about["run"]), STATUS: str(about["status"]), MESSAGE: str(about["text"])}
     try:
         with TemporaryFile() as given, TemporaryFile() as said:
@@ -98,7 +99,7 @@ def _call(command: str, about: JsonObject) -> str:
 
 
 def _await(shell: subprocess.Popen[bytes]) -> int | None:
-    """Return the exit code of a command in its own session; None where the command and its processes were killed."""
+    """Return the exit code of a command in its own session; None if the command and its processes were killed."""
     try:
         return shell.wait(COMMAND_S)
     except subprocess.TimeoutExpired:
@@ -108,9 +109,9 @@ def _await(shell: subprocess.Popen[bytes]) -> int | None:
 
 
 def _post(address: str, about: JsonObject) -> str:
-    """Post the facts as JSON; return why that failed, or nothing."""
+    """Post the facts as JSON; return why that failed, or ""."""
     from http.client import HTTPException
-    from urllib.request import Request, urlopen  # slow to import, and seldom needed
+    from urllib.request import Request, urlopen  # slow to import and seldom needed
 
     try:
         request = Request(address, json_text(about).encode(), {"Content-Type": "application/json"})

@@ -21,7 +21,7 @@ from trainspec_cli.run.supervise import supervise
 class Program:
     command: tuple[str, ...]
     folder: Path
-    """The folder of its log, and of the supervisor's records."""
+    """The folder for its log and the supervisor's records."""
     what: str
     """Its name in messages."""
     timeout_s: float
@@ -30,7 +30,7 @@ class Program:
 @dataclass(frozen=True)
 class ProgramEnd:
     exit_code: int | None
-    """None: it exceeded its time limit, and was ended."""
+    """None: it exceeded its time limit and was killed."""
     output: str
     """The last lines that it printed."""
 
@@ -43,7 +43,7 @@ def run_program(
     program: Program, environment: Mapping[str, str], on_tick: Callable[[], None] = lambda: None
 ) -> ProgramEnd:
     """Run a program, with `environment` added to this process's; `on_tick` is called about ten times a second. Raises
-    MachineError where it cannot be started, Interrupted where a stop was requested."""
+    MachineError if it cannot be started, Interrupted if a stop was requested."""
     root = program.folder.absolute()
     own = {LAUNCH_ID: secrets.token_hex(8), **environment}
     job = Job(root, program.command, own, world_size=1, stop_grace_s=0.0, logs=next_log_folder(RunDir(root).logs))

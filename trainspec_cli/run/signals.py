@@ -1,4 +1,4 @@
-"""Requests to stop: Ctrl-C, SIGTERM (a scheduler, `kill`), SIGHUP (the terminal was closed)."""
+"""Stop requests: Ctrl-C, SIGTERM (from a scheduler or `kill`), SIGHUP (the terminal was closed)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def on_stop_signal(act: Callable[[], None]) -> Iterator[None]:
     """Call `act` for each stop signal during the block. `nohup`'s ignored SIGHUP stays ignored.
 
-    A terminal closes once, yet its shell, its multiplexer and the kernel each send a SIGHUP: all but the first are
-    ignored, after the block too, since a second request means an immediate end.
+    A terminal closes only once, yet its shell, its multiplexer and the kernel each send a SIGHUP: all but the first are
+    ignored, even after the block, because a second request would mean an immediate end.
     """
 
     def hear(number: int, _frame: FrameType | None) -> None:
@@ -35,12 +35,12 @@ def on_stop_signal(act: Callable[[], None]) -> Iterator[None]:
 
 
 def interrupt() -> None:
-    """Interrupt work that may be dropped at any point."""
+    """Interrupt work that may be abandoned at any point."""
     raise KeyboardInterrupt
 
 
 class StopRequests:
-    """Counts the requests, for work that has to end in order."""
+    """Counts the requests, for work that has to end in an orderly way."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -50,7 +50,7 @@ class StopRequests:
 
 
 class PatientRequests(StopRequests):
-    """Counts one request at most: a scheduler repeats its signal without asking for a faster end."""
+    """Counts at most one request: a scheduler repeats its signal without asking for a faster end."""
 
     def add(self) -> None:
         self.count = 1

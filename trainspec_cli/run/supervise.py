@@ -52,18 +52,18 @@ from trainspec_cli.run.recovery import recovery, run_state
 from trainspec_cli.run.recovery.run_state import NodeSlow
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
 
-# Find the node without which a run would be faster, from the speeds that its workers report, and record what is decided
-# or advised. The decision itself is `balance.decisions.shares`; `run.recovery` acts on it.
+# Find the node without which a run would be faster, using the speeds that its workers report, and record the decision
+# or advice. The decision itself is `balance.decisions.shares`; `run.recovery` acts on it.
 
 
 SUPERVISOR = -1
 """The rank in the supervisor's marks."""
 MEASURED_STEPS = 5
-"""The least number of steps for the median of their times."""
+"""The minimum number of steps for a median step time."""
 REMEMBERED_STEPS = 50
 
 Replan = Callable[[Plan, int], Plan | None]
-"""Returns the plan of a run on a number of nodes; None where no plan exists."""
+"""Returns the plan of a run on a given number of nodes; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class SlowNodes:
         mail: WorkerMail,
         executor: Executor | None = None,
     ):
-        """`replan` is called in a thread that nothing waits for. `mail` has the speeds that the workers report."""
+        """`replan` is called in a background thread. `mail` holds the speeds reported by the workers."""
         scheduler = plan.spec.scheduler
         self._run = job.run
         self._executor = executor or ThreadPoolExecutor(1, "fewer nodes")
@@ -103,15 +103,15 @@ class SlowNodes:
         self._decided: Gain | None = None
         """The gain expected from leaving the node out."""
         self._given: NodesEvent | None = None
-        """The directive whose effect is measured."""
+        """The directive whose effect is being measured."""
         self._number = sum(isinstance(event, NodesEvent) for event in read_sound(job.run.directives))
 
     def open(self, job: Job, plan: Plan) -> None:
-        """Begin a generation of the run: speeds and times are measured again."""
+        """Start a generation of the run: speeds and times are measured anew."""
         self._job = job
         self._plan = plan
         self.hostnames = ("",) * len(job.nodes)
-        """Hostnames of the connected nodes, by their places."""
+        """Hostnames of the connected nodes, by place."""
         can_leave = plan.replica_groups == 1 and plan.num_nodes > 1 and plan.spec.resilience.mode == "restart"
         self._is_on = can_leave and self._mode != "off" and "nodes" in self._may_change
         self._planning: Future[Plan | None] | None = None
@@ -128,7 +128,7 @@ class SlowNodes:
 
     def poll(self) -> list[NodeSlow]:
         """Return the node to leave out now, if any; advice is recorded and reported. The run does not depend on this:
-        an error is reported, and no node is left out any more."""
+        after an error, which is reported, no more nodes are left out."""
         if not (self._is_on or self._given):
             return []
         made = self._take_steps(self._events.read())
@@ -140,7 +140,7 @@ class SlowNodes:
             return []
 
     def _process_reports(self, made: int) -> list[NodeSlow]:
-        """Process the reports after `made` steps."""
+        """Process the reports after `made` new steps."""
         report = self._mail.speeds
         is_known = self._learnt is not None and self._learnt.report is report
         if report is not None and not is_known and report.layout.world_size == self._plan.world_size:
@@ -159,8 +159,8 @@ class SlowNodes:
         return [] if gain is None else self._decide(gain)
 
     def leave_out(self, node: int) -> tuple[Job, Plan]:
-        """Return the job and the plan of the next start without this node: a spare node replaces it if one is
-        connected, else the run continues with fewer. Both are recorded."""
+        """Return the job and the plan of the next start, without this node: a spare replaces it if one is connected,
+        otherwise the run continues with fewer nodes. Both are recorded."""
         self._take_steps(self._events.read())
         spare = self._spare
         plan = self._plan_without
@@ -179,7 +179,7 @@ class SlowNodes:
         return job, plan
 
     def _plan_fewer(self, replan: Replan, plan: Plan) -> Plan | None:
-        """Return the plan of a run with one node less. An error of the planner does not end the training."""
+        """Return the plan of a run with one node fewer. An error in the planner does not end training."""
         try:
             return replan(plan, plan.num_nodes - 1)
         except Exception as error:
@@ -188,13 +188,13 @@ class SlowNodes:
 
     @property
     def _spare(self) -> int | None:
-        """Return the number of a spare node; those that were left out do not count."""
+        """Return the number of a spare node; nodes that were left out do not count."""
         places = range(self._plan.num_nodes, len(self._job.nodes))
         return next((self._job.nodes[place] for place in places if self.hostnames[place]), None)
 
     @property
     def _plan_without(self) -> Plan | None:
-        """Return the plan of the run without a node; None without one, or while it is computed."""
+        """Return the plan of the run with one node fewer; None if there is none, or while it is being computed."""
         if self._spare is not None:
             return self._plan
         return self._planning.result() if self._planning is not None and self._planning.done() else None
@@ -204,7 +204,7 @@ class SlowNodes:
     def _take_steps(self, events: list[Event]) -> int:
         """Process the new steps; return their number."""
         steps = [event for event in events if isinstance(event, StepEvent)]
-        # The first step of a generation ends the restart, whose time is the cost of leaving a node out.
+        # The first step of a generation ends the restart, whose duration is the cost of leaving a node out.
         if steps and not self._step:
             self._restart_s = time.monotonic() - self._began_s
         for event in steps:
@@ -231,7 +231,7 @@ class SlowNodes:
         self._times_s.clear()
 
     def _best_s(self, report: SpeedsReport, samples: int) -> float:
-        """Return the slowest rank's compute time with the best shares that the scheduler may give."""
+        """Return the slowest rank's compute time under the best shares that the scheduler may assign."""
         if "shares" not in self._may_change or report.layout.data_parallel_size == 1:
             return math.inf
         of_samples = self._plan.spec.model.unit == "samples"
@@ -293,14 +293,14 @@ TOOL = ResilienceSpec(mode="none")
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of the processes; `outcome.conclude` decides what it means for the run."""
+    """How the processes ended; `outcome.conclude` decides what that means for the run."""
 
     job: Job
     """The job of the last generation."""
     exit_code: int | None
-    """torchrun's exit code; None where torchrun had to be killed. 0 for several replica groups."""
+    """torchrun's exit code; None if torchrun had to be killed. 0 for several replica groups."""
     stop_requested: bool
-    """True where a user or a scheduler has asked the supervisor, or a node's agent, to stop."""
+    """True if a user or a scheduler has asked the supervisor, or a node's agent, to stop."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended (stuck in the kernel)."""
     given_up: str = ""
@@ -319,17 +319,18 @@ def supervise(
     replan: Replan | None = None,
     mail: WorkerMail | None = None,
 ) -> Ending:
-    """Run `job` until all its processes have ended, and restart what fails where `plan` says so.
+    """Run `job` until all its processes have ended, and restart what fails as `plan` allows.
 
-    `watch` is called about ten times a second, with whether a stop was requested; `report` is called for every failure
-    that does not end the run, and what follows. Without a plan the job is restarted after failures as often as its
-    `max_restarts` allows, and a tool's never. `replan` finds the plan of a run that leaves a slow node out; without it
-    only a spare node can replace it. `mail`: messages from and to the workers for others in this process.
+    `watch` is called about ten times a second and told whether a stop was requested; `report` is called for every
+    failure that does not end the run, and what happens next. Without a plan the job is restarted after failures up to
+    its `max_restarts`, and a tool's job never. `replan` finds the plan for a run that leaves a slow node out; without
+    it, only a spare can replace the node. `mail` passes messages between the workers and other code in this process.
 
-    A first request to stop asks the workers to write a checkpoint and end, within the job's `stop_grace_s`; before
-    they have written an event there is nothing to save, and they are killed. A second request kills at once.
+    After a first request to stop, the workers are asked to write a checkpoint and end within the job's `stop_grace_s`;
+    if they have not written an event, there is nothing to save, and they are killed. A second request kills them at
+    once.
 
-    Raises TrainspecError where the run cannot begin, or was restarted elsewhere.
+    Raises TrainspecError if the run cannot start, or was restarted elsewhere.
     """
     requests = requests or StopRequests()
     with on_stop_signal(requests.add):
@@ -379,7 +380,7 @@ class Supervisor:
         self._slow_nodes = SlowNodes(job, plan, replan, report, self._mail) if plan else None
 
     def open(self) -> None:
-        """Begin a generation of the run."""
+        """Start a generation of the run."""
         self._mail.clear()
         if self._slow_nodes and self._plan:
             self._slow_nodes.open(self._job, self._plan)
@@ -389,7 +390,7 @@ class Supervisor:
         self._generation = self._backend.generation
 
     def close(self) -> None:
-        """End an open generation: none of its processes is left."""
+        """End an open generation, leaving none of its processes."""
         backend = self._backend
         marks = self._marks
         self._backend = self._marks = None
@@ -489,13 +490,13 @@ class Supervisor:
 
     def _begin_generation(self) -> None:
         run = self._job.run
-        run.result_json.unlink(missing_ok=True)  # other nodes take part until the new generation begins
+        run.result_json.unlink(missing_ok=True)  # other nodes participate until the new generation starts
         self.close()
         # The failed start's error reports are moved to its logs, and the lost work is recorded in the run's events.
         for path in run.errors_folder.glob("*.json"):
             path.rename(self._job.logs / path.name)
         step = newest_step(read_sound(run.events(0)))
-        # Without a plan the checkpoints are the program's own: its next start shows from where it continues.
+        # Without a plan the checkpoints are the program's own: its next start shows where it continues.
         lost_steps = step - newest_checkpoint(run) if self._plan else None
         events = EventWriter(run.events(0), rank=0)
         events.write(RecoveryEvent(step=step, change="restart", group=None, stall_s=None, lost_steps=lost_steps))
@@ -509,7 +510,7 @@ class Supervisor:
         self.open()
 
     def _take_setting(self, action: run_state.TakeSetting) -> None:
-        """Record the setting with which the next start uses less memory; its workers read it."""
+        """Record the setting with which the next start uses less memory, for its workers to read."""
         shortage = action.shortage
         alone = self.state.is_alone
         step = newest_step(read_sound(self._job.run.events(0)))
@@ -532,7 +533,7 @@ class Supervisor:
         directives.close()
 
     def _record_losses(self) -> None:
-        """Record the nodes that are lost or unfit, unless a newer start of the run has nodes of its own."""
+        """Record the lost or unfit nodes, unless a newer start of the run has its own nodes."""
         run = self._job.run
         for node, event in self._losses.items():
             if run.node_error(node).exists() or Fence(run, self._generation).is_closed():

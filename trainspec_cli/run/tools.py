@@ -1,4 +1,4 @@
-"""The one way to run an engine tool: a request goes to separate processes, and their result comes back.
+"""The only way to run an engine tool: a request goes to separate processes, and their result comes back.
 
     result = run_tool(TRACE, TraceRequest(plan, rank=3))
 
@@ -54,7 +54,7 @@ TAIL_LINES = 15
 
 @dataclass(frozen=True)
 class Tool(Generic[RequestT, ResultT]):
-    """One of the modules in `engine/tools`; its function `run` takes the request and returns the result."""
+    """A module in `engine/tools`, whose function `run` takes the request and returns the result."""
 
     name: str
     request: type[RequestT]
@@ -62,13 +62,13 @@ class Tool(Generic[RequestT, ResultT]):
     what: str
     """Its name in messages."""
     code: str
-    """The code of the problem when it fails."""
+    """The problem code reported when it fails."""
     hint: str = ""
-    """The advice when it fails."""
+    """The advice given when it fails."""
     timeout_s: float | None = None
     """Time limit of the tool; None: its time depends on the request."""
     program: tuple[str, ...] = ("-m", "trainspec_cli.engine.tools")
-    """Arguments for Python; the tool's name and the folder follow them."""
+    """Arguments for Python, followed by the tool's name and the folder."""
 
     @property
     def worker(self) -> tuple[str, ...]:
@@ -143,11 +143,11 @@ TOOLS: tuple[Tool[Any, Any], ...] = (
 
 
 Prepare = Callable[[Path, tuple[str, ...]], tuple[Job, OpenBackend]]
-"""Given a folder and Python's arguments (the folder follows them), return the job and what starts it."""
+"""Given a folder and Python's arguments (followed by the folder), returns the job and the backend that starts it."""
 
 
 def one_process(environment: Mapping[str, str] | None = None) -> Prepare:
-    """Run the tool in one process on this node. `environment` is added to this process's own."""
+    """Run the tool in one process on this node. `environment` is added to this process's environment."""
 
     def prepare(root: Path, worker: tuple[str, ...]) -> tuple[Job, OpenBackend]:
         own = {LAUNCH_ID: secrets.token_hex(8), **own_modules(), **(environment or {})}
@@ -158,7 +158,7 @@ def one_process(environment: Mapping[str, str] | None = None) -> Prepare:
 
 
 def torchrun(plan: Plan, machine: Machine, environment: Mapping[str, str] | None = None) -> Prepare:
-    """Run the tool in as many processes as `plan` has on one node, with a run's environment."""
+    """Run the tool on one node in as many processes as `plan` has, with a run's environment."""
 
     def prepare(root: Path, worker: tuple[str, ...]) -> tuple[Job, OpenBackend]:
         job = build_job(plan, root, machine, worker=worker)
@@ -168,12 +168,12 @@ def torchrun(plan: Plan, machine: Machine, environment: Mapping[str, str] | None
 
 
 def on_nodes(plan: Plan, reach: Reach, examination: Examination) -> Prepare:
-    """Run the tool in all processes of `plan` on several nodes, after each node was checked."""
+    """Run the tool in all processes of `plan` on several nodes, after checking each node."""
 
     def prepare(root: Path, worker: tuple[str, ...]) -> tuple[Job, OpenBackend]:
-        write_plan(RunDir(root), plan)  # a node's agent reads this
+        write_plan(RunDir(root), plan)  # read by the nodes' agents
 
-        # The backend gets this plan, and not the None by which `supervise` recognises a job that is never restarted.
+        # The backend gets this plan, not the None that tells `supervise` never to restart the job.
         return build_nodes_job(plan, root, reach), lambda job, _: NodesBackend(
             job, plan, reach=reach, worker=worker, examination=examination
         )
@@ -191,8 +191,9 @@ def run_tool(
 ) -> ResultT:
     """Run `tool` (in one process, unless `prepare` says otherwise) and return its result.
 
-    `on_tick` is called about ten times a second. `shared` is a folder for the temporary one that several nodes can see.
-    Raises MachineError where the tool cannot be run, fails or exceeds its time, Interrupted where a stop was requested.
+    `on_tick` is called about ten times a second. `shared` is a folder, visible to several nodes, in which the temporary
+    folder is made. Raises MachineError if the tool cannot be run, fails or exceeds its time limit, Interrupted if a
+    stop was requested.
     """
     try:
         with tempfile.TemporaryDirectory(prefix=f"trainspec-{tool.name}-", dir=shared) as folder:
@@ -233,16 +234,16 @@ def _problem(tool: Tool[Any, Any], job: Job, ending: str) -> Problem:
     return Problem(tool.code, f"{tool.what} {ending}\n\n{lines}".rstrip(), hint=tool.hint, environment=True)
 
 
-# Choose the backend of an operation: correct, and clearly faster than torch's default.
+# Choose the backend of an operation: it must be correct, and clearly faster than torch's default.
 
 
 MARGIN = 0.03
-"""A backend must be faster by this fraction; less is within the measurement's noise."""
+"""A backend must be faster by this fraction; a smaller difference is within measurement noise."""
 
 
 def judge(ranks: Sequence[KernelTrials]) -> dict[str, dict[str, KernelFigure]]:
     """Turn the processes' trials into a verdict per operation and backend. Processes need not use the same operations
-    (stages of a pipeline): those that use an operation decide."""
+    (for example pipeline stages): those that use an operation decide."""
     ops = dict.fromkeys(op for rank in ranks for op in rank.trials)
     return {op: judge_operation([rank.trials[op] for rank in ranks if op in rank.trials]) for op in ops}
 
@@ -281,23 +282,24 @@ def _judge(backend: str, trials: Sequence[KernelTrial]) -> KernelFigure:
     return KernelFigure("chosen", "", ratio, quartiles, error, allowed)
 
 
-# The measurements before a launch: this machine's probe and its kernels, once and then cached; a step's trace.
+# The measurements before a launch: this machine's probe and kernels, which are measured once and then cached, and the
+# trace of a step.
 #
 # The processes and their environment are those that a run will have.
 
 
 DISTURBED_HOLDS_S = 86_400.0
-"""Validity of a probe that other programs disturbed: it shows the speed that a run gets while they run, and they may be
-gone a day later. With 15 minutes, a machine that is always in use was probed before most of its launches."""
+"""Validity of a probe that other programs disturbed: it shows the speed that a run gets alongside them, and they may be
+gone a day later. With 15 minutes, a machine that is always in use was probed before most launches."""
 LIBRARIES = ("triton", "liger-kernel", "fla-core", "torchao")
 Figures = TypeVar("Figures")
 
 
 def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) -> MachineProbe:
-    """Return the probe in the cache, else measure now; `on_start` is called before the measurement.
+    """Return the cached probe, or measure now; `on_start` is called before the measurement.
 
-    A probe that other programs have disturbed is valid for `DISTURBED_HOLDS_S`. Raises MachineError where it fails,
-    Interrupted where a stop was requested.
+    A probe that other programs disturbed is valid for `DISTURBED_HOLDS_S`. Raises MachineError if the probe fails,
+    Interrupted if a stop was requested.
     """
     path = probe_path(plan, machine)
     cached = read_probe(path)
@@ -310,8 +312,8 @@ def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) ->
 
 
 def measure_kernels(plan: Plan, machine: Machine, on_start: Callable[[], None], *, again: bool = False) -> KernelTable:
-    """Return the table in the cache, else measure now; `on_start` is called before the measurement. In a run on several
-    nodes this node measures for all. Raises as `probe_machine`."""
+    """Return the cached table, or measure now; `on_start` is called before the measurement. In a multi-node run this
+    node measures for all. Raises the errors of `probe_machine`."""
     path = table_path(plan, machine)
     cached = None if again else read_table(path)
     if cached is not None:
@@ -337,8 +339,8 @@ def trace_plan(plan: Plan) -> TraceResult:
 
 
 def traced_ranks(plan: Plan) -> list[int]:
-    """Return a rank of the pipeline's first stage, and one of its last: the stages between hold less than one of them.
-    Along cp it is the last, whose queries meet every part of the keys."""
+    """Return a rank of the first pipeline stage and one of the last: each stage between holds less than one of these.
+    Along cp it is the last rank, whose queries attend to every part of the keys."""
     layout = plan.layout
     per_stage = plan.world_size // layout.pp
     along_cp = (layout.cp - 1) * layout.tp
@@ -357,12 +359,12 @@ def read_probe(path: Path) -> MachineProbe | None:
 
 
 def known_probe(plan: Plan, machine: Machine) -> MachineProbe | None:
-    """Return this machine's probe for such a plan; None where it was not probed."""
+    """Return this machine's probe for such a plan; None if it was not probed."""
     return read_probe(probe_path(plan, machine))
 
 
 def table_path(plan: Plan, machine: Machine) -> Path:
-    """Return a name that also changes with the shapes of a run, and with the kernels' libraries."""
+    """Return the path of the kernel table; its name also changes with a run's shapes and the kernels' libraries."""
     spec = to_plain(plan.spec)
     shapes = {key: spec[key] for key in ("model", "lora", "compile", "precision", "optim")}
     plain = to_plain(plan)
@@ -380,7 +382,7 @@ def read_table(path: Path) -> KernelTable | None:
 
 
 def figures_path(kind: str, plan: Plan, machine: Machine, others: Mapping[str, object]) -> Path:
-    """Return a file whose name changes with everything that the figures depend on: the machine, versions, and
+    """Return a file whose name changes with everything that the figures depend on: the machine, the versions, and
     `others`."""
     facts = {
         "machine": asdict(machine),
@@ -396,7 +398,7 @@ def figures_path(kind: str, plan: Plan, machine: Machine, others: Mapping[str, o
 
 
 def read_figures(kind: type[Figures], path: Path) -> Figures | None:
-    """Return None where the figures do not exist, or another version of trainspec wrote them."""
+    """Return the figures; None if they do not exist, or another version of trainspec wrote them."""
     if not path.is_file():
         return None
     try:

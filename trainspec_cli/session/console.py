@@ -36,12 +36,12 @@ class PrintableConsole(Console):
         return super().render_str(printable(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Escape all text that is drawn; control segments come from rich itself."""
+        """Escape all rendered text; control segments come from rich itself."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def show(self, drawn: RenderableType) -> None:
-        """Print an object that fills the terminal's width; in a file or a pipe, without trailing spaces."""
+        """Print an object that fills the terminal's width; without trailing spaces in a file or a pipe."""
         if self.is_terminal:
             self.print(drawn)
             return
@@ -60,14 +60,15 @@ class PrintableConsole(Console):
 
 
 class RunConsole(PrintableConsole):
-    """A console whose reader may disappear (`| head`), which ends the command with the exit code that a shell gives it.
+    """A console whose reader may disappear (`| head`), which ends the command with the exit code that a shell would
+    give it.
 
-    A running run is stopped in order then, also under `nohup`.
+    The current run is then stopped in an orderly way, even under `nohup`.
     """
 
     reader_left = False
     _stop_run: Callable[[], None] | None = None
-    """Asks the running run to stop."""
+    """Asks the current run to stop."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = self.reader_left = True
@@ -86,12 +87,12 @@ class RunConsole(PrintableConsole):
 
 
 def make_console(*, as_json: bool) -> RunConsole:
-    """Make the console; with `--json` it writes to stderr, because a program reads stdout."""
+    """Create the console; with `--json` it writes to stderr, because a program reads stdout."""
     return RunConsole(stderr=as_json)
 
 
 def make_progress_console(progress: bool | None) -> RunConsole:
-    """Make the console of a launch from Python. `progress`: None shows it only on a terminal and in a notebook."""
+    """Create the console of a launch from Python. `progress`: None shows it only on a terminal and in a notebook."""
     # A notebook's kernel shows stdout; rich's own output for notebooks would be one widget per line.
     console = RunConsole(force_jupyter=False)
     in_notebook = "ipykernel" in sys.modules

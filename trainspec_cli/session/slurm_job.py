@@ -1,7 +1,7 @@
 """`python -m trainspec_cli.session.slurm_job [--force] RUN COMMAND...`: the inside of a Slurm job, started by its batch
 script.
 
-Begins or resumes the run in RUN on the job's nodes (COMMAND is an srun of one agent per node), and decides at the end
+Starts or resumes the run in RUN on the job's nodes (COMMAND is an srun with one agent per node), and finally decides
 whether to requeue the job. Its exit code is the run's, and therefore the job's.
 """
 
@@ -53,7 +53,7 @@ def _main() -> None:
         code = Interrupted.exit_code
     except TrainspecError as error:
         print(render_problems(error.problems, Style.of(sys.stderr), "error"), file=sys.stderr)
-        if error.problems[0].code in (FENCED, MISSING_WING):  # another start decides, or no wing can
+        if error.problems[0].code in (FENCED, MISSING_WING):  # another start decides, or the wing is missing
             sys.exit(error.exit_code)
         code = error.exit_code
     if code != EXIT_DONE:

@@ -52,9 +52,9 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 MAX_DEPTH = 64
-"""The deepest nesting of lists and objects."""
+"""The maximum nesting depth of lists and objects."""
 MAX_DIGITS = 30
-"""The most digits of a whole number; a longer one is read as a float."""
+"""The maximum number of digits in a whole number; a longer one is read as a float."""
 
 _REMOTE = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.+)")
 
@@ -86,7 +86,7 @@ class ClosedFileError(UnreadableFileError, PermissionError):
 def unreadable(
     path: Path | str, why: str, hint: str = "", *, line: int | None = None, column: int | None = None
 ) -> UnreadableFileError:
-    """Return an error that names `path` and states the reason `why` it cannot be read."""
+    """Return an error that names `path` and states `why` it cannot be read."""
     return UnreadableFileError(
         Problem(
             code="unreadable_file",
@@ -109,7 +109,7 @@ def expand(path: str | Path) -> Path:
 
 
 def how_to_copy(path: str) -> str:
-    """Return what to type to copy a remote path (`s3://...`) to this machine; "" for a local path."""
+    """Return the command that copies a remote path (`s3://...`) to this machine; "" for a local path."""
     found = _REMOTE.fullmatch(path)
     if found is None:
         return ""
@@ -179,7 +179,7 @@ def check_regular(path: Path) -> None:
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the content of a file of at most `max_bytes`. Raises as `open_regular` does."""
+    """Return the content of a file of at most `max_bytes`. Raises the errors of `open_regular`."""
     try:
         with open_regular(path) as file:
             # The reported size proves nothing: files below /proc state 0, and others grow meanwhile.
@@ -194,7 +194,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """Return UTF-8 text without its byte order mark. Raises as `open_regular` does."""
+    """Return a file's UTF-8 text without its byte order mark. Raises the errors of `open_regular`."""
     content = read_bytes(path, max_bytes)
     try:
         return content.decode().removeprefix("\ufeff")
@@ -230,7 +230,7 @@ def read_json(path: Path) -> JsonValue:
 
 
 def read_object(path: Path) -> JsonObject:
-    """Return the JSON object in `path`. Raises as `read_json` does."""
+    """Return the JSON object in `path`. Raises the errors of `read_json`."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise unreadable(path, f"holds {show_kind(content)}; a JSON object is needed")
@@ -280,15 +280,15 @@ def parse_whole(digits: str) -> int | float:
     """Return a whole number of JSON, or the nearest float if it has more than `MAX_DIGITS` digits.
 
     Transformers writes int(1e30), which has 31 digits, as `model_max_length` of a tokenizer without a limit, so a long
-    number is no reason to refuse a file. A float never overflows in arithmetic, and no field of whole numbers accepts
-    it.
+    number must not lead to the file being refused. A float never overflows in arithmetic, and no field of whole numbers
+    accepts it.
     """
     return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
 def check_depth(content: JsonValue) -> None:
     """Raise ValueError for lists and objects that are nested too deeply."""
-    # Level by level, because recursion would hit the limit that this check protects.
+    # Go level by level, because recursion would hit the very limit that this check protects.
     level = [content]
     depth = 0
     while level := [node for node in level if isinstance(node, (dict, list))]:
@@ -331,7 +331,7 @@ def parse_items(text: str) -> Iterator[tuple[int, JsonValue]]:
         except ValueError as error:
             raise JsonArrayError(str(error), line) from error
         yield line, item
-        # Counted piece by piece, so that a large file is not searched from its start for each item.
+        # Lines are counted piece by piece, so that a large file is not searched from its start for each item.
         line += text.count("\n", at, end)
         at, line = _skip_space(text, end, line)
         if text[at : at + 1] == "]":
@@ -373,9 +373,9 @@ VERSION_KEY = "spec_version"
 CURRENT_VERSION = "1.0"
 UNSTATED_VERSION = "0.1"
 VERSIONS = (UNSTATED_VERSION, CURRENT_VERSION)
-"""All versions, oldest first; each of them can be read."""
+"""All readable versions, oldest first."""
 VERSION_LINE = f'{VERSION_KEY}: "{CURRENT_VERSION}"\n'
-"""The first line of a recipe's keys."""
+"""The line that comes before a recipe's other keys."""
 NEWER_VERSION, UNKNOWN_VERSION = "newer_version", "unknown_version"
 """The codes of problems with a version."""
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
@@ -397,7 +397,7 @@ def find_fault(stated: object) -> VersionFault | None:
         return None
     known = " and ".join(VERSIONS)
     shown = repr(stated)[:40]
-    # A newer file needs another remedy than a misspelled version: upgrade instead of editing.
+    # A newer file needs a different remedy from a misspelled version: upgrading instead of editing.
     if is_newer(stated):
         why = f"was made by a newer trainspec: it has version {stated} of the training spec; this one reads {known}"
         return VersionFault(NEWER_VERSION, why, "upgrade: pip install --upgrade trainspec")
@@ -426,7 +426,7 @@ def _order(version: str) -> tuple[int, ...]:
 
 
 def with_version(content: JsonObject) -> JsonObject:
-    """Return the content of a file of the current version, with the version first."""
+    """Return the content as a file in the current version, with the version first."""
     return {VERSION_KEY: CURRENT_VERSION, **content}
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the Hugging Face Hub by name on this machine: in a mirror folder, or in the Hub's cache.
+"""Find checkpoints of the Hugging Face Hub by name on this machine: in a mirror folder, or in the Hub's cache.
 
 Nothing is downloaded. The cache has the layout of `huggingface_hub`: `models--ORG--NAME/refs/REVISION` contains a
 commit, and `snapshots/COMMIT` its files.
@@ -50,8 +50,8 @@ def hub_name(text: str) -> HubName | None:
 
 
 def locate_checkpoint(text: str) -> Path:
-    """Return the folder that `hf:TEXT` means: a folder, or else a checkpoint by its name on the Hub. If neither exists,
-    return TEXT as the path of a missing folder."""
+    """Return the folder that `hf:TEXT` means: a folder, or otherwise a checkpoint by its name on the Hub. If neither
+    exists, return TEXT as the path of a missing folder."""
     named = hub_name(text)
     found = named.folder() if named else None
     return found or expand(text)

@@ -20,16 +20,16 @@ from trainspec_cli.core.reading.files import (
 
 MAX_BYTES = 512 * 2**10
 MAX_DEPTH = 32
-"""The deepest nesting of lists and mappings."""
+"""The maximum nesting depth of lists and mappings."""
 MAX_NODES = 20_000
-"""The most values in a file, counting those of an alias each time."""
+"""The maximum number of values in a file, counting an alias's values each time."""
 MAX_INTERPOLATED_CHARS = 2_000
-"""The longest value with `${...}`, which is parsed slowly."""
+"""The maximum length of a value with `${...}`, because parsing is slow."""
 MAX_DIGITS = 30
 _TAG = "tag:yaml.org,2002:"
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 _NO_VALUES = frozenset(_TAG + kind for kind in ("binary", "omap", "pairs", "set"))
-"""YAML types that a recipe does not have."""
+"""YAML types that recipes do not support."""
 
 
 class YamlLimitError(yaml.MarkedYAMLError):  # type: ignore[misc] # PyYAML has no types
@@ -85,7 +85,7 @@ def construct_yaml(root: yaml.Node) -> Any:
 def read_yaml(path: Path) -> JsonValue:
     """Return the content of a file as plain values.
 
-    Raises UnreadableFileError, or MissingFileError if there is none.
+    Raises UnreadableFileError, or MissingFileError if there is no file.
     """
     text = read_text(path, MAX_BYTES)
     try:
@@ -100,7 +100,7 @@ def read_yaml(path: Path) -> JsonValue:
 
 
 def read_versioned_yaml(path: Path) -> JsonValue:
-    """Return the content of a file of any version that this trainspec reads, without its version. Raises as
+    """Return the content of a file in any version that this trainspec reads, without the version. Raises the errors of
     `read_yaml`, and UnreadableFileError if a newer trainspec wrote it."""
     content = read_yaml(path)
     if not isinstance(content, dict):

@@ -1,1 +1,1 @@
-"""Authenticated connections between the processes of one job: both ends prove that they know its secret."""
+"""Authenticated connections between the processes of a job: both ends prove that they know the job's secret."""

@@ -68,7 +68,8 @@ class Answer:
 
 
 def connect(address: tuple[str, int] | str, secret: bytes, purpose: str) -> socket.socket:
-    """Return an authenticated connection to a host's port, or to a Unix socket's path. Raises as `prove_to` does."""
+    """Return an authenticated connection to a host's port, or to a Unix socket's path. Raises the errors of
+    `prove_to`."""
     if isinstance(address, str):
         connection = socket.socket(socket.AF_UNIX)
     else:
@@ -91,7 +92,7 @@ def prove_to(connection: socket.socket, secret: bytes, purpose: str) -> None:
     """Perform the client's half on a blocking connection that has a timeout.
 
     Raises HandshakeError, or OSError if the connection is lost: a server closes connections during their handshake when
-    too many arrive at the same time.
+    too many arrive at once.
     """
     answer = Answer(secret, purpose, _receive(connection, NONCE_BYTES))
     connection.sendall(answer.content)
@@ -99,7 +100,7 @@ def prove_to(connection: socket.socket, secret: bytes, purpose: str) -> None:
 
 
 def _prove(secret: bytes, side: str, purpose: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    # The separator prevents that a side and a purpose together equal those of another proof.
+    # The separator keeps side and purpose together from equalling those of another proof.
     content = b"\0".join((side.encode(), purpose.encode(), server_nonce + client_nonce))
     return hmac.digest(secret, content, "sha256")
 

@@ -1,6 +1,6 @@
 """The messages between the rendezvous server and its clients, one JSON object per line; and a client's connection.
 
-A request has the name of its operation under `op`. A store's values are text in which each character is a byte.
+A request names its operation under `op`. A store's values are text in which each character stands for a byte.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainspec_cli.core.wire.handshake import HandshakeError, connect
 
 RENDEZVOUS_PURPOSE = "rendezvous"
 LINE_BYTES = 2**24
-"""The longest line that either end accepts."""
+"""The maximum length of a line that either end accepts."""
 RETRY_S = 0.05
 
 # client -> server: the store (the operations of torch.distributed's Store)
@@ -97,7 +97,7 @@ class JoinQuorum:
     failures: int
     """Number of consecutive exchanges that have failed."""
     number: int
-    """The answer repeats it."""
+    """A number that the answer repeats."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class MissingKey:
 
 @dataclass(frozen=True)
 class FormedQuorum:
-    """The replica groups that make the next step together."""
+    """The replica groups that take the next step together."""
 
     quorum: str
     """Changes whenever the members change, or one of them has had an error."""
@@ -139,7 +139,7 @@ class FormedQuorum:
     steps: tuple[int, ...]
     """Number of updates that each of them has made."""
     number: int
-    """The number of the request."""
+    """The number of the answered request."""
 
 
 KeyRequest = SetKey | AddToKey | AppendToKey | CompareAndSetKey | DeleteKey | CountKeys | CheckKeys
@@ -177,7 +177,7 @@ class JsonClient:
     """
 
     def __init__(self, address: str, secret: bytes, timeout_s: float):
-        """Connect to `address` (host:port), retrying for `timeout_s` if the server does not listen yet."""
+        """Connect to `address` (host:port), retrying for `timeout_s` if the server is not listening yet."""
         host, _, port = address.rpartition(":")
         deadline = time.monotonic() + timeout_s
         self._unread = b""

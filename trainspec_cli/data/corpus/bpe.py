@@ -1,4 +1,4 @@
-"""The tokenizer, a byte-level BPE trained on the data or the user's `tokenizer.json`: text to tokens and back."""
+"""The tokenizer (a byte-level BPE trained on the data, or the user's `tokenizer.json`): text to tokens and back."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<
 """Names of the end-of-document token in published tokenizers."""
 
 MAX_FILE_BYTES = 256 * 2**20
-"""The largest tokenizer.json that is accepted. A vocabulary of 900,000 entries (XLM-V) takes about 60 MiB."""
+"""The maximum size of an accepted tokenizer.json. A vocabulary of 900,000 entries (XLM-V) takes about 60 MiB."""
 
 MAX_WORD_CHARS = 256
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARS}}}|\s{{{MAX_WORD_CHARS}}}")
 
 MIN_VOCAB_SIZE = 257
-"""256 bytes and the end of document."""
+"""256 bytes and the end-of-document token."""
 
 WORD_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?\p{L}+"  # a word, with the space or sign before it
     r"|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+(?:[\r\n]+ *)?"  # signs, with the line's end and the next line's indentation
+    r"| ?[^\s\p{L}\p{N}]+(?:[\r\n]+ *)?"  # signs, with the line end and the next line's indentation
     r"|[\r\n]+ *"
     r"|\s+(?!\S)|\s+"
 )
@@ -79,11 +79,12 @@ def load(file: Path) -> Tokenizer:
     try:
         tokenizer = _read_tokenizer(file)
         empty = not tokenizer.get_vocab_size()
-    except ValueError as error:  # the library raises nothing more precise
+    except ValueError as error:  # the library raises no more specific error
         raise _tokenizer_error("bad_tokenizer", f"{file} is not a tokenizer.json: {error}") from error
     if empty:
         raise _tokenizer_error("bad_tokenizer", f"{file} is a tokenizer without tokens")
-    # Files of published models truncate texts to the model's length, which would lose the rest of each document.
+    # Tokenizer files of published models truncate texts to the model's length, which would lose the rest of each
+    # document.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return _as_plain_text(tokenizer)
@@ -102,7 +103,7 @@ def _read_tokenizer(file: Path) -> Tokenizer:
 
 
 def _as_plain_text(tokenizer: Tokenizer) -> Tokenizer:
-    """Make the tokenizer encode the spelling of a special token like any other text."""
+    """Make the tokenizer encode a special token's spelling like any other text."""
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -114,7 +115,8 @@ def digest(tokenizer: Tokenizer) -> str:
 
 def count_vocab(tokenizer: Tokenizer) -> int:
     """Return the highest id plus one: the number of rows that an embedding needs, gaps included."""
-    # Not the number of entries: published vocabularies have gaps, and an id beyond the embedding would end the run.
+    # This is not the number of entries: published vocabularies have gaps, and an id beyond the embedding would end the
+    # run.
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
@@ -143,7 +145,7 @@ def _load_from(token_folder: str | Path) -> Tokenizer:
 
 
 def encode(token_folder: str | Path, text: str) -> list[int]:
-    """Return the tokens of `text`, without an end of document."""
+    """Return the tokens of `text`, without an end-of-document token."""
     return _load_from(token_folder).encode(text, add_special_tokens=False).ids
 
 

@@ -34,7 +34,7 @@ _SIGNS: Mapping[ChatFormat, tuple[str, ...]] = {
     "ShareGPT": ("conversations",),
     "Alpaca": ("instruction",),
 }
-"""A record that has all of these fields has the format; the first match counts."""
+"""A record with all of these fields has this format; the first match counts."""
 ANY_SHAPE = f"each line must be {', '.join(list(SHAPES.values())[:-1])} or {SHAPES['Alpaca']}"
 PREFERENCE_FIELDS = ("chosen", "rejected")
 """A record with both fields is a preference pair, for a kind of training that is not supported."""
@@ -53,7 +53,7 @@ _INSTEAD = f'write such conversations as {SHAPES["messages"][:-1]}, "tools": [..
 
 
 def describe_formats(found: Iterable[ChatFormat]) -> str:
-    """Return `messages and completions`, in the order in which this file lists them."""
+    """Return for example `messages and completions`, in the order in which this file lists them."""
     there = set(found)
     return " and ".join(name for name in SHAPES if name in there)
 
@@ -96,7 +96,7 @@ def format_in_file(record: Record, first: ChatFormat | None) -> ChatFormat:
 
 
 def to_messages(record: Record, of: ChatFormat) -> list[Record]:
-    """Return a conversation of one of the formats as messages for a template. Raises FormatError."""
+    """Return a conversation in one of the formats as messages for a template. Raises FormatError."""
     if of == "ShareGPT":
         if record.get("tools"):
             raise FormatError("`tools` are not read from ShareGPT", _INSTEAD)
@@ -176,14 +176,14 @@ class Conversation:
     @property
     def is_chat(self) -> bool:
         """Return whether a template writes every special token; a plain completion begins and ends with the tokenizer's
-        own."""
+        own special tokens."""
         return self.format != "completions"
 
 
 def parse_record(
     record: Record, of: ChatFormat, template: Callable[[], ChatTemplate], *, learn_all: bool
 ) -> Conversation:
-    """Parse one line of a format.
+    """Parse one line in a given format.
 
     Raises FormatError for its mistakes, ValueError if the template refuses it, RecipeError if there is no chat
     template.
@@ -233,7 +233,7 @@ def keep_template(data: DataSpec, folder: Path) -> None:
 
 
 def describe(data: DataSpec) -> JsonObject:
-    """Return the inputs of conversations in addition to their files, for the cache's digest."""
+    """Return the inputs of conversations other than their files, for the cache's digest."""
     if data.source != "chat":
         return {}
     beside = expand(data.tokenizer.path).parent if data.tokenizer.path else None

@@ -1,6 +1,6 @@
 """Labelled samples (images, volumes, phantoms) of a DataSpec, read by number.
 
-An image is (C, ...) of fp32 with mean 0 and variance 1; its label is a class, or a class for every voxel (int64).
+An image is (C, ...) of fp32 with mean 0 and variance 1; its label is one class, or a class for every voxel (int64).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def open_samples(data: DataSpec, model: ConvModel, folder: Path | None) -> Label
 
 
 def find_samples(data: DataSpec, model: ConvModel) -> Path | None:
-    """Check the folder and return it; None for phantoms. Raises as `open_samples` does."""
+    """Check the folder and return it; None for phantoms. Raises the errors of `open_samples`."""
     folder = expand(data.path).absolute() if data.path else None
     open_samples(data, model, folder)
     return folder

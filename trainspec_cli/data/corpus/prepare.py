@@ -1,4 +1,4 @@
-"""Prepare the data of a DataSpec: a token folder, made once and cached."""
+"""Prepare the data of a DataSpec: a token folder, created once and cached."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainspec_cli.recipe.keys.run import DataSpec
 def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
     """Return the folder to read `data` from: a token folder, or a collection of several (see sources.py).
 
-    Raises as `prepare_one` does, and RecipeError if the parts' tokenizers differ.
+    Raises the errors of `prepare_one`, and RecipeError if the parts' tokenizers differ.
     """
     parts = {name: _prepare_part(data, "mixture", name, on_progress) for name in data.parts}
     if data.source != "mixture" and not data.validation:
@@ -62,8 +62,8 @@ def _at_part(problem: Problem, where: str) -> Problem:
 
 
 def prepare_one(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
-    """Return the token folder of one source: the user's own folder for `tokens`, else one in the cache, which is made
-    if it is missing.
+    """Return the token folder of one source: the user's own folder for `tokens`, otherwise one in the cache, created if
+    missing.
 
     Raises RecipeError (no such file, malformed text, too little text for one sample of `seq_len`) and MachineError
     (disk full, damaged folder). Several processes may request the same data at the same time.
@@ -95,7 +95,7 @@ def cached_folder(data: DataSpec, files: list[Path]) -> Path:
     elif spec.path is not None:
         content = expand(spec.path).read_bytes()
         tokenizer = ["given", hashlib.sha256(content).hexdigest(), spec.end_of_document]
-    # The state and not the content: a digest of terabytes would take longer than preparing them.
+    # The files' state rather than their content: digesting terabytes would take longer than preparing them.
     stats = [(str(file.resolve()), file.stat()) for file in ([] if data.is_own else files)]
     facts = {
         "schema": SCHEMA,
@@ -121,7 +121,7 @@ def prepared_folder(data: DataSpec) -> Path | None:
 
 
 def prepare_into(data: DataSpec, folder: Path, on_progress: OnProgress | None = None) -> None:
-    """Write `folder`, which must be missing or empty. Raises as `prepare` does, and FileExistsError."""
+    """Write `folder`, which must be missing or empty. Raises the errors of `prepare`, and FileExistsError."""
     check_options(data)
     files = source_files(data) if data.is_own else find_files(data)
     with publishing(folder.expanduser().resolve()) as temporary:
@@ -137,7 +137,7 @@ def prepare_into(data: DataSpec, folder: Path, on_progress: OnProgress | None = 
 
 def check_text(data: DataSpec, max_bytes: int) -> set[ChatFormat]:
     """Read the first `max_bytes` of each source's text, or check that its token folder is complete; return the formats
-    of its conversations. Raises as `prepare` does, but writes nothing."""
+    of its conversations. Raises the errors of `prepare`, but writes nothing."""
     formats: set[ChatFormat] = set()
     problems: list[Problem] = []
     for part in (*data.parts.values(), *data.validation.values()):
@@ -147,7 +147,7 @@ def check_text(data: DataSpec, max_bytes: int) -> set[ChatFormat]:
                 _check_length(TokenFolder.open(_token_folder(one)), one)
             elif one.source in READERS and one.source != "python_stdlib":
                 check_options(one)
-                # `validate` must answer quickly; mistakes of form show in the first documents.
+                # `validate` must answer quickly, and format mistakes show in the first documents.
                 limited = replace(one, max_bytes=min(max_bytes, one.max_bytes or max_bytes))
                 formats |= _check_conversations(limited)
         except RecipeError as error:
@@ -181,7 +181,7 @@ def _check_conversations(data: DataSpec) -> set[ChatFormat]:
 
 
 def check_options(data: DataSpec) -> None:
-    """Raise RecipeError with all mistakes in the numbers and in the tokenizer's file."""
+    """Raise RecipeError with all mistakes in the numeric options and in the tokenizer's file."""
     spec = data.tokenizer
     problems = []
     if not 0 < data.heldout_fraction < 1:
@@ -233,7 +233,7 @@ def _silenced_of(folder: TokenFolder, data: DataSpec) -> list[tuple[str, int]]:
 
 
 def _all_silenced(data: DataSpec, count: int, silenced: list[tuple[str, int]]) -> RecipeError:
-    """Return the error for a source without anything to train on within `data.seq_len`."""
+    """Return the error for a source that has nothing to train on within `data.seq_len`."""
     got = f"each of {count:,} conversations has its first reply beyond data.seq_len={data.seq_len:,}: no row has a "
     got += "token to train on"
     if not silenced:

@@ -1,4 +1,4 @@
-"""The records of files with documents: rows of tables, objects of JSON; and their mistakes.
+"""The records of document files (table rows and JSON objects), and their mistakes.
 
 An invalid record is kept as a mistake and reading continues, so that all mistakes are reported together.
 """
@@ -21,13 +21,13 @@ from trainspec_cli.data.corpus.source_files import cannot_read
 from trainspec_cli.recipe.json_text import json_text
 
 MAX_KINDS, MAX_MISTAKES = 20, 1000
-"""Reading stops at this number of kinds of mistakes, or of mistakes: a file of another format has one in each line."""
+"""Reading stops at this many kinds of mistakes, or mistakes in total: a file in another format has one on each line."""
 SHOWN_PLACES = 5
 BAD_DOCUMENT = "bad_document"
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+")
 
 
-class BadDocument(RecipeError):  # noqa: N818 - it names what is wrong, as the others do
+class BadDocument(RecipeError):  # noqa: N818 - it names what is wrong, like the others
     """A document cannot be read. `kind` is common to documents with the same mistake."""
 
     def __init__(self, problem: Problem, kind: str):
@@ -36,7 +36,7 @@ class BadDocument(RecipeError):  # noqa: N818 - it names what is wrong, as the o
 
 
 class Mistakes:
-    """Lines, rows and files that hold no document: each kind of mistake once, with all its locations."""
+    """Lines, rows and files without a valid document: each kind of mistake once, with all its locations."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[str | None, str], tuple[Problem, list[str]]] = {}
@@ -56,10 +56,10 @@ class Mistakes:
                 self._kinds[key][1].append(str(problem.file if problem.line is None else problem.line))
             else:
                 self._kinds[key] = problem, []
-            # Otherwise a file of another format would be read to its end, with a mistake in each line.
+            # Otherwise a file in another format would be read to its end, with a mistake on each line.
             if len(self._kinds) >= MAX_KINDS or self._count >= MAX_MISTAKES:
                 self.check()
-        except RecipeError as error:  # not about one document
+        except RecipeError as error:  # not about a single document
             raise RecipeError([*self._problems(), *error.problems]) from error
 
     def check(self) -> None:
@@ -139,7 +139,7 @@ def _parquet(file: Path, wanted: Sequence[str], hint: str) -> Iterator[Any]:
 
 
 def _arrow(file: Path, wanted: Sequence[str], hint: str) -> Iterator[Any]:
-    """Yield batches of the stream format (written by `datasets`) or of the file format, which ends in an index."""
+    """Yield batches from the stream format (written by `datasets`) or the file format, which ends with an index."""
     import pyarrow
 
     with pyarrow.memory_map(str(file)) as source:
@@ -165,16 +165,17 @@ def _present(file: Path, names: Sequence[str], wanted: Sequence[str], hint: str)
 
 
 MAX_ARRAY_BYTES = 4 * 2**30
-"""An array is read as a whole, which takes several times its size of memory."""
+"""An array is read all at once, which takes several times its size in memory."""
 _FIRST = re.compile(rb"(?:\xef\xbb\xbf)?\s*(\S)")
 
 
 JsonRecord = tuple[int, str, JsonObject]
-"""The line in which it begins, from 1; `record 7` in an array, whose records may share a line; its fields."""
+"""(first line, from 1; `record 7` if it is in an array, whose records may share a line; fields)"""
 
 
 def json_records(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonRecord]:
-    """Yield the objects of a file that is one array, or has an object per line. `shape` states what each must be."""
+    """Yield the objects in a file that is a single array, or has one object per line. `shape` states what each must
+    be."""
     try:
         with open_regular(file) as opened:
             first = _FIRST.match(opened.read(64 * 2**10))

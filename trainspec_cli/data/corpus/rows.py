@@ -1,8 +1,8 @@
 """Rows: the tokens and targets of one training sample, for any source.
 
-A row has `seq_len` tokens and as many targets. Text is cut into consecutive windows; conversations are packed whole,
-several per row, and only the targets to train on count. Both are pure functions of the files on disk, so a row's number
-identifies it.
+A row has `seq_len` tokens and `seq_len` targets. Text is cut into consecutive windows; conversations are packed
+undivided, several per row, and only the targets to train on count. Both are pure functions of the files on disk, so a
+row's number identifies it.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def empty_row(seq_len: int, *, documents: bool) -> Row:
 
 @dataclass(frozen=True)
 class Windows:
-    """A split of text in windows without overlap; each window's last target is the next one's first token."""
+    """A text split in non-overlapping windows; each window's last target is the first token of the next."""
 
     folder: TokenFolder
     split: Split
     seq_len: int
     keeps_rest: bool = False
-    """If True, the rest at the end makes a padded row too: in evaluation every token counts."""
+    """If True, the remainder at the end also becomes a row, with padding: in evaluation every token counts."""
     masks_documents: bool = False
 
     def __len__(self) -> int:
@@ -83,9 +83,9 @@ class Windows:
 
 
 class Packed:
-    """Documents of a split, whole, several per row: best fit, the longest first (arXiv:2404.10830).
+    """The documents of a split, undivided, several per row: best fit, longest first (arXiv:2404.10830).
 
-    A document longer than a row loses its end; one without any remaining target that counts is left out.
+    A document longer than a row is cut at the end; one left without a target that counts is left out.
     """
 
     def __init__(self, folder: TokenFolder, split: Split, seq_len: int):
@@ -96,7 +96,7 @@ class Packed:
         self._starts = index.starts
         whole = np.diff(index.starts) - 1
         self._lengths = np.minimum(whole, seq_len)
-        """Targets per document: all its tokens but the first."""
+        """Number of targets per document: all its tokens but the first."""
         first_targets = index.starts[:-1] + 1
         before = index.learnt_before(first_targets)
         self._counts = index.learnt_before(first_targets + self._lengths) - before
@@ -104,7 +104,7 @@ class Packed:
         self.cut = int((whole > seq_len).sum())
         """The number of documents that lost their end."""
         self.silenced = int(((self._counts == 0) & (index.learnt_before(first_targets + whole) > before)).sum())
-        """The number of documents that lost all targets that count, and are left out."""
+        """The number of documents that lost all targets that count and are therefore left out."""
 
     @property
     def is_empty(self) -> bool:
@@ -186,13 +186,13 @@ def open_rows(folder: TokenFolder, split: Split, data: DataSpec, *, keeps_rest: 
 
 
 def first_text(row: Row) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of a row's first document (or of the whole row, if every token is trained on) and the mask of
+    """Return the tokens of a row's first document (or of the entire row, if every token is trained on) and the mask of
     those that are targets; the first token, which nothing predicts, has the mask of the second."""
     within = np.ones(len(row.tokens), dtype=bool)
     if row.documents is not None and (row.targets == IGNORED).any():
         within = row.documents == row.documents[0]
     targets = row.targets[within]
     learnt = targets != IGNORED
-    last = targets[-1:][learnt[-1:]]  # a last target that is left out is unknown
+    last = targets[-1:][learnt[-1:]]  # if the last target is left out, it is unknown
     tokens = np.concatenate((row.tokens[within], last))
     return tokens, np.concatenate((learnt[:1], learnt))[: len(tokens)]

@@ -24,7 +24,7 @@ ROUNDS = 8
 
 
 def locate(positions: np.ndarray, samples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the epoch, and the index of the sample within the split, at each position (all int64).
+    """Return, for each position, the epoch and the sample's index within the split (all int64).
 
     Raises ValueError if there are no samples.
     """
@@ -77,12 +77,12 @@ class SampleOrder(Protocol):
     def rows(self, positions: np.ndarray) -> list[Row]: ...
 
     def counted(self, positions: np.ndarray) -> int:
-        """Return the number of targets that count in all these rows."""
+        """Return the total number of targets that count in these rows."""
 
 
 @dataclass(frozen=True)
 class Shuffled:
-    """A stream that visits every row once per epoch, each time in another order."""
+    """A stream that visits every row once per epoch, each time in a different order."""
 
     source: Rows
     seed: int
@@ -131,7 +131,7 @@ class Mixed:
 
     @cached_property
     def _bounds(self) -> np.ndarray:
-        """The first slot of each stream in a block, by largest remainders, with at least one slot each."""
+        """Return the first slot of each stream in a block, by largest remainders, with at least one slot each."""
         shares = np.array(self.weights) / sum(self.weights) * BLOCK
         slots = np.maximum(1, np.floor(shares).astype(np.int64))
         for stream in np.argsort(np.floor(shares) - shares, kind="stable")[: max(0, BLOCK - int(slots.sum()))]:
@@ -159,7 +159,7 @@ class SplitScan:
 
     documents: int = 0
     bytes: int = 0
-    """Bytes of UTF-8."""
+    """Size in UTF-8 bytes."""
     lowest_hash: int = _HASHES
     highest_hash: int = -1
 
@@ -173,7 +173,7 @@ class SplitScan:
 
 @dataclass(frozen=True)
 class HeldoutRule:
-    """Hold out the documents whose hash is below `threshold`; or, if all are equal, the end of each."""
+    """Holds out the documents whose hash is below `threshold`, or, if all documents are equal, the end of each."""
 
     threshold: int
     cut_fraction: float | None = None

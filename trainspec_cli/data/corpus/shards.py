@@ -1,7 +1,7 @@
 """Token shards: little-endian files of at most 100M ids, written once and read memory-mapped.
 
-Shards of conversations have an index of documents: `train_documents.npy` holds the first token of each document and the
-end of the last (int64), `train_learnt.npy` one byte per token, 1 if it is trained on.
+Shards of conversations have a document index: `train_documents.npy` holds the position of each document's first token
+and the end of the last document (int64), `train_learnt.npy` one byte per token, 1 if it is trained on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainspec_cli.data.corpus.source_files import source_of
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import read_record, to_plain
 
-# `manifest.json`: the content of a token folder, with sizes and digests to check it.
+# `manifest.json`: the content of a token folder, with sizes and digests for checking it.
 
 
 SCHEMA = 1
@@ -47,10 +47,10 @@ class Shard:
     """One file of little-endian token ids."""
 
     file: str
-    """A name in the folder, or an absolute path for files of another program."""
+    """A name in the folder, or an absolute path for another program's file."""
     tokens: int
     sha256: str
-    """Empty for a file of another program."""
+    """Empty for another program's file."""
     offset_bytes: int = 0
     """Offset of the ids in the file (0 in files written here)."""
 
@@ -72,7 +72,7 @@ class ShardManifest:
     vocab_size: int
     """The tokenizer's size; ids are below it."""
     vocab_size_asked: int
-    """Larger than `vocab_size` if the text was too small to fill it."""
+    """The requested size; larger than `vocab_size` if the text was too small to fill it."""
     end_of_document_id: int
     tokenizer_sha256: str
     """Empty if the ids came without a tokenizer."""
@@ -86,7 +86,7 @@ class ShardManifest:
     learns_parts: bool = False
     """True if only some tokens of each document are trained on; the folder then has an index of documents."""
     own_tokenizer_sha256: str = ""
-    """The digest of the user-defined tokenizer, if it made the tokens: its code is not stored in the folder."""
+    """The digest of the user-defined tokenizer, if one produced the tokens: its code is not stored in the folder."""
 
     @property
     def any_tokenizer_sha256(self) -> str:
@@ -98,7 +98,7 @@ class ShardManifest:
 
     @property
     def bytes_per_token(self) -> float:
-        """Mean over both splits."""
+        """Return the mean over both splits."""
         return (self.train.bytes + self.heldout.bytes) / max(1, self.train.tokens + self.heldout.tokens)
 
 
@@ -246,7 +246,7 @@ class TokenFolder:
         return self.manifest.split(split).tokens
 
     def num_bytes(self, split: Split) -> int:
-        """Return the bytes of UTF-8 that the tokens of `split` encode."""
+        """Return the number of UTF-8 bytes that the tokens of `split` encode."""
         return self.manifest.split(split).bytes
 
     def tokens(self, split: Split, start: int, count: int) -> np.ndarray:
@@ -271,7 +271,7 @@ class TokenFolder:
         return read_documents(self.path, split, self.num_tokens(split))
 
     def verify(self) -> None:
-        """Read every file and compare its digest. Raises MachineError that names an altered file."""
+        """Read every file and compare its digest. Raises MachineError naming an altered file."""
         digests = {TOKENIZER_FILE: self.manifest.tokenizer_sha256}
         for split in SPLITS:
             digests |= {shard.file: shard.sha256 for shard in self.manifest.split(split).shards}
@@ -285,7 +285,7 @@ class TokenFolder:
         expected_bytes = shard.tokens * dtype.itemsize
         if not file.is_file():
             raise self._damaged(shard.file, "is missing")
-        # Shards of other programs have no digest and may have a header, so only a lower limit of their size is known.
+        # Other programs' shards have no digest and may have a header, so only a lower bound on their size is known.
         if not shard.sha256:
             if shard.offset_bytes + expected_bytes > file.stat().st_size:
                 raise self._damaged(shard.file, f"is shorter than the {expected_bytes:,} bytes of the manifest")
@@ -391,8 +391,8 @@ def _suffix() -> str:
 
 
 def _flush(folder: Path) -> None:
-    """Flush everything in the folder, then the folder itself, so that a power failure after the rename leaves no empty
-    file."""
+    """Flush everything in the folder, then the folder itself, so that a power failure after the rename cannot leave an
+    empty file."""
     for path in (*folder.rglob("*"), folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:

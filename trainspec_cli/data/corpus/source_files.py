@@ -58,7 +58,7 @@ def find_files(data: DataSpec) -> list[Path]:
 
 
 def _files_at(path: str, suffix: str | tuple[str, ...]) -> list[Path]:
-    """Return the file, the files below the folder (without hidden ones), or those that match the glob."""
+    """Return the file, the files below the folder (except hidden ones), or those that match the glob."""
     place = expand(path)
     if exists(place):
         return [place]

@@ -61,7 +61,7 @@ class Document:
 
 
 def documents(data: DataSpec, files: list[Path]) -> Iterator[Document]:
-    """Yield every document of `files` that is not empty; the one that crosses `max_bytes` is cut there.
+    """Yield every non-empty document of `files`; the document that crosses `max_bytes` is cut there.
 
     Raises RecipeError at the end with each kind of mistake, or as soon as there are `MAX_MISTAKES`; MachineError for a
     file that cannot be read.
@@ -71,7 +71,7 @@ def documents(data: DataSpec, files: list[Path]) -> Iterator[Document]:
     left_bytes = sys.maxsize if data.max_bytes is None else data.max_bytes
     for document in chain.from_iterable(read(file, data, mistakes) for file in files):
         text = document.text
-        if 4 * len(text) > left_bytes:  # a character takes at most four bytes of UTF-8
+        if 4 * len(text) > left_bytes:  # a character takes at most four bytes in UTF-8
             text = text.encode()[:left_bytes].decode(errors="ignore")
         left_bytes -= len(text.encode())
         if text:
@@ -144,8 +144,8 @@ def _read_chat(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Docum
 def _text_of(record: Mapping[str, object], file: Path, number: int, data: DataSpec) -> str:
     """Return the text field of one line or row."""
     if data.text_field not in record:
-        # A first record without the field means that the whole file has another format; reading on would only repeat
-        # the mistake.
+        # If the first record lacks the field, the entire file has another format; reading on would only repeat the
+        # mistake.
         fields = excerpt(", ".join(map(str, record)), 200) or "none"
         try:
             hint = f"set data=chat: these are conversations ({find_format(record)})"
@@ -213,7 +213,7 @@ class CorpusPart:
 class EvaluationText:
     rows: Rows
     bytes: int
-    """Bytes of UTF-8, or 0 if unknown."""
+    """Size in UTF-8 bytes, or 0 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -262,13 +262,13 @@ class Collection:
         """Return the stream of training samples. Raises RecipeError for a part without samples."""
         streams = [Shuffled(open_rows(part.folder, "train", data), seed) for part in self.parts.values()]
         for part, stream in zip(self.parts.values(), streams, strict=True):
-            if not len(stream.source):  # no sample for any position
+            if not len(stream.source):  # there is no sample for any position
                 message = f"{part.folder.path} has no training sample of data.seq_len={data.seq_len:,}"
                 raise RecipeError(Problem("too_little_data", message, "data.seq_len", "choose another data.seq_len"))
         return streams[0] if len(streams) == 1 else Mixed(streams, [part.weight for part in self.parts.values()], seed)
 
     def evaluation_texts(self, data: DataSpec) -> dict[str, EvaluationText]:
-        """Return the held-out split of each part and all of each validation set, without empty ones."""
+        """Return each part's held-out split and each full validation set, leaving out empty ones."""
         found = {
             name: EvaluationText(open_rows(part.folder, "heldout", data), part.folder.num_bytes("heldout"))
             for name, part in self.parts.items()

@@ -1,4 +1,4 @@
-"""Token files of nanoGPT and Megatron, read in place.
+"""nanoGPT's and Megatron's token files, read in place.
 
 Both hold consecutive ids, like a shard, so only a manifest that names the files is written.
 """
@@ -26,7 +26,7 @@ from trainspec_cli.data.corpus.shards import (
 from trainspec_cli.recipe.keys.run import DataSpec
 
 LLMC_MAGIC, LLMC_HEADER_BYTES = 20240520, 1024
-"""llm.c's files of the same kind begin with a header of 256 int32."""
+"""llm.c's files of the same kind begin with a header of 256 int32 values."""
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES: dict[int, Dtype] = {4: "uint32", 8: "uint16"}
 """Megatron's dtype code -> type on disk (4 is int32, whose ids are not negative)."""
@@ -121,7 +121,7 @@ def _read_megatron(data: DataSpec, files: Sequence[Path]) -> tuple[Dtype, list[S
 
 
 def _read_index(file: Path) -> tuple[Dtype, np.ndarray]:
-    """Return the ids' type, and the end of each document in tokens."""
+    """Return the ids' dtype, and the end of each document in tokens."""
     if not file.is_file():
         raise RecipeError(Problem("missing_file", f"{file} is missing: a .bin file needs its index", "data.path"))
     content = read_bytes(file, MAX_INDEX_BYTES)

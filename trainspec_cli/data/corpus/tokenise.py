@@ -41,12 +41,14 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 OnProgress = Callable[[str, float, int], None]
-"""Called with the phase, the completed fraction of the whole from 0 to 1, and the phase's documents so far."""
+"""Called with the phase, the completed fraction of all work (0 to 1), and the number of documents so far in the
+phase."""
 
 PHASES = {"reading": (0.0, 0.1), "learning the tokenizer": (0.1, 0.5), "encoding": (0.5, 1.0)}
 REPORTED_S = 1.0
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20
-"""Text that the tokenizer is trained on, sampled evenly from the whole; more text hardly changes the vocabulary."""
+"""Size of the text on which the tokenizer is trained, sampled evenly from all text; more text hardly changes the
+vocabulary."""
 BATCH_CHARS = 2 * 2**20
 """Characters encoded per call, over all cores."""
 BATCH_CONVERSATIONS = 512
@@ -104,7 +106,7 @@ def write_tokens(
 
 def _read(data: DataSpec, files: list[Path], phase: str, num_bytes: int, on_progress: OnProgress) -> Iterator[Document]:
     """Yield each document, and report progress every hundredth of the phase, and at least every `REPORTED_S`: a
-    compressed file has more text than bytes, so that its end is unknown."""
+    compressed file holds more text than its size suggests, so its end is unknown."""
     begin, end = PHASES[phase]
     done_bytes = count = 0
     reported = -1.0
@@ -138,7 +140,7 @@ class Encoder:
     vocab_size: int
     end_id: int
     tokenizer: Tokenizer | None
-    """The tokenizer of the library; None for a user-defined one."""
+    """The library's tokenizer; None for a user-defined one."""
 
 
 def _build_encoder(
@@ -168,11 +170,11 @@ def _build_tokenizer(
 
 
 def _take_evenly(texts: Iterable[str], fraction: float) -> Iterator[str]:
-    """Yield about `fraction` of the text, distributed over the whole, including the first text."""
+    """Yield about `fraction` of the text, evenly distributed, including the first text."""
     seen = taken = 0
     for text in texts:
-        # Only the first texts would give the vocabulary of one file; `<=` includes the first text, so that there is
-        # always one.
+        # Taking only the first texts would give the vocabulary of one file; `<=` includes the first text, so that there
+        # is always one.
         if taken <= seen * fraction:
             taken += len(text)
             yield text
@@ -282,8 +284,8 @@ def write_conversations(
                 else:
                     learnt[-1] = True
                 num_bytes = sum(len(conversation.text[start:end].encode()) for start, end in conversation.spans)
-                # A conversation is not split, because half a reply cannot be trained on; its first part decides for the
-                # whole.
+                # A conversation is not split, because half a reply cannot be trained on; its first part decides for all
+                # of it.
                 is_train = bool(rule.parts(conversation.text)[0])
                 (train if is_train else heldout).append(ids, text_bytes=num_bytes, documents=1)
                 masks["train" if is_train else "heldout"].append(learnt.astype(np.uint8))
@@ -303,7 +305,8 @@ def tokens_before_reply(conversation: Conversation, tokenizer: Tokenizer) -> int
 
 
 def _encode_conversations(batch: Sequence[Conversation], tokenizer: Tokenizer) -> list[Encoding]:
-    """Encode a batch with offsets. Templates already contain special tokens; completions get the tokenizer's own."""
+    """Encode a batch with offsets. Rendered templates already contain special tokens; completions get the tokenizer's
+    own."""
     encodings = {}
     for is_chat in (True, False):
         texts = [conversation.text for conversation in batch if conversation.is_chat == is_chat]
@@ -316,7 +319,7 @@ def _learnt(spans: Sequence[Span], encoding: Encoding) -> np.ndarray:
     offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     learnt = np.zeros(len(offsets), dtype=bool)
     for start, end in spans:
-        # A token across the edge of a reply counts, because its text could not be trained on otherwise. Tokens without
-        # text do not.
+        # A token that crosses the edge of a reply counts, because its text could not be trained on otherwise. Tokens
+        # without text do not count.
         learnt |= (offsets[:, 1] > start) & (offsets[:, 0] < end) & (offsets[:, 1] > offsets[:, 0])
     return learnt

@@ -45,7 +45,7 @@ ALLOWED = "text, {'text': text} or a list of token ids is needed"
 ID_TYPE: Dtype = "uint32"
 MAX_ID = 2**31 - 1
 TextWriter = Callable[[DataSpec, Path], None]
-"""Takes a file of JSON lines, and the settings for reading it."""
+"""Called with the settings for reading a file of JSON lines, and the file."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def source_files(data: DataSpec) -> list[Path]:
 
 
 def source_facts(data: DataSpec) -> dict[str, object]:
-    """Return the facts that the prepared data depends on: the code's digest, its options, and the field that is
+    """Return the facts on which the prepared data depends: the code's digest, its options, and the field that is
     read."""
     files = [source_sha256(file) for file in source_files(data)]
     name = data.source.rpartition(":")[2]
@@ -159,7 +159,7 @@ def _limited(documents: Iterable[OwnDocument], max_bytes: int | None) -> Iterato
 
 
 def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocument], folder: Path) -> None:
-    """Write ids one after another, as the code yielded them. Documents are held out by a hash of their ids. The ids
+    """Write the ids one after another, as yielded by the code. Documents are held out by a hash of their ids. The ids
     have no tokenizer, so their text is unknown."""
     given = {
         "data.max_bytes": data.max_bytes is not None,
@@ -184,7 +184,7 @@ def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocu
             largest = max(largest, int(document.ids.max(initial=0)))
     chosen = hold_out(names, data.heldout_fraction)
     is_heldout = [name in chosen for name in names]
-    if not chosen:  # all documents are equal: hold out the end of the last one
+    if not chosen:  # all documents are equal, so hold out the end of the last one
         rest = min(max(round(lengths[-1] * data.heldout_fraction), 1), lengths[-1])
         lengths[-1:], is_heldout[-1:] = [lengths[-1] - rest, rest], [False, True]
     every = np.memmap(aside, dtype="<u4", mode="r")
@@ -221,7 +221,8 @@ LARGEST_VOCABULARY = 2**31
 
 
 class OwnTokenizer:
-    """Calls the user's code and checks its results. Raises RecipeError before a run has begun, then WorkerError."""
+    """Calls the user's code and checks its results. Raises RecipeError before a run has started, WorkerError
+    afterwards."""
 
     def __init__(self, data: DataSpec, error: type[RecipeError | WorkerError] = RecipeError):
         (self._extension,) = TOKENIZER.named(data.tokenizer.code, data.tokenizer.options)

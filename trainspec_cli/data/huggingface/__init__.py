@@ -1,1 +1,1 @@
-"""Read and write Hugging Face's formats: config.json, safetensors files, tensor names, tokenizers. Free of torch."""
+"""Read and write Hugging Face's formats: config.json, safetensors files, tensor names, tokenizers. Torch-free."""

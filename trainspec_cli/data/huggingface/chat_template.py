@@ -1,4 +1,4 @@
-"""Chat templates: render a conversation as the text that its model was trained on, and find the assistant's replies in
+"""Chat templates: render a conversation as the text on which its model was trained, and find the assistant's replies in
 it.
 
 Templates are untrusted programs: they run in Jinja's sandbox, which prevents access to anything else, in a separate
@@ -36,13 +36,13 @@ Message = Mapping[str, object]
 Span = tuple[int, int]
 WORKER = Path(__file__).with_name("template_worker.py")
 CPU_LIMIT_S = 10.0
-"""Processor time allowed for one conversation."""
+"""Processor time allowed per conversation."""
 
 
 @dataclass(frozen=True)
 class TemplateAnswer:
-    """A line of the template's process: a rendered text and the spans of its replies, or the error that prevented
-    it."""
+    """A line from the template's process: a rendered text and the spans of its replies, or the error that prevented
+    rendering."""
 
     text: str = ""
     spans: Sequence[Span] = ()
@@ -58,15 +58,15 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, asks: bool = False, **extra: object) -> str:
         """Render a conversation; with `asks`, up to the beginning of the assistant's reply.
 
-        Raises ValueError with the template's own message if it refuses the conversation, fails, or exceeds the limits
-        of time or memory.
+        Raises ValueError with the template's own message if it refuses the conversation, fails, or exceeds the time or
+        memory limit.
         """
         return self._ask(messages, {"add_generation_prompt": asks, **self.tokens, **extra}).text
 
     def replies(self, messages: Sequence[Message], **extra: object) -> tuple[str, list[Span]]:
-        """Return the whole text, and the spans of the assistant's replies. Raises as `render` does.
+        """Return the full text, and the spans of the assistant's replies. Raises the errors of `render`.
 
-        A reply is the text that changes with its content, so templates may trim it or leave out thoughts.
+        A reply is the text that changes with the reply's content, so templates may trim it or leave out thoughts.
         """
         answer = self._ask(messages, {"add_generation_prompt": False, **self.tokens, **extra}, replies=True)
         return answer.text, [(start, end) for start, end in answer.spans]
@@ -88,7 +88,7 @@ class ChatTemplate:
 
 
 def find_template(tokenizer: Path | None, wanted: str | None) -> ChatTemplate:
-    """Return the template `wanted` (`chatml`, or a file), else the one in the folder of `tokenizer`.
+    """Return the template `wanted` (`chatml`, or a file), otherwise the one in the folder of `tokenizer`.
 
     Raises RecipeError if there is none.
     """
@@ -152,14 +152,14 @@ def _bad_template(message: str) -> RecipeError:
 
 
 class TemplateProcess:
-    """Runs templates in a process that is started at first use, and again after the kernel has ended it for exceeding a
-    limit."""
+    """Runs templates in a process that is started on first use, and restarted after the kernel has killed it for
+    exceeding a limit."""
 
     def __init__(self, source: str):
         self._source = source
         self._process: subprocess.Popen[str] | None = None
         self.fault = self._start().fault
-        """The reason why the template cannot run at all; empty if it can."""
+        """Why the template cannot run at all; empty if it can."""
 
     def ask(self, question: Mapping[str, object]) -> TemplateAnswer:
         if self._process is None:

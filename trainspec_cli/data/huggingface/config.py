@@ -23,11 +23,12 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 MODEL_TYPES = tuple(_ARCHITECTURES)
-"""Types whose tensors the engine's decoder can all hold."""
+"""Model types all of whose tensors the engine's decoder can hold."""
 
 
 def model_type(model: ModelSpec) -> str:
-    """Return Hugging Face's type of `model`. Raises RecipeError with every key that none of the types supports."""
+    """Return Hugging Face's model type for `model`. Raises RecipeError with every key that none of the types
+    supports."""
     problems = list(_misfits(model))
     if problems or not isinstance(model, DecoderModel):
         raise RecipeError(problems)
@@ -43,7 +44,7 @@ def model_type(model: ModelSpec) -> str:
 def _misfits(model: ModelSpec) -> list[Problem]:
     if not isinstance(model, DecoderModel):
         return [_misfit("family", model.family)]
-    # The sizes do not matter: only the defaults of its other keys are compared.
+    # The sizes do not matter: only the defaults of the other keys are compared.
     plain = DecoderModel(1, 1, 1, 1, 1, 1, 1)
     keys = ["gated_mlp", "learned_positions", "mla", "activation", "gate_limit", "attention_sinks"]
     biased = model.attention_bias != "none"
@@ -149,7 +150,7 @@ def _comparable(model: DecoderModel) -> dict[str, object]:
     for key, value in asdict(model).items():
         flat |= {f"{key}.{inner}": kept for inner, kept in value.items()} if isinstance(value, dict) else {key: value}
     if model.experts is not None and all(model.is_expert_layer(layer) for layer in range(model.num_layers)):
-        # No layer has the dense feed-forward, so its width has no effect.
+        # No layer has a dense feed-forward, so its width has no effect.
         del flat["ffn_size"]
     if model.sliding_window is None:
         del flat["global_attention_every"]
@@ -253,7 +254,7 @@ def read_model(config: JsonObject, where: str) -> JsonObject:
 
 def _read_keys(cls: type[T], given: JsonObject, where: str) -> T:
     """Return the keys of dataclass `cls`. Raises RecipeError with every key whose kind transformers would not write,
-    and every number below 0; otherwise with the first missing key."""
+    and every negative number; otherwise with the first missing key."""
     kinds = get_type_hints(cls)
     wrong = []
     hint = "name a folder written by transformers"

@@ -22,10 +22,10 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 SPECIAL_TOKENS = "special_tokens_map.json"
 SMALL_FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS)
-"""Files that an export copies from the folder that the run started from."""
+"""Files that an export copies from the folder from which the run started."""
 MAX_TENSORS = 200_000
 SHOWN = 8
-"""The most tensors named in one message."""
+"""The maximum number of tensors named in a message."""
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 """Tensors of old checkpoints that can be computed from config.json."""
 
@@ -61,7 +61,7 @@ def _missing(folder: Path, name: str) -> Problem:
 def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:
     """Return the tensors of `model`.
 
-    Raises RecipeError that names missing, superfluous or misshapen tensors, MachineError if a file is damaged.
+    Raises RecipeError naming missing, superfluous or misshapen tensors, MachineError if a file is damaged.
     """
     model_type(model)
     check_count(model)

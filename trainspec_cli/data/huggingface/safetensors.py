@@ -1,6 +1,6 @@
 """The safetensors format: eight bytes of length, a JSON header, then the tensors' bytes.
 
-Implemented here, so that reading a header needs no torch, and at most one tensor is in memory.
+Implemented here so that reading a header does not need torch, and at most one tensor is in memory.
 https://huggingface.co/docs/safetensors
 """
 
@@ -45,7 +45,7 @@ class HeaderEntry:
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, ...]
-    """Offsets of its first byte and after its last byte, from the end of the header."""
+    """Offsets of its first byte and of the byte after its last, from the end of the header."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _read_index(file: Path) -> dict[str, str]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one file. Raises MachineError that names the file, or the tensor with a mistake."""
+    """Return the tensors of one file. Raises MachineError naming the file or the faulty tensor."""
     if not file.is_file():
         raise _damaged(file, "is missing, but the index names it")
     with open_regular(file) as content:
@@ -138,7 +138,7 @@ def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
         header[name] = to_plain(HeaderEntry(dtype, shape, (start, end)))
         start = end
     text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
-    # Tensors then begin at a multiple of 8 bytes and can be mapped in place.
+    # Tensors then start at a multiple of 8 bytes and can be mapped in place.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
@@ -148,8 +148,8 @@ def _damaged(file: Path, what: str) -> MachineError:
 
 
 # The tensors of a Hugging Face checkpoint that make up each parameter of the engine's decoder. The table serves both
-# directions: loading fills parameters from tensors, exporting divides parameters into them. Most tensors are a whole
-# parameter; a routed expert's matrices are parts of one, and transposed. LoRA adapters have PEFT's names, and an
+# directions: loading fills parameters from tensors, exporting splits parameters into them. Most tensors are a full
+# parameter; a routed expert's matrices are parts of one, and transposed. LoRA adapters use PEFT's names, and have an
 # adapter_config.json.
 
 
@@ -179,13 +179,13 @@ class Piece:
     start: Shape
     """The start of the box in the parameter."""
     shape: Shape
-    """The shape of the box, with as many dimensions as the parameter."""
+    """The shape of the box, with the same number of dimensions as the parameter."""
     transposed: bool = False
     """True if the tensor stores the last two dimensions in reverse order."""
 
     @property
     def tensor_shape(self) -> Shape:
-        """Return the shape in the file, without the dimension of experts."""
+        """Return the shape in the file, without the expert dimension."""
         shape = self.shape[-2:] if self.transposed else self.shape
         return shape[::-1] if self.transposed else shape
 
@@ -264,7 +264,7 @@ def _attention(model: DecoderModel, ours: str, theirs: str) -> Iterator[Paramete
 
 
 def _experts(model: DecoderModel, experts: ExpertSpec, ours: str, layer: str) -> Iterator[Parameter]:
-    """Yield the experts' parameters, under Qwen3's names if queries and keys are normalised, else Mixtral's."""
+    """Yield the experts' parameters, under Qwen3's names if queries and keys are normalised, otherwise Mixtral's."""
     theirs = f"{layer}.mlp" if model.qk_norm else f"{layer}.block_sparse_moe"
     gate, up, down = ("gate_proj", "up_proj", "down_proj") if model.qk_norm else ("w1", "w3", "w2")
     count = experts.num_experts

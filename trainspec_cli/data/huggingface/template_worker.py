@@ -1,8 +1,8 @@
-"""The process that runs chat templates, which are untrusted programs and may loop or grow without end.
+"""The process that runs chat templates, which are untrusted programs and may loop or grow indefinitely.
 
-Each input line of JSON gives an output line of JSON. The first line is the template; each following line is a
-conversation. The kernel ends the process when a conversation takes more processor time than its first argument
-(seconds), and its memory is limited. The file imports nothing of trainspec, so it starts in a tenth of a second.
+Each JSON input line yields a JSON output line. The first line is the template; each following line is a conversation.
+The kernel kills the process when a conversation takes more processor time than its first argument (in seconds), and its
+memory is limited. The file imports nothing from trainspec, so it starts in a tenth of a second.
 """
 
 from __future__ import annotations

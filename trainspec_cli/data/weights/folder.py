@@ -24,7 +24,7 @@ _FIRST: Mapping[Naming, str] = {
     "torchtitan": "tok_embeddings.weight",
     "megatron": "embedding.word_embeddings.weight",
 }
-"""The tensor by which the naming scheme of a distributed checkpoint is recognised."""
+"""The tensor that identifies the naming scheme of a distributed checkpoint."""
 _PREFIXES = ("", "model.", "module.", "model.module.")
 """Prefixes of the names if the model was saved as part of something else."""
 _TRAINING = re.compile(
@@ -35,7 +35,7 @@ _TRAINING = re.compile(
 
 
 def config_file(folder: Path) -> Path:
-    """Return the file that describes the model, which need not exist."""
+    """Return the path of the file that describes the model; it need not exist."""
     return folder / (CONFIG if exists(folder / DCP_FILE) else litgpt_config.CONFIG)
 
 
@@ -63,7 +63,7 @@ def _refuse_nanogpt(folder: Path) -> None:
 def open_other(folder: Path, model: DecoderModel) -> dict[str, PartedTensor]:
     """Return the tensors of `model`, under Hugging Face's names.
 
-    Raises RecipeError that names missing, superfluous or misshapen tensors, MachineError if a file is damaged.
+    Raises RecipeError naming missing, superfluous or misshapen tensors, MachineError if a file is damaged.
     """
     _refuse_nanogpt(folder)
     check_count(model)
@@ -86,7 +86,7 @@ def _recognise(shapes: Mapping[str, Shape], folder: Path) -> tuple[Naming, str]:
     for naming, first in _FIRST.items():
         for prefix in _PREFIXES:
             if prefix + first in shapes:
-                # Depending on its version, Megatron saves layers one by one or stacked into one tensor.
+                # Depending on the version, Megatron saves layers individually or stacked into one tensor.
                 numbered = naming == "megatron" and any(re.search(r"layers\.\d", name) for name in shapes)
                 return ("megatron_layers" if numbered else naming), prefix
     known = ", ".join(_FIRST.values())
@@ -104,7 +104,7 @@ def _match(
     for one in wanted:
         spellings = [prefix + spelled for spelled in other_spellings(one.name, naming)]
         names[one.name] = next((spelled for spelled in spellings if spelled in shapes), spellings[0])
-    # Some projects leave out copies (a tied head), so copies are read only if they exist.
+    # Some projects leave out copies (such as a tied head), so copies are read only if they exist.
     asked = {names[one.name]: one.shape for one in wanted if not one.is_copy or names[one.name] in shapes}
     found = {name: shape for name, shape in shapes.items() if not _TRAINING.search(name.removeprefix(prefix))}
     if problems := compare_tensors(asked, found, (), folder):

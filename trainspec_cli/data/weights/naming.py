@@ -1,8 +1,8 @@
-"""The tensors of other projects' checkpoints, as rows of Hugging Face's tensors.
+"""The tensors of other projects' checkpoints, expressed as rows of Hugging Face's tensors.
 
 The table serves both directions. A project may use other names, put several tensors into one (litgpt's and Megatron's
 queries, keys and values), order the rows of each head differently (torchtitan rotates neighbouring pairs, Hugging Face
-halves), or stack all layers (Megatron). In each case rows of one tensor are rows of another, a constant step apart.
+halves), or stack all layers (Megatron). In each case, rows of one tensor are rows of another at a constant step.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ SUPPORTED: Mapping[Naming, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RowRange:
-    """Neighbouring rows of a Hugging Face tensor, and their location in another project's tensor."""
+    """Consecutive rows of a Hugging Face tensor, and their location in another project's tensor."""
 
     tensor: str
     """The Hugging Face tensor."""
     start: int
-    """The first of the rows in the Hugging Face tensor."""
+    """The first row in the Hugging Face tensor."""
     count: int
     at: int
-    """The first of the rows in the other tensor."""
+    """The first row in the other tensor."""
     step: int = 1
-    """Distance between two rows in the other tensor."""
+    """Distance between consecutive rows in the other tensor."""
     layer: int | None = None
     """The index along the other tensor's first dimension, if it stacks layers."""
 
@@ -53,7 +53,7 @@ class OtherTensor:
     shape: Shape
     rows: tuple[RowRange, ...]
     is_copy: bool = False
-    """True if other tensors contain all of it too: the head of a model whose head is its embedding."""
+    """True if other tensors contain all of it too, like the head of a model whose head is tied to its embedding."""
 
 
 def other_tensors(model: DecoderModel, naming: Naming) -> list[OtherTensor]:
@@ -129,7 +129,7 @@ def _torchtitan(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterator[Ot
         module, _, leaf = rest.rpartition(".")
         name = f"layers.{layer}.{_TITAN[module]}.{leaf}"
         is_rotated = module in ("self_attn.q_proj", "self_attn.k_proj") and not model.qk_norm
-        # With normalised queries and keys torchtitan rotates halves, as Hugging Face does.
+        # With normalised queries and keys torchtitan rotates halves, like Hugging Face.
         rows = _pairs(tensor, shape[0], model.head_dim) if is_rotated else _whole(name, tensor, shape).rows
         yield OtherTensor(name, shape, tuple(rows))
 

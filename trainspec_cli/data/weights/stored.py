@@ -24,11 +24,11 @@ class StridedTensor:
     start: int
     """Offset of the first number in the file, in bytes."""
     strides: Shape
-    """Distance between two neighbours along each dimension, in numbers."""
+    """Distance between two neighbours along each dimension, in elements."""
 
     @property
     def span_bytes(self) -> int:
-        """Return the bytes from the first number to the end of the last one."""
+        """Return the number of bytes from the first number to the end of the last."""
         if 0 in self.shape:
             return 0
         last = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
@@ -57,7 +57,7 @@ class PartedTensor:
 
     @property
     def is_whole(self) -> bool:
-        """Return False if the parts have fewer or more numbers than the tensor."""
+        """Return whether the parts hold exactly as many numbers as the tensor."""
         return sum(math.prod(part.held.shape) for part in self.parts) == math.prod(self.shape)
 
 

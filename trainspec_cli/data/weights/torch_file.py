@@ -1,7 +1,7 @@
 """The tensors of torch.save files, and of distributed checkpoints, which consist of such files.
 
 A torch.save file is a zip archive with a pickle and one entry for each storage. The archive may be a range of a larger
-file, as in a distributed checkpoint. Entries are not compressed, so that their numbers are read in place.
+file, as in a distributed checkpoint. Entries are not compressed, so their numbers can be read in place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 def read_state(file: Path, inside: tuple[str, ...] = ()) -> dict[str, PartedTensor]:
     """Return the tensors of a state dict that was saved alone, or under one of the keys `inside` of a dict.
 
-    Other values are left out. Raises MachineError that names the file, and the tensor with a mistake.
+    Other values are left out. Raises MachineError naming the file, and the faulty tensor.
     """
     archive = TorchArchive(file, 0, file.stat().st_size)
     try:
@@ -101,7 +101,7 @@ class TorchArchive:
         return content.read(size)
 
     def tensor(self, name: str, value: Value) -> StridedTensor:
-        """Return a tensor of the pickle. Raises MachineError that names it."""
+        """Return a tensor of the pickle. Raises MachineError naming it."""
         try:
             return self._tensor(value)
         except (ValueError, TypeError, KeyError, IndexError) as error:
@@ -168,10 +168,10 @@ class _Range(io.RawIOBase):
         return content
 
 
-# The values that a pickle describes, read as a list of instructions: no class is looked up and nothing is called. A
+# The values that a pickle describes, read as a list of instructions: no classes are looked up and nothing is called. A
 # class or function in the pickle becomes its name, and an object that the pickle would create becomes a record of the
-# name, the arguments and the state. So an untrusted file can name anything without effect. The work is linear in its
-# size.
+# name, the arguments and the state. An untrusted file can therefore name anything without effect. The work is linear in
+# the file's size.
 
 
 Value = object
@@ -213,7 +213,7 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def read_pickle(content: bytes) -> Value:
-    """Return the value that `content` describes. Raises ValueError that states the mistake."""
+    """Return the value that `content` describes. Raises ValueError stating the mistake."""
     reader = _Reader()
     try:
         for opcode, argument, _position in pickletools.genops(content):
@@ -226,7 +226,7 @@ def read_pickle(content: bytes) -> Value:
 
 
 class _Reader:
-    """The stack and the memo of a pickle during reading."""
+    """The stack and the memo of a pickle while it is read."""
 
     def __init__(self) -> None:
         self._stack: list[Value] = []
@@ -381,7 +381,7 @@ class Checkpoint:
         return {name: shape for name, (shape, _chunks) in self._tensors.items()}
 
     def open(self, name: str) -> PartedTensor:
-        """Return the location of a tensor. Raises MachineError that names the tensor or the file."""
+        """Return the location of a tensor. Raises MachineError naming the tensor or the file."""
         shape, chunks = self._tensors[name]
         parts = tuple(self._part(name, start, size) for start, size in chunks)
         whole = PartedTensor(shape, parts)

@@ -1,4 +1,4 @@
-"""Backends run the processes of a run: on this node (`local.py`), or on several (`nodes/`)."""
+"""Backends that run the processes of a run, on this node (`local.py`) or on several nodes (`nodes/`)."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from trainspec_cli.run.recovery.run_state import Event
 
 
 class RunBackend(Protocol):
-    """The processes of one generation of a run. Only `poll` and `kill()` read anything or wait."""
+    """The processes of one generation of a run. Only `poll` and `kill()` read input or block."""
 
     generation: int
 
     @property
     def hub(self) -> Hub | None:
-        """Messages for the workers; None where the workers are not the engine's and do not use the channel."""
+        """Messages for the workers; None if the workers are not the engine's and do not use the channel."""
 
     def start(self, group: int, number: int) -> None:
-        """Start a replica group for the `number`th time; in a run of one group this starts the whole run."""
+        """Start a replica group for the `number`-th time; in a single-group run this starts the entire run."""
 
     def poll(self) -> list[Event]:
-        """Return the events since the last call; call it about ten times a second. Raises TrainspecError where the run
-        cannot begin or continue."""
+        """Return the events since the last call; call it about ten times a second. Raises TrainspecError if the run
+        cannot start or continue."""
 
     def stop(self, group: int | None = None) -> None:
-        """Ask all workers to write a checkpoint and end, and record that a stop was requested. With `group`: only the
-        workers of that group, because it has lost its torchrun."""
+        """Ask all workers to write a checkpoint and end, and record that a stop was requested. With `group`: ask only
+        the workers of that group, because it has lost its torchrun."""
 
     def kill(self, group: int | None = None) -> tuple[int, ...]:
-        """End what is left of a group at once; `poll` reports when that is done. None: end everything, wait for it, and
-        release the resources of the generation; -> the ids of processes that could not be ended."""
+        """Kill what is left of a group at once; `poll` reports when that is done. None: kill everything, wait until it
+        has ended, and release the generation's resources; return the ids of processes that could not be ended."""
 
 
 OpenBackend = Callable[[Job, Plan | None], RunBackend]

@@ -1,7 +1,7 @@
 """The processes of a launch, found by descent from the process that starts them.
 
-torchrun starts every worker in its own session, and the children of a killed process go to its next living ancestor
-that adopts orphans: on Linux that is this process, for as long as a `Family` exists. On other systems orphans go to the
+torchrun starts each worker in its own session, and the children of a killed process pass to the nearest living ancestor
+that adopts orphans: on Linux that is this process, as long as a `Family` exists. On other systems orphans pass to the
 init process, and are found by their environment.
 """
 
@@ -29,7 +29,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class Family:
-    """All processes of a job, or of one of its replica groups while the job's own family exists. Only `kill` waits."""
+    """All processes of a job, or of one of its replica groups while the job's own family exists. Only `kill` blocks."""
 
     _open = 0
     """Number of jobs whose orphans this process adopts."""
@@ -43,8 +43,8 @@ class Family:
             _adopt_orphans(True)
 
     def members(self) -> list[psutil.Process]:
-        """Return the living processes that have the job's marks in their environment, descend from such a process, or
-        did so when they were last seen."""
+        """Return the living processes that have the job's marks in their environment, or descend from such a process,
+        or did so when last seen."""
         if not ADOPTS:
             of_launch = processes.members(self._launch_id, wait_s=0.0)
             return [process for process in of_launch if self._is_marked(environ(process))]
@@ -55,18 +55,18 @@ class Family:
                     continue
                 is_known = process in self._seen or parent_id(process) in found
                 variables = {} if is_known else environ(process)
-                # A process in the middle of execve has no environment yet; until then it may belong to the job.
+                # A process in the middle of execve has no environment yet, so it may belong to the job.
                 is_new = not variables and time.time() - process.create_time() < EXEC_TIMEOUT_S
                 if is_known or is_new or self._is_marked(variables):
                     found[process.pid] = process
         self._seen.update(found.values())
-        # Reap adopted processes that have ended; those started here belong to their Popen.
+        # Reap adopted processes that have ended; those started here are left to their Popen.
         for process in self._seen - set(found.values()):
-            # A Popen whose child was reaped elsewhere reports exit code 0, and a failed torchrun would count as done.
+            # A Popen whose child was reaped elsewhere reports exit code 0, so a failed torchrun would count as done.
             is_own = any(one.pid == process.pid and one.returncode is None for one in _started)
             if parent_id(process) == os.getpid() and not is_own:
                 os.waitpid(process.pid, os.WNOHANG)
-            # psutil also compares the start time, since the system reuses process ids.
+            # psutil also compares start times, because the system reuses process ids.
             if not process.is_running():
                 self._seen.discard(process)
         return list(found.values())
@@ -76,17 +76,17 @@ class Family:
         return processes.workers_among(self.members())
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM to the workers; torchrun ends when they have ended."""
+        """Send SIGTERM to the workers; torchrun ends after them."""
         processes.terminate(self.workers())
 
     def kill_once(self) -> list[psutil.Process]:
-        """Send SIGKILL to all processes; -> those that were still alive."""
+        """Send SIGKILL to all processes; return those that were still alive."""
         left = self.members()
         processes.kill_once(left)
         return left
 
     def kill(self) -> list[psutil.Process]:
-        """Send SIGKILL to all processes until none is left; -> those that outlived `KILL_TIMEOUT_S`."""
+        """Send SIGKILL to all processes until none is left; return those that outlived `KILL_TIMEOUT_S`."""
         return processes.kill_all(self.members)
 
     def close(self) -> None:
@@ -104,11 +104,11 @@ def _adopt_orphans(adopt: bool) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
-# Start processes of a job on this node, and the guard that outlives their supervisor.
+# Start a job's processes on this node, and the guard that outlives their supervisor.
 
 
 _started: list[subprocess.Popen[bytes]] = []
-"""Processes whose exit code has not been read yet."""
+"""Processes whose exit codes have not been read yet."""
 
 
 def start(

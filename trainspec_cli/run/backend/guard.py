@@ -1,10 +1,11 @@
 """`python -m trainspec_cli.run.backend.guard LAUNCH_ID GRACE_S RUN GENERATION SPOKEN_BYTES`: end a job whose
 supervisor was killed.
 
-Reads its standard input, whose other end only the supervisor holds. A supervisor that has seen its job end writes
+It reads its standard input, whose other end only the supervisor holds. A supervisor that has seen its job end writes
 `DONE`; when the input ends without it, the supervisor is dead (`kill -9`, out of memory). The workers are then asked to
-stop, and killed after GRACE_S; workers that have not begun (their events are still SPOKEN_BYTES long) have nothing to
-save and are killed at once. Works alike on Linux and macOS, and outside torchrun, which may itself be stuck.
+stop, and killed after GRACE_S; workers that have not begun to train (their event files are still SPOKEN_BYTES long)
+have nothing to save and are killed at once. It works the same on Linux and macOS, and independently of torchrun, which
+may itself be stuck.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ DONE = b"done"
 def main() -> None:
     launch_id, grace_s, root, generation, spoken_before = sys.argv[1:]
     run = RunDir(root)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):  # the last is Slurm's warning
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):  # the last is Slurm's warning signal
         signal.signal(number, signal.SIG_IGN)
     if sys.stdin.buffer.read() == DONE:
         return

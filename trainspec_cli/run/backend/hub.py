@@ -1,7 +1,7 @@
 """The hub of a start of a run, which exchanges messages with the nodes' agents and the workers.
 
 It tracks whether each agent has joined, is connected, has left or is lost. Of a worker it knows only the connection:
-the node where a worker runs sees that it has ended.
+the worker's node notices when it has ended.
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ from trainspec_cli.run.channel import messages
 from trainspec_cli.run.channel.wire import PendingPeer, Wire
 
 MAX_ACCEPTED = 256
-"""The most connections that one poll accepts, so that a flood of them does not keep the hub from its agents."""
+"""The maximum number of connections that one poll accepts, so that a flood of them does not keep the hub from its
+agents."""
 
 
 def max_pending(num_nodes: int) -> int:
     """Return how many connections may be in their handshake at once; one more closes the oldest. Each is polled at
-    least twice, so that an agent can answer between two polls. A worker whose connection is closed connects again."""
+    least twice, so that an agent can answer between two polls. A worker whose connection is closed reconnects."""
     return num_nodes + 2 * MAX_ACCEPTED
 
 
 @dataclass
 class RemoteNode:
-    """A node of the job, as the hub knows it through its agent."""
+    """A node of the job, as known to the hub through the node's agent."""
 
     node: int
     hostname: str = ""
     wire: Wire | None = None
     has_left: bool = False
-    """The agent has ended in order."""
+    """True if the agent has ended in an orderly way."""
     loss: str = ""
-    """The reason why the node counts as lost."""
+    """Why the node counts as lost."""
     lost_at_s: float = -math.inf
     """Monotonic time when a node that had joined was lost."""
     refusal: str = ""
-    """The reason why the node cannot take part."""
+    """Why the node cannot take part."""
     report: NodeReport | None = None
-    """What the node's checks found."""
+    """The result of the node's checks."""
     admitted: bool = False
-    """True where workers may start on the node."""
+    """True if workers may start on the node."""
 
     @property
     def is_gone(self) -> bool:
@@ -104,8 +105,8 @@ class Hub:
         self._workers: dict[int, Wire] = {}
         """The workers' connections by global rank."""
         self._ready = selectors.DefaultSelector()
-        """The connections with unread input. A run may have thousands of workers, and hardly any of them has sent
-        something since the last poll."""
+        """The connections with unread input. A run may have thousands of workers, few of which have sent anything since
+        the last poll."""
         self._for_later: dict[type, messages.WorkerMessage] = {}
         """The newest message of each type, for workers that connect later."""
         self._speeds: messages.SpeedsReport | None = None
@@ -115,8 +116,8 @@ class Hub:
         return int(self._server.getsockname()[1])
 
     def poll(self) -> list[News]:
-        """Return what the agents report and which nodes joined or were lost, and send what is due; call it several
-        times a second."""
+        """Return the agents' reports and which nodes joined or were lost, and send what is due; call it several times a
+        second."""
         news = self._welcome()
         for node in self.nodes:
             if not node.is_gone:
@@ -132,7 +133,7 @@ class Hub:
             node.send(message)
 
     def send_to_workers(self, message: messages.WorkerMessage, rank: int | None = None) -> None:
-        """Send to the worker of this rank if it is connected, or to all workers; those that connect later receive it
+        """Send to the worker with this rank if it is connected, or to all workers; those that connect later receive it
         too."""
         if rank is None:
             self._for_later[type(message)] = message
@@ -215,7 +216,7 @@ class Hub:
         return [(node, Came()), *self._take(node, others)]
 
     def _take_in(self, rank: int, wire: Wire) -> None:
-        """A worker that was restarted, or has reconnected, replaces its previous connection."""
+        """Register a worker's connection; after a restart or a reconnect it replaces the previous one."""
         if rank in self._workers:
             self._forget(rank)
         self._workers[rank] = wire
@@ -227,7 +228,7 @@ class Hub:
         for message in received:
             if isinstance(message, messages.SpeedsReport):
                 self._speeds = message
-            elif isinstance(message, messages.ShortageNote):  # the other ranks wait for this one without knowing why
+            elif isinstance(message, messages.ShortageNote):  # the others wait for it without knowing why
                 self.send_to_workers(message)
             else:
                 self._workers[rank].close()
@@ -259,7 +260,7 @@ class Hub:
         return [*news, *_lose(node, loss)] if loss and not node.is_gone else news
 
     def _take(self, node: RemoteNode, received: list[messages.Message]) -> list[News]:
-        """Yield what an agent may send; an agent that sends anything else is lost."""
+        """Return the messages that an agent may send; an agent that sends anything else counts as lost."""
         news: list[News] = []
         for message in received:
             if not isinstance(message, messages.AgentMessage) or isinstance(message, messages.Hello):

@@ -1,4 +1,4 @@
-"""The processes of a run on one node, and the backend of a run whose processes are all here.
+"""The processes of a run on one node, and the backend of a run whose processes are all on this node.
 
 A node has one torchrun for each replica group, or for its part of one, with the workers below it. The local backend and
 a node's agent both hold a `NodeProcesses`, which reports in the messages that agents send.
@@ -45,7 +45,8 @@ Linux)."""
 
 class LocalBackend:
     def __init__(self, job: Job, plan: Plan | None):
-        # This comes first: from now on an earlier start of this run, wherever it still lives, writes nothing more.
+        # This comes first: from now on an earlier start of this run, wherever it may still be alive, writes nothing
+        # more.
         self.generation = generations.begin(job.run)
         self._job = replace(job, environment={**job.environment, GENERATION: str(self.generation)})
         self._plan = plan
@@ -91,8 +92,8 @@ class LocalBackend:
         return left_behind
 
     def _open_hub(self, plan: Plan) -> None:
-        """Open the hub's socket for the workers. Replica groups meet at a rendezvous server; the processes of one group
-        meet in a file."""
+        """Open the hub's socket for the workers. Replica groups rendezvous at a server, the processes of a single group
+        through a file."""
         is_long = len(tempfile.gettempdir()) > MOST_PATH_BYTES
         self._private = Path(tempfile.mkdtemp(prefix="trainspec-", dir="/tmp" if is_long else None))
         secret_file = self._private / "secret"
@@ -117,16 +118,16 @@ class PassedThrough(Protocol):
     """Called before the first byte is printed."""
 
     def open(self, log: Path) -> int:
-        """Return the descriptor that one start of the program prints to."""
+        """Return the descriptor to which one start of the program prints."""
 
     def look(self) -> None:
         """Print the output since the last call."""
 
     def begin_line(self) -> None:
-        """End a line that the program has begun, before something else is printed."""
+        """End an unfinished line of the program before something else is printed."""
 
     def finish(self) -> None:
-        """Wait until all output of the program is in its log, after its end."""
+        """After the program has ended, wait until all its output is in its log."""
 
     def close(self) -> None: ...
 
@@ -135,8 +136,8 @@ class NodeProcesses:
     def __init__(
         self, job: Job, plan: Plan | None, place: NodePlace | None = None, passed: PassedThrough | None = None
     ):
-        """`job` belongs to a generation; in a run on several nodes it is the part of the node at `place`. `passed`:
-        prints the output."""
+        """`job` belongs to a generation; in a multi-node run it is the part of the node at `place`. `passed`: prints
+        the output."""
         self._job = job
         self._plan = plan
         self._place = place
@@ -145,7 +146,7 @@ class NodeProcesses:
         self._starts: dict[int, _GroupProcesses] = {}
 
     def start(self, group: int, number: int) -> None:
-        """Start torchrun in its own session, so that Ctrl-C reaches the supervisor alone."""
+        """Start torchrun in its own session, so that Ctrl-C reaches only the supervisor."""
         job = group_job(self._job, self._plan, group, number, self._place)
         family = self._family if job.ranks is None else Family(job, group)
         self._starts[group] = _GroupProcesses(job, family, group, number, self._passed)
@@ -166,15 +167,15 @@ class NodeProcesses:
         return self._family.members()
 
     def kill(self, group: int) -> None:
-        """Kill a group; `poll` reports when nothing is left."""
+        """Kill a group; `poll` reports when no process is left."""
         if group in self._starts:
             self._starts[group].kill()
 
     def record_hang(self, late: tuple[int, ...]) -> None:
-        """The engine's workers have already recorded their position in the run."""
+        """Do nothing: the engine's workers have already recorded their position in the run folder."""
 
     def close(self) -> tuple[int, ...]:
-        """Kill what is left on this node, then end the guard; -> the ids of processes that could not be killed."""
+        """Kill what is left on this node, then end the guard; return the ids of processes that could not be killed."""
         left = close_family(self._family, self._guard)
         for processes_of in self._starts.values():
             processes_of.wait()
@@ -195,7 +196,7 @@ class _GroupProcesses:
         self._workers: list[psutil.Process] = []
         self._failed = self._orphaned = self._killed = self._exited = False
         self._exit_code: int | None = None
-        """torchrun's exit code, where it ended by itself."""
+        """torchrun's exit code, if it ended by itself."""
         self._give_up_at_s = math.inf
 
     def poll(self) -> Iterator[ProcessMessage]:
@@ -224,7 +225,7 @@ class _GroupProcesses:
             yield WorkersOrphaned(self._group, self._number)
 
     def kill(self) -> None:
-        """Kill what is left repeatedly, until nothing is left or processes have hung in the kernel for
+        """Kill the remaining processes repeatedly, until none is left or some have been stuck in the kernel for
         `KILL_TIMEOUT_S`."""
         if not self._killed:
             self._killed = True
@@ -237,8 +238,8 @@ class _GroupProcesses:
             self._torchrun.wait(processes.KILL_TIMEOUT_S)
 
     def _find_failure(self, code: int | None) -> WorkerExited | None:
-        """Return a failed worker of a group before its torchrun reports it, since torchrun first waits for the others;
-        in a run of one group all workers have that time to report. `code`: torchrun's exit code, where it has ended."""
+        """Return a failed worker of a group before torchrun reports it, because torchrun waits for the others first; in
+        a single-group run all workers have that time to report. `code`: torchrun's exit code, if it has ended."""
         ranks = self._job.ranks or ()
         if code is None:
             if len(self._workers) < len(ranks):
@@ -253,7 +254,7 @@ class _GroupProcesses:
             return None
         if not code:
             return None
-        # torchrun ends with code 1 whatever its workers ended with; its log lists their exit codes.
+        # torchrun exits with code 1 whatever its workers' exit codes; its log lists these.
         if listed := find_listed(self._job):
             return self._failed_worker(listed[0].rank, listed[0].summary, was_killed=listed[0].was_killed)
         lost = f"lost its torchrun, which {describe_exit(code)}"
@@ -264,7 +265,8 @@ class _GroupProcesses:
 
 
 def close_family(family: Family, guarding: subprocess.Popen[bytes]) -> tuple[int, ...]:
-    """Kill what is left of a job on this node, then end its guard; -> the ids of processes that could not be killed."""
+    """Kill what is left of a job on this node, then end its guard; return the ids of processes that could not be
+    killed."""
     left = family.kill()
     family.close()
     with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Turn the nodes' reports and the run folder into the events that `run.recovery` decides on."""
+"""Turn the nodes' reports and the content of the run folder into the events on which `run.recovery` decides."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from trainspec_cli.run.rendezvous.address import Rendezvous
 
 
 class RunningStart(Protocol):
-    """One start of a replica group, on one node or several; it has ended when all of its nodes have reported that."""
+    """One start of a replica group, on one or several nodes; it has ended once all of its nodes have reported their
+    end."""
 
     group: int
     number: int
@@ -36,7 +37,7 @@ class RunningStart(Protocol):
         """Return what a message from one of its nodes means for the run."""
 
     def lose(self, node: int, number: int, hostname: str, why: str) -> None:
-        """Record that a node is lost; what runs on it ends by itself. `number`: the node's number in the job."""
+        """Record that a node is lost; its processes end by themselves. `number`: the node's number in the job."""
 
     def poll(self) -> Iterator[run_state.Event]:
         """Yield new events, and the end of the start once it has ended."""
@@ -46,7 +47,7 @@ class RunningStart(Protocol):
 
 
 class GroupStart:
-    """A start of a replica group of a recipe."""
+    """A start of a replica group in the run of a recipe."""
 
     def __init__(self, job: Job, plan: Plan | None, group: int, number: int, nodes: Sequence[int] = (0,)):
         self.group = group
@@ -60,7 +61,7 @@ class GroupStart:
         self._oom_kills = 0
         self._memory_bytes = 0
         self._failure: WorkerFailure | None = None
-        """A failure that was seen from outside the worker."""
+        """A failure observed from outside the worker."""
         self._events = EventTail(job.run.events(0) if self._is_alone else job.run.group_events(group, 0))
         self._has_begun = self._has_failed = False
         self._step = 0
@@ -82,7 +83,7 @@ class GroupStart:
         return [run_state.Orphaned(self.group)]
 
     def lose(self, node: int, number: int, hostname: str, why: str) -> None:
-        """A run of one group cannot continue without this node."""
+        """Record the loss of a node; a single-group run cannot continue without it."""
         self._failure = WorkerFailure(number, hostname, why, time=0.0, whole_node=True, foreseen=self._is_alone)
         self._running.discard(node)
 
@@ -123,7 +124,7 @@ class GroupStart:
         killed = [failure for failure in causes if failure.was_killed]
         was_killed = from_outside and (bool(killed) or -signal.SIGKILL in codes)
         if self._oom_kills and was_killed:
-            # The shortage was measured with the setting in force.
+            # The shortage occurred under the setting in force.
             if self._plan is not None:
                 step = max(self._step, newest_checkpoint(self.job.run))
                 layout, setting = _in_force(self.job.run, self._plan, step)
@@ -133,7 +134,7 @@ class GroupStart:
         result = read_result(self.job.run) if self._is_alone else None
         return run_state.GroupEnded(
             group=self.group,
-            # A result with status `stopped` is not final: the stop may not have been requested.
+            # A result with status `stopped` is not final, because the stop may not have been requested.
             done=bool(result and result.status == "done") if self._is_alone else exit_code == 0,
             headline=headline,
             exit_code=exit_code,
@@ -156,7 +157,7 @@ class GroupStart:
         there."""
         reported = find_failures(self.job)
         seen = self._failure
-        if seen is not None and seen.whole_node:  # the folder may have it already
+        if seen is not None and seen.whole_node:  # the folder may already contain it
             return [seen, *(other for other in reported if not (other.whole_node and other.rank == seen.rank))]
         if seen is None or self._is_alone:
             return reported
@@ -166,8 +167,7 @@ class GroupStart:
 
 
 def _in_force(run: RunDir, plan: Plan, step: int) -> tuple[str, MemorySetting]:
-    """Return the layout's axes that a run has after `step` updates, and the memory setting that it uses in this
-    layout."""
+    """Return the axes of a run's layout after `step` updates, and the memory setting that it uses in this layout."""
     layout = plan.layout
     setting = apply_reliefs(plan.memory_setting, read_sound_reliefs(run, layout.describe()))
     for event in read_sound(run.directives):
@@ -182,7 +182,7 @@ def _in_force(run: RunDir, plan: Plan, step: int) -> tuple[str, MemorySetting]:
 
 
 def poll_starts(starts: dict[int, RunningStart]) -> list[run_state.Event]:
-    """Return the events of all starts; those that have ended leave `starts`."""
+    """Return the events of all starts, and remove ended starts from `starts`."""
     events = [event for start in starts.values() for event in start.poll()]
     for group in [group for group, start in starts.items() if start.has_ended]:
         del starts[group]
@@ -190,7 +190,7 @@ def poll_starts(starts: dict[int, RunningStart]) -> list[run_state.Event]:
 
 
 class RendezvousWatch:
-    """Keeps the rendezvous server alive, and kills it where the recipe asks for that fault."""
+    """Keeps the rendezvous server alive, and kills it if the recipe injects that fault."""
 
     def __init__(self, rendezvous: Rendezvous, run: RunDir, plan: Plan):
         self._rendezvous, self._events = rendezvous, EventTail(run.events(0))

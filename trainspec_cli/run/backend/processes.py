@@ -1,8 +1,8 @@
-"""Find and end processes of a launch from outside, by an environment variable that all of them inherit.
+"""Find and end a launch's processes from outside, by an environment variable that all of them inherit.
 
-This is for processes that have not started the launch: the guard, and code that checks whether a dead supervisor has
-left workers behind. It reads the environment of every process of this user, so it is used only when needed. The process
-that starts a launch finds its processes by descent (`family.py`).
+This is for processes that did not start the launch themselves: the guard, and code that checks whether a dead
+supervisor has left workers behind. It reads the environment of every process of this user, so it is used only when
+needed. The process that starts a launch finds its processes by descent (`family.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from trainspec_cli.core.environment_names import LAUNCH_ID, RANK, titled_rank
 
 POLL_S = 0.1
 KILL_TIMEOUT_S = 10.0
-"""A killed process that still exists after this many seconds hangs in the kernel (on a device or network disk)."""
+"""A killed process that still exists after this many seconds is stuck in the kernel (on a device or network disk)."""
 EXEC_TIMEOUT_S = 1.0
-"""Seconds to wait for all processes without an environment together: they may be in the middle of execve."""
+"""Total seconds to wait for processes without an environment, which may be in the middle of execve."""
 YOUNG_S = 10.0
 """A process older than this many seconds is not in the middle of execve."""
 
@@ -31,7 +31,7 @@ _without_environment: set[psutil.Process] = set()
 
 def members(launch_id: str, wait_s: float = EXEC_TIMEOUT_S) -> list[psutil.Process]:
     """Return every living process of the launch: torchrun, the workers, and their children. Waits for processes without
-    an environment for `wait_s` at most, all together."""
+    an environment, for at most `wait_s` in total."""
     found: list[psutil.Process] = []
     unsure = _candidates()
     deadline = time.monotonic() + wait_s
@@ -42,7 +42,7 @@ def members(launch_id: str, wait_s: float = EXEC_TIMEOUT_S) -> list[psutil.Proce
         if time.monotonic() > deadline:
             break
         time.sleep(0.001 if unsure else 0)
-    # A call that waits for none of them cannot conclude that they never get an environment.
+    # A call that does not wait cannot conclude that they never get an environment.
     if wait_s:
         _without_environment.update(unsure)
     return found
@@ -69,14 +69,14 @@ def rank_of(process: psutil.Process) -> int | None:
 
 
 def terminate(processes: list[psutil.Process]) -> None:
-    """Send SIGTERM to each process that is alive."""
+    """Send SIGTERM to each living process."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
 
 
 def kill(launch_id: str) -> list[psutil.Process]:
-    """Send SIGKILL to all repeatedly until none is left; return those that outlived `KILL_TIMEOUT_S`."""
+    """Send SIGKILL to all processes repeatedly until none is left; return those that outlived `KILL_TIMEOUT_S`."""
     return kill_all(lambda: members(launch_id))
 
 
@@ -90,7 +90,7 @@ def kill_all(find: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
 
 
 def kill_once(processes: list[psutil.Process]) -> None:
-    """Send SIGKILL to each process that is alive; waits for none."""
+    """Send SIGKILL to each living process, without waiting."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -106,8 +106,7 @@ def stop(launch_id: str, grace_s: float) -> None:
 
 
 def unread_exit_code(process: psutil.Process) -> int | None:
-    """Return the exit code of a process that has ended, but whose parent has not read the code yet (Linux only);
-    negative for a signal."""
+    """Return the exit code of an ended process whose parent has not read it yet (Linux only); negative for a signal."""
     try:
         state, *_, status = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -155,8 +154,8 @@ def _with_ancestors(process: psutil.Process) -> set[psutil.Process]:
 
 
 def _may_be_in_exec(process: psutil.Process) -> bool:
-    """Return whether a process may be in the middle of execve: it has its program and no environment yet. Kernel
-    threads have neither."""
+    """Return whether a process may be in the middle of execve: it already has its program but no environment yet.
+    Kernel threads have neither."""
     try:
         return time.time() - process.create_time() < YOUNG_S and bool(process.exe())
     except (psutil.Error, OSError):

@@ -1,7 +1,7 @@
-"""The one channel between the supervisor of a run, the agents of its nodes and its workers.
+"""The single channel between a run's supervisor, its nodes' agents and its workers.
 
 Agents and workers connect to the supervisor's hub (`run/backend/hub.py`), prove that they know the job's secret, and
-exchange typed messages (`messages.py`): over a Unix socket where all of them are on one node, else over TCP.
+exchange typed messages (`messages.py`): over a Unix socket if all of them are on one node, otherwise over TCP.
 
     agent -> hub      who it is, what its node can do, how processes ended, beats
     hub -> agent      start, stop or kill a group; end; beats

@@ -1,5 +1,4 @@
-"""Messages between the hub, the nodes' agents and the workers: one dataclass for each message, one JSON object per
-line."""
+"""Messages between the hub, the nodes' agents and the workers: one dataclass per message, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from trainspec_cli.recipe.results.plan import LayoutProposal
 from trainspec_cli.recipe.results.verdict import LookOrder, MeasuredLink
 
 KIND = "kind"
-"""The JSON key that has the name of a message's class."""
+"""The JSON key that holds the name of the message's class."""
 EXIT_CODES = range(-64, 256)
 
 
@@ -47,16 +46,16 @@ class NodeRefuses:
 
 @dataclass(frozen=True)
 class WorkerExited:
-    """A worker has failed, or torchrun itself."""
+    """A worker, or torchrun itself, has failed."""
 
     group: int
     number: int
-    """The number of the group's start."""
+    """Number of the group's start."""
     rank: int
     """The global rank."""
     summary: str
     was_killed: bool = False
-    """True for SIGKILL."""
+    """True if it was ended by SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +73,18 @@ class GroupExited:
     group: int
     number: int
     exit_code: int | None
-    """torchrun's exit code, negative for a signal; None where torchrun had to be killed."""
+    """torchrun's exit code, negative for a signal; None if torchrun had to be killed."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended."""
     oom_kills: int = 0
-    """Processes that the kernel has killed for lack of memory since the start."""
+    """Number of processes that the kernel has killed since the start because memory ran out."""
     memory_bytes: int = 0
-    """Memory of the node, or its container's limit."""
+    """Memory of the node, or the limit of its container."""
 
 
 @dataclass(frozen=True)
 class StepsMade:
-    """What a user-defined command has done on the node in this start."""
+    """The progress of a user-defined command on the node in this start."""
 
     group: int
     number: int
@@ -94,18 +93,18 @@ class StepsMade:
 
 @dataclass(frozen=True)
 class RankStands:
-    """The position of a rank that has shown no sign of work for a long time."""
+    """The position of a rank that has shown no progress for a long time."""
 
     rank: int
     host: str
     step: int
-    """The newest step that the rank has made."""
+    """The newest step that the rank has completed."""
     stack: str
     """Stack of the main thread."""
     place: str
-    """The innermost line of the user's code, and the function of torch or another library that it has called."""
+    """The innermost line of the user's code, and the function of torch or another library that it called."""
     waiting: bool
-    """The main thread is in torch, or in another library that trains."""
+    """True if the main thread is in torch, or in another training library."""
     stopped: bool
     """By SIGSTOP."""
     ended: bool
@@ -113,7 +112,7 @@ class RankStands:
 
 @dataclass(frozen=True)
 class NodeStands:
-    """No rank of a user-defined command works on the node."""
+    """No rank of a user-defined command is making progress on the node."""
 
     group: int
     number: int
@@ -127,7 +126,7 @@ class ProcessSilent:
     """A process of a command without counted steps."""
 
     rank: int | None
-    """The rank in its environment."""
+    """The rank stated in its environment."""
     host: str
     pid: int
     command: str
@@ -138,19 +137,19 @@ class ProcessSilent:
 
 @dataclass(frozen=True)
 class NodeSilent:
-    """No step of a user-defined command is counted on the node, or none yet, and no process of the command works
-    there."""
+    """No step of a user-defined command has been counted on the node, and none of the command's processes is making
+    progress there."""
 
     group: int
     number: int
     waited_s: float
     processes: tuple[ProcessSilent, ...]
-    """The stopped processes, or all if none is stopped; at most the first few."""
+    """The first few stopped processes, or the first few of all if none is stopped."""
 
 
 @dataclass(frozen=True)
 class NodeWorks:
-    """A rank or a process of the node works again after a standstill or silence."""
+    """A rank or process of the node is making progress again after a standstill or silence."""
 
     group: int
     number: int
@@ -158,8 +157,7 @@ class NodeWorks:
 
 @dataclass(frozen=True)
 class WorkedLong:
-    """A user-defined command without counted steps has worked on the node for long enough that a restart may get as
-    far."""
+    """A user-defined command without counted steps has run on the node for so long that a restart may get as far."""
 
     group: int
     number: int
@@ -167,12 +165,12 @@ class WorkedLong:
 
 @dataclass(frozen=True)
 class StopAsked:
-    """The agent was asked to stop, as Slurm does with all agents."""
+    """The agent was asked to stop; Slurm asks all agents."""
 
 
 @dataclass(frozen=True)
 class Goodbye:
-    """No process is left on the node, and the agent ends."""
+    """No process is left on the node, and the agent is ending."""
 
 
 # hub -> agent
@@ -198,7 +196,7 @@ class KillGroup:
 
 @dataclass(frozen=True)
 class HangFound:
-    """A user-defined command hangs: the node records the position of its ranks."""
+    """A user-defined command hangs; the node is to record the position of its ranks."""
 
     late: tuple[int, ...]
     """The ranks that the others wait for."""
@@ -206,14 +204,14 @@ class HangFound:
 
 @dataclass(frozen=True)
 class NumberTaken:
-    """Another agent has the number of the node; this one is refused."""
+    """Another agent already has this node's number, so this agent is refused."""
 
     hostname: str
 
 
 @dataclass(frozen=True)
 class EndAgent:
-    """Kill what runs on the node, and end."""
+    """Kill everything that runs on the node, then end."""
 
 
 # worker -> hub
@@ -227,34 +225,34 @@ class WorkerHello:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedsReport:
-    """The confirmed speeds of all ranks, and the samples of each: from rank 0, when they change."""
+    """The confirmed speeds and the samples of all ranks; sent by rank 0 when they change."""
 
     step: Count
-    """Updates made when this was sent."""
+    """Updates completed when this was sent."""
     step_s: Seconds
-    """Compute time of the slowest rank in the last step, with the exchanges of its micro-batches."""
+    """Compute time of the slowest rank in the last step, including the exchanges of its micro-batches."""
     layout: Layout
-    """The layout of the measurement."""
+    """The layout during the measurement."""
     micro_batches: Count
-    """Micro-batches of every rank per step."""
+    """Micro-batches per rank and step."""
     samples: tuple[Count, ...]
     """Samples per step by global rank, like the other lists."""
     fixed_s: tuple[Seconds, ...]
-    """Fixed seconds of a micro-batch's forward and backward."""
+    """Fixed part, in seconds, of a micro-batch's forward and backward."""
     per_sample_s: tuple[Seconds, ...]
-    """Additional seconds for each sample in the micro-batch."""
+    """Additional seconds per sample in the micro-batch."""
     links: tuple[MeasuredLink, ...] = ()
     """The links whose speeds are known."""
 
     @property
     def compute_s(self) -> tuple[float, ...]:
-        """Return each rank's compute seconds per step, without waits for others."""
+        """Return each rank's compute seconds per step, excluding waits for other ranks."""
         each = zip(self.samples, self.fixed_s, self.per_sample_s, strict=True)
         return tuple(self.micro_batches * fixed_s + samples * sample_s for samples, fixed_s, sample_s in each)
 
     @property
     def even_s(self) -> tuple[float, ...]:
-        """Return each rank's compute seconds per step if all had equal numbers of samples."""
+        """Return each rank's compute seconds per step if all ranks had the same number of samples."""
         share = sum(self.samples) / len(self.samples)
         each = zip(self.fixed_s, self.per_sample_s, strict=True)
         return tuple(self.micro_batches * fixed_s + share * sample_s for fixed_s, sample_s in each)
@@ -269,7 +267,7 @@ class ShortageNote:
 
     rank: int
     step: int
-    """Updates made before that step."""
+    """Updates completed before that step."""
 
 
 # hub -> worker; also a `LookOrder`, to the rank that is to be profiled
@@ -277,18 +275,20 @@ class ShortageNote:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Another layout that would make the run faster: to rank 0. The ranks agree on the step at which they adopt it."""
+    """Sent to rank 0: another layout that would make the run faster. The ranks agree on the step at which they adopt
+    it."""
 
     number: int
     """Number of the supervisor's proposal, from 1."""
     before: Layout
-    """The proposal is for a run in this layout, and void in any other."""
+    """The layout for which the proposal is made; it is void in any other."""
     proposal: LayoutProposal
 
 
 @dataclass(frozen=True)
 class ExpectGroups:
-    """Number of replica groups that run or may still join: a run that has not made a step yet waits for them."""
+    """Number of replica groups that are running or may still join: a run that has not taken a step yet waits for
+    them."""
 
     groups: int
 
@@ -307,7 +307,8 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """Raises ValueError, or RecipeError (with every field that does not fit), if the object is not a message."""
+    """Decode a message. Raises ValueError, or RecipeError (with every mismatched field), if the object is not a
+    message."""
     plain = parse_json(line)
     kind = plain.pop(KIND, None) if isinstance(plain, dict) else None
     if not isinstance(kind, str) or kind not in _MESSAGES:

@@ -3,9 +3,9 @@
 Messages go over TCP, or over a Unix socket on the same node, after both ends have proved that they know the job's
 secret. Neither end blocks: each polls its socket while it does its own work.
 
-Hub and agents send beats. A peer that is silent for too long is lost: its process hangs, its node is off or its cable
-is cut (TCP alone would wait for a quarter of an hour). Workers send no beats: their agent, or the supervisor, started
-them and sees them end.
+Hub and agents send beats. A peer that is silent for too long counts as lost: its process hangs, its node is off, or its
+cable is cut (TCP alone would wait for a quarter of an hour). Workers send no beats: their agent, or the supervisor,
+started them and sees them end.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ BEAT_INTERVAL_S = 1.0
 PIECE_BYTES = 65536
 RETRY_S = 0.2
 CALL_TIMEOUT_S = 60.0
-"""An agent retries for this many seconds after the hub has closed its connection, as the hub does when too many connect
-at once."""
+"""An agent retries for this many seconds after the hub has closed its connection, which happens when too many agents
+connect at once."""
 LINE_BYTES = 2**22
 """A peer that sends a longer line, or leaves this many bytes unread, is disconnected."""
 SHOWN_BYTES = 80
-"""Bytes of an invalid line that the error shows."""
+"""Number of bytes of an invalid line that the error shows."""
 
 
 def call_hub(address: tuple[str, int] | str, secret: bytes) -> Wire:
-    """Connect to HOST and port, or to the path of a Unix socket. Raises OSError where the hub is not reached, or does
+    """Connect to a host and port, or to the path of a Unix socket. Raises OSError if the hub cannot be reached or does
     not know the secret."""
     deadline = time.monotonic() + CALL_TIMEOUT_S
     while True:
@@ -54,8 +54,8 @@ class PendingPeer:
         connection.send(self._challenge.nonce)  # an empty buffer takes 32 bytes
 
     def advance(self) -> Wire | None:
-        """Return the wire once the peer has proved that it knows the secret; None until then. Raises OSError where that
-        cannot happen any more: wrong proof, connection closed, or timeout."""
+        """Return the wire once the peer has proved that it knows the secret; None until then. Raises OSError if that
+        can no longer happen: wrong proof, connection closed, or timeout."""
         if time.monotonic() > self._deadline:
             raise HandshakeError("the connection has proved nothing in time")
         try:
@@ -83,9 +83,9 @@ class Wire:
         self._received_at = self._beat_at = time.monotonic()
         self.closed = False
         self.was_heard = False
-        """The peer has sent something."""
+        """True once the peer has sent something."""
         self.fault = ""
-        """The reason why this end closed the connection: the peer sent an invalid message."""
+        """Why this end closed the connection: the peer sent an invalid message."""
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -107,7 +107,7 @@ class Wire:
             self.send(Beat())
 
     def receive(self) -> list[Message]:
-        """Return the received messages without beats, at most `LINE_BYTES` at once. A peer that sends an invalid
+        """Return the received messages, excluding beats, at most `LINE_BYTES` at once. A peer that sends an invalid
         message is disconnected."""
         self._read()
         *lines, self._unread = self._unread.split(b"\n")
@@ -142,7 +142,7 @@ class Wire:
         self._connection.close()
 
     def flush(self) -> None:
-        """Send what did not fit into the socket's buffer before."""
+        """Send what did not fit into the socket's buffer earlier."""
         try:
             while self._unsent and not self.closed:
                 self._unsent = self._unsent[self._connection.send(self._unsent) :]

@@ -1,4 +1,5 @@
-"""A worker's end of the connection to its supervisor, and the supervisor's end for those who follow the run."""
+"""A worker's end of the connection to its supervisor, and the supervisor's mailbox for the threads that follow the
+run."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from trainspec_cli.run.folder.generations import read_secret
 
 MessageT = TypeVar("MessageT")
 FLUSH_S = 1.0
-"""Interval at which data that did not fit into the socket's buffer is sent again."""
+"""Interval at which data that did not fit into the socket's buffer is retried."""
 
 
 class SupervisorConnection:
-    """A thread connects, reconnects after a loss, and receives messages: no step waits for it. A worker can train
-    without a connection: with an empty `address` it receives nothing."""
+    """A thread connects, reconnects after a loss, and receives messages, so that no step waits for it. A worker can
+    train without a connection: with an empty `address`, it receives nothing."""
 
     def __init__(self, address: str = "", secret: bytes = b"", rank: int = 0):
         """`address`: HOST:PORT, or the path of a Unix socket. `rank`: the global rank."""
@@ -43,7 +44,7 @@ class SupervisorConnection:
         return cls(address, read_secret(Path(os.environ[SECRET_FILE])) if address else b"", rank)
 
     def send(self, message: WorkerMessage) -> None:
-        """Send now, or once the supervisor is connected."""
+        """Send now, or as soon as the supervisor is connected."""
         with self._lock:
             if not self._address:
                 return
@@ -60,7 +61,7 @@ class SupervisorConnection:
             return found
 
     def close(self) -> None:
-        """End the thread within `FLUSH_S`; nothing is sent or received any more."""
+        """End the thread within `FLUSH_S`; nothing is sent or received afterwards."""
         self._closed.set()
         with self._lock:
             if self._wire is not None:
@@ -70,10 +71,10 @@ class SupervisorConnection:
         while not self._closed.is_set():
             try:
                 wire = call_hub(self._address, self._secret)
-            except OSError:  # the supervisor listens before workers start: so it has ended, or a cable is cut
+            except OSError:  # the supervisor listens before workers start, so it has ended, or a cable is cut
                 self._closed.wait(RETRY_S)
                 continue
-            # select.select accepts no descriptor above 1,023, and a rank may have more connections to others.
+            # select.select does not accept descriptors above 1,023, and a rank may have more connections than that.
             with selectors.DefaultSelector() as ready:
                 with self._lock:
                     if self._closed.is_set():
@@ -95,15 +96,15 @@ class SupervisorConnection:
 class WorkerMail:
     """Passes messages between the supervisor's threads that follow a run and the workers of its newest start.
 
-    It lives as long as the run; the supervisor empties it before each start, and moves messages to and from the start's
-    hub.
+    It lives as long as the run; the supervisor empties it before each start, and moves messages to and from that
+    start's hub.
     """
 
     def __init__(self) -> None:
         self.speeds: SpeedsReport | None = None
         """The newest report of this start; each report is a new object."""
         self.unsent: list[tuple[WorkerMessage, int | None]] = []
-        """Messages with the rank of their worker, or None for all."""
+        """Messages, each with the rank of its recipient, or None for all workers."""
 
     def send(self, message: WorkerMessage, rank: int | None = None) -> None:
         self.unsent.append((message, rank))

@@ -1,8 +1,8 @@
 """Figures computed from a run's events: its speed, the cost of its failures, and the use of its wall time.
 
-The wall time over all attempts is computed from the events of rank 0 and the supervisor's marks; time that neither
-accounts for is `other`. An attempt begins with a launch and ends with its last event. Steps that a later attempt made
-again were lost, so the time of their first making is `recomputed`.
+The wall time over all attempts is computed from rank 0's events and the supervisor's marks; time that neither explains
+is `other`. An attempt begins with a launch and ends with its last event. Steps repeated by a later attempt were lost,
+so the time first spent on them counts as `recomputed`.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from trainspec_cli.run.folder.files import StepColumns
 from trainspec_cli.run.folder.paths import RunDir
 
 WARMUP_STEPS = 3
-"""The first steps after a start compile and allocate; they are excluded where more than this number were made."""
+"""The number of first steps after a start, which compile and allocate; they are excluded if more steps were made."""
 
 
 @dataclass(frozen=True)
 class Throughput:
     tokens_per_s: float
-    """Samples a second, where the steps count no tokens."""
+    """Samples per second if the steps count no tokens."""
     mfu: float
-    """Model FLOPs a second as a fraction of all devices' peak, without recomputed work."""
+    """Model FLOPs per second as a fraction of all devices' peak, excluding recomputation."""
     steps: int
-    """Steps that the speed is measured over."""
+    """Number of steps over which the speed is measured."""
     left_out: int
-    """Steps before those that were excluded."""
+    """Number of earlier steps that were excluded."""
 
 
 def measure_throughput(
     steps: Sequence[StepEvent], *, flops_per_token: float, peak_flops: float, world_size: int
 ) -> Throughput:
-    """Return the speed over the steps since one start, in order: the one definition for result.json, report and live
-    view. `peak_flops` is one device's."""
+    """Return the speed over the steps since a start, in order: the only definition, used for result.json, the report
+    and the live view. `peak_flops` is the peak of one device."""
     times_s = [step.step_time_s for step in steps]
     units = [step.units for step in steps]
     return throughput_of(times_s, units, flops_per_token=flops_per_token, peak_flops=peak_flops, world_size=world_size)
@@ -62,7 +62,7 @@ def measure_throughput(
 def throughput_of(
     times_s: Sequence[float], units: Sequence[float], *, flops_per_token: float, peak_flops: float, world_size: int
 ) -> Throughput:
-    """Return the same for steps whose times and units are in columns."""
+    """Return the speed over steps whose times and units are given as columns."""
     left_out = WARMUP_STEPS if len(times_s) > WARMUP_STEPS else 0
     seconds = sum(times_s[left_out:])
     tokens_per_s = sum(units[left_out:]) / seconds if seconds else 0.0
@@ -84,7 +84,7 @@ class Recovery:
 
 def read_recoveries(events: Iterable[Event]) -> list[Recovery]:
     """Return the cost of each failure of a run. A restart's stall lasts from the failure to the first new work. For a
-    user-defined command the next start shows the lost steps, where its optimizer counts its updates."""
+    user-defined command the next start shows the lost steps, if its optimizer counts its updates."""
     log = RecoveryLog()
     for event in events:
         log.take(event)
@@ -92,13 +92,13 @@ def read_recoveries(events: Iterable[Event]) -> list[Recovery]:
 
 
 class RecoveryLog:
-    """Reads the events of rank 0 one by one, and keeps the cost of each failure."""
+    """Reads rank 0's events one by one, and keeps the cost of each failure."""
 
     def __init__(self) -> None:
         self.recoveries: list[Recovery] = []
         self._open_restart: tuple[int, float] | None = None
         self._last_time = 0.0
-        """The last time that the run was known to work: the end of a step, or its start."""
+        """The last time at which the run was known to be making progress: the end of a step, or the run's start."""
 
     def take(self, event: Event) -> None:
         if isinstance(event, RecoveryEvent):
@@ -129,11 +129,11 @@ class WallTime:
     """Seconds by purpose; they sum to the time from the first launch to the last event."""
 
     productive: float = 0.0
-    """Steps that count, without the parts below."""
+    """Time in steps that count, without the parts below."""
     data_wait: float = 0.0
-    """Steps waited for their data."""
+    """Time that steps waited for data."""
     checkpoint: float = 0.0
-    """Training waited for saving."""
+    """Time that training waited for checkpoints."""
     evaluation: float = 0.0
     start_up: float = 0.0
     """The time from a launch to the first step."""
@@ -142,7 +142,7 @@ class WallTime:
     recovery: float = 0.0
     """The time from then until training continued."""
     recomputed: float = 0.0
-    """Steps that were made, lost and made again."""
+    """Time in steps that were lost and had to be repeated."""
     idle: float = 0.0
     """The time between a stop and the next launch."""
     other: float = 0.0
@@ -153,7 +153,7 @@ class WallTime:
 
     @property
     def goodput(self) -> float | None:
-        """Return the productive fraction; None where no time has passed."""
+        """Return the productive fraction; None if no time has passed."""
         return self.productive / self.total_s if self.total_s else None
 
     def put(self, bucket: str, seconds: float) -> None:
@@ -168,13 +168,13 @@ BUCKETS = tuple(bucket.name for bucket in fields(WallTime))
 
 
 class Attempt:
-    """Collects what happens between two launches: steps as numbers, the rest as sums."""
+    """Collects what happens between two launches: steps individually as numbers, everything else as sums."""
 
     def __init__(self, launched: float, begin: StartEvent, *, restarted: bool):
         self.launched, self.begin = launched, begin
         """`launched` is Unix time in seconds, like all times here."""
         self.restarted = restarted
-        """True where the supervisor has restarted the run after a failure."""
+        """True if the supervisor restarted the run after a failure."""
         self.last_time = begin.time
         self.has_ended = False
         self._steps = StepColumns("step_time_s", "data_wait_s", "checkpoint_s")
@@ -191,15 +191,15 @@ class Attempt:
         elif isinstance(event, CheckpointEvent) and not isinstance(event.waited_s, Absent):
             self._others.checkpoint += event.waited_s or 0.0
         elif isinstance(event, RecoveryEvent):
-            # the stall is part of a step; a restart's lies between attempts
+            # the stall is part of a step; a restart's stall lies between attempts
             self._others.recovery += event.stall_s or 0.0
             self._others.productive -= event.stall_s or 0.0
         elif isinstance(event, EndEvent):
             self.has_ended = True
 
     def spent(self, kept_until: float) -> WallTime:
-        """Account for the time from the `start` event to the last one, with the steps after `kept_until` lost; time
-        between events is `other`."""
+        """Account for the time from the `start` event to the last event, treating the steps after `kept_until` as lost;
+        time between events is `other`."""
         spent = replace(self._others)
         steps = self._steps
         columns = (steps["step_time_s"], steps["data_wait_s"], steps["checkpoint_s"])
@@ -223,7 +223,7 @@ class Attempt:
 
 
 def account_run(run: RunDir, now: float | None = None) -> WallTime:
-    """Account for a run folder's time; `now` is the end of a run that is still alive."""
+    """Account for the wall time of a run folder; `now` is the end if the run is still alive."""
     return account(read_sound(run.events(0)), list(read_sound(run.supervisor_events)), now)
 
 
@@ -236,10 +236,10 @@ def account(events: Iterable[Event], marks: Sequence[Event], now: float | None =
 
 
 class RunAccount:
-    """Reads the events of rank 0 one by one, and keeps only their figures."""
+    """Reads rank 0's events one by one, and keeps only their figures."""
 
     def __init__(self, marks: Sequence[Event]):
-        """`marks`: the supervisor's, in order."""
+        """`marks`: the supervisor's marks, in order."""
         self._marks = marks
         self._launches = [mark.time for mark in marks if isinstance(mark, LaunchMark)]
         self._attempts: list[Attempt] = []
@@ -262,7 +262,7 @@ class RunAccount:
         self._restarted = False
 
     def spent(self, now: float | None = None) -> WallTime:
-        """Return the time of the last event, or `now`."""
+        """Return the accounts up to the last event, or up to `now`."""
         whole = WallTime()
         attempts = self._attempts
         for index, attempt in enumerate(attempts):
@@ -279,10 +279,10 @@ class RunAccount:
 
 
 def _spent_after(attempt: Attempt, following: Attempt | None, marks: Sequence[Event], now: float | None) -> WallTime:
-    """Account for the time from an attempt's last event to the next launch that began, or to the last event.
+    """Account for the time from an attempt's last event to the next launch whose workers started, or to the last event.
 
-    The marks cut this time into intervals, each of which counts once. Launches that ended before their workers began
-    are part of it: the attempt before them was not late to notice their failures.
+    The marks cut this time into intervals, each of which counts once. Launches that ended before their workers started
+    are included: the attempt before them was not slow to notice their failures.
     """
     spent = WallTime()
     until = following.launched if following else math.inf
@@ -313,18 +313,19 @@ def _spent_after(attempt: Attempt, following: Attempt | None, marks: Sequence[Ev
 
 
 def _before_launch(came_from: str, *, is_restarted: bool) -> str:
-    """Return the purpose of the time before a launch: a launch that never began was starting up until the next."""
+    """Return the purpose of the time before a launch: one whose workers never started was starting up until the
+    next."""
     if came_from == "launch":
         return "start_up"
     return "recovery" if is_restarted else "idle"
 
 
-# Memory shortages: the settings that a run has adopted since, and uses in its next start.
+# Memory shortages: the settings that a run has adopted because of them, and uses in its next start.
 
 
 def read_reliefs(run: RunDir, layout: str) -> list[Relief]:
-    """Return the settings that a run in `layout` has adopted for lack of memory, in order. Raises UnreadableFileError
-    where a line is damaged or of a later version."""
+    """Return the settings that a run in `layout` has adopted because memory ran out, in order. Raises
+    UnreadableFileError if a line is damaged or was written by a later version."""
     found = [event for event in read_log(run.directives) if isinstance(event, MemoryEvent)]
     for event in found:
         if not (_is_known(event.failed) and _is_known(event.taken)):
@@ -334,7 +335,7 @@ def read_reliefs(run: RunDir, layout: str) -> list[Relief]:
 
 
 def read_sound_reliefs(run: RunDir, layout: str) -> list[Relief]:
-    """Return them without lines that this version cannot follow, which end the workers' next start."""
+    """Return them without the lines that this version cannot follow; such lines end the workers' next start."""
     found = [event for event in read_sound(run.directives) if isinstance(event, MemoryEvent) and event.layout == layout]
     return [Relief(one.failed, one.taken) for one in found if _is_known(one.failed) and _is_known(one.taken)]
 
@@ -354,14 +355,14 @@ def _is_known(setting: MemorySetting) -> bool:
 
 
 def read_heldout_losses(run: RunDir) -> dict[int, float | None]:
-    """Return step -> held-out loss, in the order of steps. If a step was evaluated again, the newest loss counts."""
+    """Return step -> held-out loss, ordered by step. If a step was evaluated again, the newest loss counts."""
     evaluations = (event for event in read_sound(run.events(0)) if isinstance(event, EvalEvent))
     losses = {event.step: event.heldout_loss for event in evaluations}
     return {step: losses[step] for step in sorted(losses)}
 
 
 def best_checkpoint(run: RunDir) -> int | None:
-    """Return the step of the whole checkpoint with the lowest held-out loss; None where none was evaluated."""
+    """Return the step of the complete checkpoint with the lowest held-out loss; None if none was evaluated."""
     losses = read_heldout_losses(run)
     evaluated = {step: loss for step in run.checkpoint_steps() if (loss := losses.get(step)) is not None}
     finite = {step: loss for step, loss in evaluated.items() if math.isfinite(loss)}

@@ -1,9 +1,9 @@
-"""The files of events: one JSON object per line, one file per rank.
+"""Event files: one JSON object per line, one file per rank.
 
-A line reaches the kernel in one `write`, so a crash of the process loses no whole line; only the last line can be
-incomplete, and a reader skips it. A resumed run appends: where a step occurs twice, the later line wins. The first
-line of each writer states the version of the training spec, which holds up to the next line that does. Lines before the
-first statement have version 0.1.
+A line reaches the kernel in one `write`, so a process crash loses no complete line; only the last line can be
+incomplete, and readers skip it. A resumed run appends: if a step occurs twice, the later line wins. Each writer's
+first line states the version of the training spec, which applies up to the next line that states one. Lines before the
+first such line have version 0.1.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from trainspec_cli.run.folder.paths import RunDir
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KEPT_BYTES = 2**20
-"""Events that cannot be written because the disk is full are kept up to this size, and written when there is space
+"""Events that cannot be written because the disk is full are kept, up to this size, and written once there is space
 again."""
 TAIL_BYTES = 2**16
 MAX_LINE_BYTES = 2**22
-"""The longest event."""
+"""The maximum length of an event's line."""
 
 
 class EventWriter:
-    """Appends the events of one rank, from any thread. A file that ends with an incomplete line (a crash) gets a
-    newline first; a full disk does not stop the run."""
+    """Appends the events of one rank, from any thread. A file that ends with an incomplete line (after a crash) first
+    gets a newline; a full disk does not stop the run."""
 
     def __init__(self, path: Path, rank: int):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ class EventWriter:
             os.write(self._descriptor, b"\n")
 
     def write(self, event: Event, at: float | None = None) -> None:
-        """Append `event` with this writer's rank and the time: now, or `at` where the event is older."""
+        """Append `event` with this writer's rank and the time: now, or `at` if the event is older."""
         stamped: JsonObject = {
             **to_plain(event),
             "time": time.time() if at is None else at,
@@ -80,22 +80,22 @@ class EventWriter:
 
 
 class EventTail:
-    """Reads what was appended to a file since the last call; an incomplete line waits for its end."""
+    """Reads what was appended to a file since the last call; an incomplete line is held back until it is complete."""
 
     def __init__(self, path: Path, last_bytes: int | None = 0):
-        """Begin at the end of the file, or `last_bytes` before it (None: at its start); a line that is cut there is
+        """Start at the end of the file, or `last_bytes` before it (None: at its start); a line cut off there is
         skipped."""
         self._path = path
         size = path.stat().st_size if path.is_file() else 0
         self._offset = 0 if last_bytes is None else max(0, size - last_bytes)
 
     def read(self) -> list[Event]:
-        """Return the new events, without damaged ones."""
+        """Return the new events, excluding damaged ones."""
         return list(self.new_events())
 
     def new_events(self) -> Iterator[Event]:
-        """Yield the new events without damaged ones, line by line, so that a long file is never in memory as a
-        whole."""
+        """Yield the new events, excluding damaged ones, line by line, so that a long file is never completely in
+        memory."""
         yield from _sound(parse_lines(self._new_lines()))
 
     def _new_lines(self) -> Iterator[bytes]:
@@ -113,19 +113,19 @@ class EventTail:
 
 
 def spoken_bytes(run: RunDir) -> int:
-    """Return the length of the first workers' event files, including those of replica groups. A start whose workers
-    have not lengthened them has not begun to train."""
+    """Return the length of the first workers' event files, including those of replica groups. If a start's workers have
+    not lengthened these files, it has not begun to train."""
     files = [run.events(0), *run.events_folder.glob("group*/rank00000.jsonl")]
     return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def read_events(path: Path) -> Iterator[JsonObject]:
-    """Yield the JSON object of each whole line, unchecked; a line cut by a crash is skipped."""
+    """Yield the JSON object of each complete line, unchecked; a line cut off by a crash is skipped."""
     yield from (plain for _, plain in _numbered(path))
 
 
 def read_log(path: Path, last_bytes: int | None = None) -> Iterator[Event]:
-    """Yield the events of a file of any writer; with `last_bytes` those at the end of a long file. Raises
+    """Yield the events in a file of any writer; with `last_bytes`, only those at the end of a long file. Raises
     UnreadableFileError that names the line of a damaged event, or of one that a newer trainspec wrote."""
     for number, plain in _numbered(path, last_bytes):
         line = number if last_bytes is None else None
@@ -139,13 +139,13 @@ def read_log(path: Path, last_bytes: int | None = None) -> Iterator[Event]:
 
 
 def read_sound(path: Path) -> Iterator[Event]:
-    """Yield the events of a file without the damaged ones: the end of a run is recorded whatever its folder holds, and
+    """Yield the events in a file except for damaged ones: the end of a run is recorded whatever its folder holds, and
     `report` names the damage."""
     yield from _sound(read_events(path))
 
 
 def tail_events(path: Path) -> Iterator[Event]:
-    """Yield the newest intact events, within the file's last `TAIL_BYTES`."""
+    """Yield the newest intact events from the file's last `TAIL_BYTES`."""
     yield from _sound(plain for _, plain in _numbered(path, TAIL_BYTES))
 
 
@@ -170,7 +170,7 @@ def _numbered(path: Path, last_bytes: int | None = None) -> Iterator[tuple[int, 
 
 
 def parse_lines(lines: Iterable[bytes]) -> Iterator[JsonObject]:
-    """Yield the JSON objects of whole lines; other lines are skipped."""
+    """Yield the JSON objects of complete lines; other lines are skipped."""
     for line in lines:
         if not line.endswith(b"\n"):
             return

@@ -1,4 +1,4 @@
-"""The JSON Schemas of what a run and a certification write, by name."""
+"""The JSON Schemas of the files that a run and a certification write, by name."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ FILE_SCHEMAS: Mapping[str, Callable[[], JsonObject]] = {
     ),
     "certificate": lambda: record_schema("a certificate", Certificate, is_versioned=False),
 }
-"""Name -> its schema, which is of the current version."""
+"""Name -> schema, in the current version."""

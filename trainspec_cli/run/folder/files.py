@@ -1,4 +1,4 @@
-"""Files that are never seen half-written; `read_json` and `read_object` read their content."""
+"""Write files so that they are never seen half-written; `read_json` and `read_object` read their content."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["read_json", "read_object", "replace_head", "write_json", "write_text
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write next to `path`, under a name that no other process uses; flush to disk, then rename."""
+    """Write to a file next to `path`, under a name that no other process uses; flush it to disk, then rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
@@ -46,10 +46,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_head(path: Path, old: bytes, new: bytes, backup: Path) -> None:
-    """Replace `old`, with which a file begins, by `new`; the rest of the file and its mode stay.
+    """Replace `old`, with which a file begins, with `new`; the rest of the file and its mode are unchanged.
 
     A copy of the original file is made first, under a name that must be free or hold the same content. Raises
-    FileExistsError where the name of the copy is taken, ValueError where the file does not begin with `old`.
+    FileExistsError if the copy's name is taken, ValueError if the file does not begin with `old`.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
@@ -61,7 +61,7 @@ def replace_head(path: Path, old: bytes, new: bytes, backup: Path) -> None:
             target.flush()
             os.fchmod(target.fileno(), stat.S_IMODE(os.fstat(source.fileno()).st_mode))
             os.fsync(target.fileno())
-        # A copy that an interrupted call has left is used as it is.
+        # A copy left by an interrupted call is used as it is.
         if not (backup.is_file() and filecmp.cmp(path, backup, shallow=False)):
             with path.open("rb") as source, backup.open("xb") as target:
                 os.fchmod(target.fileno(), stat.S_IMODE(os.fstat(source.fileno()).st_mode))
@@ -77,34 +77,35 @@ def write_json(path: Path, content: object) -> None:
     write_text(path, json_text(content) + "\n")
 
 
-# Files that state the version of the training spec that they follow.
+# Files that state which version of the training spec they follow.
 
 
 Record = TypeVar("Record")
 
 
 def write_versioned(path: Path, content: Mapping[str, object]) -> None:
-    """Write a file of the current version. Raises as `write_json`."""
+    """Write a file in the current version. Raises the errors of `write_json`."""
     write_json(path, {VERSION_KEY: CURRENT_VERSION, **content})
 
 
 def read_versioned(path: Path) -> JsonObject:
-    """Return the object in a file of any version that this trainspec reads, without its version. Raises
-    UnreadableFileError as `read_object`, and where a newer trainspec wrote it."""
+    """Return the object in a file of any version that this trainspec reads, without the version key. Raises the errors
+    of `read_object`, and UnreadableFileError if a newer trainspec wrote the file."""
     content = read_object(path)
     check_version(path, content.get(VERSION_KEY, UNSTATED_VERSION))
     return without_version(content)
 
 
 def read_versioned_record(path: Path, record_type: type[Record], name: str) -> Record:
-    """Read the record, which messages call `name`. Raises as `read_versioned`, and where it is damaged."""
+    """Read the record, which messages call `name`. Raises the errors of `read_versioned`, and UnreadableFileError if
+    the record is damaged."""
     try:
         return read_record(record_type, read_versioned(path))
     except FieldError as fault:
         raise unreadable(path, f"is not a valid {name}: {fault}") from fault
 
 
-# Figures of many steps as columns of plain numbers: eight bytes each, where an event takes a kilobyte.
+# Figures of many steps as columns of plain numbers: eight bytes each, whereas an event takes a kilobyte.
 
 
 class StepColumns:
@@ -121,13 +122,13 @@ class StepColumns:
         return self._values[name]
 
     def add(self, step: int, *values: float) -> None:
-        """Append a row with its values in the order of the columns' names."""
+        """Append a row, with values in the order of the columns' names."""
         self.steps.append(step)
         for column, value in zip(self._values.values(), values, strict=True):
             column.append(value)
 
     def put(self, step: int, *values: float) -> None:
-        """Append a row, or replace one of the same step."""
+        """Append a row, or replace the row of the same step."""
         if self.steps and step <= self.steps[-1]:
             self._keep([row for row, made in enumerate(self.steps) if made != step])
         self.add(step, *values)
@@ -148,7 +149,7 @@ class StepColumns:
 
 
 class StepCurve(Sequence[tuple[int, float | None]]):
-    """A figure of each step, as a sequence of (step, value); None where the value was not finite."""
+    """A figure of each step, as a sequence of (step, value); None if the value was not finite."""
 
     def __init__(self, steps: array[int], values: array[float]):
         self._steps = steps

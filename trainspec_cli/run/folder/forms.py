@@ -1,7 +1,7 @@
 """The kinds of files that one trainspec writes and another reads, and how each is converted to the current version.
 
-Each states its version as `spec_version`: JSON objects and recipes as a key, files of events in the first line of each
-writer. A file under a digest states a schema of its own, and is never rewritten. Between two versions a conversion
+Each file states its version as `spec_version`: JSON objects and recipes as a key, event files in each writer's first
+line. A file protected by a digest states its own schema, and is never rewritten. Between two versions, a conversion
 turns the content of a file into what the next version would have written; without a conversion only the stated version
 changes.
 """
@@ -29,20 +29,20 @@ class Form:
     notation: Literal["json", "jsonl", "yaml"]
     about: str
     steps: Mapping[str, Step] = field(default_factory=dict)
-    """The conversion of a file from each version to the next."""
+    """The conversions of a file, from each version to the next."""
     schema: str = ""
-    """The schema that a file under a digest states in place of a version."""
+    """The schema that a file protected by a digest states instead of a version."""
 
     needs: tuple[str, ...] = ()
-    """Keys without which a JSON file is of another kind."""
+    """Keys that a JSON file of this kind must have."""
 
     def holds(self, path: PurePath) -> bool:
-        """Return whether a path ends like one of this kind in a run folder."""
+        """Return whether a path ends like a path of this kind in a run folder."""
         return any(path.match(pattern) for pattern in self.patterns)
 
 
 def _without_own_number(content: JsonObject) -> JsonObject:
-    """Version 0.1 numbered the forms of some files one by one."""
+    """Remove the key with which version 0.1 numbered the forms of some files individually."""
     return {key: value for key, value in content.items() if key != "version"}
 
 
@@ -104,7 +104,7 @@ FORMS = (
     Form("checkpoint", ("checkpoints/step_*/manifest.json",), "json", "a checkpoint", schema="trainspec.checkpoint"),
     Form("certificate", (), "json", "what `trainspec certify` has measured", schema="trainspec.certificate"),
 )
-"""By kind; RECIPE and PROFILE differ in their keys."""
+"""The forms by kind; RECIPE and PROFILE differ in their keys."""
 
 
 def bring_to_current(form: Form, content: JsonObject) -> JsonObject:

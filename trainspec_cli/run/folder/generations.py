@@ -1,12 +1,12 @@
 """The starts of a run: which one owns its folder, what its processes share, and whether it was asked to stop.
 
-Every launch and every resume begins a new generation: RUN/generations/00000003.json exists from the third start on. A
-worker of an older generation that comes back (a repaired cable, a node that was considered dead) finds this file and
+Every launch and every resume opens a new generation: RUN/generations/00000003.json exists from the third start on. If a
+worker of an older generation comes back (a repaired cable, a node that was considered dead), it finds this file and
 writes nothing more: it is fenced off.
 
-The process that asks the workers of a start to stop first records that in RUN/stops/00000003.json. Workers also write a
-checkpoint and end when another process sends them a signal, or when torchrun dies and its workers are ended; the run
-has then failed, since nothing asked it to stop.
+A process that asks the workers of a start to stop first records the request in RUN/stops/00000003.json. Workers also
+write a checkpoint and end when another process sends them a signal, or when torchrun dies and its workers are ended;
+the run has then failed, because no stop was requested.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
 
 FENCED = "fenced"
-"""The code of the error that ends processes of an older start."""
+"""The error code with which processes of an older start end."""
 CHECK_INTERVAL_S = 1.0
 SECRET_BYTES = 32
 
 
 def newest(run: RunDir) -> int:
-    """Return the newest generation; 0 before the first start. Listing the folder makes a network file system ask its
+    """Return the newest generation; 0 before the first start. Listing the folder makes a network file system query its
     server."""
     try:
         numbers = [int(path.stem) for path in run.generations.iterdir() if path.stem.isdigit()]
@@ -43,7 +43,7 @@ def newest(run: RunDir) -> int:
 
 
 def begin(run: RunDir) -> int:
-    """Own the run from now on, and return the number. Two starts at the same time get different numbers."""
+    """Take ownership of the run, and return the generation's number. Simultaneous starts get different numbers."""
     run.generations.mkdir(parents=True, exist_ok=True)
     while True:
         number = newest(run) + 1
@@ -59,14 +59,15 @@ class UnplannedWork:
     """What every node of a job without a plan runs."""
 
     kind: str
-    """The kind of the job; each node finds the code for it by this name."""
+    """The kind of the job; each node looks up its code by this name."""
     work: str
-    """A JSON object of that kind."""
+    """A JSON object specific to that kind."""
 
 
 @dataclass(frozen=True)
 class GenerationRecord:
-    """The file of a generation: where its processes meet. The fields from `num_nodes` on are what every node runs."""
+    """The file of a generation: where its processes rendezvous. The fields from `num_nodes` on describe what every node
+    runs."""
 
     generation: int
     at: float
@@ -74,7 +75,7 @@ class GenerationRecord:
     host: str
     """The first node's own hostname."""
     head: str
-    """The name or address that the others connect to."""
+    """The name or address that the other nodes connect to."""
     hub_port: int
     rendezvous: dict[str, str]
     """Environment variables."""
@@ -83,24 +84,24 @@ class GenerationRecord:
     logs: str
     worker: tuple[str, ...]
     examine: tuple[str, ...]
-    """Arguments for Python of each node's check; empty: the nodes are not checked."""
+    """Arguments for Python of each node's check; if empty, the nodes are not checked."""
     nodes: tuple[int, ...] = ()
-    """The job's numbers of its nodes, in the order of their places; those from `num_nodes` on are spares. Empty: the
-    place of each node is its number."""
+    """The nodes' numbers in the job, in the order of their places; those from `num_nodes` on are spares. If empty, each
+    node's place is its number."""
     own: UnplannedWork | None = None
-    """None for a recipe, whose plan says what to run."""
+    """None for a recipe, whose plan describes what to run."""
 
     @property
     def kind(self) -> str:
         return self.own.kind if self.own else RECIPE
 
     def place_of(self, node: int) -> int:
-        """Return the place of the job's node with this number."""
+        """Return the place of the node with this number in the job."""
         return self.nodes.index(node) if node in self.nodes else node
 
 
 def describe(run: RunDir, record: GenerationRecord) -> None:
-    """Write the record once it is known; a file with that number already exists."""
+    """Write the record once its content is known; a file with that number already exists."""
     write_json(run.generation(record.generation), to_plain(record))
 
 
@@ -113,8 +114,8 @@ def read(run: RunDir, number: int) -> GenerationRecord | None:
 
 
 class Fence:
-    """The owner of the run, from the view of a worker or supervisor of one start. Without a generation (no launch
-    started it) everything is allowed."""
+    """Who owns the run, as seen by a worker or supervisor of one start. Without a generation (it was not started by a
+    launch), everything is allowed."""
 
     def __init__(self, run: RunDir, generation: int | None):
         self._run = run
@@ -131,7 +132,7 @@ class Fence:
         return self._generation is not None and newest(self._run) > self._generation
 
     def check(self) -> None:
-        """Check before anything permanent is written. Raises WorkerError where the run belongs to a newer start."""
+        """Call this before writing anything permanent. Raises WorkerError if the run belongs to a newer start."""
         self._checked_at = time.monotonic()
         if self.is_closed():
             owner = newest(self._run)
@@ -141,7 +142,7 @@ class Fence:
             raise WorkerError(message, code=FENCED)
 
     def check_now_and_then(self) -> None:
-        """Call `check` at most once in `CHECK_INTERVAL_S`: for frequent writes."""
+        """Call `check` at most once per `CHECK_INTERVAL_S`, for frequent writes."""
         if time.monotonic() - self._checked_at >= CHECK_INTERVAL_S:
             self.check()
 
@@ -150,15 +151,15 @@ class Fence:
 
 
 def create_secret(path: Path) -> bytes:
-    """Write a new secret to a file that must not exist yet, and return it. Raises MachineError where the file system
-    does not keep it private."""
+    """Write a new secret to a file that must not exist yet, and return the secret. Raises MachineError if the file
+    system cannot keep it private."""
     path.parent.mkdir(parents=True, exist_ok=True)
     create_private(path, secrets.token_bytes(SECRET_BYTES))
     return read_secret(path)
 
 
 def read_secret(path: Path) -> bytes:
-    """Read the secret. Raises MachineError where the file does not belong to the user, or others may read it."""
+    """Read the secret. Raises MachineError if the file does not belong to the user, or others can read it."""
     try:
         secret = read_private(path, SECRET_BYTES + 1)
     except OSError as error:
@@ -177,7 +178,7 @@ def _unusable(path: Path, what: str) -> MachineError:
 
 
 def note_stop(run: RunDir, generation: int) -> None:
-    """Record the request. A full disk does not keep the workers from being asked; the supervisor remembers its own
+    """Record the request. A full disk does not prevent the workers from being asked; the supervisor remembers its own
     requests."""
     with contextlib.suppress(OSError):
         write_json(run.stop(generation), {"generation": generation, "host": socket.gethostname(), "at": time.time()})
@@ -188,7 +189,7 @@ def was_stop_noted(run: RunDir, generation: int) -> bool:
 
 
 def may_stop(run: RunDir) -> bool:
-    """Return True if this worker's start was asked to stop. Where no launch started the worker, a signal is
+    """Return True if this worker's start was asked to stop. If the worker was not started by a launch, a signal is
     sufficient."""
     generation = os.environ.get(GENERATION)
     return generation is None or was_stop_noted(run, int(generation))

@@ -22,14 +22,14 @@ from trainspec_cli.run.folder.paths import RunDir
 
 FILE = "runs.jsonl"
 MOST_BYTES = 256 * 1024
-"""About a thousand runs; the older half is dropped when the file grows beyond this."""
+"""Enough for about a thousand runs; the older half is dropped when the file grows beyond this."""
 
 
 @dataclass(frozen=True)
 class KnownRun:
     path: str
     launched_from: str
-    """The current folder of the command line."""
+    """The working directory of the command line."""
     name: str
     """The value of `run.name`."""
     at: float
@@ -44,10 +44,10 @@ def remember_run(run: RunDir, name: str = "") -> None:
     """Add a run that was just recorded."""
     known = KnownRun(str(run.root.resolve()), str(Path.cwd()), name, time.time())
     line = json_text(to_plain(known), indent=None).encode() + b"\n"
-    with suppress(OSError, MachineError):  # see the module's docstring: a run does not fail because of its index
+    with suppress(OSError, MachineError):  # see the module's docstring: a run must not fail because of its index
         path = state_dir() / FILE
         make_folder(path.parent, "")
-        # One write to a file opened for appending: lines of concurrent processes do not mix.
+        # A single write to a file opened for appending, so that lines of concurrent processes do not mix.
         descriptor = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, PRIVATE_FILE)
         try:
             os.write(descriptor, line)

@@ -27,7 +27,7 @@ SECRET = "memory_secret"
 OWNER = "run.json"
 """The file in the folder that names its run."""
 BLOCK_BYTES = 512
-"""The unit of `st_blocks`, regardless of the file system's block size."""
+"""The unit of `st_blocks`, whatever the file system's block size."""
 HINT = "set checkpoint.memory_interval_steps=null, or ask this machine's administrator to remove it"
 
 
@@ -36,13 +36,13 @@ def new_secret() -> str:
 
 
 def newest_copy(run: RunDir) -> int:
-    """Return the newest step that any rank of this node holds a copy of; 0 without one."""
+    """Return the newest step of which any rank on this node holds a copy; 0 without one."""
     folder = find_copies(run)
     return _newest_in(folder) if folder else 0
 
 
 def find_copies(run: RunDir) -> Path | None:
-    """Return the run's folder on this node; None if it has none. Raises MachineError where others could use the
+    """Return the run's memory folder on this node; None if it has none. Raises MachineError if others could use the
     folder."""
     if not run.run_json.is_file() or SECRET not in read_object(run.run_json):
         return None
@@ -54,7 +54,7 @@ def find_copies(run: RunDir) -> Path | None:
 
 
 def make_memory_folder(run: RunDir) -> Path:
-    """Return the run's folder on this node, created if missing. Raises MachineError as `find_copies`."""
+    """Return the run's memory folder on this node, created if missing. Raises the errors of `find_copies`."""
     folder = memory_folder(run)
     try:
         folder.mkdir(PRIVATE_FOLDER)
@@ -65,8 +65,8 @@ def make_memory_folder(run: RunDir) -> Path:
 
 
 def memory_folder(run: RunDir) -> Path:
-    """The same name for every start of a run, on every node; another run, or a copy of this run's folder, has another
-    name."""
+    """Return the memory folder, whose name is the same for every start of a run and on every node; another run, or a
+    copy of this run's folder, has another name."""
     key = json.dumps(
         [str(run.root.resolve()), read_field(run.run_json, read_object(run.run_json), SECRET, str)], allow_nan=False
     )
@@ -74,7 +74,7 @@ def memory_folder(run: RunDir) -> Path:
 
 
 def own_folders() -> Iterator[Path]:
-    """The folders of all runs of this user on this node, each with an `OWNER` file unless its creation was
+    """Yield the folders of all of this user's runs on this node, each with an `OWNER` file unless its creation was
     interrupted."""
     for folder in sorted(MEMORY.glob(f"{PREFIX}*")):
         found = folder.lstat()
@@ -84,23 +84,23 @@ def own_folders() -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies that one run, or one whose folder was deleted, keeps in this node's memory."""
+    """The copies that a run keeps in this node's memory; the run folder may have been deleted."""
 
     folder: Path
     run: RunDir | None
-    """None where the owner is unknown."""
+    """None if the owner is unknown."""
     step: int
-    """The step of the newest copy; 0 where none is complete."""
+    """The step of the newest copy; 0 if none is complete."""
     bytes: int
 
 
 def list_copies() -> list[Copies]:
-    """List the copies of this user on this node, the largest first."""
+    """List this user's copies on this node, largest first."""
     return sorted(map(_describe, own_folders()), key=lambda copies: copies.bytes, reverse=True)
 
 
 def remove_copies(run: RunDir) -> None:
-    """Remove the copies of a run that resumes from its disk, or not at all."""
+    """Remove the copies of a run that resumes from disk, or not at all."""
     if folder := find_copies(run):
         remove_folder(folder)
 

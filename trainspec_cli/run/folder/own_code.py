@@ -1,4 +1,4 @@
-"""Keep the user-defined code that a run executes next to its recipe, and find what has changed since."""
+"""Keep a copy of the user-defined code that a run executes next to its recipe, and find what has changed since."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ DIGEST_CHARS = 12
 
 @dataclass(frozen=True)
 class KeptFile:
-    """A file of user-defined code as it was when the run started."""
+    """A file of user-defined code, as it was when the run started."""
 
     sha256: str
     copy: str
     """The copy's name in the run's folder `code`."""
     keys: dict[str, str] = field(default_factory=dict)
-    """Keys of the recipe that name the file, with the name in it; empty if the named file imports this one."""
+    """Recipe keys that name the file, each with the object named in it; empty if the file is imported by a named
+    file."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def keep_code(spec: RunSpec, run: RunDir) -> None:
     files: dict[str, KeptFile] = {}
     before = read_code(run).files
     for extension in user_code_of(spec):
-        if extension.kind is SOURCE and before:  # read when the run began; it may have been deleted since
+        if extension.kind is SOURCE and before:  # read when the run started; may have been deleted since
             files |= {path: file for path, file in before.items() if extension.path in file.keys}
             continue
         source = find(extension)
@@ -68,7 +69,7 @@ def keep_code(spec: RunSpec, run: RunDir) -> None:
 
 
 def read_code(run: RunDir) -> KeptCode:
-    """Return what `keep_code` wrote; nothing where the run has no user-defined code. Raises UnreadableFileError."""
+    """Return what `keep_code` wrote; empty if the run has no user-defined code. Raises UnreadableFileError."""
     return from_plain(KeptCode, read_versioned(run.code_json)) if run.code_json.exists() else KeptCode()
 
 
@@ -81,8 +82,8 @@ def describe_changed_code(run: RunDir) -> Iterator[str]:
 
 
 def check_code(spec: RunSpec, run: RunDir) -> None:
-    """Raise MachineError where the code that a worker is about to run differs from the code that the start has
-    recorded: it was changed since, or another node has another file at that path."""
+    """Raise MachineError if the code that a worker is about to run differs from the code recorded at the start: it has
+    changed since, or this node has a different file at that path."""
     noted = read_code(run).files
     for extension in worker_code_of(spec):
         for file in source_files(find(extension)):

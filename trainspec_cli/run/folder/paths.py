@@ -1,27 +1,27 @@
-"""One class owns every path of a run folder.
+"""The paths of a run folder, all defined in one class.
 
 RUN/
   composed.yaml   the composed recipe            run.json     digest, recipe, argv, git state, data folder
   plan.json       the workers' plan              versions.json  lock of versions
-  command.txt     the command started, to paste  pid.json     the supervisor, while the run lives
+  command.txt     the command started, to paste  pid.json     the supervisor, during the run
   events/rank00000.jsonl, supervisor.jsonl       errors/rank00000.json  a failing worker's own report
   checkpoints/step_00000020/                     logs/        run.log, and the workers' output
   result.json     how it ended
-  faults/         the injected faults that occurred  huggingface/  config and tokenizer of its initial weights
+  faults/         injected faults that occurred  huggingface/  config and tokenizer of the initial weights
   generations/    one file per start: the newest owns the run
-  stops/          one file per start that was asked to stop      secrets/     of a start's processes, while they live
+  stops/          one file per start that was asked to stop      secrets/ of a start's processes, while alive
   job.sbatch      the script of the Slurm job    errors/node00001.json  why a node was lost
   slurm.json      its last Slurm job             own_job.json  the job of a user-defined command
-  directives.jsonl  what the scheduler has changed, and the measured effect
-  verdicts.jsonl  what slowed the run, as it was found during the run
+  directives.jsonl  the scheduler's changes, and their measured effect
+  verdicts.jsonl  causes of slowdowns, as found during the run
   looks/          a trace of each profile that the supervisor has requested from a rank
   nccl.env        variables of the workers, with reasons     nccl_tuner.csv  a table for NCCL's example tuner
-  hosts.txt       the Slurm job's nodes by number, where the plan places them
+  hosts.txt       the Slurm job's nodes by number, if the plan places them
   plan_all_nodes.json  the plan before nodes were left out, from which a resume starts
   kernels.json    the kernels measured for `kernels=auto`, and the chosen ones
   progress/       of a user-defined command: a folder per start, in which its processes count their steps
   own_checkpoints/  of a user-defined command that has attached itself (`trainspec_cli.attach`)
-  sites/          of one of several far-apart sites: the log of its server, and the rounds
+  sites/          for a run across distant sites: a site's server log, and the rounds
   code.json       the files of user-defined code, with digests  code/  their copies
 """
 
@@ -74,7 +74,8 @@ class RunDir:
         return self.events_folder / f"rank{rank:05d}.jsonl"
 
     def group_events(self, group: int, rank: int) -> Path:
-        """Return one process's events in a replica group; the run's own are those of the leading group's rank 0."""
+        """Return the event file of one process in a replica group; the run's own is that of the leading group's rank
+        0."""
         return self.events_folder / f"group{group:05d}" / f"rank{rank:05d}.jsonl"
 
     def look_trace(self, number: int) -> Path:
@@ -95,7 +96,7 @@ class RunDir:
         return self.root / "progress" / f"{generation:08d}"
 
     def secret(self, generation: int) -> Path:
-        """Return the secret with which the processes of one start authenticate to one another."""
+        """Return the file of the secret with which the processes of a start authenticate to one another."""
         return self.root / "secrets" / f"{generation:08d}"
 
     def stop(self, generation: int) -> Path:
@@ -109,7 +110,7 @@ class RunDir:
         return self.checkpoint(step) / CHECKPOINT_MANIFEST
 
     def checkpoint_steps(self) -> list[int]:
-        """Return the steps that have a whole checkpoint folder, oldest first (a partial one has another name)."""
+        """Return the steps with a complete checkpoint folder, oldest first (incomplete folders have another name)."""
         if not self.checkpoints.is_dir():
             return []
         matches = (_STEP_FOLDER.fullmatch(entry.name) for entry in self.checkpoints.iterdir())
@@ -117,5 +118,5 @@ class RunDir:
 
     @property
     def newest_step(self) -> int:
-        """Return the step of the newest whole checkpoint; 0 without one."""
+        """Return the step of the newest complete checkpoint; 0 without one."""
         return max(self.checkpoint_steps(), default=0)

@@ -33,15 +33,15 @@ from trainspec_cli.run.folder.paths import COMMAND, RECIPE, RunDir
 
 ErrorRecord = TypeVar("ErrorRecord", "WorkerErrorRecord", "NodeErrorRecord")
 PLAN_DIGEST = "sha256"
-"""The key of plan.json with the digest of all others, in plans since 1.0."""
+"""The key in plan.json that holds the digest of all other keys, in plans since 1.0."""
 COMPOSED_BYTES = 2**18
-"""The most bytes of a composed recipe."""
+"""The maximum size of a composed recipe, in bytes."""
 UnixSeconds = Annotated[float, number(0, 1e11)]
 
 
 @dataclass(frozen=True)
 class Resume:
-    """One `trainspec resume` of a run."""
+    """One call of `trainspec resume` for a run."""
 
     argv: tuple[str, ...]
     trainspec: str
@@ -56,22 +56,23 @@ class RunRecord:
     recipe: str
     created_at: UnixSeconds
     digest: str | Absent = ABSENT
-    """Digest of the plan's spec."""
+    """The digest of the plan's spec."""
     argv: tuple[str, ...] | Absent = ABSENT
     trainspec: str | Absent = ABSENT
-    """The version that made the run."""
+    """The trainspec version that created the run."""
     data_dir: str | Absent | None = ABSENT
     """The folder with the run's data; None for generated data."""
     git: object = ABSENT
-    """The state of the repository that the run was started in, None without one, or what another version wrote."""
+    """The state of the repository in which the run was started; None without one. May also be content from another
+    version."""
     resumes: tuple[object, ...] = ()
-    """Each a `Resume`, or what another version wrote."""
+    """Each is a `Resume`, or content from another version."""
     command: tuple[str, ...] | Absent = ABSENT
-    """The user-defined command, of a run without a recipe."""
+    """The user-defined command of a run without a recipe."""
     memory_secret: str | Absent = ABSENT
-    """The random word in the name of the folder of copies in memory."""
+    """The random word in the name of the folder for in-memory copies."""
     others: dict[str, object] = field(default_factory=dict)
-    """Keys of other versions, which are kept."""
+    """Keys from other versions, which are kept."""
 
 
 def write_plan(run: RunDir, plan: Plan) -> None:
@@ -98,7 +99,7 @@ def write_run_record(run: RunDir, record: RunRecord) -> None:
 
 
 def read_composed(run: RunDir) -> str:
-    """Return the composed recipe as it was recorded; empty where it was not. Raises UnreadableFileError."""
+    """Return the composed recipe as it was recorded; empty if it was not recorded. Raises UnreadableFileError."""
     return read_text(run.composed_yaml, COMPOSED_BYTES) if run.composed_yaml.exists() else ""
 
 
@@ -111,7 +112,7 @@ def read_data_dir(run: RunDir) -> str | None:
 
 
 def kind_of_run(run: RunDir) -> str:
-    """Return the run's kind: RECIPE, or COMMAND, which a wing starts. Raises UnreadableFileError."""
+    """Return the run's kind: RECIPE, or COMMAND for a run started by a wing. Raises UnreadableFileError."""
     if not run.run_json.is_file() or isinstance(read_run_record(run).command, Absent):
         return RECIPE
     return COMMAND
@@ -128,7 +129,8 @@ def read_plan(run: RunDir) -> Plan:
 
 
 def read_plan_of_all_nodes(run: RunDir) -> Plan:
-    """Return the plan with which a start of the run begins, before any node is left out. Raises as `read_plan`."""
+    """Return the plan with which each start of the run begins, before any node is left out. Raises the errors of
+    `read_plan`."""
     all_nodes = run.plan_of_all_nodes
     return read_plan_file(all_nodes if all_nodes.is_file() else run.plan_json)
 
@@ -150,24 +152,24 @@ def read_plan_file(path: Path) -> Plan:
 
 
 def _digest(content: Mapping[str, object]) -> str:
-    """Return the SHA-256 of a plan's content on disk."""
+    """Return the SHA-256 of a plan's content as stored on disk."""
     return hashlib.sha256(canonical_json(json.loads(json_text(content))).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class PlanOutline:
-    """The parts of plan.json that can be read in any version; all empty without a plan."""
+    """The parts of plan.json that can be read whatever its version; all empty without a plan."""
 
     spec: JsonObject = field(default_factory=dict)
     total_steps: int | None = None
-    """As `Plan.total_steps`; None where the plan does not state it."""
+    """Same as `Plan.total_steps`; None if the plan does not state it."""
     prediction: JsonValue = None
     kernels: JsonValue = field(default_factory=dict)
     replica_groups: int = 1
 
 
 def read_plan_outline(run: RunDir) -> PlanOutline:
-    """Read plan.json of any version. Raises UnreadableFileError."""
+    """Read plan.json, whatever its version. Raises UnreadableFileError."""
     path = run.plan_json
     if not path.exists():
         return PlanOutline()
@@ -183,7 +185,8 @@ def read_plan_outline(run: RunDir) -> PlanOutline:
 
 
 def read_section(run: RunDir, name: str) -> JsonObject:
-    """Return a section of the run's recipe of any version; empty if the recipe has none. Raises UnreadableFileError."""
+    """Return a section of the run's recipe, whatever its version; empty if the recipe has no such section. Raises
+    UnreadableFileError."""
     section = read_plan_outline(run).spec.get(name) or {}
     if not isinstance(section, dict):
         raise unreadable(run.plan_json, f"has {show_kind(section)} as `spec.{name}`; an object is needed")
@@ -198,11 +201,11 @@ class RunResult:
     status: str
     """done, stopped or failed."""
     exit_code: int | None = None
-    """Exit code of the supervisor; of a user-defined command, the command's."""
+    """Exit code of the supervisor; for a user-defined command, that of the command."""
     reason: str | Absent = ABSENT
-    """The reason for a failure; absent otherwise."""
+    """The reason for the failure; absent if the run did not fail."""
     hint: str | Absent = ABSENT
-    """What to do about the failure, where that is known."""
+    """What to do about the failure, if known."""
     steps: Count = 0
     final_loss: float | None = None
     heldout_loss: float | Absent | None = ABSENT
@@ -211,23 +214,23 @@ class RunResult:
     sets: dict[str, SetFigures] | Absent = ABSENT
     heldout_accuracy: float | Absent | None = ABSENT
     heldout_dice: float | Absent | None = ABSENT
-    """As in the last `eval` event."""
+    """Same as in the last `eval` event."""
     tokens_per_s: float | Absent | None = ABSENT
     samples_per_s: float | Absent | None = ABSENT
     mfu: float | None = None
     peak_memory_bytes: Count | None = None
     wire_bytes: dict[str, Count] | Absent = ABSENT
-    """Bytes that the ranks (of one replica group) have sent to one another in the last start, by purpose: gradients,
-    parameters, other. Counted by the kernel at their sockets; absent for GPUs, which have other links."""
+    """Bytes that the ranks (of one replica group) sent to one another during the last start, by purpose: gradients,
+    parameters, other. The kernel counts them at the sockets; absent for GPUs, which use other links."""
     weights_sha256: str | None = None
     goodput: float | None = None
     time_s: WallTime | Absent = ABSENT
     recoveries: tuple[Recovery, ...] | Absent = ABSENT
-    """The supervisor adds them."""
+    """Added by the supervisor."""
 
 
 def read_result(run: RunDir) -> RunResult | None:
-    """Read result.json; None where the run has not ended. Raises UnreadableFileError."""
+    """Read result.json; None if the run has not ended. Raises UnreadableFileError."""
     if not run.result_json.exists():
         return None
     return read_versioned_record(run.result_json, RunResult, "result of a run")
@@ -249,7 +252,7 @@ class WorkerErrorRecord:
     traceback: str
     time: UnixSeconds | None = None
     code: str | None = None
-    """The code of an anticipated error; only `hang` has a traceback as well."""
+    """The code of an anticipated error; of these, only `hang` comes with a traceback."""
     hint: str | None = None
     step: Count | None = None
     exit_code: int | None = None
@@ -259,7 +262,7 @@ class WorkerErrorRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeErrorRecord:
-    """errors/node00001.json: a node that was lost, or could not start."""
+    """errors/node00001.json: a node that was lost or could not start."""
 
     node: Count
     host: str

@@ -1,4 +1,4 @@
-"""Create a run's folder and record what is started in it."""
+"""Create a run folder, and record what is started in it."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class LaunchOrigin:
 
 
 def check_free(run_dir: str, named_by: str = "run.dir") -> None:
-    """Raises RecipeError where the folder is in use, MachineError where other users could write in it; it is not
-    created yet. `named_by`: the key or option that names it."""
+    """Check a folder without creating it. Raises RecipeError if it is in use, MachineError if other users could write
+    to it. `named_by`: the key or option that names it."""
     root = Path(run_dir)
     if run_dir == AUTO or not root.exists():
         return
@@ -69,7 +69,7 @@ def check_free(run_dir: str, named_by: str = "run.dir") -> None:
 
 
 def check_no_run(root: Path, named_by: str = "run.dir") -> None:
-    """Raise RecipeError where the folder holds a run."""
+    """Raise RecipeError if the folder holds a run."""
     if RunDir(root).run_json.exists():
         run = RunDir(root)
         hint = f"continue it: trainspec resume {shlex.quote(str(root))}; or choose another {named_by}"
@@ -79,7 +79,7 @@ def check_no_run(root: Path, named_by: str = "run.dir") -> None:
 
 
 def make_folder(run_dir: str, recipe: str, named_by: str = "run.dir") -> Path:
-    """Create the named folder, or a new one below ./runs; a new folder is private to this user. Raises as
+    """Create the named folder, or a new one below ./runs; new folders are private to this user. Raises the errors of
     `check_free`."""
     if run_dir != AUTO:
         check_free(run_dir, named_by)
@@ -90,7 +90,7 @@ def make_folder(run_dir: str, recipe: str, named_by: str = "run.dir") -> Path:
     usual = time.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
         candidate = parent / (usual if number == 1 else f"{usual}-{number}")
-        # Of two launches within one second each gets a folder: creating one fails for all but the first.
+        # Two launches within one second get different folders: creating a folder fails for all but the first.
         with suppress(FileExistsError):
             candidate.mkdir(PRIVATE_FOLDER)
             return candidate
@@ -100,10 +100,10 @@ def make_folder(run_dir: str, recipe: str, named_by: str = "run.dir") -> Path:
 def write_launch(
     job: Job, plan: Plan, origin: LaunchOrigin, data_folder: Path | None, kernels: KernelTable | None = None
 ) -> None:
-    """Write the files that the workers need, and those for reproducing the run. run.json is last: with it the run
-    exists. Call it while the run is claimed; raises RecipeError where another launch was faster."""
+    """Write the files that the workers need, and those for reproducing the run. run.json comes last: from then on the
+    run exists. Call it while the run is claimed. Raises RecipeError if another launch was faster."""
     run = job.run
-    # Checked again, now that the run is claimed: two launches into one folder both pass the first check.
+    # Check again, now that the run is claimed: two launches into one folder both pass the first check.
     check_no_run(run.root)
     write_text(run.composed_yaml, VERSION_LINE + origin.composed_yaml)
     write_json(run.versions_json, versions())
@@ -124,16 +124,16 @@ def write_launch(
 
 
 def clear_end(run: RunDir) -> None:
-    """Remove the records of the last start's end."""
+    """Remove the records of how the last start ended."""
     for report in run.errors_folder.glob("*.json"):
         report.unlink()
     run.result_json.unlink(missing_ok=True)
 
 
 def _keep_small_files(spec: RunSpec, run: RunDir) -> None:
-    """Keep the additional files of an export, since the originals may be deleted: the chat template that the data
-    names, and config and tokenizer of the Hugging Face folder with whose weights the run begins, directly or through
-    other runs."""
+    """Keep the additional files that an export needs, because the originals may be deleted: the chat template named by
+    the data, and the config and tokenizer of the Hugging Face folder from whose weights the run starts, directly or
+    through other runs."""
     from trainspec_cli.data.corpus.chat import keep_template
     from trainspec_cli.data.huggingface.folder import CHAT_TEMPLATE, SMALL_FILES
 
@@ -158,8 +158,8 @@ def write_resume(
     kernels: KernelTable | None = None,
     data_folder: Path | None = None,
 ) -> None:
-    """Record that the run continues under `plan`; the records of the last start's end are removed. `from_step`: None
-    for a run that was recorded and never started, which begins. `data_folder`: if the data is another than before."""
+    """Record that the run continues under `plan`, and remove the records of how the last start ended. `from_step`: None
+    for a run that was recorded but never started. `data_folder`: set if the data has changed."""
     run = job.run
     record = read_run_record(run)
     if from_step is not None:
@@ -175,7 +175,7 @@ def write_resume(
 
 
 def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
-    """`kernels`: the measurements for this start; None keeps those of an earlier start."""
+    """Write the files of a start. `kernels`: the measurements for this start; None keeps those of an earlier start."""
     if kernels is not None:
         write_versioned(job.run.kernels_json, to_plain(kernels))
     write_plan(job.run, plan)
@@ -186,7 +186,7 @@ def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
 
 
 def write_fewer_nodes(run: RunDir, plan: Plan) -> None:
-    """Write the plan of the next start, without one node. The first plan is kept: a resume starts from it."""
+    """Write the plan of the next start, which leaves out a node. The first plan is kept for a resume to start from."""
     if not run.plan_of_all_nodes.exists():
         write_text(run.plan_of_all_nodes, read_text(run.plan_json))
     write_plan(run, plan)
@@ -194,8 +194,8 @@ def write_fewer_nodes(run: RunDir, plan: Plan) -> None:
 
 @contextmanager
 def storage(run_dir: str, named_by: str = "run.dir") -> Iterator[None]:
-    """Guard everything that is written in a run's folder: it is private to this user, and an OSError becomes a
-    MachineError that names the file, or the folder. `named_by`: as for `check_free`."""
+    """Guard all writes in a run folder: what is written is private to this user, and an OSError becomes a MachineError
+    that names the file or the folder. `named_by`: as for `check_free`."""
     try:
         with private_files():
             yield
@@ -214,22 +214,22 @@ def storage(run_dir: str, named_by: str = "run.dir") -> Iterator[None]:
         raise MachineError(problem) from error
 
 
-# The claim on a run: one supervisor at a time holds a lock on pid.json, which ends with its process.
+# The claim on a run: one supervisor at a time holds a lock on pid.json, which is released when its process ends.
 #
-# Some file systems do not share locks between nodes: whether a Slurm job is alive is asked of Slurm.
+# Some file systems do not share locks between nodes, so Slurm is asked whether a Slurm job is alive.
 
 
 _CANNOT_BE_LOOKED_AT = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP)
-"""The file is missing, closed to this user, or a link, which no run of trainspec makes."""
+"""The file is missing, not accessible to this user, or a link, which no trainspec run creates."""
 GLANCE_S = 0.5
-"""`is_running` holds the lock for a moment; a claim retries for this long."""
+"""`is_running` holds the lock for a moment, so a claim retries for this long."""
 CLOCK_ERROR_S = 2.0
 """The precision of a process's start time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """pid.json: the launch that holds the run."""
+    """pid.json: the launch that holds the claim on the run."""
 
     pid: int = 0
     host: str = ""
@@ -240,14 +240,15 @@ class Owner:
 
 @contextmanager
 def claim(run: RunDir, launch_id: str) -> Iterator[None]:
-    """Hold the run during the block. Raises RecipeError where another launch holds it, or its workers are alive. The
-    file is written in place: the lock belongs to the file, not to its name."""
-    # Slurm restarts a job only after the previous start has ended; survivors on a disconnected node are fenced off.
+    """Hold the claim on the run during the block. Raises RecipeError if another launch holds it, or its workers are
+    alive. The file is written in place, because the lock belongs to the file, not to its name."""
+    # Slurm restarts a job only after the previous start has ended; processes surviving on a disconnected node are
+    # fenced off.
     with suppress(FileNotFoundError, ValueError):
         held_by = read_object(run.pid_json).get("slurm_job_id")
         if held_by and held_by == os.environ.get("SLURM_JOB_ID"):
             run.pid_json.unlink()
-    # No link is followed to a file outside of the run, and a pipe of that name does not block the open.
+    # Links to a file outside the run are not followed, and a pipe with that name does not block the open.
     descriptor = os.open(run.pid_json, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         if not _is_free(descriptor, run.pid_json):
@@ -268,7 +269,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
 
 
 def find_owner(run: RunDir) -> Owner | None:
-    """Return the launch whose supervisor holds the run; None where none does, or that is unknown."""
+    """Return the launch whose supervisor holds the run; None if there is none, or if it is unknown."""
     try:
         descriptor = os.open(run.pid_json, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -279,7 +280,7 @@ def find_owner(run: RunDir) -> Owner | None:
         owner = _read(descriptor)
         if owner is None or owner.host != socket.gethostname():
             return owner
-        # The file may be an earlier launch's, whose process id may have been reused.
+        # The file may be from an earlier launch, whose process id may have been reused.
         with suppress(psutil.NoSuchProcess):
             if psutil.Process(owner.pid).create_time() <= os.fstat(descriptor).st_mtime + CLOCK_ERROR_S:
                 return owner
@@ -289,7 +290,7 @@ def find_owner(run: RunDir) -> Owner | None:
 
 
 def is_running(run: RunDir) -> bool:
-    """Return True if a supervisor holds the run or orphaned workers are alive; False where that is unknown."""
+    """Return True if a supervisor holds the run or orphaned workers are alive; False if that is unknown."""
     try:
         descriptor = os.open(run.pid_json, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -305,12 +306,13 @@ def is_running(run: RunDir) -> bool:
 
 
 def _is_free(descriptor: int, path: Path) -> bool:
-    """Acquire the lock; also False when the launch that held it has ended and removed the file meanwhile."""
+    """Acquire the lock; return False if it is held, its holder's workers are alive, or its holder has ended and removed
+    the file meanwhile."""
     return _lock_within_glance(descriptor) and _is_same_file(descriptor, path) and not _orphans(descriptor)
 
 
 def _lock_within_glance(descriptor: int) -> bool:
-    """Acquire the lock, also from a process that only checks whether it is free."""
+    """Acquire the lock, even if another process holds it briefly to check whether it is free."""
     deadline = time.monotonic() + GLANCE_S
     while not _lock(descriptor):
         if time.monotonic() > deadline:
@@ -341,7 +343,7 @@ def _orphans(descriptor: int) -> bool:
 
 
 def _read(descriptor: int) -> Owner | None:
-    """Return None where no owner is recorded: an incomplete line, or something else."""
+    """Return the recorded owner; None for an incomplete line or other content."""
     try:
         plain = parse_json(os.pread(descriptor, 4096, 0))
         return read_record(Owner, plain) if isinstance(plain, dict) else None

@@ -1,8 +1,9 @@
-"""The GPUs that a process of this node would see, as their drivers report them: NVIDIA by NVML, AMD by amdsmi or /sys.
+"""The GPUs that a process on this node would see, as reported by their drivers: NVIDIA's through NVML, AMD's through
+amdsmi or /sys.
 
-Nothing here falls back to the CPU silently. A driver that does not answer, a lost GPU, a device selection without a
-valid device, and an accelerator that trainspec does not run on are a problem with advice, with which a run on `device:
-auto` or `cuda` is refused.
+There is no silent fallback to the CPU. A driver that does not answer, a lost GPU, a device selection without a valid
+device, or an accelerator that trainspec does not run on is a problem with advice: a run on `device: auto` or `cuda` is
+refused with it.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ DEV = Path("/dev")
 
 CPU_HINT = "or set cluster.device=cpu"
 NVLINK_GB_PER_S = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
-"""NVLink generation -> GB/s of one link, one direction (NVIDIA's architecture papers)."""
+"""NVLink generation -> GB/s of one link in one direction (NVIDIA's architecture papers)."""
 HIDING = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES (HIP_..., ROCR_...) that hide all GPUs."""
 MOST_NVLINKS = 18
 WITH_64_CORES = ((6, 0), (7, 0), (7, 2), (7, 5), (8, 0))
 """Compute capabilities whose multiprocessors have 64 fp32 cores; all others have 128 (CUDA programming guide)."""
 PCIE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""PCIe generation -> GB/s of one lane, one direction."""
+"""PCIe generation -> GB/s of one lane in one direction."""
 AMD_VENDOR = 0x1002
 AMD_NAMES = {
     0x738C: "AMD Instinct MI100",
@@ -44,21 +45,21 @@ AMD_NAMES = {
     0x75A0: "AMD Instinct MI350X",
     0x75A3: "AMD Instinct MI355X",
 }
-"""PCI device -> name (amdgpu.ids of libdrm); /sys has no names."""
+"""PCI device -> name (from libdrm's amdgpu.ids); /sys has no names."""
 UNTESTED_AMD = "trainspec was never run on an AMD GPU: this path is built after ROCm's documents alone"
 OTHER_VENDORS = {"0x1da3": "Habana Gaudi", "0x1ae0": "Google TPU", "0x1d0f": "AWS Neuron"}
-"""PCI vendors of accelerators in /sys/class/accel that trainspec plans for, but does not run on."""
+"""PCI vendors of accelerators in /sys/class/accel that trainspec can plan for but not run on."""
 INTEL_MAX = frozenset({"0x0bd4", "0x0bd5", "0x0bd6", "0x0bd7", "0x0bd8", "0x0bd9", "0x0bda", "0x0bdb"})
-"""PCI devices of the Intel Data Center GPU Max series."""
+"""PCI devices in the Intel Data Center GPU Max series."""
 
 
 @dataclass(frozen=True)
 class FoundGpus:
     gpus: tuple[Gpu, ...] = ()
     problem: Problem | None = None
-    """The reason why the GPUs of this node cannot be used. Then `gpus` is empty."""
+    """Why the GPUs of this node cannot be used; `gpus` is then empty."""
     notes: tuple[str, ...] = ()
-    """Facts that a user should know, and that do not stop the run."""
+    """Facts that the user should know but that do not stop the run."""
 
 
 def _unusable(message: str, hint: str) -> MachineError:
@@ -83,8 +84,8 @@ def find_gpus(sys: Path = SYS, dev: Path = DEV) -> FoundGpus:
 
 @contextmanager
 def opened_nvml(sys: Path = SYS) -> Iterator[Any]:
-    """Yield NVML (the module pynvml), initialised; None on a node without an NVIDIA driver. Raises MachineError where a
-    driver is installed and does not answer."""
+    """Yield NVML (the module pynvml), initialised; None on a node without an NVIDIA driver. Raises MachineError if an
+    installed driver does not answer."""
     try:
         import pynvml
     except ImportError:
@@ -133,7 +134,7 @@ def _nvidia_gpus(sys: Path, dev: Path) -> FoundGpus:
 
 
 def _not_answering(what: str, error: Any, others: Sequence[int] = ()) -> MachineError:
-    """`error`: NVML's. `others`: the remaining GPUs without the one that does not answer."""
+    """Return the error for a GPU or driver that does not answer. `error`: from NVML. `others`: the remaining GPUs."""
     by_code = {
         4: "let this user read /dev/nvidia* (the container's --gpus, or the group that owns the devices)",
         9: "load the driver (sudo modprobe nvidia), or install it again after an update of the kernel",
@@ -148,10 +149,10 @@ def _not_answering(what: str, error: Any, others: Sequence[int] = ()) -> Machine
 
 
 def _chosen(nvml: Any, count: int) -> tuple[list[tuple[int, Any]], tuple[str, ...]]:
-    """Return the number and handle of each GPU that CUDA shows, and notes on those that it leaves out.
+    """Return the number and handle of each GPU that CUDA shows, and notes on the GPUs that it leaves out.
 
-    CUDA's rule: numbers or UUIDs in order, up to the first that names no device. On a divided GPU (MIG), a process sees
-    one slice, the first in the list, and no whole GPU.
+    CUDA's rule: numbers or UUIDs in order, up to the first that does not name a device. On a partitioned GPU (MIG), a
+    process sees one slice, the first in the list, and no full GPU.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     notes: list[str] = []
@@ -181,8 +182,8 @@ def _chosen(nvml: Any, count: int) -> tuple[list[tuple[int, Any]], tuple[str, ..
 
 
 def _named(nvml: Any, entry: str, count: int) -> tuple[int, Any] | None:
-    """Return the GPU with this index or UUID prefix, or the MIG slice with this full UUID; None where no GPU
-    matches. Raises MachineError where the GPU with the number does not answer."""
+    """Return the GPU with this index or UUID prefix, or the MIG slice with this full UUID; None if no GPU matches.
+    Raises MachineError if the GPU with this number does not answer."""
     if entry.lstrip("-").isdigit():
         if not 0 <= int(entry) < count:
             return None
@@ -207,7 +208,7 @@ def _named(nvml: Any, entry: str, count: int) -> tuple[int, Any] | None:
 
 
 def _with_slices(nvml: Any, chosen: list[tuple[int, Any]], notes: list[str]) -> list[tuple[int, Any]]:
-    """Return the one MIG slice that CUDA shows where a slice or a divided GPU was selected; else the GPUs."""
+    """Return the only MIG slice that CUDA shows if a slice or a partitioned GPU was selected; otherwise the GPUs."""
     divided = False
     for index, handle in chosen:
         if _is_slice(nvml, handle):
@@ -232,7 +233,7 @@ def _is_slice(nvml: Any, handle: Any) -> bool:
 
 
 def _ask(nvml: Any, query: str, *arguments: Any, default: Any = None) -> Any:
-    """Return an answer of NVML, or `default` where this driver, this module or this GPU has none."""
+    """Return NVML's answer, or `default` if this driver, module or GPU has none."""
     try:
         return getattr(nvml, query)(*arguments)
     except (AttributeError, nvml.NVMLError):
@@ -240,7 +241,7 @@ def _ask(nvml: Any, query: str, *arguments: Any, default: Any = None) -> Any:
 
 
 def _describe(nvml: Any, handle: Any) -> Gpu:
-    """Describe a GPU, or a slice. Raises NVMLError where NVML reports neither its name nor its memory."""
+    """Describe a GPU or a slice. Raises NVMLError if NVML reports neither its name nor its memory."""
     name = nvml.nvmlDeviceGetName(handle)
     capability = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     try:
@@ -283,7 +284,7 @@ def _describe(nvml: Any, handle: Any) -> Gpu:
 
 
 def _nvlink_gb_per_s(nvml: Any, handle: Any) -> float | None:
-    """Return the rate of the links that are up; 0 where all are down, None where the driver reports no links."""
+    """Return the total rate of the links that are up; 0 if all are down, None if the driver reports no links."""
     states = []
     for link in range(MOST_NVLINKS):
         state = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link)
@@ -321,7 +322,7 @@ def _amd_gpus(sys: Path, dev: Path) -> FoundGpus:
 
 
 def _amd_chosen(gpus: list[tuple[str, Gpu]], entries: list[str], said: str) -> list[tuple[str, Gpu]]:
-    """Return the GPUs of these numbers or UUIDs (`GPU-<unique id>`)."""
+    """Return the GPUs with these numbers or UUIDs (`GPU-<unique id>`)."""
     chosen = []
     for entry in entries:
         if entry.isdigit():
@@ -336,10 +337,10 @@ def _amd_chosen(gpus: list[tuple[str, Gpu]], entries: list[str], said: str) -> l
 
 
 def _by_amdsmi(sys: Path) -> list[tuple[str, Gpu]] | None:
-    """Return each AMD GPU with its unique id, as amdsmi reports them; None without amdsmi or its library."""
+    """Return each AMD GPU with its unique id, as reported by amdsmi; None without amdsmi or its library."""
     try:
         import amdsmi  # type: ignore[import-not-found, unused-ignore]
-    # the module is missing, or the library that it loads
+    # the module, or the library that it loads, is missing
     except (ImportError, OSError, KeyError, AttributeError, RuntimeError):
         return None
     try:
@@ -381,7 +382,7 @@ def _amd_described(amdsmi: Any, handle: Any) -> tuple[str, Gpu]:
 
 
 def _by_kfd(sys: Path) -> list[tuple[str, Gpu]]:
-    """Return each AMD GPU with its unique id, as the amdgpu driver lists them for compute."""
+    """Return each AMD GPU with its unique id, as listed for compute by the amdgpu driver."""
     found = []
     nodes = (sys / "class/kfd/kfd/topology/nodes").glob("*")
     for node in sorted(nodes, key=lambda path: int(path.name) if path.name.isdigit() else 0):
@@ -419,7 +420,7 @@ def _facts(path: Path) -> dict[str, int]:
 
 
 def _refuse_others(sys: Path, dev: Path) -> None:
-    """Raises MachineError for an accelerator that is certainly present, and that trainspec does not run on."""
+    """Raise MachineError if an accelerator is certainly present that trainspec does not run on."""
     vendors = {_text(one / "device/vendor") for one in (sys / "class/accel").glob("accel*")}
     names = [name for vendor, name in OTHER_VENDORS.items() if vendor in vendors]
     if not names and (dev / "neuron0").exists():

@@ -51,23 +51,24 @@ class Job:
     worker: tuple[str, ...] = ()
     """The command that torchrun starts on every device."""
     ranks: range | None = None
-    """Global ranks of a replica group; None: all."""
+    """Global ranks of a replica group; None for all ranks."""
     nodes: tuple[int, ...] = ()
-    """The numbers of several nodes, in the order of their places; those beyond the plan's nodes are spares."""
+    """The nodes' numbers in the order of their places, if there are several nodes; those beyond the plan's nodes are
+    spares."""
     left_out: tuple[int, ...] = ()
-    """Numbers of nodes that were left out, since they were too slow."""
+    """Numbers of the nodes that were left out because they were too slow."""
     program: str = "torchrun"
-    """The name of what is started on a node, for messages."""
+    """The name of the program started on each node, for messages."""
     log: str = "torchrun.log"
-    """The name of the file with its output, on each node."""
+    """The name of its output file on each node."""
     max_restarts: int | None = None
-    """Restarts after failures in the whole job, where a number limits them; None: the plan's resilience decides."""
+    """The maximum number of restarts after failures over the job; None: the plan's resilience decides."""
     earlier_steps: int = 0
-    """Steps of earlier starts, of a job whose checkpoints trainspec does not know."""
+    """Steps of earlier starts, for a job whose checkpoints trainspec does not know."""
     join_timeout_s: float | None = None
-    """Seconds that the nodes wait for one another; None: as the plan says."""
+    """Seconds that the nodes wait for one another; None: as set in the plan."""
     begins_unseen: bool = False
-    """It may have something to save before it has written an event."""
+    """True if the job may have something to save before it writes its first event."""
 
     @property
     def run(self) -> RunDir:
@@ -75,17 +76,18 @@ class Job:
 
     @property
     def torchrun_log(self) -> Path:
-        """The output of what is started on this node, or of what starts the nodes' agents."""
+        """The output of the program started on this node, or of the command that starts the nodes' agents."""
         return self.logs / ("torchrun.log" if self.nodes else self.log)
 
     @property
     def launch_id(self) -> str:
-        """Every process of the job has it in its environment, and is found by it."""
+        """The id that every process of the job has in its environment, by which it can be found."""
         return self.environment[LAUNCH_ID]
 
 
 def build_job(plan: Plan, root: Path, machine: Machine, worker: Sequence[str] = ENGINE) -> Job:
-    """`worker` is what torchrun starts on every device; the run folder is its last argument."""
+    """Build the job. `worker` is the command that torchrun starts on every device, with the run folder as last
+    argument."""
     root = root.absolute()
     logs = next_log_folder(RunDir(root).logs)
     return Job(
@@ -100,8 +102,8 @@ def build_job(plan: Plan, root: Path, machine: Machine, worker: Sequence[str] = 
 
 
 def build_node_job(plan: Plan, root: Path, machine: Machine, node: int, record: GenerationRecord) -> Job:
-    """Return the part of one node in a job of several, whose generation `record` describes. Raises MachineError where
-    the first node's name is unknown on this node."""
+    """Return one node's part of a multi-node job, whose generation `record` describes. Raises MachineError if this node
+    cannot resolve the first node's name."""
     place = NodePlace(node, record.num_nodes, record.head)
     worker = (*record.worker, str(root))
     logs = Path(record.logs) / f"node{node:05d}"
@@ -123,14 +125,14 @@ def build_node_job(plan: Plan, root: Path, machine: Machine, node: int, record: 
 
 
 def next_log_folder(logs: Path) -> Path:
-    """logs/launch_01, and the next number for every resume."""
+    """Return logs/launch_01, or the next number for a resume."""
     taken = [path.name for path in logs.glob("launch_*")]
     return logs / f"launch_{len(taken) + 1:02d}"
 
 
 def group_job(job: Job, plan: Plan | None, group: int, number: int, place: NodePlace | None = None) -> Job:
-    """Return the job of one start of a replica group, or of its part on the node at `place`; for a run of one group
-    that is the job itself."""
+    """Return the job of one start of a replica group, or of its part on the node at `place`; for a single-group run
+    this is `job` itself."""
     if plan is None or plan.replica_groups == 1:
         return job
     name = start_folder(group, number)
@@ -160,8 +162,7 @@ def ranks_of(plan: Plan, group: int) -> range:
 
 
 def devices_of(plan: Plan, group: int) -> dict[str, str]:
-    """Return the variable that shows a group only its own GPUs among those of this process, where several groups share
-    a node."""
+    """Return the variable that makes only a group's own GPUs visible to it if several groups share a node."""
     per_node = plan.replica_groups // plan.num_nodes
     if plan.device != "cuda" or per_node < 2:
         return {}
@@ -174,17 +175,19 @@ def devices_of(plan: Plan, group: int) -> dict[str, str]:
 
 
 def torchrun_command(processes: int, logs: Path, worker: Sequence[str]) -> tuple[str, ...]:
-    """Start `worker` (`-m module` or a script, and its arguments) `processes` times on this node.
+    """Return the command that starts `worker` (`-m module` or a script, and its arguments) `processes` times on this
+    node.
 
-    They meet in a file: no port is opened. Output goes to LOGS/workers_*/attempt_0/<local rank>/{stdout,stderr}.log.
+    The processes rendezvous through a file: no port is opened. Output goes to LOGS/workers_*/attempt_0/<local
+    rank>/{stdout,stderr}.log.
     """
     return (*_TORCHRUN, "--nnodes", "1", *_options("workers", processes, LOOPBACK, logs), *worker)
 
 
 def node_command(place: NodePlace, name: str, processes: int, logs: Path, worker: Sequence[str]) -> tuple[str, ...]:
-    """Return one node's part of a job of several. Ranks follow the nodes' numbers. `name` distinguishes this start from
-    others that use the same rendezvous server. torchrun is given this node's address: by default it resolves the node's
-    name, which may be a loopback."""
+    """Return the command for one node of a multi-node job. Ranks follow the nodes' numbers. `name` distinguishes this
+    start from others on the same rendezvous server. torchrun is given this node's address, because by default it
+    resolves the node's name, which may yield a loopback address."""
     nodes = ("--nnodes", str(place.num_nodes), "--rdzv-conf", f"node={place.node}")
     return (*_TORCHRUN, *nodes, *_options(name, processes, own_address(place.head), logs), *worker)
 
@@ -204,7 +207,7 @@ def _options(name: str, processes: int, address: str, logs: Path) -> tuple[str, 
 
 
 def render_command(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> str:
-    """A shell text that does the same as the launch, with one setting or option per line."""
+    """Return shell code equivalent to the launch, with one setting or option per line."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items())]
     options: list[str] = []
     for word in map(shlex.quote, command):
@@ -220,26 +223,26 @@ def render_command(command: Sequence[str], environment: Mapping[str, str], folde
 
 
 def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, str]:
-    """Return the additions to this process' environment. Raises MachineError where another user owns the folder that
-    compiled code would be loaded from."""
-    # torch.compile loads code from this folder with a predictable name: it is created beforehand, or checked.
+    """Return what to add to this process's environment. Raises MachineError if another user owns the folder from which
+    compiled code would be loaded."""
+    # torch.compile loads code from this folder, whose name is predictable, so it is created or checked beforehand.
     cache = Path(os.environ.get(COMPILE_CACHE, Path(tempfile.gettempdir(), f"torchinductor_{os.geteuid()}")))
     make_folder(cache, f"set {COMPILE_CACHE} to a folder that you own")
     return {
         LAUNCH_ID: launch_id,
         COMPILE_CACHE: str(cache),
-        # Without it torchrun gives every process one thread.
+        # Without this, torchrun gives each process a single thread.
         "OMP_NUM_THREADS": str(max(1, machine.cpu_cores // plan.devices_per_node)),
-        # A crash in native code leaves its Python stack in the log.
+        # A crash in native code then leaves its Python stack in the log.
         "PYTHONFAULTHANDLER": "1",
-        # Each rank's last collectives, for the report of a step that hangs; the cost is too small to measure.
+        # Records each rank's last collectives, for the report on a hanging step; the cost is too small to measure.
         "TORCH_FR_BUFFER_SIZE": "200",
         # When NCCL fails in one process, its watchdog asks all others through the store to write these records to a
-        # file, and ends them some minutes later: also replica groups that outlive the failure, which share the store.
+        # file, and ends them some minutes later, including replica groups that survive the failure but share the store.
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         # torch 2.11 does not know this variable and waits 30 s.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(FAILURE_GRACE_S),
-        # One node: no hostname to resolve, and gloo's data sockets listen on the loopback alone.
+        # Single node: no hostname to resolve, and gloo's data sockets listen on the loopback interface only.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         **(keep_freed_memory() if plan.device == "cpu" else growing_segments(machine)),
         **own_modules(),
@@ -247,25 +250,25 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
 
 
 def node_environment(plan: Plan, machine: Machine, launch_id: str, place: NodePlace) -> dict[str, str]:
-    """Return the environment of one node of several: gloo uses the interface that leads to the first node."""
+    """Return the environment of one node in a multi-node job: gloo uses the interface that leads to the first node."""
     interface = interface_of(own_address(place.head))
     found = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     alone = job_environment(plan, machine, launch_id)
-    # The loopback leads to no other node. Where no interface is found, gloo uses that of the host's own name.
+    # The loopback does not lead to other nodes. If no interface is found, gloo uses the one of the node's hostname.
     del alone["GLOO_SOCKET_IFNAME"]
     return alone | found
 
 
 def keep_freed_memory() -> dict[str, str]:
     """Return settings that keep glibc from returning large freed blocks to the kernel: otherwise every step would fault
-    the same pages in again. A 30M-parameter llama on two cores trained at 3,270 tokens/s with that and 4,150 without.
-    Other systems ignore these."""
+    the same pages in again. With these settings, a 30M-parameter llama on two cores trained at 4,150 instead of 3,270
+    tokens/s. Other systems ignore them."""
     return {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 
 
 def growing_segments(machine: Machine) -> dict[str, str]:
-    """Let a GPU's segments grow where its vendor's builds of torch allow it, so that tensors of changing sizes do not
-    fragment the memory; the user's own setting has precedence."""
+    """Let a GPU's memory segments grow if the vendor's torch builds allow it, so that tensors of varying sizes do not
+    fragment memory; the user's own setting takes precedence."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     is_amd = any(word in name.lower() for name in machine.gpu_names for word in ("amd", "instinct", "radeon"))
     if any(name in os.environ for name in names) or ("amd" if is_amd else "nvidia") not in GROWS_SEGMENTS:
@@ -274,13 +277,13 @@ def growing_segments(machine: Machine) -> dict[str, str]:
 
 
 def own_modules() -> dict[str, str]:
-    """Return the environment of every Python that trainspec starts: trainspec's modules, and none from the current
-    folder, where a file such as random.py would replace the library's."""
+    """Return the environment of every Python that trainspec starts: it finds trainspec's modules, and none in the
+    current folder, where a file such as random.py would shadow the standard library's."""
     return {"PYTHONSAFEPATH": "1", **python_path()}
 
 
 def python_path() -> dict[str, str]:
-    """The workers run the same copy of trainspec as this process, also from a checkout."""
+    """Return a path with which workers run the same copy of trainspec as this process, even from a checkout."""
     home = str(Path(trainspec_cli.__file__).resolve().parent.parent)
     installed = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib")}
     if home in installed:
@@ -293,7 +296,7 @@ def python_path() -> dict[str, str]:
 
 
 GIT_TIMEOUT_S = 10.0
-# Git runs no command for these questions about the repository; this is for versions of git that would.
+# Git runs no commands to answer these questions; these settings are for versions that would.
 _NO_COMMANDS = ("-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}")
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)([^;]*)(?:;(.*))?")
@@ -311,7 +314,7 @@ def versions() -> dict[str, str]:
         try:
             distribution = metadata.distribution(name)
         except metadata.PackageNotFoundError:
-            continue  # for another system, or trainspec runs from a checkout
+            continue  # it is for another system, or trainspec runs from a checkout
         found[name] = distribution.version
         needed = (_REQUIREMENT.match(line) for line in distribution.requires or ())
         wanted += [match.group(1) for match in needed if match and "extra" not in (match.group(3) or "")]
@@ -320,13 +323,13 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class GitState:
-    """The commit of a folder's repository."""
+    """The state of a folder's repository."""
 
     commit: str
     branch: str | None
     """None for a detached head."""
     dirty: bool | None
-    """True where tracked files differ from the commit; None where that is unknown."""
+    """True if tracked files differ from the commit; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -338,10 +341,10 @@ class GitRefusal:
 
 
 def git_state(folder: Path) -> GitState | GitRefusal | None:
-    """Return the state of the repository that holds `folder`; None outside a repository or without git.
+    """Return the state of the repository that contains `folder`; None outside a repository or without git.
 
-    No command in the repository's configuration is run, since the repository may be untrusted. Git refuses another
-    user's repository, unless `safe.directory` allows it.
+    No command in the repository's configuration is run, since the repository may be untrusted. Git refuses to read
+    another user's repository, unless `safe.directory` allows it.
     """
     found = _git(folder, "rev-parse", *_FACTS)
     if found is None or found.returncode:
@@ -355,15 +358,15 @@ def git_state(folder: Path) -> GitState | GitRefusal | None:
 _FACTS = ("HEAD", "--show-toplevel", "--git-path", "index", "--git-path", "objects", "--show-object-format")
 _DUBIOUS = "dubious ownership"
 _COMPARISON = "filemode|symlinks|ignorecase|precomposeunicode|trustctime|checkstat|autocrlf|eol"
-"""Keys of `core` that say how files are compared with the commit; none of them names a command."""
+"""Keys of `core` that control how files are compared with the commit; none of them names a command."""
 
 
 def _is_dirty(commit: str, top: Path, index: Path, objects: Path, *, is_sha256: bool) -> bool | None:
-    """Return True if tracked files were changed; None where that is unknown, for example where a changed file has a
-    filter (git-lfs).
+    """Return True if tracked files were changed; None if unknown, for example when a changed file has a filter
+    (git-lfs).
 
-    The repository's index, objects and files are compared through a temporary git folder, since its own configuration
-    may name commands: filters, hooks, monitors, ways to fetch.
+    The repository's index, objects and files are compared through a temporary git folder, because its own configuration
+    may name commands (filters, hooks, monitors, fetch helpers).
     """
     comparison = _git(top, "config", "--null", "--get-regexp", rf"^core\.({_COMPARISON})$")
     pairs = (entry.partition("\n") for entry in comparison.stdout.split("\0") if entry) if comparison else ()
@@ -398,7 +401,7 @@ def _is_dirty(commit: str, top: Path, index: Path, objects: Path, *, is_sha256: 
 def _git(
     folder: Path, *arguments: str, environment: Mapping[str, str] | None = None, stdin: str = ""
 ) -> subprocess.CompletedProcess[str] | None:
-    """Run git in `folder`; return None where git is missing or does not answer in time."""
+    """Run git in `folder`; return None if git is missing or does not answer in time."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     quiet = {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": "none"}
     try:
@@ -415,19 +418,19 @@ def _git(
         return None
 
 
-# Identify this machine, by a digest of the system's identity, which itself must stay private.
+# Identify this machine by a digest of the system's id, because the id itself must stay private.
 
 
 SYSTEM_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _RANDOM = 1 << 40
-"""The bit of an address that uuid sets in a random one, when the machine shows none."""
+"""The bit that uuid sets in the random address that it generates when the machine shows none."""
 _PURPOSE = "trainspec machine 1"
 
 
 def machine_identity(files: tuple[Path, ...] = SYSTEM_IDS) -> str:
-    """Return 32 hexadecimal digits that stay the same while the system is not reinstalled and the processor is of one
-    kind; empty where the system has neither an identity nor a network address. They are a digest for this purpose
-    alone: the system's identity itself must stay private."""
+    """Return 32 hexadecimal digits that stay the same until the system is reinstalled or the processor model changes;
+    empty if the system has neither an id nor a network address. The digest serves only this purpose: the system's id
+    itself must stay private."""
     identity = next(filter(None, map(_read, files)), "")
     if not identity and not (address := uuid.getnode()) & _RANDOM:
         identity = f"{address:012x}"

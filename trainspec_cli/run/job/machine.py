@@ -1,4 +1,4 @@
-"""Describe this node without torch: cores and memory this process may use, GPUs, native bf16."""
+"""Describe this node without torch: the cores and memory that this process may use, GPUs, native bf16."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def detect(*, look_for_gpus: bool = True) -> Machine:
-    """Describe this node. `bf16` is about the GPUs if the node has any, else about the CPU; for a run that stays on the
-    CPU pass `look_for_gpus=False`."""
+    """Describe this node. `bf16` refers to the GPUs if the node has any, otherwise to the CPU; for a run that stays on
+    the CPU, pass `look_for_gpus=False`."""
     found = find_gpus() if look_for_gpus else FoundGpus()
     gpus = found.gpus
     return Machine(
@@ -51,8 +51,8 @@ def detect(*, look_for_gpus: bool = True) -> Machine:
 
 
 def usable_cores() -> int:
-    """Cores of the CPU affinity (where the system has one), at most the container's quota or Slurm's share: some Slurm
-    installations do not bind a task to its cores."""
+    """Return the number of cores in the CPU affinity (if the system has one), limited to the container's quota or
+    Slurm's share: some Slurm installations do not bind a task to its cores."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -67,7 +67,7 @@ def usable_cores() -> int:
 
 
 def usable_memory_bytes() -> int:
-    """The node's memory, or the container's limit if that is less."""
+    """Return the node's memory, or the container's limit if that is less."""
     total = int(psutil.virtual_memory().total)
     limit = _cgroup_setting("memory.max")
     return min(total, int(limit)) if limit.isdigit() else total
@@ -78,11 +78,11 @@ def count_oom_kills(
     membership: Path = Path("/proc/self/cgroup"),
     vmstat: Path = Path("/proc/vmstat"),
 ) -> int:
-    """Return the number of processes that the kernel has killed so far for lack of memory; 0 where that is unknown.
+    """Return the number of processes that the kernel has killed so far because memory ran out; 0 if that is unknown.
 
-    They are those of this process's control group or of the next one above it that counts them (`memory.events` of
-    version 2, `memory.oom_control` of version 1, in which a container may see its own group as the root). The node's
-    count, which includes other programs, is used only where no group has one.
+    The count is that of this process's control group or of its nearest ancestor that has one (`memory.events` in
+    version 2, `memory.oom_control` in version 1, where a container may see its own group as the root). The node's
+    count, which includes other programs, is used only if no group has one.
     """
     groups = [line.split(":", 2) for line in _text(membership).splitlines() if line.count(":") >= 2]
     version_1 = next((group for _, controllers, group in groups if "memory" in controllers.split(",")), "")
@@ -108,7 +108,7 @@ def _text(path: Path) -> str:
 def _cgroup_setting(
     name: str, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> str:
-    """One setting of this process's own control group (version 2), or "" without one."""
+    """Return one setting of this process's own control group (version 2); "" without one."""
     try:
         lines = membership.read_text().splitlines()
         group = next(line.removeprefix("0::") for line in lines if line.startswith("0::"))
@@ -118,11 +118,11 @@ def _cgroup_setting(
 
 
 def cpu_has_bf16(cpuinfo: Path = CPUINFO) -> bool:
-    """Return whether the CPU multiplies bf16 natively; False where the system does not say (macOS)."""
+    """Return whether the CPU multiplies bf16 natively; False if the system does not say (macOS)."""
     return BF16_CPU_FLAG in cpu_flags(cpuinfo)
 
 
-# One node's place in a job of several: its number, the first node's address, and its own address as seen from there.
+# One node's place in a multi-node job: its number, the first node's address, and its own address as seen from there.
 
 
 BACKLOG = 1024
@@ -132,7 +132,7 @@ SPARE_DESCRIPTORS = 512
 @dataclass(frozen=True)
 class NodePlace:
     node: int
-    """0 is the node of the supervisor and the rendezvous server."""
+    """0 is the node that runs the supervisor and the rendezvous server."""
     num_nodes: int
     head: str
     """The first node's name or address."""
@@ -150,7 +150,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def allow_connections(connections: int) -> None:
-    """Raise the limit of open files by this number above the usual need, as far as the system allows it."""
+    """Raise the limit on open files by this number above the usual need, as far as the system allows."""
     wanted = connections + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -164,8 +164,8 @@ def allow_connections(connections: int) -> None:
 
 def listening_address(head: str) -> str:
     """Return the address at which this node, the first, listens for the others: that of the job's interface. If its
-    name resolves to a loopback on this node (as in many /etc/hosts) and to another address elsewhere, the node has to
-    listen on every interface: ""."""
+    name resolves to a loopback address here (as in many /etc/hosts) and to another address elsewhere, it has to listen
+    on every interface: ""."""
     address = own_address(head)
     named = head != "localhost" and not _is_address(head)
     return "" if named and ipaddress.ip_address(address).is_loopback else address
@@ -198,18 +198,19 @@ def interface_of(address: str) -> str | None:
     return next((name for name, held in interfaces if any(entry.address == address for entry in held)), None)
 
 
-# Write a blueprint into the run folder and the workers' environment, each line with its reason and source.
+# Write a communication blueprint into the run folder and the workers' environment, each line with its reason and
+# source.
 
 
 TUNER_FILE = "NCCL_TUNER_CONFIG_FILE"
 EXAMPLE_TUNER = "NVIDIA/nccl, ext-tuner/example/README.md"
 TUNER_COLUMNS = "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"
 PROTOCOL = "simple"
-"""The protocol that the example tuner uses by default: a row changes only the algorithm."""
+"""The example tuner's default protocol: a row changes only the algorithm."""
 
 
 def communication_settings(plan: Plan, run: RunDir) -> tuple[Setting, ...]:
-    """Return the variables that the plan's blueprint sets; with a tuner's table also its path."""
+    """Return the variables that the plan's blueprint sets, including the path of the tuner's table if there is one."""
     if plan.blueprint is None:
         return ()
     table: tuple[Setting, ...] = ()
@@ -220,7 +221,7 @@ def communication_settings(plan: Plan, run: RunDir) -> tuple[Setting, ...]:
 
 
 def communication_environment(plan: Plan, run: RunDir) -> Mapping[str, str]:
-    """Return them as variables; the user's own settings have precedence."""
+    """Return the settings as environment variables; the user's own settings take precedence."""
     settings = communication_settings(plan, run)
     return {setting.name: setting.value for setting in settings if setting.name not in os.environ}
 
@@ -244,7 +245,7 @@ def write_communication(plan: Plan, run: RunDir) -> None:
 
 
 def describe_communication(plan: Plan, run: RunDir) -> list[str]:
-    """Return each setting below its reason and source, as comments and assignments, or the reason why none is set;
+    """Return each setting below its reason and source, as comments and assignments, or the reason why nothing is set;
     empty for a run without NCCL between nodes."""
     settings = communication_settings(plan, run)
     if settings:

@@ -1,1 +1,2 @@
-"""Decisions after failures: the state machine, what takes less memory, quorum, hangs, leaks, checkpoint intervals."""
+"""Decisions about failures: the state machine, settings that use less memory, quorum, hangs, leaks, checkpoint
+intervals."""

@@ -1,8 +1,8 @@
 """What a run changes when its memory runs out: a smaller micro-batch, then recomputation, then offloading.
 
-The global batch stays as it is, and with it the loss and the gradients, up to rounding: only the number of passes and
+The global batch, and with it the loss and the gradients, stay the same up to rounding: only the number of passes and
 the location of the optimizer state change. Settings are ordered by the memory that they leave free, and each shortage
-leads to a later one, so a run uses every setting once at most.
+leads to a later one, so a run uses each setting at most once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OFFLOAD: tuple[Offload, ...] = ("none", "optimizer")
 
 
 def rank_setting(setting: MemorySetting) -> tuple[int, int, int]:
-    """Return the position of a setting in the order of all settings: the later, the less memory it needs."""
+    """Return a setting's position in the order of all settings: later settings need less memory."""
     return OFFLOAD.index(setting.offload), RECOMPUTE.index(setting.recompute), -setting.micro_batch_size
 
 
@@ -32,11 +32,11 @@ def build_ladder(
     may_offload: bool = True,
     needed_bytes: Callable[[MemorySetting], float | None] = lambda _: None,
 ) -> tuple[MemorySetting, ...]:
-    """Return `start`, the plan's setting, and the settings to use one after another when its memory runs out.
+    """Return `start`, the plan's setting, followed by the settings to use one after another when memory runs out.
 
     `keeps_micro_batches`: the samples of a micro-batch share statistics (batch norm). `may_offload`: the optimizer
-    state is not in host memory already. `needed_bytes` is the memory that a setting is predicted to need, None where it
-    is unknown: a setting that needs no less than the one before it is left out.
+    state is not already in host memory. `needed_bytes` predicts the memory that a setting needs, None if unknown: a
+    setting that does not need less than the previous one is left out.
     """
     ladder = [start]
     least = needed_bytes(start)
@@ -49,7 +49,7 @@ def build_ladder(
 
 
 def _below(start: MemorySetting, *, keeps_micro_batches: bool, may_offload: bool) -> Iterator[MemorySetting]:
-    """Halve the micro-batch down to one sample, then recompute, then offload."""
+    """Yield settings: halve the micro-batch down to one sample, then recompute, then offload."""
     setting = start
     while setting.micro_batch_size > 1 and not keeps_micro_batches:
         setting = replace(setting, micro_batch_size=math.ceil(setting.micro_batch_size / 2))
@@ -64,15 +64,15 @@ def _below(start: MemorySetting, *, keeps_micro_batches: bool, may_offload: bool
 def next_setting(
     ladder: Sequence[MemorySetting], failed: MemorySetting, taken: MemorySetting | None = None
 ) -> MemorySetting | None:
-    """Return the first setting of `ladder` after `failed`, whose memory ran out, and after `taken`, which was used
-    last; None where none is left."""
+    """Return the first setting of `ladder` after both `failed`, which ran out of memory, and `taken`, which was used
+    last; None if none is left."""
     last = max(rank_setting(setting) for setting in (failed, taken or failed))
     return next((setting for setting in ladder if rank_setting(setting) > last), None)
 
 
 def apply_reliefs(setting: MemorySetting, reliefs: Sequence[Relief]) -> MemorySetting:
-    """Return the setting that `reliefs` lead to from `setting`: a setting that needs at least as much as a failed one
-    is replaced by its successor."""
+    """Return the setting to which `reliefs` lead from `setting`: a setting that needs at least as much memory as a
+    failed one is replaced by that one's successor."""
     while True:
         asks_as_much = [
             relief.taken
@@ -87,8 +87,8 @@ def apply_reliefs(setting: MemorySetting, reliefs: Sequence[Relief]) -> MemorySe
 
 
 def with_reliefs(plan: Plan, reliefs: Sequence[Relief]) -> Plan:
-    """Return `plan` as changed by the shortages so far; from the first one on no rank is given more samples at a time
-    than the others."""
+    """Return `plan` as changed by the shortages so far; after the first shortage, no rank is given more samples at a
+    time than the others."""
     setting = apply_reliefs(plan.memory_setting, reliefs)
     if setting == plan.memory_setting and not any(_is_alike(relief.failed, setting) for relief in reliefs):
         return plan

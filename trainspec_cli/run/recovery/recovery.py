@@ -1,7 +1,7 @@
-"""Recovery from failures: a pure state machine over its replica groups; an ordinary run is one group.
+"""Recovery from failures: a pure state machine over a run's replica groups; an ordinary run has one group.
 
-`next_action(state, event)` is called by the supervisor with what its backend observes, and by the simulation of goodput
-with random events. A replica group passes through these phases:
+The supervisor calls `next_action(state, event)` with its backend's observations, the goodput simulation with random
+events. A replica group passes through these phases:
 
     waiting -> running -> done                 it ended successfully
                   |
@@ -9,20 +9,20 @@ with random events. A replica group passes through these phases:
                              |                 connected
                              +---> gone        it is not restarted
 
-A run of one group keeps its state in checkpoints alone. After a failure its workers have a grace time to report, and
-it restarts as a new generation, from its newest checkpoint, where that promises progress. Of several groups a failed
-one is killed at once: the others hold the state, continue, and heal it when it is back. After a memory shortage the
-next start has a setting that needs less (`memory.py`), and the run ends where none is left.
+A single-group run keeps its state only in checkpoints. After a failure its workers have a grace period to report, and
+it restarts as a new generation from its newest checkpoint, if that promises progress. With several groups, a failed one
+is killed at once: the others hold the state, continue, and heal it when it returns. After a memory shortage the next
+start uses a setting that needs less memory (`memory.py`); if none is left, the run ends.
 
-A node that is too slow (`SlowNodes` of `supervise.py`) is left out of a run of one group, which writes a checkpoint,
-ends and restarts without it. Several groups keep their slow nodes, with fewer samples.
+A single-group run leaves out a node that is too slow (`SlowNodes` in `supervise.py`): it writes a checkpoint, ends and
+restarts without the node. A run of several groups keeps its slow nodes and gives them fewer samples.
 
-When a node dies, its agent's connection is closed or silent for `run.node_timeout_s` (`backend/hub.py`). The backend
-(`backend/nodes/backend.py`) informs the groups that ran there why they will fail (`GroupStart` of
-`backend/observe.py`), and reports NodeLost. Here `_node_lost` has those groups killed, and a run of one group records
-the loss (errors/nodeNNNNN.json, by `supervise.py`). When no process of a group is left, GroupEnded follows: a run of
-one group ends, with exit code 5, and its Slurm job is requeued without the node; of several, the others continue,
-and the group waits for its node, until that has been away for too long.
+When a node dies, its agent's connection closes, or stays silent for `run.node_timeout_s` (`backend/hub.py`). The
+backend (`backend/nodes/backend.py`) tells the groups that ran there why they will fail (`GroupStart` in
+`backend/observe.py`), and reports NodeLost. Here `_node_lost` has those groups killed, and for a single-group run the
+loss is recorded (errors/nodeNNNNN.json, by `supervise.py`). When no process of a group is left, GroupEnded follows. A
+single-group run ends with exit code 5, and its Slurm job is requeued without the node. With several groups, the others
+continue, and the group waits for its node until that has been away for too long.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ from trainspec_cli.run.recovery.run_state import (
 FAILURE_GRACE_S = 10
 """Seconds that workers may take to end once one of them, or their torchrun, has failed."""
 LISTING_S = 2.0
-"""torchrun ends its workers within `FAILURE_GRACE_S` itself, and then lists how each of them ended."""
+"""torchrun itself ends its workers within `FAILURE_GRACE_S`, and then lists how each of them ended."""
 RESTART_WINDOW_S = 3600.0
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
@@ -101,7 +101,7 @@ def begin(
 
 
 def next_action(state: RunState, event: Event) -> Decision:
-    """Return the state after `event`, and the actions that follow, in order."""
+    """Return the state after `event`, and the resulting actions in order."""
     match event:
         case Tick():
             return _tick(state, event)
@@ -132,7 +132,8 @@ def next_action(state: RunState, event: Event) -> Decision:
             return state, ()
         case StopRequested(times):
             state = state._replace(stop_requested=True)
-            # Workers that have written nothing yet have nothing to save; at a second request nobody wants to wait.
+            # Workers that have written nothing yet have nothing to save, and a second request means that the user does
+            # not want to wait.
             if times > 1 or not state.has_begun:
                 return _drop_waiting(state)._replace(killed=True), ()
             return _stop(state)
@@ -140,44 +141,44 @@ def next_action(state: RunState, event: Event) -> Decision:
             return _stop(state._replace(stop_requested=True))
         case RendezvousRestarted():
             return state, (Inform("the rendezvous server ended; it starts again"),)
-        # only the supervisor records these; a change of the group's presence decides what follows
+        # the supervisor only records these events; a change in the group's presence decides what follows
         case NodeBack() | NodesSeen():
             return state, ()
 
 
 def may_restart(resilience: ResilienceSpec, restarts_s: tuple[float, ...], now_s: float) -> bool:
-    """Return whether a failed start may be followed by another, after restarts at `restarts_s`."""
+    """Return whether a failed start may be followed by another, given earlier restarts at `restarts_s`."""
     recent = [at for at in restarts_s if now_s - at < RESTART_WINDOW_S]
     return resilience.mode != "none" and len(recent) < resilience.max_restarts_per_hour
 
 
 def pause_s(failures_in_a_row: int) -> float:
-    """Return the pause before the next start: none after the first failure since a step, then doubling."""
+    """Return the pause before the next start: none after the first failure since the last step, then doubling."""
     if failures_in_a_row <= 1:
         return 0.0
     return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(failures_in_a_row - 2, 30)))
 
 
 def enough_groups(resilience: ResilienceSpec, groups_left: int) -> bool:
-    """Return whether the run continues with the groups that run or can come back."""
+    """Return whether the run continues with the groups that are running or can come back."""
     return groups_left >= resilience.min_groups
 
 
-# Time passes, groups start and step
+# Time passes; groups start and take steps
 
 
 def _tick(state: RunState, event: Tick) -> Decision:
     state = state._replace(now_s=event.now_s)
-    # They were asked to stop, and their time is over.
+    # They were asked to stop, and their time is up.
     if event.now_s > state.deadline_s:
         return state._replace(killed=True), ()
     actions: list[Action] = []
     newest_step_s = max(group.stepped_s for group in state.groups)
     newest_retry_s = max(group.retried_s for group in state.groups)
     for number, group in enumerate(state.groups):
-        # The others have waited for this group as long as they may, while it neither stepped nor retried. They may be
-        # unable to continue without it: a quorum is more than half of the living groups. A group does not wait for
-        # itself, so another one must have made a step since, or must have retried and got no answer.
+        # The others have waited for this group as long as allowed, while it neither took a step nor retried. They may
+        # be unable to continue without it: a quorum is more than half of the living groups. A group does not wait for
+        # itself, so another one must have taken a step since, or retried without an answer.
         allowed_until_s = max(group.stepped_s, group.retried_s) + STUCK * state.resilience.exchange_timeout_s
         asked = newest_retry_s > allowed_until_s and event.now_s - newest_retry_s > ANSWER_S
         stuck = group.stepped_s > 0 and (newest_step_s > allowed_until_s or asked)
@@ -194,7 +195,7 @@ def _start_if_due(state: RunState, number: int) -> Decision:
     group = state.groups[number]
     if group.phase != "waiting" or state.now_s < group.start_at_s:
         return state, ()
-    # A new generation has a new rendezvous and new logs; its backend reports again which nodes are connected.
+    # A new generation has a new rendezvous and new logs; its backend reports the connected nodes again.
     if group.needs_generation:
         state = _change(state, number, needs_generation=False, presence="awaited")
         return state._replace(has_begun=False, exit_code=None), (BeginGeneration(),)
@@ -223,7 +224,8 @@ def _start_if_due(state: RunState, number: int) -> Decision:
 
 
 def _worker_failed(state: RunState, event: WorkerFailed) -> Decision:
-    """Kill the group, whose state the others hold; workers of a run of one group may report and end by themselves."""
+    """Kill the group, because the others hold its state; workers of a single-group run may report and end by
+    themselves."""
     if state.groups[event.group].phase != "running":
         return state, ()
     if not state.is_alone:
@@ -255,7 +257,7 @@ def _group_ended(state: RunState, event: GroupEnded) -> Decision:
     if event.done and (state.is_alone or group.phase == "running" or only_orphans_killed):
         return _drop_waiting(_change(state, event.group, phase="done")), ()
     state = _change(state, event.group, phase="gone", failures_in_a_row=group.failures_in_a_row + 1)
-    # It was asked to end: that is no failure, unless it ended in another way.
+    # It was asked to end, so this is not a failure, unless it ended in another way.
     if state.leaving is not None:
         return _after_leaving(state, event)
     state = state._replace(last_failure=event.headline)
@@ -263,7 +265,7 @@ def _group_ended(state: RunState, event: GroupEnded) -> Decision:
 
 
 def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
-    """Restart from the newest checkpoint, or do not; others report how the run ended."""
+    """Restart from the newest checkpoint, or end the run; other code reports how it ended."""
     group = state.groups[0]
     over = state.stop_requested or state.stopping or bool(event.left_behind)
     if not over and (taken := _less_memory(state, event)):
@@ -273,7 +275,7 @@ def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
             *actions,
             Inform(f"{event.headline}; the run continues from step {event.checkpoint_step} {words}"),
         )
-    # A start that would most likely end in the same way would only repeat its error.
+    # Another start that would most likely end the same way would only repeat the error.
     over = over or _comes_again(group, event, has_budget=state.restarts_left is not None)
     if state.restarts_left is not None:
         return (state, ()) if over else _restart_of_budget(state, event)
@@ -286,10 +288,10 @@ def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
 
 
 def _restart_of_budget(state: RunState, event: GroupEnded) -> Decision:
-    """Restart a job with a fixed number of restarts, while one is left.
+    """Restart a job with a fixed number of restarts, as long as one is left.
 
-    The same exception at the same place, twice without a further step in between, is a bug of the program: it would
-    come again.
+    The same exception at the same place, twice without a further step in between, is a bug in the program and would
+    recur.
     """
     left = state.restarts_left or 0
     group = state.groups[0]
@@ -306,12 +308,11 @@ def _restart_of_budget(state: RunState, event: GroupEnded) -> Decision:
 
 
 def _comes_again(group: GroupState, event: GroupEnded, *, has_budget: bool) -> bool:
-    """Return whether another start would most likely end in the same way.
+    """Return whether another start would most likely end the same way.
 
-    That is the case for an anticipated error, and for one of the run's own that came before a checkpoint was written. A
-    failure from outside need not come again: it is followed by a start from any checkpoint. SIGKILL is followed by a
-    start from the beginning too, unless the kernel sent it for lack of memory, or the previous start has ended without
-    a step as well.
+    That is the case for an anticipated error, and for an error of the run itself before a new checkpoint was written. A
+    failure from outside need not recur: the run restarts if there is a checkpoint. After SIGKILL it restarts even
+    without one, unless the kernel sent it because memory ran out, or the previous start ended without a step too.
     """
     if event.has_worked or event.foreseen:
         return event.foreseen
@@ -329,7 +330,7 @@ def _after_failure_of_group(state: RunState, event: GroupEnded) -> Decision:
     if not state.is_ending and (taken := _less_memory(state, event)):
         state, actions, words = _take(state, event, taken)
         return state, (ArchiveErrors(event.group), *actions, Inform(f"{failure}; it starts again {words}"))
-    # The other groups run the same code on the same recipe: an error of this one would end them too.
+    # The other groups run the same code on the same recipe, so this group's error would end them too.
     if event.foreseen or (event.own_error and not state.has_stepped):
         state, actions = _stop(state)
         return state, (Inform(failure), *actions)
@@ -343,15 +344,15 @@ def _after_failure_of_group(state: RunState, event: GroupEnded) -> Decision:
 
 
 def _less_memory(state: RunState, event: GroupEnded) -> MemorySetting | None:
-    """Return the next setting after a memory shortage; None without a shortage, or where no setting is left. Such
-    starts do not count towards `max_restarts_per_hour`: each setting is used once."""
+    """Return the next setting after a memory shortage; None without a shortage, or if no setting is left. Such starts
+    do not count towards `max_restarts_per_hour`, because each setting is used only once."""
     if event.shortage is None or state.resilience.mode == "none":
         return None
     return next_setting(state.memory_ladder, event.shortage.failed, state.groups[event.group].taken)
 
 
 def _take(state: RunState, event: GroupEnded, taken: MemorySetting) -> tuple[RunState, tuple[Action, ...], str]:
-    """Let a group wait for its next start, with less memory; -> the difference, for messages."""
+    """Let a group wait for its next start with less memory; return the difference, for messages."""
     assert event.shortage is not None, "its memory ran out"
     state = _change(state, event.group, taken=taken, is_planned=True, failures_in_a_row=0)
     state, _ = _wait(state, event.group)
@@ -360,7 +361,7 @@ def _take(state: RunState, event: GroupEnded, taken: MemorySetting) -> tuple[Run
 
 
 def _wait(state: RunState, number: int) -> tuple[RunState, str]:
-    """Let a group wait for its next start; -> what follows, for messages."""
+    """Let a group wait for its next start; return what happens next, for messages."""
     group = state.groups[number]
     pause = pause_s(group.failures_in_a_row)
     state = _change(state, number, phase="waiting", start_at_s=state.now_s + pause)
@@ -373,9 +374,10 @@ def _wait(state: RunState, number: int) -> tuple[RunState, str]:
 
 
 def _node_lost(state: RunState, event: NodeLost) -> Decision:
-    """A run of one group cannot continue without any of its nodes; of several, the groups that ran there are away."""
+    """A single-group run cannot continue if it loses a node; with several groups, the groups that ran there are
+    away."""
     losses = (RecordLosses(),) if state.is_alone else ()
-    # A group that waits or ends already stays as it is: it has no processes there, or they are being killed.
+    # A group that is already waiting or ending stays as it is: it has no processes there, or they are being killed.
     hit = [number for number in event.groups if state.groups[number].phase == "running"]
     groups = list(state.groups)
     for number in hit:
@@ -394,8 +396,8 @@ def _node_unfit(state: RunState, event: NodeUnfit) -> Decision:
 
 
 def _node_slow(state: RunState, event: NodeSlow) -> Decision:
-    """Leave a node out of a healthy run of one group: ask its workers to write a checkpoint and end, within the time
-    that they have for a stop. Failures have precedence, and a run that ends is not changed."""
+    """Leave a node out of a healthy single-group run: ask its workers to write a checkpoint and end, within the time
+    allowed for a stop. Failures take precedence, and a run that is ending is not changed."""
     group = state.groups[0]
     over = state.is_over or state.is_ending or state.stop_requested or state.resilience.mode == "none"
     over = over or not state.is_alone or event.node in state.left_out or state.leaving is not None
@@ -406,7 +408,7 @@ def _node_slow(state: RunState, event: NodeSlow) -> Decision:
 
 
 def _after_leaving(state: RunState, event: GroupEnded) -> Decision:
-    """Restart without the slow node. That is a failure where the workers did not end as requested."""
+    """Restart without the slow node. If the workers did not end as requested, it counts as a failure."""
     leaving = state.leaving
     group = state.groups[0]
     assert leaving is not None, "a node is being left out"
@@ -435,7 +437,7 @@ def _agents_failed(state: RunState, event: AgentsFailed) -> Decision:
 
 
 def _stop(state: RunState) -> Decision:
-    """Ask the workers to write a checkpoint and end; groups that wait are not restarted."""
+    """Ask the workers to write a checkpoint and end; waiting groups are not restarted."""
     if state.stopping:
         return state, ()
     deadline_s = min(state.deadline_s, state.now_s + state.stop_grace_s)
@@ -448,12 +450,12 @@ def _drop_waiting(state: RunState) -> RunState:
 
 
 def _count_groups(before: RunState, number: int, decision: Decision) -> Decision:
-    """Add to a decision on group `number` what follows if the number of groups that run or may come changes: the
-    workers learn the number, and a run of several groups ends if too few are left."""
+    """Extend a decision on group `number` if it changes how many groups are running or may come: the workers are told
+    the number, and a run of several groups ends if too few are left."""
     state, actions = decision
     if before.expected_groups and _may_come(before.groups[number]) == _may_come(state.groups[number]):
         return decision
-    # A run of one group ends with its group, and one that ends anyway needs no other reason.
+    # A single-group run ends with its group, and a run that is ending anyway needs no other reason.
     if state.is_alone or state.is_ending or state.killed:
         return decision
     left = sum(map(_may_come, state.groups))

@@ -1,4 +1,4 @@
-"""The failure rate of a job, the time to recover, and the work that is lost."""
+"""A job's failure rate, recovery time and lost work."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from trainspec_cli.recipe.keys.cluster import ReliabilitySpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 
 PRIOR_WEIGHT = 1 / math.log(10) ** 2
-"""Weight of the cluster's own figure, as a number of observed failures: the figure is assumed to be right within a
-factor of 10, one standard deviation of its logarithm. N observed failures give the logarithm of the rate with a
-variance of about 1/N."""
+"""Weight of the cluster's own figure, expressed as a number of observed failures: one standard deviation of its
+logarithm is assumed to be a factor of 10. From N observed failures, the logarithm of the rate has a variance of about
+1/N."""
 
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds that each kind of recovery takes, for one job on one cluster with a spare node."""
+    """Seconds that each kind of recovery takes for a job on a cluster with a spare node."""
 
     restart_s: float
-    """The time from a failure to the first new work of a job that restarts and reads its checkpoint."""
+    """Time from a failure to the first new work, for a job that restarts and reads its checkpoint."""
     group_return_s: float
-    """The time from a failure until the failed group can join again, with the state of a healthy one."""
+    """Time from a failure until the failed group can rejoin with a healthy group's state."""
     heal_s: float
-    """The part of `group_return_s` that copies the state."""
+    """The part of `group_return_s` spent on copying the state."""
 
 
 def durations(cluster: ReliabilitySpec, state_bytes_per_device: float, load_s: float) -> Durations:
-    """Return those of a job with `state_bytes_per_device` bytes of training state on each device."""
+    """Return the durations for a job with `state_bytes_per_device` bytes of training state on each device."""
     started_s = cluster.detect_s + cluster.swap_s + cluster.start_s
     heal_s = state_bytes_per_device / (cluster.heal_gb_per_s * 1e9)
     return Durations(started_s + load_s, started_s + heal_s, heal_s)
@@ -41,8 +41,8 @@ def job_mtbf_s(cluster: ReliabilitySpec, devices: int) -> float:
 
 
 def updated_mtbf_s(mtbf_s: float, failures: int, observed_s: float) -> float:
-    """Return the mean time between failures after `failures` in `observed_s` of running, where `mtbf_s` was expected: a
-    weighted mean of both logarithms. Without a failure it stays as it was."""
+    """Return an updated mean time between failures if `mtbf_s` was expected and `failures` occurred in `observed_s` of
+    running: a weighted mean of both logarithms. Without a failure it is unchanged."""
     if not failures:
         return mtbf_s
     seen_s = max(observed_s, 1.0) / failures
@@ -52,33 +52,33 @@ def updated_mtbf_s(mtbf_s: float, failures: int, observed_s: float) -> float:
 
 
 def rollback_mtbf_s(resilience: ResilienceSpec, cluster: ReliabilitySpec, mtbf_s: float, replica_groups: int) -> float:
-    """Return the mean time between failures that return the run to a checkpoint, since checkpoints are for these alone.
+    """Return the mean time between failures that send the run back to a checkpoint; only these call for checkpoints.
 
-    An elastic run with two groups or more returns to one only after a job-wide failure (independent failures of all
-    groups at once are neglected: they are rarer by the square of the rate).
+    An elastic run with two or more groups goes back only after a job-wide failure (simultaneous independent failures of
+    all groups are neglected: their rate is of second order).
     """
     if resilience.mode != "elastic" or replica_groups == 1:
         return mtbf_s
     return mtbf_s / cluster.job_wide_fraction if cluster.job_wide_fraction else float("inf")
 
 
-# The checkpoint interval: writing costs as much as the work that failures undo.
+# The checkpoint interval: writing should cost as much as the work that failures undo.
 
 
 AUTO_SHORTEST_S = 60.0
-"""The least work before the first checkpoint of `auto`, and between two: shorter runs write only the last one, and a
+"""The minimum work before the first checkpoint of `auto`, and between two: shorter runs write only the last one, and a
 restart takes longer anyway."""
 MOST_LOST_S = 600.0
-"""The most work between checkpoints of `auto` that are cheap."""
+"""The maximum work between cheap checkpoints of `auto`."""
 MOST_WAITED = 0.05
-"""The largest fraction of the time that checkpoints of `auto` may block training."""
+"""The largest fraction of the time for which checkpoints of `auto` may block training."""
 
 
 def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
     """Work between checkpoints, first order: sqrt(2 C M) (Young 1974, doi:10.1145/361147.361115).
 
     `checkpoint_s` (C) is the time that a checkpoint blocks training, `mtbf_s` (M) the mean time between failures of the
-    whole job. Good while C is small compared with M; at C = M/10 the loss is about 1% above the minimum.
+    entire job. Accurate while C is small compared with M; at C = M/10 the loss is about 1% above the minimum.
     """
     return math.sqrt(2 * checkpoint_s * mtbf_s)
 
@@ -97,28 +97,28 @@ def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
 
 
 def checkpoint_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> float:
-    """Return Daly's interval for the time that training waits (`blocked_s`), but at least a checkpoint's writing
-    time."""
+    """Return Daly's interval for the time that training waits (`blocked_s`), but at least the time to write a
+    checkpoint."""
     return max(daly_interval_s(blocked_s, mtbf_s), written_s)
 
 
 def auto_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> float:
-    """Return the interval of `checkpoint.interval_steps: auto`: that of `checkpoint_interval_s`, limited to between one
-    and ten minutes, as runs end for other reasons than failures too; twenty times `blocked_s` where that is longer, so
-    that training waits for a twentieth of the time at most."""
+    """Return the interval for `checkpoint.interval_steps: auto`: that of `checkpoint_interval_s`, clamped to one to ten
+    minutes because runs also end for reasons other than failures; or twenty times `blocked_s` if that is longer, so
+    that training waits for at most a twentieth of the time."""
     longest_s = max(MOST_LOST_S, blocked_s / MOST_WAITED)
     return max(min(daly_interval_s(blocked_s, mtbf_s), longest_s), written_s, AUTO_SHORTEST_S)
 
 
 def checkpoint_interval_steps(interval_s: float, step_time_s: float) -> int:
-    """Return the nearest whole number of steps, at least one; for an infinite interval, more than any run has. The
-    number fits into a record."""
+    """Return the nearest whole number of steps, at least one; for an infinite interval, more steps than any run has,
+    but a number that fits into a record."""
     if math.isinf(interval_s):
         return LARGEST_WHOLE
     return max(1, round(interval_s / step_time_s))
 
 
-# Decide which replica groups make the next step together, and which group heals from which, on plain numbers.
+# Decide which replica groups take the next step together, and which group heals from which, using plain numbers.
 #
 # The rules are those of torchft's lighthouse (github.com/pytorch/torchft, `quorum_compute`), restated.
 
@@ -127,7 +127,7 @@ def checkpoint_interval_steps(interval_s: float, step_time_s: float) -> int:
 class ConnectedGroup:
     heard_at_s: float
     asked_at_s: float = math.inf
-    """The time when it asked to take part in the next step; infinite while it computes."""
+    """The time at which it asked to take part in the next step; infinite while it computes."""
 
     @property
     def asks(self) -> bool:
@@ -137,18 +137,18 @@ class ConnectedGroup:
 @dataclass(frozen=True)
 class QuorumRules:
     silence_s: float
-    """A replica group that was silent for this long counts as dead."""
+    """A replica group that has been silent for this long counts as dead."""
     patience_s: float
-    """Seconds that waiting replica groups wait for one that is alive but does not ask."""
+    """Seconds for which replica groups wait for one that is alive but does not ask."""
 
 
 def choose_members(
     groups: Mapping[str, ConnectedGroup], previous: Collection[str], now_s: float, rules: QuorumRules
 ) -> list[str]:
-    """Return the names of the replica groups that make the next step, in order; empty while they have to wait.
+    """Return the names of the replica groups that take the next step, in order; empty while they have to wait.
 
-    They start at once if all of the previous quorum ask. Else more than half of the living must ask; they start when
-    all of the living ask, or when the first of them has waited long enough.
+    They start at once if all members of the previous quorum ask. Otherwise more than half of the living groups must
+    ask; they start when all living groups ask, or when the first of them has waited long enough.
     """
     living = {name: each for name, each in groups.items() if now_s - each.heard_at_s <= rules.silence_s}
     asking = {name: each for name, each in living.items() if each.asks}
@@ -162,18 +162,18 @@ def choose_members(
 
 @dataclass(frozen=True)
 class Healing:
-    """The copies that one rank of a replica group makes before the step, to and from the same rank of others."""
+    """The copies that a rank of a replica group makes before the step, to and from the same rank in other groups."""
 
     gives_to: tuple[int, ...]
-    """Indices in the quorum of the groups that copy the state from it."""
+    """Quorum indices of the groups that copy the state from it."""
     takes_from: int | None
-    """Index of the group that it copies the state from; None if its own is the newest."""
+    """Quorum index of the group from which it copies the state; None if its own state is the newest."""
 
 
 def plan_healing(steps: Sequence[int], place: int, rank: int) -> Healing:
-    """Plan the copies of rank `rank` of the group at index `place`; `steps` are the updates that each group has made.
-    Groups that are behind copy from those that are ahead, in turn; each rank starts at another one, which spreads the
-    load."""
+    """Plan the copies of rank `rank` in the group at index `place`; `steps` are the updates that each group has made.
+    Groups that are behind copy from those that are ahead, in rotation; each rank starts at a different one, which
+    spreads the load."""
     front = [other for other, step in enumerate(steps) if step == max(steps)]
     behind = [other for other, step in enumerate(steps) if step < max(steps)]
     sources = {other: front[(number + rank) % len(front)] for number, other in enumerate(behind)}

@@ -11,11 +11,11 @@ from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
 
 Phase = Literal["waiting", "running", "ending", "done", "gone"]
 Presence = Literal["there", "awaited", "away"]
-"""The nodes of a group: all are connected; some may still come; or one is not waited for (it may come nevertheless)."""
+"""The nodes of a group: all are connected; some may still come; or one is no longer awaited (but may still come)."""
 
 
 class GroupState(NamedTuple):
-    """A replica group; times are seconds of the clock in `Tick`."""
+    """A replica group; times are in seconds on the clock of `Tick`."""
 
     phase: Phase = "waiting"
     presence: Presence = "awaited"
@@ -25,63 +25,63 @@ class GroupState(NamedTuple):
     start_at_s: float = -math.inf
     """waiting: the earliest time of its next start."""
     kill_at_s: float = math.inf
-    """running: it has failed, and its workers have until then."""
+    """running: it has failed, and its workers must end by then."""
     failures_in_a_row: int = 0
-    """Failures since it last made a step."""
+    """Failures since it last took a step."""
     needs_generation: bool = False
-    """waiting: its next start is a new generation of the run."""
+    """waiting: its next start opens a new generation of the run."""
     checkpoint_step: int = 0
-    """The newest checkpoint at its last start."""
+    """The newest checkpoint when it was last started."""
     stepped_s: float = 0.0
     """Time of its last step; 0 before the first step of this start."""
     retried_s: float = 0.0
-    """Time when it last began a step again, because an exchange had failed."""
+    """Time when it last retried a step because an exchange had failed."""
     taken: MemorySetting | None = None
-    """The setting of its last start after a memory shortage."""
+    """The setting of its last start that followed a memory shortage."""
     cause: str = ""
     reached_step: int = 0
     """Its step at the last failure, and the cause (`GroupEnded.cause`)."""
     is_planned: bool = False
-    """waiting: it ended for lack of memory, or to leave a node out, so that its next start does not count as a restart
+    """waiting: it ended because memory ran out, or to leave a node out, so its next start does not count as a restart
     after a failure."""
 
 
 class RunState(NamedTuple):
-    """The state of a run. Tuples, since a forecast makes hundreds of thousands of them (`_replace`)."""
+    """The state of a run. A named tuple, because a forecast makes hundreds of thousands of them (`_replace`)."""
 
     resilience: ResilienceSpec
     groups: tuple[GroupState, ...]
     stop_grace_s: float = 0.0
     checkpoint_step: int = 0
-    """The newest step, 0 without one."""
+    """The newest checkpoint's step; 0 without one."""
     now_s: float = 0.0
     deadline_s: float = math.inf
-    """The workers were asked to stop, and have until then."""
+    """The workers were asked to stop, and must end by then."""
     stop_requested: bool = False
     """A user or a scheduler has asked the run to end."""
     stopping: bool = False
     killed: bool = False
-    """True where the remaining processes are to be killed: at the deadline, at a second request, or before they had
+    """True if the remaining processes are to be killed: at the deadline, after a second request, or before they have
     anything to save."""
     has_begun: bool = False
-    """True once the workers of this generation have written an event: before that they have nothing to save."""
+    """True once the workers of this generation have written an event; before that they have nothing to save."""
     has_stepped: bool = False
     expected_groups: int = 0
-    """The number of groups that run or may still come, of several."""
+    """The number of groups that are running or may still come, if the run has several."""
     given_up: str = ""
-    """Why the run ends without a request: too few groups are left."""
+    """Why the run ends without a request: for example, too few groups are left."""
     last_failure: str = "their nodes did not come"
     exit_code: int | None = None
-    """The exit code of the last group that has ended."""
+    """The exit code of the last group that ended."""
     memory_ladder: tuple[MemorySetting, ...] = ()
     """The settings to use one after another when memory runs out."""
     leaving: NodeSlow | None = None
-    """The workers were asked to write a checkpoint and end, and the next start is without this node."""
+    """Set if the workers were asked to write a checkpoint and end, so that the next start leaves out this node."""
     left_out: tuple[int, ...] = ()
     """Nodes that were left out."""
     restarts_left: int | None = None
-    """Remaining restarts after failures, of a job that has a fixed number of them and keeps its checkpoints itself: its
-    steps take the place of checkpoints here. None: the resilience decides."""
+    """Remaining restarts after failures, for a job that has a fixed number of them and manages its own checkpoints:
+    here its steps stand in for checkpoints. None: the plan's resilience decides."""
 
     @property
     def is_alone(self) -> bool:
@@ -93,12 +93,12 @@ class RunState(NamedTuple):
 
     @property
     def is_lost(self) -> bool:
-        """Return whether no group holds the training state any more, so that it has to be read from a checkpoint."""
+        """Return whether no group holds the training state any more, so that it must be read from a checkpoint."""
         return not any(group.phase == "running" for group in self.groups)
 
     @property
     def is_ending(self) -> bool:
-        """Return whether no group is started any more."""
+        """Return whether no further group will be started."""
         return self.stopping or any(group.phase == "done" for group in self.groups)
 
 
@@ -137,49 +137,49 @@ class Retried:
 
 @dataclass(frozen=True)
 class WorkerFailed:
-    """A worker or a torchrun of the group has failed; others of it may be alive."""
+    """A worker or a torchrun of the group has failed; others in the group may still be alive."""
 
     group: int
 
 
 @dataclass(frozen=True)
 class Orphaned:
-    """A torchrun of the group has ended, and has left workers behind."""
+    """A torchrun of the group has ended and left workers behind."""
 
     group: int
 
 
 @dataclass(frozen=True)
 class GroupEnded:
-    """No process of the group's start is left, except those that hang in the kernel."""
+    """No process of the group's start is left, except those stuck in the kernel."""
 
     group: int
     done: bool
     headline: str = ""
     """Why it failed, if it did."""
     exit_code: int | None = None
-    """torchrun's exit code, negative for a signal; None where torchrun had to be killed."""
+    """torchrun's exit code, negative for a signal; None if torchrun had to be killed."""
     own_error: bool = False
-    """A worker has reported an error of its own."""
+    """A worker has reported an error of its own code."""
     foreseen: bool = False
-    """The error would come again if the run were restarted unchanged."""
+    """The error would recur if the run were restarted unchanged."""
     from_outside: bool = False
-    """Workers or torchrun were ended by a signal or without a report, and none has reported an error."""
+    """Workers or torchrun ended by a signal or without a report, and none has reported an error."""
     checkpoint_step: int = 0
-    """The newest checkpoint; for a user-defined command the steps that all its starts have made."""
+    """The newest checkpoint's step; for a user-defined command, the steps completed by all its starts."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended."""
     shortage: Shortage | None = None
     """It failed because its memory ran out."""
     has_worked: bool = False
-    """A user-defined command without counted steps has worked for long: its state has most likely advanced."""
+    """A user-defined command without counted steps has run for a long time, so its state has most likely advanced."""
     cause: str = ""
-    """For a user-defined command: the exception that ended it, and where it was raised; empty where that is unknown, or
-    where the failure came from outside."""
+    """For a user-defined command: the exception that ended it, and where it was raised; empty if unknown, or if the
+    failure came from outside."""
     reached_step: int = 0
-    """For a user-defined command: the furthest step of any of its starts."""
+    """For a user-defined command: the furthest step reached by any of its starts."""
     was_killed: bool = False
-    """Workers or torchrun were ended by SIGKILL."""
+    """Workers or torchrun were killed by SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class NodeLost:
     hostname: str
     why: str
     groups: tuple[int, ...]
-    """Groups that run there, at least in part."""
+    """Groups that run on the node, at least in part."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class NodeUnfit:
 
 @dataclass(frozen=True)
 class NodeSlow:
-    """The run is expected to be faster without a node, by more than leaving it out costs
+    """The run is expected to gain more time without a node than leaving it out costs
     (`balance/decisions/shares.py`)."""
 
     node: int
@@ -218,12 +218,12 @@ class NodeSlow:
 
 @dataclass(frozen=True)
 class NodesSeen:
-    """The set of connected nodes has changed: those of the run, and the spares."""
+    """The set of connected nodes, the run's own and the spares, has changed."""
 
     hostnames: tuple[str, ...]
-    """The nodes' names by place, the run's own first; empty for a node that is not connected."""
+    """The nodes' hostnames by place, the run's own first; empty for a node that is not connected."""
     waiting: str = ""
-    """For messages: the run's own nodes that are missing, if only some are."""
+    """For messages: the run's own nodes that are missing, if only some of them are."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class AgentsFailed:
 
 @dataclass(frozen=True)
 class StopRequested:
-    """The supervisor was asked to stop, `times` times so far."""
+    """The supervisor was asked to stop for the `times`-th time."""
 
     times: int
 
@@ -271,7 +271,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Stop:
-    """Ask workers to write a checkpoint and end: all of them, because the run is to end, or those of one group."""
+    """Ask workers to write a checkpoint and end: all workers, because the run is to end, or those of one group."""
 
     group: int | None = None
 
@@ -283,8 +283,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class BeginGeneration:
-    """Close what is left of this generation of the run, and open the next, which continues from the newest
-    checkpoint."""
+    """Close the run's current generation and open the next, which continues from the newest checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +298,7 @@ class TakeSetting:
 
 @dataclass(frozen=True)
 class LeaveOut:
-    """Make the next start without the node: with a spare if there is one, else with fewer nodes."""
+    """Leave the node out of the next start, which uses a spare if there is one, and fewer nodes otherwise."""
 
     node: int
 
@@ -313,12 +312,12 @@ class Inform:
 
 @dataclass(frozen=True)
 class MarkFailure:
-    """Record the time at which the run was found to have failed."""
+    """Record the time at which the failure was detected."""
 
 
 @dataclass(frozen=True)
 class ArchiveErrors:
-    """Move the error reports of a start that is followed by another to its logs."""
+    """Move a start's error reports into its logs, because another start follows."""
 
     group: int
 
@@ -330,14 +329,14 @@ class RecordLosses:
 
 @dataclass(frozen=True)
 class Expect:
-    """Let a run that has not made a step yet wait for this number of groups."""
+    """Let a run that has not taken a step yet wait for this number of groups."""
 
     groups: int
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """End the run, which cannot begin."""
+    """End a run that cannot start."""
 
     code: str
     message: str

@@ -1,4 +1,4 @@
-"""Decide when a step has hung, and which rank the others wait for, on plain numbers."""
+"""Decide when a step hangs, and which rank the others wait for, using plain numbers."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ STALL_SLOWER, STALL_FLOOR_S = 2.5, 2.0
 """A step is reported as stalled when it takes this many times as long as usual, and at least this many seconds."""
 LEARNING_STEPS = 3
 FIRST_S = 1800.0
-"""The usual limit until a program's own steps are known (the first ones compile), and between steps."""
+"""The default limit until a program's own step times are known (the first steps compile), and between steps."""
 READING_THREAD = "loader"
-"""Prefix of the names of threads that read batches; it attributes a hang to them."""
+"""Name prefix of the threads that read batches, used to attribute a hang to them."""
 NOTE_S = 120.0
-"""A first step that takes this long is reported with what it waits for, long before its limit."""
+"""A first step that takes this long is reported, with what it is waiting for, long before its limit."""
 
 
 def step_deadline_s(recent_s: Sequence[float], floor_s: float, first_s: float = FIRST_S) -> float:
-    """Return the time limit of a step, learned from the steps before it; at least `floor_s`. Before any step (the first
-    ones compile) it is `first_s`."""
+    """Return the time limit of a step, learned from the previous steps; at least `floor_s`. Before any step it is
+    `first_s`, because the first steps compile."""
     if len(recent_s) < LEARNING_STEPS:
         return max(first_s, floor_s)
     return max(floor_s, SLOWER * max(recent_s))
 
 
 def stall_after_s(recent_s: Sequence[float], deadline_s: float) -> float:
-    """Return the time after which a step that may hang is reported, long before `deadline_s` ends the run."""
+    """Return the time after which a possibly hanging step is reported, long before `deadline_s` ends the run."""
     if len(recent_s) < LEARNING_STEPS:
         return math.inf
     return min(deadline_s / 2, max(STALL_FLOOR_S, STALL_SLOWER * max(recent_s)))
@@ -38,12 +38,12 @@ def stall_after_s(recent_s: Sequence[float], deadline_s: float) -> float:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """The position of a rank in a step that hangs."""
+    """The position of a rank in a hanging step."""
 
     waiting: bool
     """True in a collective, or while waiting for the device to finish one."""
     collectives: Mapping[str, int] = field(default_factory=dict)
-    """The number of the last collective that it entered, by process group."""
+    """Number of the last collective that the rank entered, by process group."""
 
 
 def find_late(found: Mapping[int, Whereabouts], world_size: int) -> tuple[list[int], str]:
@@ -64,18 +64,19 @@ def find_late(found: Mapping[int, Whereabouts], world_size: int) -> tuple[list[i
     return [], "all ranks wait in the same collective"
 
 
-# Detect memory that grows from step to step and will run out, while some is still free.
+# Detect memory that grows from step to step and will run out, while some of it is still free.
 
 
 WINDOW = 48
 """The number of readings that a verdict is based on."""
 STEADY = 0.8
-"""Fraction of neighbouring eighths that must grow: caches fill and then stay constant, leaks continue."""
+"""Fraction of adjacent eighths of the window that must grow: caches fill and then stay constant, leaks continue."""
 EIGHTHS = 8
 
 
 def slope_per_step(steps: Sequence[int], readings_bytes: Sequence[float]) -> float:
-    """Return bytes per step: the median over pairs half a window apart (Theil and Sen), robust to single jumps."""
+    """Return bytes per step: the median over pairs half a window apart (Theil-Sen), which is robust to isolated
+    jumps."""
     half = len(steps) // 2
     pairs = zip(range(half), range(half, 2 * half), strict=True)
     return median((readings_bytes[b] - readings_bytes[a]) / (steps[b] - steps[a]) for a, b in pairs)
@@ -90,7 +91,7 @@ def grows_steadily(readings_bytes: Sequence[float]) -> bool:
 
 
 def steps_until_full(steps: Sequence[int], readings_bytes: Sequence[float], free_bytes: float) -> float | None:
-    """Return the steps until a leak has taken `free_bytes`; None if a full window shows no leak."""
+    """Return the number of steps until a leak has used up `free_bytes`; None if a full window shows no leak."""
     if len(readings_bytes) < WINDOW or not grows_steadily(readings_bytes):
         return None
     slope = slope_per_step(steps, readings_bytes)

@@ -21,19 +21,20 @@ from trainspec_cli.run.rendezvous import server as rendezvous_server
 
 RESTART_INTERVAL_S = 1.0
 START_S = 10.0
-"""A server that lives shorter than this counts as failed at its start; a busy machine takes seconds to start one."""
+"""A server that lives for less than this counts as failed at its start; on a busy machine, starting one takes
+seconds."""
 MAX_FAILURES = 5
 
 
 class Rendezvous:
-    """The server's process, and its listening socket, which the supervisor keeps so that no other process gets the
+    """The server's process and its listening socket, which the supervisor keeps so that no other process gets the
     port."""
 
     def __init__(
         self, job: Job, resilience: ResilienceSpec, secret_file: Path, host: str, port: int = 0, *, name: str = ""
     ):
         """Start a server on `host`, this node's address on the job's interface. Raises MachineError. Other nodes reach
-        it by `name`, or by the address itself if `name` is empty. `port` 0 chooses any free one."""
+        it by `name`, or by the address itself if `name` is empty. `port` 0 chooses any free port."""
         self._job = job
         self._secret_file = secret_file
         self._silence_s = resilience.heartbeat_timeout_s
@@ -45,7 +46,7 @@ class Rendezvous:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables with the server's address and the file of its secret."""
+        """Return environment variables with the server's address and the file of its secret."""
         return {RENDEZVOUS: self.address, SECRET_FILE: str(self._secret_file)}
 
     def keep_alive(self) -> bool:

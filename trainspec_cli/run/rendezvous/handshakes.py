@@ -1,4 +1,5 @@
-"""Limit and log a server's connections: connections in their handshake are few and short-lived; refusals are logged."""
+"""Limit and log a server's connections: those in their handshake are limited in number and time, and refusals are
+logged."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from typing import TextIO
 from trainspec_cli.core.wire.handshake import ANSWER_BYTES, TIMEOUT_S, Challenge
 
 MAX_UNPROVEN = 1024
-"""The most connections in their handshake at once; one more closes the oldest."""
+"""The maximum number of simultaneous connections in their handshake; one more closes the oldest."""
 LOGGED_REFUSALS = 20
-"""The most refused connections that are logged."""
+"""The maximum number of refused connections that are logged."""
 
 BAD_REQUEST = (ValueError, KeyError, TypeError, ArithmeticError, RecursionError)
 
@@ -28,7 +29,7 @@ class Handshakes:
 
     @asynccontextmanager
     async def limited(self) -> AsyncIterator[None]:
-        """Time-limit the handshake of this task's connection."""
+        """Limit the handshake time of this task's connection."""
         task = asyncio.current_task()
         assert task is not None, "a connection is served by a task"
         if len(self._unproven) >= self._max_unproven:
@@ -43,7 +44,7 @@ class Handshakes:
             self._unproven.pop(task, None)
 
     def note_refusal(self, name: str, writer: asyncio.StreamWriter, error: BaseException) -> None:
-        """Log why a connection to the server `name` ended."""
+        """Log why a connection to the server called `name` ended."""
         self._refusals += 1
         if self._refusals <= LOGGED_REFUSALS:
             peer = writer.get_extra_info("peername")
@@ -53,6 +54,6 @@ class Handshakes:
 
 
 async def prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, challenge: Challenge) -> None:
-    """Do the server's half of the handshake. Raises HandshakeError, or EOFError where the connection ends."""
+    """Perform the server's half of the handshake. Raises HandshakeError, or EOFError if the connection ends."""
     writer.write(challenge.nonce)
     writer.write(challenge.accept(await reader.readexactly(ANSWER_BYTES)))

@@ -1,4 +1,4 @@
-"""The server side of the key-value store with which process groups are built (torch.distributed's Store)."""
+"""The server side of the key-value store that builds process groups (torch.distributed's Store)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class KeyValueStore:
         self._changed: dict[str, asyncio.Event] = {}
 
     async def wait(self, request: messages.WaitRequest) -> messages.KeyValues | messages.MissingKey:
-        """Wait until all keys of the request exist, and return their values where it asks for them."""
+        """Wait until all keys of the request exist, and return their values if it asks for them."""
         deadline = time.monotonic() + request.timeout_s
         for key in request.keys:
             while key not in self._values:
@@ -34,7 +34,8 @@ class KeyValueStore:
         return messages.KeyValues(tuple(self._values.get(key, "") for key in wanted))
 
     def answer(self, request: messages.KeyRequest) -> messages.StoreAnswer:
-        """Raises ValueError if the store would grow too large, or a value to add to is not a number."""
+        """Answer a request. Raises ValueError if the store would grow too large, or a value to be added to is not a
+        number."""
         value: str | int | bool | None = None
         match request:
             case messages.SetKey(key, new):

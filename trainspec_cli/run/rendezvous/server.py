@@ -1,9 +1,9 @@
 """`python -m trainspec_cli.run.rendezvous.server DESCRIPTOR SUPERVISOR SECRET_FILE SILENCE_S PATIENCE_S PAUSE_S
 GRACE_S`: the rendezvous server of a job.
 
-It serves, on an inherited listening socket, a key-value store (torch.distributed's) and the replica groups' quorum.
-No byte of a connection is used before its handshake. Connections in their handshake are few and short-lived, and an
-error on a connection closes that connection alone.
+On an inherited listening socket it serves a key-value store (torch.distributed's) and the replica groups' quorum. No
+byte of a connection is used before its handshake. Connections in their handshake are limited in number and time, and an
+error on a connection closes only that connection.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from trainspec_cli.run.rendezvous.key_value import KeyValueStore
 TICK_S = 0.05
 """The interval at which the server checks for silent replica groups."""
 MAX_CONNECTIONS = 100_000
-"""The most connections of a job; the system's limit may be lower."""
+"""The maximum number of connections of a job; the system's limit may be lower."""
 Write = Callable[[messages.Answer], None]
 
 
 class Quorums:
-    """The connected replica groups, and the quorums that they form one after another."""
+    """The connected replica groups, and the successive quorums that they form."""
 
     def __init__(self, rules: QuorumRules, pause_s: float):
-        """Form no quorum for `pause_s`, so that groups can reconnect after the server was restarted."""
+        """Form no quorum for `pause_s`, so that groups can reconnect after a restart of the server."""
         self._rules, self._begin_s = rules, time.monotonic() + pause_s
         self._groups: dict[str, ConnectedGroup] = {}
         self._requests: dict[str, messages.JoinQuorum] = {}
@@ -57,7 +57,7 @@ class Quorums:
         name = request.name
         now_s = time.monotonic()
         if self._writers.get(name) is not write:
-            self._groups.pop(name, None)  # the group repeats a request whose connection was lost
+            self._groups.pop(name, None)  # a group repeats a request whose connection was lost
         self._writers[name] = write
         self._groups[name] = replace(self._groups.get(name, ConnectedGroup(now_s)), heard_at_s=now_s)
         if isinstance(request, messages.JoinQuorum):
@@ -79,8 +79,8 @@ class Quorums:
         if not members or now_s < self._begin_s:
             return
         requests = [self._requests.pop(name) for name in members]
-        # Another number makes the groups reconnect to one another; they keep their connections while all of them are
-        # healthy.
+        # A different number makes the groups reconnect to one another; they keep their connections as long as all of
+        # them are healthy.
         if members != self._previous or any(request.failures for request in requests):
             self._number += 1
         self._previous = members
@@ -102,7 +102,8 @@ class RendezvousServer:
     async def serve(self, listener: socket.socket, supervisor: int, grace_s: float) -> None:
         """Serve until the supervisor kills this process.
 
-        If the supervisor itself is killed, the workers save and end within `grace_s`, and need the server until then.
+        If the supervisor itself is killed, the workers save their state and end within `grace_s`, and need the server
+        until then.
         """
         server = await asyncio.start_server(self._serve_connection, sock=listener, limit=LINE_BYTES, backlog=BACKLOG)
         orphaned_s = 0.0
@@ -114,7 +115,7 @@ class RendezvousServer:
         server.close()
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection. An error is logged and closes this connection alone."""
+        """Serve one connection. An error is logged and closes only this connection."""
 
         def write(answer: messages.Answer) -> None:
             writer.write(json.dumps(asdict(answer), allow_nan=False).encode() + b"\n")
@@ -148,7 +149,7 @@ class RendezvousServer:
 def main() -> None:
     descriptor, supervisor, secret_file, *times_s = sys.argv[1:]
     silence_s, patience_s, pause_s, grace_s = map(float, times_s)
-    for number in (signal.SIGTERM, signal.SIGINT):  # sent to the whole job, whose workers still need this process
+    for number in (signal.SIGTERM, signal.SIGINT):  # sent to the entire job, whose workers still need this process
         signal.signal(number, signal.SIG_IGN)
     allow_connections(MAX_CONNECTIONS)
     quorums = Quorums(QuorumRules(silence_s, patience_s), pause_s)

@@ -13,7 +13,7 @@ from trainspec_cli.core.errors import MachineError, Problem
 TIMEOUT_S = 30.0
 NONE = "(null)"
 SILENT = "slurm_silent"
-"""The code of the error where a Slurm command has not answered: its effect may have happened."""
+"""The error code used when a Slurm command did not answer: it may have taken effect nevertheless."""
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
 
@@ -24,7 +24,7 @@ def submit(script: Path) -> str:
 
 
 def is_alive(job_id: str) -> bool:
-    """Return True if the job is pending or running; False also if Slurm cannot be reached."""
+    """Return True if the job is pending or running; also False if Slurm cannot be reached."""
     try:
         answer = _run(["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T"], hint="")
     except MachineError:
@@ -33,7 +33,8 @@ def is_alive(job_id: str) -> bool:
 
 
 def pending() -> frozenset[str]:
-    """Return the user's pending jobs, an array's tasks one by one (`12_3`); none if Slurm cannot be reached."""
+    """Return the user's pending jobs, with an array's tasks listed individually (`12_3`); empty if Slurm cannot be
+    reached."""
     try:
         answer = _run(["squeue", "--me", "--noheader", "--array", "--states=PENDING", "--format=%i"], hint="")
     except MachineError:
@@ -47,7 +48,7 @@ def show(name: str, kind: str = "job") -> dict[str, str]:
     answer = _run(["scontrol", "show", kind, name, "--oneliner"], hint="")
     # a name may contain blanks, and words like these;
     words = re.sub(r" JobName=.*? UserId=", " UserId=", answer).split()
-    return dict(word.split("=", 1) for word in reversed(words) if "=" in word)  # so may paths, which are at the end
+    return dict(word.split("=", 1) for word in reversed(words) if "=" in word)  # and so may paths, which come last
 
 
 def requeue(job_id: str) -> None:
@@ -58,8 +59,8 @@ def requeue(job_id: str) -> None:
 def exclude(job_id: str, hostnames: Sequence[str], always: str | None = None) -> None:
     """Exclude `hostnames`, and those of the node list `always`, from a pending job.
 
-    Earlier exclusions are kept, the newest first, while the partition has enough nodes: a node lost long ago may work
-    again, and a job that could never start would wait forever. Raises MachineError.
+    Earlier exclusions are kept, newest first, as long as the partition has enough nodes: a node lost long ago may work
+    again, and a job that can never start would wait forever. Raises MachineError.
     """
     job = show(job_id)
     nodes_wanted = int(job["NumNodes"].partition("-")[0])  # the lower end of a range
@@ -78,14 +79,14 @@ def _names(node_list: str | None) -> list[str]:
 
 
 def own_address() -> str:
-    """Return the address, as Slurm knows it, of the node that this process runs on: the job's first."""
+    """Return Slurm's address for the node on which this process runs, the job's first."""
     hostname = own_name()
     found = re.search(r"NodeAddr=(\S+)", _run(["scontrol", "show", "node", hostname], hint=""))
     return found[1] if found else hostname
 
 
 def own_name() -> str:
-    """Return Slurm's name of the node that this process runs on."""
+    """Return Slurm's name for the node on which this process runs."""
     return os.environ.get("SLURMD_NODENAME") or _names(os.environ["SLURM_JOB_NODELIST"])[0]
 
 
@@ -123,9 +124,9 @@ def _failed(code: str, message: str, hint: str) -> MachineError:
     return MachineError(Problem(code, message, hint=hint, environment=True))
 
 
-# Place a job's nodes next to their neighbours on the same switch, as the plan wants them.
+# Place a job's nodes next to their neighbours on the same switch, as the plan requires.
 #
-# Slurm numbers tasks by a hostfile on request (`srun --distribution=arbitrary` with SLURM_HOSTFILE), and gives each
+# On request, Slurm numbers tasks by a hostfile (`srun --distribution=arbitrary` with SLURM_HOSTFILE), and tells each
 # task the switches above its node (SLURM_TOPOLOGY_ADDR, under topology/tree); both are documented in srun(1).
 
 
@@ -134,17 +135,17 @@ SEPARATOR = "."
 
 
 def arrange(addresses: Mapping[str, str], first: str, places: Sequence[int]) -> list[str]:
-    """Return the job's nodes by their number.
+    """Return the job's nodes, ordered by number.
 
-    `addresses`: the switches above each node, from the top, and its name. Nodes are sorted so that each switch is left
-    once, with `first`, where the supervisor runs, and its neighbours at the beginning; nodes of one switch stay in the
-    order of `addresses`. `places`: the place of each number among the sorted nodes; empty: they are numbered in that
-    order.
+    `addresses`: for each node, the switches above it, from the top, and its name. Nodes are sorted so that each
+    switch's nodes are contiguous, starting with `first`, where the supervisor runs, and its neighbours; nodes of one
+    switch stay in the order of `addresses`. `places`: the place of each number among the sorted nodes; if empty, they
+    are numbered in sorted order.
     """
     own = _switches(addresses[first], first)
 
     def place(node: str) -> tuple[list[tuple[bool, str]], bool]:
-        """The node's own switches come first at every tier, then the others by name."""
+        """Sort key: the first node's own switches come first at every tier, then the others by name."""
         above = _switches(addresses[node], node)
         far = [above[: depth + 1] != own[: depth + 1] for depth in range(len(above))]
         return list(zip(far, above, strict=True)), node != first
@@ -159,6 +160,6 @@ def has_switches(addresses: Mapping[str, str]) -> bool:
 
 
 def _switches(address: str, node: str) -> list[str]:
-    """`top.leaf1.node7` -> top, leaf1. Without the plugin the address is empty, or the node's name alone."""
+    """`top.leaf1.node7` -> top, leaf1. Without the plugin the address is empty, or only the node's name."""
     above = address.removesuffix(node).rstrip(SEPARATOR)
     return above.split(SEPARATOR) if above else []

@@ -1,6 +1,6 @@
 """The container in which a job's agents and their processes run: by Slurm's pyxis plugin, or by Apptainer.
 
-The supervisor stays outside, since it calls scontrol and srun. Inside, the image's own Python runs this copy of
+The supervisor stays outside, because it calls scontrol and srun. Inside, the image's own Python runs this copy of
 trainspec, which is mounted. Options: github.com/NVIDIA/pyxis (`srun --help` shows them), and
 apptainer.org/docs/user/latest/cli/apptainer_exec.html.
 """
@@ -19,24 +19,24 @@ from trainspec_cli.recipe.keys.cluster import SlurmSpec
 HOME = "/opt/trainspec"
 """The folder inside the container that holds trainspec, and nothing else that Python could import."""
 INSIDE = {"PYTHONPATH": HOME, "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
-"""The image's Python sees no modules of the Python outside, nor those below a mounted home."""
+"""The image's Python must see neither the outer Python's modules nor those below a mounted home."""
 OF_ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
 """The files that mark the root of a virtual or conda environment."""
 OF_SYSTEM = (Path("/"), Path("/usr"), Path("/usr/local"))
-"""Folders of an image's own programs."""
+"""Folders that contain an image's own programs."""
 PREFIXES = {"apptainer": "APPTAINERENV_", "singularity": "SINGULARITYENV_"}
-"""Variables with this prefix are set inside, without the prefix, and override the image's."""
+"""Variables with this prefix are set inside the container without it, and override the image's."""
 
 
 def mounts(slurm: SlurmSpec, needed: Iterable[Path]) -> list[str]:
     """Return the mounts as SRC:DST[:FLAGS]: trainspec, the folders that the run needs, each at its own path, the
-    environment of the container's Python, and the recipe's mounts. Raises RecipeError where a folder's name cannot be
+    environment of the container's Python, and the recipe's mounts. Raises RecipeError if a folder's name cannot be
     mounted."""
     package = Path(trainspec_cli.__file__).resolve().parent
     own = [_mount(package, f"{HOME}/{package.name}:ro")]
     folders = [*needed]
     # The environment of the container's Python, if it is on this machine, and the installation that a virtual
-    # environment is made of, if that is outside the system's folders.
+    # environment is based on, if that is outside the system's folders.
     root = Path(slurm.container_python).parent.parent
     if Path(slurm.container_python).is_absolute() and any((root / name).exists() for name in OF_ENVIRONMENT):
         base = (root / "bin" / "python").resolve().parent.parent
@@ -45,7 +45,7 @@ def mounts(slurm: SlurmSpec, needed: Iterable[Path]) -> list[str]:
 
 
 def _places(folders: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
-    """Yield each folder at its real path, and also at its own name where a link outside of all mounts leads there. A
+    """Yield each folder at its real path, and also under its own name if a link outside all mounts leads there. A
     folder below another is mounted with it."""
     by_name = {Path(os.path.normpath(folder)): folder.resolve() for folder in folders}
     real = _outermost(by_name.values())
@@ -69,13 +69,13 @@ def _mount(source: Path, target: str) -> str:
 
 
 def _outermost(folders: Iterable[Path]) -> list[Path]:
-    """Return the folders that are not below another of them: mounting these mounts all."""
+    """Return the folders that are not below another of them: mounting these mounts them all."""
     distinct = list(dict.fromkeys(folders))
     return [folder for folder in distinct if not any(other in folder.parents for other in distinct)]
 
 
 def srun_options(slurm: SlurmSpec, folder: Path, mounted: Sequence[str]) -> list[str]:
-    """Return the options of pyxis for srun; nothing without it. `folder`: where the agents start."""
+    """Return srun's pyxis options; none without pyxis. `folder`: where the agents start."""
     if slurm.container_image is None or slurm.container_runtime != "pyxis":
         return []
     return [
@@ -89,8 +89,8 @@ def srun_options(slurm: SlurmSpec, folder: Path, mounted: Sequence[str]) -> list
 def program(
     slurm: SlurmSpec, folder: Path, mounted: Sequence[str], *, uses_gpus: bool, vendor: str | None
 ) -> list[str]:
-    """Return the program that runs the rest of the command in the container; nothing where srun does. `vendor`: of the
-    GPUs, None where it is unknown."""
+    """Return the program that runs the rest of the command in the container; empty if srun itself does that. `vendor`:
+    of the GPUs; None if unknown."""
     if slurm.container_image is None or slurm.container_runtime == "pyxis":
         return []
     wanted = slurm.container_gpus
@@ -110,8 +110,8 @@ def program(
 
 
 def python(slurm: SlurmSpec, variables: dict[str, str]) -> list[str]:
-    """Return the Python inside, with `variables` as they are outside and trainspec's own as they are inside: env
-    overrides the image's values."""
+    """Return the Python inside the container, with the outer values of `variables` and the inner values of trainspec's
+    own: env overrides the image's values."""
     given = {**variables, **INSIDE}
     return ["env", *(f"{name}={value}" for name, value in sorted(given.items())), slurm.container_python]
 

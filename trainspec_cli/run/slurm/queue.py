@@ -1,4 +1,4 @@
-"""The job of a run in Slurm's queue: its id, whether it is still pending, whether and why it is requeued."""
+"""A run's job in Slurm's queue: its id, whether it is still pending, whether and why it is requeued."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ HUNG = "hang"
 
 
 def note_job(run: RunDir, job_id: str) -> None:
-    """Record the job of a run; `job_id` as squeue shows it: `12`, or `12_3` for a task of an array."""
+    """Record the job of a run; `job_id` is given as squeue shows it: `12`, or `12_3` for a task of an array."""
     write_versioned(run.slurm_json, {"job_id": job_id})
 
 
 def job_of(run: RunDir) -> str | None:
-    """Return the last job of a run; None where it never had one."""
+    """Return the last job of a run; None if it never had one."""
     if not run.slurm_json.is_file():
         return None
     return read_field(run.slurm_json, read_versioned(run.slurm_json), "job_id", str)
 
 
 def own_job() -> str:
-    """Return the id of this process's job, as `note_job` expects it. A task's plain number would name the whole array
-    in some commands."""
+    """Return the id of this process's job, as `note_job` expects it. To some commands, a task's plain number would mean
+    the entire array."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else os.environ["SLURM_JOB_ID"]
 
@@ -56,37 +56,37 @@ class Requeue:
     reason: str
     """`the time limit is near`"""
     avoid: Sequence[str] = ()
-    """Nodes that were lost."""
+    """Lost nodes, which the requeued job should avoid."""
 
 
 def is_over(job: Mapping[str, str], restarts: int) -> bool:
     """Return True if Slurm has restarted the job meanwhile (its node was disconnected, and came back). The start that
-    had `restarts` before it must then do nothing. `job` holds Slurm's fields of the job."""
+    followed `restarts` restarts must then do nothing. `job` holds Slurm's fields of the job."""
     return int(job.get("Restarts", restarts)) > restarts
 
 
 def is_preempted(job: Mapping[str, str]) -> bool:
-    """Return True if the job was preempted, by its warning's signal or by SIGTERM (which a scancel sends too)."""
+    """Return True if the job was preempted, as indicated by the warning signal or SIGTERM (which scancel sends too)."""
     return job.get("PreemptTime", "None") not in ("None", "Unknown")
 
 
 def decide(
     run: RunDir, exit_code: int, *, warned: bool, preempted: bool, num_nodes: int, after_hang: bool = True
 ) -> Requeue | None:
-    """Requeue for causes that a restart fixes: a time limit, a preemption, a lost node, a hang (where `after_hang`);
+    """Requeue for causes that a restart fixes: a time limit, a preemption, a lost node, a hang (if `after_hang`); but
     not for an error."""
-    if preempted and exit_code != EXIT_DONE:  # workers that had not begun yet die of the signal: that is no failure
+    if preempted and exit_code != EXIT_DONE:  # workers not yet started die of the signal: not a failure
         return Requeue("it was preempted")
     if warned and exit_code in (Stopped.exit_code, Interrupted.exit_code):
         return Requeue("it was warned of its time limit")
     if exit_code not in (WorkerError.exit_code, MachineError.exit_code):
         return None
     nodes = (read_error(path, NodeErrorRecord) for path in sorted(run.errors_folder.glob("node*.json")))
-    # A run that a node never joined ends with MachineError's code, as many failures do that a restart does not fix.
+    # If a node never joins, the run ends with MachineError's code, like many failures that a restart does not fix.
     lost = [node for node in nodes if node.lost and (exit_code == WorkerError.exit_code or not node.host)]
     if lost:
         names = ", ".join(f"node {node.node} ({node.host or 'never joined'})" for node in lost)
-        all_at_once = len(lost) == num_nodes  # no single node is at fault
+        all_at_once = len(lost) == num_nodes  # no individual node is at fault
         return Requeue(f"{names} was lost", [] if all_at_once else [node.host for node in lost if node.host])
     hung = (read_error(path, WorkerErrorRecord).code == HUNG for path in run.errors_folder.glob("rank*.json"))
     if after_hang and any(hung):

@@ -28,17 +28,16 @@ DRIVER = "trainspec_cli.session.slurm_job"
 """The module that the script finally executes."""
 
 ASKED = ("partition", "account", "qos", "time", "cpus_per_task", "mem", "constraint", "exclude", "dependency")
-"""Fields of `cluster.slurm` that are options of sbatch by the same names."""
+"""Fields of `cluster.slurm` that are sbatch options with the same names."""
 _PLAIN_WORD = re.compile(r"[\w.,:;/@%+=*&|()\[\]{}^~!?<>$-]+", re.ASCII)
 
 TRAP = (
     """trap 'code=$?; if [ "${BASH_SOURCE[0]-}" = "$script" ]; then """
     """echo "cluster.slurm.setup failed with exit code $code: $BASH_COMMAND" >&2; exit $code; fi' ERR"""
 )
-"""As `set -e`, but not within functions and sourced files: those of modules and conda contain commands that may
-fail."""
+"""Like `set -e`, but not in functions and sourced files: those of modules and conda contain commands that may fail."""
 KEPT = (CACHE, HUB_MIRROR)
-"""Variables of the submitting shell that the script sets; the site sets the others."""
+"""Variables that the script copies from the submitting shell; the site sets the others."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,14 @@ class Asked:
     slurm: SlurmSpec
     num_nodes: int
     devices_per_node: int | None
-    """None where the number is unknown."""
+    """None if the number is unknown."""
     uses_gpus: bool
     gpu_vendor: str | None = None
-    """None where the accelerator is unknown."""
+    """None if the accelerator is unknown."""
     outlives_nodes: bool = False
-    """The run continues when a node fails, so Slurm must not kill the job."""
+    """True if the run continues when a node fails, so that Slurm must not kill the job."""
     by_hostfile: bool = False
-    """Nodes are numbered by the hostfile that the job writes (`commands.py`)."""
+    """True if the hostfile that the job writes (`commands.py`) numbers the nodes."""
 
 
 def asked_by_plan(plan: Plan) -> Asked:
@@ -81,14 +80,14 @@ def render_script(
     *,
     force: bool = False,
 ) -> str:
-    """Return the script. Several `roots` make an array with one task each; the job starts in `folder`.
+    """Return the script. Several `roots` make an array with one task for each; the job starts in `folder`.
 
-    `needed`: what the runs read and a container must see, in addition to `folder` and their own folders. `force`: train
-    although the plan is predicted not to fit. Raises RecipeError where a container cannot see a folder.
+    `needed`: what the runs read, and a container must therefore see, in addition to `folder` and the run folders.
+    `force`: train even if the plan is predicted not to fit. Raises RecipeError if a container cannot see a folder.
     """
     asked = asked_by_plan(plan)
     own = [root.parent if len(roots) > 1 else root for root in roots]
-    # The agent on each node sets these for its workers: the job does not need them, and its own variables stay.
+    # The agent on each node sets these for its workers: the job does not need them, and keeps its own variables.
     communication = [
         line if line.startswith("#") else f"#   {line.replace(str(roots[0]), '$run')}"
         for line in describe_communication(plan, RunDir(roots[0]))
@@ -106,10 +105,10 @@ def render_script(
 
 
 def render_own_script(cluster: ClusterSpec, root: Path, name: str, argv: Sequence[str], folder: Path) -> str:
-    """Return the script of a user-defined command whose run in `root` is recorded.
+    """Return the script of a user-defined command whose run is recorded in `root`.
 
-    It has no plan: its cluster says what the job requests. `name`: its program, for messages. The command gets the
-    PYTHONPATH of the job's shell, and not the one that trainspec needs.
+    It has no plan: its cluster determines what the job requests. `name`: its program, for messages. The command gets
+    the PYTHONPATH of the job's shell, not the one that trainspec needs.
     """
     devices = cluster.devices_per_node
     asked = Asked(
@@ -166,7 +165,7 @@ def _run_driver(options: Sequence[str], srun: Sequence[str], agent: Sequence[str
 
 def check_folder(root: Path, named_by: str = "run.dir") -> None:
     """Raise RecipeError if sbatch could not write the log below `root` (`%j` fails next to a backslash), or the script
-    could not name it. `named_by`: the key or option that names the folder."""
+    could not contain its name. `named_by`: the key or option that names the folder."""
     path = str(root)
     if "\\" in path or path != on_one_line(path):
         message = f"sbatch takes no backslash, line break or control character in the run's folder, {on_one_line(path)}"
@@ -176,26 +175,27 @@ def check_folder(root: Path, named_by: str = "run.dir") -> None:
 
 
 def log_of(root: Path) -> Path:
-    """Return the log's pattern; %j is the job's number, and a requeued job appends."""
+    """Return the log's file name pattern; %j is the job's number, and a requeued job appends to the log."""
     return root / "logs" / "slurm-%j.log"
 
 
 def array_log(roots: Sequence[Path]) -> Path:
-    """Return the pattern of an array's logs, which are next to the runs: a script has one pattern for all tasks."""
+    """Return the pattern of an array's logs, which lie next to the runs: a script has one pattern for all tasks."""
     return roots[0].parent / "slurm" / "%A_%a.log"
 
 
 def _options(asked: Asked, roots: Sequence[Path], name: str) -> Iterator[str]:
     slurm = asked.slurm
     is_array = len(roots) > 1
-    # squeue shows eight characters: of the run's folder if the user has named it, else of the recipe or the script.
+    # squeue shows eight characters: those of the run folder if the user named it, otherwise of the recipe or the
+    # script.
     if not is_array and not re.fullmatch(r"\d{8}-\d{6}(-\d+)?|TIME", roots[0].name):
         name = roots[0].name
     yield _option("job-name", slurm.job_name or on_one_line(name))
     yield f"--nodes={asked.num_nodes}"
     yield "--ntasks-per-node=1"
     log = array_log(roots) if is_array else log_of(roots[0])
-    # A per cent sign of the folder is not a pattern; only the file's name has patterns such as %j.
+    # A percent sign in the folder is not a pattern; only the file name has patterns such as %j.
     yield _option("output", f"{str(log.parent).replace('%', '%%')}/{log.name}")
     yield "--open-mode=append"
     if is_array:
@@ -245,7 +245,7 @@ def _variables() -> dict[str, str]:
 
 
 def _caches() -> dict[str, str]:
-    """Return the folders of caches by name: a home inside a container may differ from the one outside."""
+    """Return the cache folders by variable name: the home inside a container may differ from the one outside."""
     return {CACHE: str(cache_dir().absolute()), "HF_HUB_CACHE": str(hub_cache().absolute())}
 
 
@@ -260,8 +260,8 @@ def _choose_root(roots: Sequence[Path]) -> Iterator[str]:
 
 
 def start_command(plan: Plan, folder: Path, needed: Sequence[Path]) -> list[str]:
-    """Return the command that starts an agent on each node, in the container if there is one, which sees `needed`. No
-    hostfile numbers the nodes."""
+    """Return the command that starts an agent on each node, in the container, if any, which sees `needed`. No hostfile
+    numbers the nodes."""
     srun, agent = _start(replace(asked_by_plan(plan), by_hostfile=False), folder, needed, _caches())
     return [*srun, *agent]
 
@@ -269,8 +269,8 @@ def start_command(plan: Plan, folder: Path, needed: Sequence[Path]) -> list[str]
 def _start(
     asked: Asked, folder: Path, needed: Sequence[Path], inside: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Return srun with its options, and what it starts on each node. `inside`: variables of a container in addition to
-    those of the script."""
+    """Return srun with its options, and what it starts on each node. `inside`: a container's variables in addition to
+    the script's."""
     slurm = asked.slurm
     nodes = asked.num_nodes
     srun = [
@@ -278,7 +278,7 @@ def _start(
         *([f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else []),
         *_outliving(asked),
         *(["--distribution=arbitrary"] if asked.by_hostfile else []),
-        # A failed task does not end the others; their agents report it.
+        # A failed task must not end the others; the agents report it.
         *("--cpu-bind=none", "--kill-on-bad-exit=0", "--unbuffered", "--mpi=none"),
     ]
     if slurm.container_image is None:
@@ -299,15 +299,15 @@ def _outliving(asked: Asked) -> Iterator[str]:
         yield "--no-kill"
 
 
-# The Python environment that was active at submission, for the job's script to activate again. The job's Python is
-# named by its full path and needs no activation; what it starts may need the environment's programs and variables (a
-# compiler, libraries' folders).
+# The Python environment that was active at submission, which the job's script activates again. The job's Python is
+# named by its full path and needs no activation, but what it starts may need the environment's programs and variables
+# (a compiler, library folders).
 
 
 def activation_lines(
     environ: Mapping[str, str], prefix: str, python: str, *, of_command: bool = False
 ) -> Iterator[str]:
-    """Yield the lines of the script, and comments that say which environment and why.
+    """Yield the lines of the script, and comments that state which environment and why.
 
     `prefix` and `python` are those of the Python that runs trainspec. `of_command`: the environment is that of a
     user-defined command, and trainspec need not be installed there.
@@ -328,7 +328,7 @@ def activation_lines(
         and (tool := environ.get("CONDA_EXE") or environ.get("MAMBA_EXE"))
     ):
         yield f"# The conda environment that was active at submission{holds}"
-        # conda and mamba name the shell in different words (docs.conda.io, mamba.readthedocs.io).
+        # conda and mamba specify the shell differently (docs.conda.io, mamba.readthedocs.io).
         name = Path(tool).name
         hook = [tool, "shell.bash", "hook"] if name == "conda" else [tool, "shell", "hook", "--shell", "bash"]
         yield f'eval "$({shlex.join(hook)})"'

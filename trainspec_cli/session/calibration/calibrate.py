@@ -49,7 +49,7 @@ from trainspec_cli.session.launching.session import launch_apart
 from trainspec_cli.session.recipe.load import UNNAMED, load, plan_on, this_machine
 
 LEAST_STEPS = 5
-"""Minimum steps of a run after the first ones, which compile and allocate."""
+"""Minimum number of steps of a run after the first ones, which compile and allocate."""
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 MOST_TRIALS = 64
 
@@ -66,7 +66,7 @@ class ClusterSteps:
 
 
 def calibrate(measured: ClusterSteps) -> ClusterProfile:
-    """Fit the identifiable parameters; the others keep the shipped values and are marked."""
+    """Fit the identifiable parameters; the others keep their shipped values and are marked."""
     names, spread = (EFFICIENCIES, GPU_SPREAD) if measured.kind == "gpu" else (PARTS, CPU_SPREAD)
     found = infer(measured.observations, names, spread)
     return ClusterProfile(
@@ -186,7 +186,7 @@ def _machine_of(planned: Plan, report: Report) -> Machine:
 def _observe(
     planned: Plan, machine: Machine, probe: MachineProbe | None, parts: dict[str, float] | None, group: str
 ) -> list[Observation]:
-    """Return the observation of a plan's step; without `parts`, the predicted one, to judge its information."""
+    """Return the observation of a plan's step; without `parts`, the predicted one, to judge how informative it is."""
     if is_known(planned, machine):
         seconds = sum(parts.values()) if parts else 1.0
         return [of_setup(setup_of(planned, machine), seconds, group, Efficiency())]
@@ -212,7 +212,7 @@ class TriedLayout:
 def measure_recipe(
     arguments: Sequence[str], number: int, steps: int, folder: Path, report: Callable[[str], None]
 ) -> ClusterSteps:
-    """Run the most informative layouts of a recipe for some steps each. Raises TrainspecError if none can run."""
+    """Run the most informative layouts of a recipe for a few steps each. Raises TrainspecError if none can run."""
     loaded = load(arguments)
     machine = this_machine(loaded.spec)
     usual = plan_on(loaded, machine)

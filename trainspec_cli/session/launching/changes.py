@@ -1,4 +1,4 @@
-"""Changes of a resumed run: the values that may change, the data, and their description."""
+"""Changes to a resumed run: the values that may change, the data, and a description of the changes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MORE_STEPS = re.compile(r"train\.max_steps=\+(\d[\d_]*)")
 
 
 def count_more_steps(old: RunSpec, changes: Sequence[str]) -> list[str]:
-    """Replace `train.max_steps=+1000` by the run's own steps plus 1000."""
+    """Replace `train.max_steps=+1000` with the run's own steps plus 1000."""
     return [
         f"train.max_steps={old.train.max_steps + int(more[1])}" if (more := MORE_STEPS.fullmatch(change)) else change
         for change in changes
@@ -61,7 +61,7 @@ def count_more_steps(old: RunSpec, changes: Sequence[str]) -> list[str]:
 def find_fixed(run: RunDir, recipe: str, old: JsonObject, new: JsonObject) -> Iterator[Problem]:
     """Yield a problem for every changed value of `FIXED`."""
     from trainspec_cli.recipe.compose.values import (
-        render_value,  # loads hydra, which the help of a command does without
+        render_value,  # loads hydra, which a command's help does not need
     )
 
     for path, (before, after) in differences(old, new).items():
@@ -88,7 +88,7 @@ def differences(old: JsonObject, new: JsonObject) -> dict[str, tuple[JsonValue, 
 
 def prepare_changed_data(run: RunDir, loaded: Loaded, console: PrintableConsole) -> tuple[Loaded, Path | None]:
     """Prepare the data for a changed run with the tokenizer of its model; return the spec that reads it, and the
-    folder. Raises RecipeError if the data was made with another tokenizer, and otherwise as `prepare_data`."""
+    folder. Raises RecipeError if the data was made with another tokenizer, and the errors of `prepare_data`."""
     data = loaded.spec.data
     old_folder = read_data_dir(run)
     if data.unit == "samples" or old_folder is None:
@@ -107,7 +107,7 @@ def describe_changes(before: RunSpec, now: RunSpec, step: int, samples: int) -> 
     """Yield a line for each value that differs from the last start, and the effect on the learning rate and the data at
     `step`, after `samples`."""
     from trainspec_cli.recipe.compose.values import (
-        render_value,  # loads hydra, which the help of a command does without
+        render_value,  # loads hydra, which a command's help does not need
     )
 
     for path, (old, new) in differences(to_plain(before), to_plain(now)).items():
@@ -130,23 +130,23 @@ def _learning_rate(spec: RunSpec, samples: int) -> float:
 
 
 def trained_samples(run: RunDir, spec: RunSpec, step: int) -> int:
-    """Return the samples that the run had trained at its checkpoint of `step`; 0 without a checkpoint. Raises
-    UnreadableFileError."""
+    """Return the number of samples that the run had trained on at its checkpoint of `step`; 0 without a checkpoint.
+    Raises UnreadableFileError."""
     if not spec.ends_by_samples or not step:
         return step * spec.batching.global_batch_size
     manifest = run.manifest(step)
     return read_field(manifest, read_field(manifest, read_object(manifest), "about", dict), "samples", int)
 
 
-# The plan of a run that continues on fewer nodes than it was started on.
+# The plan of a run that continues on fewer nodes than it started with.
 
 
 def plan_on_fewer(before: Plan, nodes: int, *, machine: Machine) -> Plan | None:
     """Return the plan of the same run on `nodes` nodes; None if its recipe allows none, or none fits.
 
-    The layout is the recipe's. If that does not divide the nodes, data parallelism changes first, then the number of
-    pipeline stages, and then the search chooses freely, if the prediction of memory says that the layout fits. Kernels
-    stay as they were chosen. Changes of layout that the recipe plans need all nodes, and are dropped.
+    The recipe's layout is kept if it divides the nodes. Otherwise data parallelism changes first, then the number of
+    pipeline stages, and then the search chooses freely, provided that the layout is predicted to fit in memory. Kernels
+    stay as chosen. Layout changes planned by the recipe need all nodes, and are dropped.
     """
     quiet = RunConsole(quiet=True)  # the prediction is hypothetical, so it is not shown
     for spec, must_be_predicted in _on_fewer(before, nodes):

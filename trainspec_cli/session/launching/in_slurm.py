@@ -18,7 +18,7 @@ from trainspec_cli.run.slurm.queue import decide, is_over, is_preempted
 from trainspec_cli.session.console import PrintableConsole
 
 AVOID_S = 5.0
-"""Seconds to try; Slurm gives a requeued job some time to end (KillWait, 30 s by default)."""
+"""Seconds for which to try; Slurm gives a requeued job some time to end (KillWait, 30 s by default)."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def requeue_if_of_use(
         job = slurm.show(job_id)
         about = {"warned": warned, "preempted": is_preempted(job), "after_hang": limits.after_hang}
         again = decide(run, code, num_nodes=limits.num_nodes, **about)
-        if again is None or is_over(job, done) or job.get("BatchFlag") == "0":  # an interactive job cannot go back
+        if again is None or is_over(job, done) or job.get("BatchFlag") == "0":  # an interactive job cannot be requeued
             return
         if job.get("Requeue", "1") == "0":
             console.print(f"not requeued: {again.reason}, and the job was submitted without --requeue")
@@ -79,8 +79,8 @@ def restarts() -> int:
 
 
 def _avoid(job_id: str, hostnames: Sequence[str], always: str | None) -> None:
-    """Exclude `hostnames` from the job. Only a pending job accepts that, so it is done in the grace time before the
-    end."""
+    """Exclude `hostnames` from the job. Only a pending job accepts that, so it is done during the grace period before
+    the job ends."""
     deadline = time.monotonic() + AVOID_S
     while True:
         try:

@@ -1,5 +1,5 @@
-"""Kinds of runs, which differ in how a run is resumed, also in a Slurm job, and in how its end is judged and shown.
-Runs of recipes are defined here; wings add others at `RUN_KINDS`."""
+"""Kinds of runs, which differ in how a run is resumed (including in a Slurm job) and in how its end is judged and
+shown. Recipe runs are defined here; wings add other kinds at `RUN_KINDS`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RunKind(Protocol):
         fails."""
 
     def run_in_job(self, run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
-        """Begin or continue a submitted run on the nodes of its Slurm job; return its exit code. Raises TrainspecError
+        """Start or continue a submitted run on the nodes of its Slurm job; return its exit code. Raises TrainspecError
         if the run is refused or fails."""
 
     def limits(self, run: RunDir) -> Limits:
@@ -61,7 +61,7 @@ class RunKind(Protocol):
         """Return what to do after a failure; empty if a restart would not continue the run."""
 
     def last_lines(self, job: Job, outcome: RunOutcome) -> str:
-        """Return the last lines shown of a run that has not failed."""
+        """Return the last lines shown for a run that has not failed."""
 
     def start_again(self, run: RunDir) -> str:
         """Return the command that continues a run that has ended."""
@@ -126,7 +126,7 @@ class RecipeRuns:
 def about_node(job: Job, node: WorkerFailure, *, by_hand: bool) -> str:
     """Return what to do about a node that was lost or did not join. `by_hand`: a user typed the command on each node,
     rather than Slurm."""
-    if node.rank == 0 or job.run.job_sbatch.is_file():  # started by this process, whose log has what they printed
+    if node.rank == 0 or job.run.job_sbatch.is_file():  # started by this process, whose log has their output
         return f"see {shown(job.torchrun_log)}"
     if by_hand and node.never_came:
         return f"start node {node.rank} too: the same command there, with --node-rank {node.rank}"
@@ -134,7 +134,7 @@ def about_node(job: Job, node: WorkerFailure, *, by_hand: bool) -> str:
 
 
 def command_to_resume(run: RunDir) -> str:
-    """Return the command that continues the run; it is the same on all nodes, except for --node-rank."""
+    """Return the command that continues the run; the command is the same on all nodes, except for --node-rank."""
     if run.job_sbatch.is_file():
         return f"sbatch {shlex.quote(shown(run.job_sbatch))}"
     command = f"trainspec resume {quoted(run)}"

@@ -1,5 +1,5 @@
-"""Several nodes without Slurm: the user gives the same command on each; the first starts the run and the others
-join."""
+"""Several nodes without Slurm: the user types the same command on each; the first node starts the run and the others
+join it."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ RETRY_S = 0.5
 WATCH_S = 1.0
 """Interval at which a joined node reads the run's progress from the shared folder."""
 RESULT_TIMEOUT_S = 30.0
-"""Maximum time that another node waits for the first one to write the result or to restart the run."""
+"""Maximum time for which another node waits for the first one to write the result or restart the run."""
 
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """The command line's options about nodes."""
+    """The command-line options for nodes."""
 
     nnodes: int | None = None
     node_rank: int = 0
     endpoint: str | None = None
     """HOST:PORT"""
     of_slurm: bool = False
-    """srun started this command on each node, so hints must not ask the user to type it there."""
+    """True if srun started this command on each node, so that hints must not ask the user to type it there."""
 
     @property
     def as_arguments(self) -> list[str]:
@@ -54,7 +54,7 @@ class NodeOptions:
 
     def reach(self, spec: RunSpec, run_dir: str) -> Reach | None:
         """Return how the nodes of a run in `run_dir` reach one another; None for a single node. Raises RecipeError if
-        the command line lacks that."""
+        the command line does not state it."""
         nodes = spec.cluster.num_nodes
         if nodes == 1:
             return None
@@ -96,18 +96,18 @@ def check_recipe(run: RunDir, record: GenerationRecord) -> None:
 
 @dataclass(frozen=True)
 class Joined:
-    """What a node expects of the run that it joins; by default the run of a recipe."""
+    """What a node expects of the run that it joins; by default, that it is the run of a recipe."""
 
     check: Callable[[RunDir, GenerationRecord], None] = check_recipe
     """Raises RecipeError for a run that this node was not meant to join."""
     exit_code: Callable[[RunDir, RunResult | None], int] = exit_code_of
     """Maps the run, and its result if the first node has written one, to an exit code."""
     folder: str = "run.dir"
-    """Key or option that names the run's folder."""
+    """Key or option that names the run folder."""
     join_key: str = JOIN_KEY
     """Key or option for how long nodes wait for one another."""
     of_slurm: bool = False
-    """srun merges the output of all nodes, so the first node's progress is already visible."""
+    """True if srun merges the output of all nodes, so that the first node's progress is already visible."""
 
 
 def join(
@@ -121,7 +121,7 @@ def join(
     """Join a run that the first node starts, as node `node`; return the run's exit code.
 
     Joins every start by the first node, until the run has a result. Raises MachineError if the first node does not
-    start within `wait_s`, or if other users can write in the run's folder.
+    start within `wait_s`, or if other users can write to the run folder.
     """
     run = RunDir(Path(run_dir).absolute())
     served = 0
@@ -149,7 +149,7 @@ def join(
                     run_agent(run, generation, node, begin)
                 served = generation
                 deadline = time.monotonic() + RESULT_TIMEOUT_S
-            except MachineError as error:  # it may be of an earlier start, whose first node no longer responds
+            except MachineError as error:  # it may belong to an earlier start, whose first node no longer responds
                 refusal = error
         time.sleep(RETRY_S)
     if not served:
@@ -166,8 +166,8 @@ def join(
 
 @contextmanager
 def _showing_progress(run: RunDir, record: GenerationRecord, console: RunConsole) -> Iterator[None]:
-    """Show the run's progress during the block, as the first node does, from the events of rank 0 in the shared folder.
-    A thread reads them, so that a stalled file system does not block the agent."""
+    """Show the run's progress during the block, as the first node does, using rank 0's events in the shared folder. A
+    thread reads them, so that a stalled file system does not block the agent."""
     view = LiveView(run, None if record.own else read_plan(run), console)
     ended = threading.Event()
 

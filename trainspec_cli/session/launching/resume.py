@@ -1,4 +1,4 @@
-"""`resume`: a session that continues a run in its own folder, and the values that may change."""
+"""`resume`: a session that continues a run in its own folder, with the values that may change."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def prepare_resume(
     as_json: bool = False,
 ) -> Session:
     """Return the session of the run's next start. Raises RecipeError for fixed values and for a finished run,
-    MachineError for what this node lacks."""
+    MachineError if this node lacks something."""
     old = read_plan_of_all_nodes(run)
     loaded, data_folder = _change_values_and_data(run, old, changes, console)
     reach = _reach(run, loaded.spec, changes, nodes)
@@ -157,8 +157,8 @@ def _is_of_slurm_alone(run: RunDir, nodes: NodeOptions) -> bool:
 def prepare_unchanged(
     run: RunDir, reach: Reach, console: RunConsole, *, force: bool = False, as_json: bool = False
 ) -> Session:
-    """Return the session of a run whose nodes are started by agents; it begins or continues exactly as planned. Raises
-    RecipeError for a finished run."""
+    """Return the session of a run whose nodes are started by agents; the run starts or continues exactly as planned.
+    Raises RecipeError for a finished run."""
     plan = read_plan_of_all_nodes(run)
     check_unfinished(run, plan.spec)
     machine = detect(look_for_gpus=plan.device == "cuda")
@@ -166,7 +166,7 @@ def prepare_unchanged(
 
 
 def run_recipe_in_job(run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
-    """Begin or continue the run on the nodes of its Slurm job; return its exit code. Raises TrainspecError if the run
+    """Start or continue the run on the nodes of its Slurm job; return its exit code. Raises TrainspecError if the run
     is refused or fails."""
     place_nodes(run, read_plan(run), console)
     return start(prepare_unchanged(run, reach, console, force=force), requests)
@@ -202,7 +202,7 @@ def _reach(run: RunDir, spec: RunSpec, changes: Sequence[str], nodes: NodeOption
 
 def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
     """Return the run's own spec with `changes`. Raises RecipeError with every problem."""
-    from trainspec_cli.recipe.compose.compose import amend  # loads hydra, which the help of a command does without
+    from trainspec_cli.recipe.compose.compose import amend  # loads hydra, which a command's help does not need
     from trainspec_cli.session.recipe.complete import (  # as above
         absolute_code,  # as above
         complete_changed_steps,
@@ -217,7 +217,7 @@ def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
     mistyped = [problem for problem in mistyped if not follows(problem, composed)]
     broken = [*check(close_axes(draft)), *check_engine(draft)]
     if values["data"] == composed.data.get("data"):
-        # The data was read when the run began, so its source may be gone.
+        # The data was read when the run first started, so its source may be gone.
         broken = [problem for problem in broken if not problem.path.startswith("data.")]
     problems = [*mistyped, *broken, *find_fixed(run, recipe, values, composed.data)]
     require([*composed.problems, *composed.locate(problems)])
@@ -237,8 +237,8 @@ def _change_values_and_data(
 
 
 def _keep_choices(run: RunDir, plan: Plan, old: Plan, loaded: Loaded, machine: Machine) -> Plan:
-    """Return the plan with the choices made when the run began. Raises RecipeError if the state cannot be loaded in the
-    plan's layout, MachineError if this machine cannot run the kernels."""
+    """Return the plan with the choices made when the run first started. Raises RecipeError if the state cannot be
+    loaded in the plan's layout, MachineError if this machine cannot run the kernels."""
     if plan.spec.kernels == old.spec.kernels:
         require(list(check_kernels(replace(plan.spec, kernels=old.kernels), machine)))
         plan = replace(plan, kernels=old.kernels)
@@ -251,8 +251,8 @@ def _keep_choices(run: RunDir, plan: Plan, old: Plan, loaded: Loaded, machine: M
 
 
 def _keep_memory(plan: Plan, old: Plan) -> Plan:
-    """Keep the run's initial memory setting if it takes less memory than the recipe asks for, because earlier runs had
-    run out of memory. A changed batch, setting or layout, or `scheduler=off`, overrides it."""
+    """Keep the run's initial memory setting if that takes less memory than the recipe asks for, because earlier runs
+    had run out of memory. A changed batch, setting or layout, or `scheduler=off`, overrides it."""
     asks_the_same = all(getattr(plan.spec, key) == getattr(old.spec, key) for key in OF_MEMORY)
     is_alike = (plan.layout, plan.replica_groups) == (old.layout, old.replica_groups)
     if plan.spec.scheduler.mode == "off" or not (asks_the_same and is_alike):
@@ -265,7 +265,7 @@ def _keep_memory(plan: Plan, old: Plan) -> Plan:
 
 
 def check_unfinished(run: RunDir, spec: RunSpec) -> None:
-    """Raise RecipeError if the run has made all of its steps or trained all of its samples."""
+    """Raise RecipeError if the run has completed all of its steps or trained on all of its samples."""
     step = run.newest_step
     wanted = spec.train.max_steps
     train = spec.train

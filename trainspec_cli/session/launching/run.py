@@ -41,7 +41,7 @@ from trainspec_cli.session.runs.diagnose import VerdictLines
 
 
 class Watch(Protocol):
-    """Observer of a running run."""
+    """Observer of a run in progress."""
 
     def look(self, report: Callable[[str], None]) -> None: ...
 
@@ -72,9 +72,10 @@ def run(
 ) -> int:
     """Supervise the job until its run has ended, and report how it ended; return the exit code.
 
-    `limits` stores what is learnt about the machine's memory. `advisor` proposes other layouts, over `mail`. `replan`:
-    see `supervise`. `notifies`: who else is notified of the end. `output` shows the output of a user's own command;
-    if that is `passed` through to a terminal, its lines go only to the run's log. `run_kind` determines the outcome.
+    `limits` records what is learned about the machine's memory. `advisor` proposes other layouts through `mail`.
+    `replan`: see `supervise`. `notifies`: who else is notified when the run ends. `output` shows the output of a user's
+    own command; if that is `passed` through to a terminal, the summary's lines go only to the run's log. `run_kind`
+    determines the outcome.
 
     Raises the error for the outcome's exit code if the run failed, WorkerError if another start took over the run, and
     BrokenPipeError if the run ended well but the reader of the output is gone.
@@ -161,7 +162,7 @@ def _failure(
 
 
 def _first_text(run: RunDir) -> JsonObject:
-    """Return the text of the first batch as shown on the screen; none for images or user commands."""
+    """Return the text of the first batch as shown on the screen; empty for images or user commands."""
     events = takewhile(lambda event: not isinstance(event, StepEvent), read_sound(run.events(0)))
     found = next((event for event in events if isinstance(event, FirstTextEvent)), None)
     if found is None:
@@ -171,7 +172,7 @@ def _first_text(run: RunDir) -> JsonObject:
 
 
 def describe_tracking(spec: RunSpec, root: Path) -> Iterator[str]:
-    """Yield a line for each active tracker: where it records, and how to view or upload that."""
+    """Yield a line for each active tracker: where it records, and how to view or upload the records."""
     folder = shlex.quote(shown(root))
     tracking = spec.tracking
     if tracking.tensorboard:

@@ -1,8 +1,8 @@
-"""`launch`, and one start of a run, from a plan to an exit code: predict, check the nodes, select kernels, run.
+"""`launch`, and a single start of a run, from plan to exit code: predict, check the nodes, select kernels, run.
 
-`launch`, `resume` and a Slurm job each make a `Session` on the first or only node of a run, and `start` it in one
+`launch`, `resume` and a Slurm job each make a `Session` on the first or only node of a run, and `start` it in the same
 order: `start` -> `run` (run.py, shared with users' own commands) -> `supervise` (run/supervise.py). The other nodes of
-a run join what the first has started (`nodes.join`).
+a run join what the first node has started (`nodes.join`).
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ from trainspec_cli.session.recipe.load import Loaded, check_start, load, plan_on
 from trainspec_cli.session.runs.find import check_name_free
 
 CheckNodes = Callable[[Plan, Path, RunConsole, bool], Examination | None]
-"""Gets the plan, the run's folder, the console, and whether --force is given. Checks this node, or returns the
-examination for each of several nodes. Raises MachineError for an unfit node."""
+"""Receives the plan, the run folder, the console, and whether --force is given. Checks this node, or returns the
+examination to run on each of several nodes. Raises MachineError for an unfit node."""
 CHECK_NODES: Point[CheckNodes] = Point("check_nodes")
 RUN_SERVICES: Point[Callable[[RunDir, Plan], AbstractContextManager[None]]] = Point("run_services")
-"""Services of a wing that run next to the supervisor, over all starts of the workers."""
+"""A wing's services that run alongside the supervisor, across all starts of the workers."""
 MOST_KNOWN = 50
-"""Number of newest runs that are checked for other running ones."""
+"""Number of newest runs to check for others that are running."""
 MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_accum_steps")
-"""Fields of a plan that depend on the machine, which may differ on a resume."""
+"""Plan fields that depend on the machine, which may differ when a run is resumed."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class Session:
     """The recipe of a new run, or an existing run."""
     console: RunConsole
     reach: Reach | None = None
-    """How the nodes are reached; None for a single-node run."""
+    """How to reach the nodes; None for a single-node run."""
     data_folder: Path | None = None
-    """Folder of the changed data of an existing run; None: its own data."""
+    """Folder of an existing run's changed data; None: its own data."""
     force: bool = False
     """Train even if the plan is predicted not to fit."""
     as_json: bool = False
@@ -111,7 +111,7 @@ class Session:
 
     @property
     def folder(self) -> Path:
-        """Return the run's folder, or the parent of a folder that is still to be made."""
+        """Return the run folder, or the parent of one that is yet to be created."""
         if isinstance(self.begins, RunDir):
             return self.begins.root.absolute()
         return RUNS if self.plan.spec.run.dir == AUTO else Path(self.plan.spec.run.dir).absolute()
@@ -127,14 +127,14 @@ def launch(
     detach: bool = False,
 ) -> int:
     """Train a recipe, as the first node of the run or as a node that joins; return the run's exit code. With `detach`,
-    return 0 once a separate process has begun the run."""
+    return 0 once a separate process has started the run."""
     loaded = load([*arguments, *nodes.as_arguments])
     wanted = loaded.spec.run.dir
     if nodes.reach(loaded.spec, wanted) and not nodes.is_first:
         wait_s = loaded.spec.run.join_timeout_s
         return join(wanted, nodes.node_rank, make_console(as_json=False), wait_s=wait_s)
     session = replace(_prepare(loaded, nodes, force=force, as_json=as_json), notify=notify)
-    # Checked again when the run is recorded; checked here too, before anything is measured or prepared.
+    # This is checked again when the run is recorded; here it is checked before anything is measured or prepared.
     check_free(wanted)
     check_name_free(loaded.spec.run.name)
     if not detach:
@@ -148,8 +148,8 @@ def launch(
 
 def launch_apart(arguments: Sequence[str], *, force: bool, console: RunConsole | None = None) -> RunDir:
     """Train a recipe on this node in a separate process, and wait for its end; return the run, with its result.
-    Progress is shown on the `console`, if given. An interrupt is forwarded, and the run's checkpoint is awaited. Raises
-    TrainspecError if the run is refused."""
+    Progress is shown on the `console`, if given. An interrupt is forwarded to the run, whose checkpoint is awaited.
+    Raises TrainspecError if the run is refused."""
     loaded = load(arguments)
     session = _prepare(loaded, NodeOptions(), force=force, as_json=False)
     if console:
@@ -161,7 +161,7 @@ def launch_apart(arguments: Sequence[str], *, force: bool, console: RunConsole |
     log_bytes = run.run_log.stat().st_size if run.run_log.exists() else 0
     process = spawn_resume(run, [], force=force, environment={PROBE: "off"})  # probed below, with visible output
     stop_requested = False
-    # A bar takes over sys.stdout, so a console that shows nothing must not have one.
+    # A progress bar takes over sys.stdout, so a console that shows nothing must not have one.
     shows = console is not None and not console.quiet
     with LiveView(run, read_plan(run), console) if console and shows else nullcontext() as view:
         while process.poll() is None:
@@ -176,7 +176,7 @@ def launch_apart(arguments: Sequence[str], *, force: bool, console: RunConsole |
                 process.terminate()
         if view:
             view.watch(stop_requested)
-    # Without a generation the run has not begun, and no result gives the reason.
+    # Without a generation the run has not started, and no result states the reason.
     if process.returncode and not generations.newest(run):
         raise refusal(process.returncode, run.run_log, log_bytes)
     if process.returncode == EXIT_DONE and not stop_requested:
@@ -191,7 +191,7 @@ def show_launch(
     force: bool,
     as_json: bool,
 ) -> str:
-    """Return what `launch` would start, as text or as JSON. Raises the same errors as the launch."""
+    """Describe what `launch` would start, as text or as JSON. Raises the same errors as the launch."""
     loaded = load([*arguments, *nodes.as_arguments])
     job, plan = rehearse(_prepare(loaded, nodes, force=force, as_json=as_json))
     if not as_json:
@@ -240,22 +240,22 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
                 replan=partial(plan_on_fewer, machine=machine),
                 notifies=session.notify,
             )
-    # The machine is measured for later launches after the run, when no user waits. The probe and another run on this
-    # machine would slow each other.
+    # The machine is measured for later launches after the run, when no user is waiting. The probe and another run on
+    # this machine would slow each other down.
     if code == EXIT_DONE and not any(_describe_other_runs(job.run)):
         probe_after_run(plan, machine, session.console)
     return code
 
 
 def write_down(session: Session) -> RunDir:
-    """Record the run in its folder, for a resume to start. Raises TrainspecError if the run is refused."""
+    """Record the run in its folder, to be started by a resume. Raises TrainspecError if the run is refused."""
     with _written_down(session) as (job, _, _):
         return job.run
 
 
 @contextmanager
 def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | None]]:
-    """Check, predict, examine the nodes, select kernels, prepare data and record the run; hold its claim in the
+    """Check, predict, examine the nodes, select kernels, prepare data and record the run; hold its claim during the
     block."""
     console = session.console
     machine = session.machine
@@ -285,7 +285,7 @@ def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | N
             else:
                 changed_code = list(describe_changed_code(job.run))
                 before = read_plan_of_all_nodes(job.run)
-                # A run that Slurm or --detach begins was only recorded before, and has no earlier start.
+                # A run that Slurm or --detach starts has only been recorded so far, and has no earlier start.
                 goes_on = generations.newest(job.run) > 0 or plan.spec != before.spec
                 from_step = job.run.newest_step if goes_on else None
                 write_resume(job, plan, sys.argv[1:], from_step, kernels, data_folder)
@@ -297,8 +297,8 @@ def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | N
 
 @contextmanager
 def _restoring(run: RunDir) -> Iterator[None]:
-    """Restore the files that a resume replaces, unless its workers have loaded the checkpoint and begun. Otherwise a
-    value that the workers refuse would stay, and the next resume would fail too."""
+    """Restore the files that a resume replaces, unless its workers have loaded the checkpoint and started. Otherwise a
+    value that the workers refuse would remain, and the next resume would fail too."""
     files = (run.plan_json, run.plan_of_all_nodes, run.run_json, run.kernels_json, run.code_json, run.command_txt)
     before = {path: read_text(path) if path.is_file() else None for path in (*files, run.nccl_env, run.nccl_tuner_csv)}
     new_events = EventTail(run.events(0))
@@ -318,7 +318,7 @@ def _restoring(run: RunDir) -> Iterator[None]:
 
 
 def rehearse(session: Session) -> tuple[Job, Plan]:
-    """Return what `start` would start, without probing, measuring or making anything. Raises the same errors."""
+    """Return what `start` would start, without probing, measuring or creating anything. Raises the same errors."""
     console = session.console
     machine = session.machine
     check_start(session.plan.spec)
@@ -334,7 +334,7 @@ def rehearse(session: Session) -> tuple[Job, Plan]:
 
 def _within_limits(session: Session) -> Plan:
     """Return the plan; for a new run, adapted to the memory limits that earlier runs found on this machine. A resumed
-    run follows its own plan and limits, so that it computes the same bits."""
+    run keeps its own plan and limits, so that its results are bit-identical."""
     begins = session.begins
     goes_on = isinstance(begins, RunDir) and generations.newest(begins) > 0
     return session.plan if goes_on else with_known_limits(session.plan, session.machine, session.console)
@@ -383,8 +383,8 @@ def check_detachable(session: Session) -> None:
 
 
 def resume_detached(run: RunDir, arguments: Sequence[str], *, force: bool) -> int:
-    """Resume the run in a separate process without a terminal; return the process id once the run has begun. Raises
-    TrainspecError if the process ends before."""
+    """Resume the run in a separate process without a terminal; return the process id once the run has started. Raises
+    TrainspecError if the process ends before that."""
     before = generations.newest(run)
     length_bytes = run.run_log.stat().st_size if run.run_log.exists() else 0
     process = spawn_resume(run, arguments, force=force)
@@ -433,7 +433,7 @@ def describe_detached(run: RunDir, pid: int, *, as_json: bool) -> str:
 
 
 def refusal(code: int, log: Path, start_bytes: int) -> TrainspecError:
-    """Return the error of a start that ended before the run began, with its output."""
+    """Return the error for a start that ended before the run began, including its output."""
     said = log.read_bytes()[start_bytes:].decode(errors="replace").strip()
     return ERRORS_OF_RUNS.get(code, WorkerError)(Problem("not_started", f"the detached run did not start:\n{said}"))
 

@@ -71,7 +71,7 @@ def load_points(
     from trainspec_cli.session.runs.find import (
         check_name_free,
         free_names,
-    )  # not needed by sweeps of plans, which have no name
+    )  # not needed by sweeps of plans, which have no names
 
     names: dict[str, Iterator[str]] = {}
     is_shared = bool(sweeps) and all(key != NAME for key, _ in sweeps)

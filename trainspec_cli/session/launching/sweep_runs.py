@@ -1,4 +1,4 @@
-"""`launch --sweep`: a run for each combination of the swept values, one after another or side by side on this node."""
+"""`launch --sweep`: one run per combination of the swept values, one after another or side by side on this node."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def launch_sweep(
     force: bool,
     as_json: bool,
 ) -> int:
-    """Record all runs, train them, and print a table, best run first. Return the exit code: of a failure if a run
-    failed, else of a stop if one was requested. Raises TrainspecError if a run is refused."""
+    """Record all runs, train them, and print a table, best run first. Return the exit code: that of a failure if a run
+    failed, otherwise that of a stop if one was requested. Raises TrainspecError if a run is refused."""
     console = make_console(as_json=as_json)
     sessions = list(_sessions(arguments, sweeps, console, force=force, as_json=as_json))
     for _, session in sessions:
@@ -120,7 +120,7 @@ def launch_sweep(
         for values, session in sessions
     ]
     console.report(f"{len(runs)} runs, {side_by_side} at a time; trainspec watch RUN shows one")
-    # All shares of devices have the size of the largest run, so that shares never move.
+    # Every share of the devices has the size of the largest run, so that shares never move.
     largest = max((session.plan for _, session in sessions), key=lambda plan: plan.devices_per_node)
     train = _Training(runs, console, largest, side_by_side, notify, force=force)
     stopped = train.run()
@@ -174,7 +174,7 @@ class _Training:
         *,
         force: bool = False,
     ):
-        """`plan`: of the run with the most devices on this node; each run gets that number of devices."""
+        """`plan`: the plan of the run with the most devices on this node; each run gets that number of devices."""
         self._runs = list(runs)
         self._waiting = list(runs)
         self._console = console
@@ -186,8 +186,8 @@ class _Training:
         self._free = list(range(side_by_side))
 
     def run(self) -> bool:
-        """Train; return True if a stop was requested. Running runs are then stopped in order, and no other run
-        begins."""
+        """Train; return True if a stop was requested. Active runs are then stopped in an orderly way, and no other run
+        starts."""
         requests = StopRequests()
         passed_on = 0
         try:
@@ -210,8 +210,8 @@ class _Training:
 
     @contextmanager
     def _table(self) -> Iterator[Callable[[], None]]:
-        """Show a table of all runs on a terminal, until the table of results replaces it. Without a terminal, each run
-        has a line when it begins and when it ends."""
+        """Show a table of all runs on a terminal, until the table of results replaces it. Without a terminal, a line is
+        printed when each run starts and when it ends."""
         if not self._console.is_terminal:
             yield lambda: None
             return
@@ -241,8 +241,8 @@ class _Training:
         return rows
 
     def _describe_left(self) -> str:
-        """Return the estimated time left, from finished or else from running runs; empty if unknown or all have
-        ended."""
+        """Return the estimated time left, based on finished runs if any, otherwise on running ones; empty if unknown or
+        all have ended."""
         now_s = time.monotonic()
         going = [(now_s - one.begun_s, one.progress.time_left_s) for one in self._running]
         whole_s = [one.took_s for one in self._runs if one.took_s is not None]

@@ -1,4 +1,4 @@
-"""The budget of a portfolio: plan its runs, on hourly and on spot nodes, and sum them over the years."""
+"""The budget of a portfolio: plan its runs on hourly and spot nodes, and sum their costs over the years."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _portfolio_run(entry: PortfolioEntry, plan: PlanReport) -> PortfolioRun:
     spot = replace(plan.spec, cluster=replace(cluster, reliability=spot_reliability(cluster)))
     try:
         spot_wall_s = forecast_run(spot, plan.capacity, best).wall_time_s.value
-    except RecipeError:  # spot nodes are reclaimed too often for the run to end
+    except RecipeError:  # spot nodes are reclaimed too often for the run to finish
         spot_wall_s = None
     return PortfolioRun(
         name=entry.name or plan.spec.model.name or plan.spec.model.family,

@@ -61,7 +61,7 @@ def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> Named
     Raises RecipeError with every mistake in its file and its line.
     """
     from trainspec_cli.recipe.compose.values import (
-        find_argument,  # loads hydra, which the help of a command does without
+        find_argument,  # loads hydra, which a command's help does not need
     )
 
     given = find_argument(arguments, DISTURB)

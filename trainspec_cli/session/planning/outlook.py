@@ -1,4 +1,4 @@
-"""The planner's advice for a run that nothing slows, from the run's folder and its machine."""
+"""The planner's advice for a run that nothing slows down, based on the run folder and its machine."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def outlook_of(run: RunDir, reader: RunReader) -> Outlook:
 
 
 def _machine_of(plan: Plan, device_name: str) -> Machine:
-    """Return a machine with the GPUs that the workers have reported."""
+    """Return a machine with the GPUs reported by the workers."""
     gpu_names = (device_name,) * plan.devices_per_node if device_name else ()
     return Machine(hostname="", cpu_cores=1, memory_bytes=0, gpu_names=gpu_names)
 
 
 def _in_force(plan: Plan, change: DirectiveEvent | None) -> Plan:
-    """Return the plan in the layout of its latest change."""
+    """Return the plan with the layout of its latest change."""
     if change is None or isinstance(change.layout, Absent):
         return plan
     size = change.micro_batch_size

@@ -56,7 +56,7 @@ def plan_loaded(
     *,
     trace: bool = False,
 ) -> PlanReport:
-    """Plan a loaded recipe. Raises as `plan_recipe` does."""
+    """Plan a loaded recipe. Raises the errors of `plan_recipe`."""
     if len(loaded.spec.cluster.pools) > 1:
         if disturbed or trace:
             asked = "disturb=" if disturbed else "--trace"
@@ -66,7 +66,7 @@ def plan_loaded(
         return _plan_on_pools(loaded, defaults)
     spec = on_pools(loaded.spec, loaded.spec.cluster.pools)
     machine = None
-    if spec.cluster.accelerator is None:  # a cluster that names none is this machine
+    if spec.cluster.accelerator is None:  # a cluster without an accelerator stands for this machine
         machine = this_machine(spec)
         spec = replace(spec, cluster=replace(spec.cluster, accelerator=accelerator_of(machine)))
         spec = in_engine_format(spec, machine) if machine.gpu_names else spec

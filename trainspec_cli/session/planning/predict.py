@@ -1,4 +1,4 @@
-"""Predict the time and memory of a run on this machine before the workers start, and whether it fits."""
+"""Predict a run's time and memory on this machine before the workers start, and whether the run fits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Predictor:
     """Memory limit of one process."""
     limit_text: str
     knows: Callable[[Plan], bool] = lambda _: True
-    """Returns whether it can predict the plan with another memory setting."""
+    """Returns whether the plan with another memory setting can be predicted."""
     is_measured: bool = True
     """False without a probe of the machine: the time is not predicted, and memory only as the size of tensors."""
 
@@ -119,8 +119,8 @@ def _with_probed_peak(plan: Plan, machine: Machine) -> Plan:
 def _check_changes(
     plan: Plan, predictor: Predictor, before: LocalPrediction, console: PrintableConsole, *, force: bool
 ) -> Iterator[PlannedLayout]:
-    """Return the planned changes with the memory limits of each. Raises PlanError if a layout or the change to it does
-    not fit, unless forced."""
+    """Return the planned layout changes, each with its memory limits. Raises PlanError if a layout or the change to it
+    does not fit, unless forced."""
     for place, change in enumerate(plan.changes):
         other = plan.with_layout(change)
         if plan.device == "cpu" and not is_predictable(other):
@@ -145,7 +145,7 @@ def _check_changes(
 
 
 def with_known_limits(plan: Plan, machine: Machine, console: PrintableConsole) -> Plan:
-    """Return the plan with the settings that earlier runs of it needed after running out of memory, and report them.
+    """Return the plan with the settings that its earlier runs needed after running out of memory, and report these.
     Under `scheduler=off` the plan is unchanged."""
     if plan.spec.scheduler.mode == "off":
         return plan
@@ -261,11 +261,11 @@ def _predictor(plan: Plan, machine: Machine, console: PrintableConsole) -> Predi
 
 def probe_after_run(plan: Plan, machine: Machine, console: PrintableConsole) -> None:
     """Probe the machine after a run, for later launches, if the plan's prediction needs a probe and no valid one
-    exists. Without a probe a run only lacks its prediction, so a failure here is reported and has no other effect. A
-    terminal shows the elapsed time meanwhile."""
+    exists. Without a probe a run only lacks its prediction, so a failure here is reported and has no other effect.
+    Meanwhile a terminal shows the elapsed time."""
     if not is_predictable(plan.as_one_group) or _may_not_probe():
         return
-    sys.stdout.flush()  # a reader of the result in a pipe need not wait for the probe
+    sys.stdout.flush()  # a program that reads the result from a pipe need not wait for the probe
     try:
         with ExitStack() as shown:
 

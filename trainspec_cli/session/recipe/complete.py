@@ -1,4 +1,4 @@
-"""Complete a composed recipe: the model of the checkpoint that it starts from, steps counted in its data, whole paths.
+"""Complete a composed recipe: the model of its initial checkpoint, steps counted from its data, absolute paths.
 
 Each `complete_*` function is a step of `compose_arguments`, which calls it with the composed values.
 """
@@ -50,7 +50,7 @@ def complete_model(data: JsonObject, unchosen: frozenset[str], *, to_run: bool =
         return complete_from(begins_with, data, asked, unchosen="model" in unchosen)
     if asked.get("family") != AUTO_FAMILY:
         return Completion({}, "")
-    if len(asked) > 1:  # a model given by its keys needs no group
+    if len(asked) > 1:  # a model specified by its keys needs no group
         return Completion({"model": {"family": "decoder"}}, "")
     message = "no model is named: `model` is auto, and `init.from` is null"
     hint = f"set {INIT_FROM}=hf:FOLDER, the folder of a Hugging Face model; or model=llama_6m, or another: "
@@ -78,7 +78,7 @@ def failed(problems: Iterable[Problem]) -> Completion:
     return Completion({}, "", frozenset({"model"}), tuple(problems), frozenset({"model"}))
 
 
-# The number of steps of a run whose length is given in tokens or epochs, and of a warm-up that is a share of the run.
+# The number of steps of a run whose length is given in tokens or epochs, and of a warm-up given as a share of the run.
 
 
 WARMUP = "optim.schedule.warmup_steps"
@@ -88,7 +88,8 @@ _PERCENT = re.compile(r"(\d+(?:\.\d*)?)\s*%")
 def complete_steps(data: JsonObject, _unchosen: frozenset[str], folder: str | None = None) -> Completion:
     """Return `train.max_steps` for a recipe with `train.tokens` or `train.epochs`; epochs require counting the data.
 
-    If the steps are given too, as in the record of a run, they must agree. `folder`: of data that is already prepared.
+    If the steps are given too, as in the record of a run, they must agree. `folder`: the folder of data that is already
+    prepared.
     """
     names = given(data)
     key = next((f"{SECTION}.{name}" for name in names if name != "max_steps"), "")
@@ -132,7 +133,7 @@ def complete_warmup(data: JsonObject, _unchosen: frozenset[str]) -> Completion:
         return Completion({}, "")
     total = section_of(data, SECTION).get("max_steps")
     is_known = isinstance(total, (int, float)) and not isinstance(total, bool) and math.isfinite(total)
-    # A wrong length is reported elsewhere, so the warm-up is not reported too.
+    # A wrong length is reported elsewhere, so the warm-up is not reported as well.
     steps = math.ceil(share * int(total)) if is_known else 0  # type: ignore[arg-type]
     return Completion({"optim": {"schedule": {"warmup_steps": steps}}}, WARMUP)
 
@@ -146,7 +147,7 @@ def count_steps(spec: RunSpec, folder: str | None) -> int:
         return math.ceil(tokens / (spec.batching.global_batch_size * spec.data.seq_len))
     assert epochs is not None, "the recipe says how much is trained"
     from trainspec_cli.session.recipe.data import (
-        count_samples,  # loads the readers of data, which most plans do without
+        count_samples,  # loads the data readers, which most plans do not need
     )
 
     samples = Fraction(str(epochs)) * count_samples(
@@ -169,7 +170,7 @@ GROUPS = ("mixture", "validation")
 
 def absolute_code(cwd: Path | None = None) -> list[Complete]:
     """Return the steps that make paths absolute, for each key that may name a file of user code or of a wing; relative
-    paths start at `cwd`, like other paths of a recipe."""
+    paths are relative to `cwd`, like other paths in a recipe."""
     folder = cwd or Path.cwd()
     files = [f"{wing.section}.{name}" for wing in WING_KEYS for name in wing.files]
     of_keys = [*(_of_key(kind.key, folder) for kind in KINDS), *(_of_key(path, folder, is_file=True) for path in files)]

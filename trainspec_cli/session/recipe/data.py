@@ -24,7 +24,7 @@ VALIDATED_BYTES = 16 * 2**20
 
 
 def prepare_data(loaded: Loaded, console: PrintableConsole) -> Path | None:
-    """Return the folder of the data, and tokenise it first if needed; None if the run reads no data. Problems have
+    """Return the data folder, tokenising the data first if needed; None if the run reads no data. Problems refer to
     lines of the recipe."""
     spec = loaded.spec
     try:
@@ -40,8 +40,8 @@ def prepare_data(loaded: Loaded, console: PrintableConsole) -> Path | None:
 
 
 def check_data(loaded: Loaded) -> str:
-    """Return a line about the formats of conversations at the beginning of the data, without preparing it. Raises as
-    `prepare_data` if the data does not match the recipe."""
+    """Return a line about the conversation formats at the beginning of the data, without preparing it. Raises the
+    errors of `prepare_data` if the data does not match the recipe."""
     if loaded.spec.model.unit == "samples":
         return ""
     try:
@@ -64,8 +64,8 @@ def check_data_of(run: RunDir, data: DataSpec) -> None:
 
 
 def count_samples(spec: RunSpec, folder: str | None) -> int:
-    """Return the number of training samples of an epoch; text is tokenised for that. Raises RecipeError if they cannot
-    be counted."""
+    """Return the number of training samples per epoch; text has to be tokenised for that. Raises RecipeError if they
+    cannot be counted."""
     data = spec.data
     model = spec.model
     if data.is_own and folder is None and (found := prepared_folder(data)):

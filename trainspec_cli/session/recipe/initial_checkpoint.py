@@ -72,7 +72,7 @@ def _read(init: InitSpec) -> tuple[JsonObject, str, Path | None]:
 
 def _tokenizer_of(data_dir: str) -> Path | None:
     """Return the path of the tokenizer of prepared data."""
-    from trainspec_cli.data.corpus.sources import Collection  # loads numpy, which plans do without
+    from trainspec_cli.data.corpus.sources import Collection  # loads numpy, which plans do not need
 
     made = Collection.open(data_dir).tokenizer_folder
     return _if_there(made / TOKENIZER) if made else None
@@ -143,7 +143,7 @@ def _build(section: JsonObject) -> ModelSpec | None:
 
 
 def _tokenizer(data: JsonObject, found: Path | None) -> JsonObject:
-    """Return the checkpoint's tokenizer for a recipe without one, because the weights were trained with its ids. Token
+    """Return the checkpoint's tokenizer for a recipe without one, because the weights were trained on its ids. Token
     folders already have a tokenizer, but lack the chat template that validation on conversations needs."""
     reads = section_of(data, "data")
     named = section_of(reads, "tokenizer").get("path")

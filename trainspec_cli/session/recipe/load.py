@@ -1,4 +1,4 @@
-"""Load a RunSpec from a command line and make a Plan of it, for every command that takes a recipe."""
+"""Load a RunSpec from a command line and turn it into a Plan, for every command that takes a recipe."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from trainspec_cli.run.folder.files import write_text
 
 DATA_PATHS = ("data.path", "data.tokenizer.path")
 CHECK_START: Point[Callable[[RunSpec], None]] = Point("check_start")
-"""Raises TrainspecError if a recipe that uses the wing lacks something that its start needs."""
+"""Raises TrainspecError if a recipe that uses the wing lacks something needed to start."""
 ACCELERATOR = "cluster.accelerator"
 OF_PLANNING = (DISTURB,)
 """Keys of the command line that `trainspec plan` reads itself."""
@@ -61,9 +61,9 @@ class Loaded:
     def origin(self) -> LaunchOrigin:
         """Return the origin, which a run of this recipe records in its folder."""
         from trainspec_cli.recipe.compose.values import (
-            render_yaml,  # loads hydra, which the help of a command does without
+            render_yaml,  # loads hydra, which a command's help does not need
         )
-        from trainspec_cli.run.job.folder import LaunchOrigin  # loads what starts processes, which plans do without
+        from trainspec_cli.run.job.folder import LaunchOrigin  # loads process start-up code, which plans do not need
 
         return LaunchOrigin(self.composed.recipe, sys.argv[1:], render_yaml(self.composed.data, self.composed.origins))
 
@@ -78,9 +78,9 @@ class Examined:
 
 
 def load(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Loaded:
-    """Load the recipe of `recipe=NAME key=value ...`. Raises RecipeError with every problem and its line, and as
-    `with_counted_block`. A run that is only planned (not `to_run`) needs neither data on this machine nor an engine
-    that can run it."""
+    """Load the recipe of `recipe=NAME key=value ...`. Raises RecipeError with every problem and its line, and the
+    errors of `with_counted_block`. A run that is only planned (not `to_run`) needs neither data on this machine nor an
+    engine that can run it."""
     examined = examine(arguments, cwd, to_run=to_run)
     problems = examined.problems
     if not to_run:
@@ -94,19 +94,19 @@ def load(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = Tr
 
 
 def load_for_planning(arguments: Sequence[str], cwd: Path | None = None) -> Loaded:
-    """Load a recipe that is planned and not started, as `load` does."""
+    """Like `load`, for a recipe that is planned but not started."""
     return load(arguments, cwd, to_run=False)
 
 
 def with_counted_block(arguments: Sequence[str], examined: Examined) -> list[str]:
-    """Return the arguments, with the parameter count of a user-defined block if that is the model's only problem.
-    Another process builds a block and counts. Raises RecipeError if the block cannot be built, and MachineError if the
-    process fails."""
+    """Return the arguments, adding the parameter count of a user-defined block if that is the model's only problem.
+    Another process builds a block and counts its parameters. Raises RecipeError if the block cannot be built, and
+    MachineError if the process fails."""
     about_model = [problem for problem in examined.problems if problem.path.partition(".")[0] == "model"]
     if not about_model or without_uncounted(about_model):
         return list(arguments)
     from trainspec_cli.recipe.results.tools import BlockRequest  # as above
-    from trainspec_cli.run.tools import COUNT_BLOCK, run_tool  # loads what starts processes, which plans do without
+    from trainspec_cli.run.tools import COUNT_BLOCK, run_tool  # loads process start-up code, which plans do not need
 
     model = examined.draft.model
     assert isinstance(model, OwnModel), "the rule of no other family asks for it"
@@ -123,14 +123,14 @@ def check_start(spec: RunSpec) -> None:
 
 
 def without_uncounted(problems: Sequence[Problem]) -> list[Problem]:
-    """Return the problems except the missing number of a block's parameters, which `load` counts."""
+    """Return the problems except a block's missing parameter count, which `load` determines."""
     return [problem for problem in problems if (problem.code, problem.path) != ("missing_value", BLOCK_PARAMS)]
 
 
 def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Examined:
     """Find all problems of a recipe that do not depend on the machine."""
     from trainspec_cli.recipe.compose.compose import (
-        compose_arguments,  # loads hydra, which the help of a command does without
+        compose_arguments,  # loads hydra, which a command's help does not need
     )
     from trainspec_cli.session.recipe.complete import (
         absolute_code,
@@ -145,7 +145,7 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     completes += [complete_steps, complete_warmup]
     composed = compose_arguments(arguments, cwd, completes, aside)
     draft, mistyped = build(RunSpec, composed.data)
-    # Rules skip UNKNOWN values. So a recipe or option that was not found is reported once, rather than for each value
+    # Rules skip UNKNOWN values, so a recipe or option that was not found is reported once, rather than for each value
     # that it would have set.
     names = draft.__dataclass_fields__
     unknown = set(names) if RECIPE in composed.failed else composed.failed & set(names)
@@ -154,7 +154,7 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     checked += apply([check_weights], draft) if to_run and not composed.problems else []
     checked += apply([partial(_accelerator_is_used, arguments)], draft) if to_run else []
     problems = composed.locate([*mistyped, *checked])
-    # A broken interpolation is not reported if its target is missing or mistyped, which is already reported.
+    # A broken interpolation is not reported if its target is missing or mistyped, since that is already reported.
     missing = [f"${{{problem.path}}}" for problem in mistyped if problem.code == "missing_value"]
     missing += [f"${{{problem.path}." for problem in mistyped if problem.code == "wrong_type"]
     known = [
@@ -179,7 +179,8 @@ def _accelerator_is_used(arguments: Sequence[str], spec: RunSpec) -> Iterator[Pr
 
 
 def plan_on(loaded: Loaded, machine: Machine) -> Plan:
-    """Resolve every `auto`. Raises MachineError for what the node lacks, RecipeError for sizes that do not match it."""
+    """Resolve every `auto`. Raises MachineError if the node lacks something, RecipeError for sizes that do not match
+    it."""
     require(loaded.composed.locate(check_machine(loaded.spec, machine)))
     return plan_for(loaded, machine)
 
@@ -202,7 +203,7 @@ def machine_of_job(loaded: Loaded) -> Machine:
 
 
 def plan_for(loaded: Loaded, machine: Machine) -> Plan:
-    """Resolve every `auto` for another machine. Raises as `plan_on`, except for what the node lacks."""
+    """Resolve every `auto` for another machine. Raises the errors of `plan_on`, except for what the node lacks."""
     try:
         return plan(loaded.spec, machine)
     except TrainspecError as error:
@@ -211,14 +212,14 @@ def plan_for(loaded: Loaded, machine: Machine) -> Plan:
 
 def this_machine(spec: RunSpec) -> Machine:
     """Return this node as a valid spec would use it."""
-    from trainspec_cli.run.job.machine import detect  # loads psutil, which plans for another cluster do without
+    from trainspec_cli.run.job.machine import detect  # loads psutil, which plans for another cluster do not need
 
     return detect(look_for_gpus=spec.cluster.device != "cpu")
 
 
 def machine_of_cluster(cluster: ClusterSpec) -> Machine | None:
-    """Return a node as described by the recipe's cluster, which may differ from this one; None if it leaves open the
-    number of GPUs per node, or whether there are any."""
+    """Return a node as described by the recipe's cluster, which may differ from this node; None if the cluster leaves
+    open how many GPUs a node has, or whether it has any."""
     chip = cluster.accelerator
     has_gpus = cluster.device == "cuda" or (cluster.device == AUTO and chip is not None and chip.vendor != "cpu")
     if not has_gpus or cluster.devices_per_node == AUTO:
@@ -243,15 +244,15 @@ def machine_of_draft(spec: RunSpec) -> Machine | None:
 
 
 def require(problems: Sequence[Problem]) -> None:
-    """Raise the problems, if any: MachineError (exit 4) if only the machine lacks something, else RecipeError (2)."""
+    """Raise the problems, if any: MachineError (exit 4) if only the machine lacks something, otherwise RecipeError
+    (exit 2)."""
     if problems:
         error = MachineError if all(problem.environment for problem in problems) else RecipeError
         raise error(problems)
 
 
 def follows(problem: Problem, composed: Composed) -> bool:
-    """Return whether a missing value is a consequence of a recipe or option that was not found, or of a refused
-    value."""
+    """Return whether a missing value results from a recipe or option that was not found, or from a refused value."""
     refused = {other.path for other in composed.problems}
     group = problem.path.partition(".")[0]
     missed = bool(composed.failed & {RECIPE, group, problem.path}) or problem.path in refused
@@ -263,11 +264,11 @@ def _place(problem: Problem) -> tuple[bool, str, int, int]:
     return problem.file != COMMAND_LINE, problem.file or "", problem.line or 0, problem.column or 0
 
 
-# Defaults for a plan without a recipe: a model on a cluster, with usual values for the rest.
+# Defaults for a plan without a recipe: a model on a cluster, with typical values for everything else.
 
 
 DEFAULTS = "plan_defaults"
-"""The recipe that is used if none is named (recipes/plan_defaults.yaml)."""
+"""The recipe used if none is named (recipes/plan_defaults.yaml)."""
 TOKENS_A_PARAMETER = 20
 """Compute-optimal number of tokens per parameter (arXiv:2203.15556, table 3)."""
 SEQ_LEN = 4096
@@ -280,7 +281,7 @@ EPOCHS = "train.epochs"
 
 
 def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return the arguments with a recipe, and those among them that are defaults.
+    """Return the arguments with a recipe added if needed, and those that are defaults.
 
     Arguments that name a recipe are unchanged. Raises RecipeError if neither a recipe nor a model is named.
     """
@@ -296,7 +297,7 @@ def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]
     try:
         examined = examine(named, to_run=False)
         counted = with_counted_block(named, examined)
-        if len(counted) > len(named):  # the usual number of tokens follows from the parameters
+        if len(counted) > len(named):  # the default number of tokens follows from the parameters
             named = counted
             examined = examine(named, to_run=False)
         usual = _usual(examined.draft.model, arguments)
@@ -309,8 +310,8 @@ def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]
 
 
 def _usual(model: ModelSpec, arguments: Sequence[str]) -> dict[str, str]:
-    """Return usual values: samples of 4,096 tokens, or the model's maximum, 4 million tokens per step, and 20 tokens
-    per parameter; for images, 90 epochs of the 1.28 million of ImageNet."""
+    """Return typical values: samples of 4,096 tokens or the model's maximum, 4 million tokens per step, and 20 tokens
+    per parameter; for images, 90 epochs of ImageNet's 1.28 million."""
     if model.unit == "samples":
         return {"data.seq_len": "1", "train.tokens": "1.15e8"}
     learnt = model.learned_positions if isinstance(model, DecoderModel) else 0
@@ -323,7 +324,7 @@ def _usual(model: ModelSpec, arguments: Sequence[str]) -> dict[str, str]:
     }
 
 
-# The calibrated efficiencies of a cluster: kept in the cache by the cluster's name, applied to each plan and launch.
+# A cluster's calibrated efficiencies, kept in the cache under its name and applied to each plan and launch.
 
 
 UNNAMED = "auto"

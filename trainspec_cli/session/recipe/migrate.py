@@ -42,7 +42,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.folder import claim, is_running
 from trainspec_cli.session.recipe.load import require
 
-# The new beginning of a file of the current version of the training spec; comments and layout stay.
+# The new beginning of a file in the current version of the training spec; comments and formatting are preserved.
 
 
 RECIPE_KEYS = {"defaults", VERSION_KEY, *(key_of(one) for one in fields(RunSpec))}
@@ -118,7 +118,7 @@ def yaml_form(path: Path) -> Form:
 
 
 def _head_of_yaml(path: Path) -> Head:
-    """Return the head with the version's line before the first key, or in place of the old version; no other byte
+    """Return the head with the version's line before the first key, or replacing the old version; no other byte
     changes."""
     yaml_form(path)
     old = read_bytes(path)
@@ -168,7 +168,7 @@ class Migration:
     form: Form
     head: Head
     run: RunDir | None
-    """The run that the file belongs to; None for a separate file."""
+    """The run to which the file belongs; None for a separate file."""
 
     @property
     def changes(self) -> bool:
@@ -199,8 +199,8 @@ def find_migrations(paths: Sequence[str], version: str = CURRENT_VERSION) -> lis
 
 
 def apply(migrations: Sequence[Migration]) -> dict[Path, Path]:
-    """Replace the files atomically; return the backup of each. Runs are claimed meanwhile, so that nobody starts them.
-    Raises RecipeError for a running run, MachineError if a file cannot be written."""
+    """Replace the files atomically; return the backup of each. Meanwhile runs are claimed, so that nobody can start
+    them. Raises RecipeError for a running run, MachineError if a file cannot be written."""
     changing = [migration for migration in migrations if migration.changes]
     runs = {migration.run.root.resolve(): migration.run for migration in changing if migration.run}
     with ExitStack() as claims, private_files():
@@ -242,7 +242,7 @@ def _of_path(path: Path, problems: list[Problem]) -> Iterator[Migration]:
     check_tree(run.root)
     _check_free(run)
     for form in FORMS:
-        for pattern in () if form.schema else form.patterns:  # files under a digest must not change
+        for pattern in () if form.schema else form.patterns:  # files protected by a digest must not change
             for file in sorted(run.root.glob(pattern)):
                 try:
                     _check_own_file(file)
@@ -284,7 +284,7 @@ def _form_of_file(path: Path) -> Form:
     """Return the form of a separate file. Raises RecipeError unless trainspec writes such files."""
     if path.suffix in YAML_SUFFIXES:
         return yaml_form(path)
-    if path.suffix == ".json":  # a file under a digest states its schema
+    if path.suffix == ".json":  # a file protected by a digest states its schema
         schema = str(read_object(path).get("schema", "")).partition("/")[0]
         if form := next((form for form in FORMS if form.schema and form.schema == schema), None):
             return form

@@ -27,15 +27,15 @@ FOLLOW_S = 0.5
 
 
 def diagnose_run(name: str, *, asks_planner: bool = True) -> tuple[RunVerdict, ...]:
-    """Return the current verdicts on a run, most severe first. Raises as `find_run`."""
+    """Return the current verdicts on a run, most severe first. Raises the errors of `find_run`."""
     run = find_run(name)
     with refusing_closed(name):
         return verdicts_of(run, asks_planner=asks_planner)
 
 
 def follow_verdicts(name: str) -> Iterator[VerdictEvent]:
-    """Yield the verdicts of a run's supervisor, including those that are over, from the first until the run ends.
-    Raises as `find_run`."""
+    """Yield the verdicts of a run's supervisor, including those no longer valid, from the first until the run ends.
+    Raises the errors of `find_run`."""
     run = find_run(name)
     tail = EventTail(run.verdicts, None)
     goes_on = True
@@ -47,7 +47,7 @@ def follow_verdicts(name: str) -> Iterator[VerdictEvent]:
 
 
 def report_of(name: str) -> Report:
-    """Return the current report of a run, with its verdicts. Raises as `find_run`."""
+    """Return the current report of a run, with its verdicts. Raises the errors of `find_run`."""
     return replace(collect_run(name), verdicts=diagnose_run(name))
 
 
@@ -58,8 +58,8 @@ def composed_of(report: Report) -> str:
 
 
 def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict, ...]:
-    """Return the verdicts on a run; none if it is not planned yet. If nothing slows the run, the planner searches for a
-    better layout, which takes some time."""
+    """Return the verdicts on a run; none if it is not planned yet. If nothing slows the run down, the planner searches
+    for a better layout, which takes some time."""
     planned = has_plan(run)
     if planned and not run.plan_json.is_file():
         return ()
@@ -89,7 +89,7 @@ def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict,
 
 
 def trace_to(name: str, file: Path) -> None:
-    """Write the trace of a run. Raises as `find_run`, and OSError if the file cannot be written."""
+    """Write the trace of a run. Raises the errors of `find_run`, and OSError if the file cannot be written."""
     from trainspec_cli.reporter.diagnosis.gather import shape_of
     from trainspec_cli.reporter.diagnosis.trace import trace_run
 
@@ -109,7 +109,7 @@ class VerdictLines:
 
     def look(self, say: Callable[[str], None]) -> None:
         if self._watch is None:
-            if not self._run.events(0).is_file():  # the workers have not begun
+            if not self._run.events(0).is_file():  # the workers have not started
                 return
             from trainspec_cli.reporter.diagnosis.watch import DiagnosisWatch
 
@@ -119,6 +119,6 @@ class VerdictLines:
 
     @staticmethod
     def _say(event: VerdictEvent, say: Callable[[str], None]) -> None:
-        """Report a verdict; `noise` is left to `diagnose` and `report`, because no action is needed."""
+        """Report a verdict; `noise` is left to `diagnose` and `report`, because it needs no action."""
         if event.verdict.cause != "noise":
             say(f"diagnosis: {describe_event(event)}")

@@ -1,4 +1,4 @@
-"""Find the run of a RUN argument, and the state of runs, for `runs`, `report`, `resume` and `export`."""
+"""Find the run that a RUN argument names, and the state of runs, for `runs`, `report`, `resume` and `export`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LAST = "last"
 
 
 def find_own_run(name: str) -> RunDir:
-    """Find a run whose content will be trusted or changed. Raises as `find_run`, and MachineError if other users can
-    write in its folder, or a link leads out of it."""
+    """Find a run whose content will be trusted or changed. Raises the errors of `find_run`, and MachineError if other
+    users can write to its folder, or a link leads out of it."""
     run = find_run(name)
     check_tree(run.root)
     return run
@@ -48,7 +48,7 @@ def find_run(name: str) -> RunDir:
 
 
 def check_name_free(name: str) -> None:
-    """Raise RecipeError if a run of this folder has this `run.name`, because names must be unique for commands."""
+    """Raise RecipeError if a run in this folder has this `run.name`, because commands need unique names."""
     lines = runs_here() if name else []
     if paths := [line.path for line in lines if line.name == name]:
         free = next(free_names(name, first=2))
@@ -58,13 +58,14 @@ def check_name_free(name: str) -> None:
 
 
 def free_names(name: str, first: int = 1) -> Iterator[str]:
-    """Yield those of NAME-1, NAME-2, ... that no run of this folder has."""
+    """Yield those of NAME-1, NAME-2, ... that no run in this folder uses."""
     taken = {line.name for line in runs_here()}
     return (other for number in itertools.count(first) if (other := f"{name}-{number}") not in taken)
 
 
 def _named(name: str) -> RunDir | None:
-    """Return the run with this `run.name`, in this folder or else anywhere. Raises RecipeError if several have it."""
+    """Return the run with this `run.name`, preferably in this folder, otherwise anywhere. Raises RecipeError if several
+    have it."""
     paths = [line.path for line in runs_here() if line.name == name]
     paths = paths or [known.path for known in known_runs() if known.name == name]
     if len(paths) > 1:
@@ -75,8 +76,8 @@ def _named(name: str) -> RunDir | None:
 
 
 def runs_here() -> list[RunLine]:
-    """Return the runs of this folder, newest first: those below ./runs, and other known runs below it or launched from
-    it."""
+    """Return the runs of the current folder, newest first: those below ./runs, and other known runs below the folder or
+    launched from it."""
     here = Path.cwd()
     inside = (here / RUNS).resolve()
     known = (Path(run.path) for run in known_runs() if run.is_of(here))
@@ -90,7 +91,7 @@ def runs_below() -> list[RunLine]:
 
 
 def collect_run(name: str) -> Report:
-    """Return the current report of a run. Raises as `find_run`."""
+    """Return the current report of a run. Raises the errors of `find_run`."""
     run = find_run(name)
     with refusing_closed(name):
         return collect(run.root, running=is_running(run), queued=Queue().holds(run))
@@ -126,7 +127,7 @@ def _newest(lines: Sequence[RunLine]) -> str:
 
 
 def _is_there(run: RunDir) -> bool:
-    """Return whether the path exists; False too for an invalid name."""
+    """Return whether the path exists; also False for an invalid name."""
     try:
         return run.run_json.exists()
     except PermissionError:

@@ -1,4 +1,5 @@
-"""Remove runs, or checkpoints that are no longer needed; never of a run that is running or queued in Slurm."""
+"""Remove runs, or checkpoints that are no longer needed, but never those of a run that is running or queued in
+Slurm."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class Removal:
 
 def plan_removal(names: Sequence[str]) -> list[Removal]:
     """Return the removals of these runs. Raises RecipeError for a run that is running or queued, or whose folder
-    contains another run or the current folder, and as `find_own_run`."""
+    contains another run or the current folder, and the errors of `find_own_run`."""
     found = {run.root.resolve(): run for run in map(find_own_run, names)}
     lines = runs_here()
     removals = []
@@ -76,7 +77,7 @@ def remove(removal: Removal) -> None:
     """Remove the folders under a claim on the run. Raises RecipeError if the run was started meanwhile."""
     run = removal.run
     with claim(run, "remove"):
-        # The user has confirmed the removal of the run at that time, and of no later steps.
+        # The user confirmed the removal of the run as it was then, not of later steps.
         if generations.newest(run) != removal.generation:
             message = f"the run in {run.root} was started meanwhile"
             hint = "check it again: trainspec runs"

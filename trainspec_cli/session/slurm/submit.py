@@ -1,7 +1,7 @@
 """Submit runs as Slurm jobs: record each run as a launch does before its workers start, and write its batch script.
 
-A recipe may contain shell lines and container images. If they come from a file that another user owns or that everyone
-may write, they are submitted only with --allow-setup. Files of root and the command line are trusted.
+A recipe may contain shell lines and container images. If they come from a file that another user owns or that is
+world-writable, they are submitted only with --allow-setup. Files of root and the command line are trusted.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
     limit_s = None if slurm.time is None else time_limit_s(slurm.time)
     if limit_s is None:
         return
-    # The prediction covers the steps, without start, checkpoints and evaluations. It exists for GPUs in the catalogue,
-    # and for CPUs like this machine's if that was probed.
+    # The prediction covers the steps, but not start-up, checkpoints or evaluations. It exists for GPUs in the
+    # catalogue, and for CPUs like this machine's if that was probed.
     group = plan.as_one_group
     if is_known(group, machine):
         step_s = predict_device(group, machine).step_time_s
@@ -71,7 +71,7 @@ def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
         f"cluster.slurm.time is {slurm.time} ({format_duration(limit_s)}, of which the last {slurm.warn_s} s are for "
         f"the checkpoint), and the run is predicted to train for {format_duration(trains_s)}"
     )
-    # Each start continues from the newest checkpoint, so all starts together train as long as a single one would.
+    # Each start continues from the newest checkpoint, so all starts together train for as long as a single one would.
     requeues = math.ceil(trains_s / (limit_s - slurm.warn_s)) - 1
     if slurm.max_requeues == 0:
         follows = "it will be stopped there, and not be requeued (cluster.slurm.max_requeues=0)"
@@ -84,12 +84,12 @@ def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
 
 RUN_DIR = "run.dir"
 DEFAULT_PYTHON = SlurmSpec.container_python
-"""Python of the image, which is shown together with it."""
+"""The image's Python, which is shown together with the image."""
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a job, or of a job's array."""
+    """One run of a job or of a job array."""
 
     loaded: Loaded
     plan: Plan
@@ -120,7 +120,7 @@ def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[Planned
             Problem("usage", message, RUN_DIR, "give run.dir on the command line: each run gets a subfolder of it")
         )
     runs = [PlannedRun(one, plan_for(one, machine_of_job(one))) for one in loaded]
-    # All runs of an array share one script, and so one size of job.
+    # All runs of an array share one script, and therefore one job size.
     plans = [run.plan for run in runs]
     if len({(one.num_nodes, one.devices_per_node, one.device, one.spec.cluster.slurm) for one in plans}) > 1:
         message = "the runs of the sweep need different nodes or Slurm options, but a job array has only one set"
@@ -129,7 +129,7 @@ def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[Planned
 
 
 def warnings(runs: Sequence[PlannedRun]) -> list[str]:
-    """Return warnings about the job without duplicates: a short time limit, a missing image."""
+    """Return deduplicated warnings about the job: a short time limit, a missing image."""
     found = (
         line
         for run in runs
@@ -193,7 +193,7 @@ class Submission:
     script: Path
     text: str
     is_new: bool = False
-    """True if the runs were made by this command."""
+    """True if this command created the runs."""
 
 
 def is_previewed(run: RunDir, text: str) -> bool:
@@ -221,9 +221,9 @@ def _find_preview(run: PlannedRun, *, force: bool) -> Submission | None:
 
 
 def write_submission(runs: Sequence[PlannedRun], *, force: bool = False, dry_run: bool = False) -> Submission:
-    """Make each run's folder and its script; submitting the script again continues the run. The script of an array is
-    in the parent folder of its runs. An earlier run that was not submitted is reused. `dry_run`: make nothing, and
-    prepare no data."""
+    """Create each run's folder and script; submitting the script again continues the run. An array's script is in the
+    parent folder of its runs. An earlier run that was not submitted is reused. `dry_run`: create nothing, and prepare
+    no data."""
     first = runs[0]
     check_container(first.plan)
     if len(runs) == 1 and (preview := _find_preview(first, force=force)):
@@ -269,8 +269,8 @@ def submit(submission: Submission) -> str:
 
 
 def _make_run(run: PlannedRun, *, dry_run: bool) -> tuple[Path, list[Path]]:
-    """Record the run as a launch does before its workers start, and make the folder of the job's logs. Return the run's
-    folder, and other folders that a container must mount. `dry_run`: make nothing."""
+    """Record the run as a launch does before its workers start, and create the folder for the job's logs. Return the
+    run's folder, and other folders that a container must mount. `dry_run`: create nothing."""
     plan = run.plan
     wanted = plan.spec.run.dir
     recipe = run.loaded.composed.recipe

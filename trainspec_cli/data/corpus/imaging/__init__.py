@@ -1,1 +1,1 @@
-"""Samples of images and volumes: pictures by class, volumes with labels, and synthetic phantoms."""
+"""Samples of images and volumes: images by class, labelled volumes, and synthetic phantoms."""

@@ -1,4 +1,5 @@
-"""A folder of pictures: one sub-folder per class, of .npy arrays or, with Pillow, of .png, .jpg, .bmp or .tif files."""
+"""A folder of images: one sub-folder per class, with .npy arrays or, if Pillow is installed, .png, .jpg, .bmp or .tif
+files."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from trainspec_cli.recipe.keys.run import DataSpec
 MAX_PIXELS = 2**28
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 CROP_AREA = (0.25, 1.0)
-"""The fraction of a picture that a training crop covers; its aspect ratio changes by up to 4/3 (arXiv:1409.4842)."""
+"""The fraction of an image that a training crop covers; its aspect ratio changes by up to 4/3 (arXiv:1409.4842)."""
 MAX_STRETCH = 4 / 3
 HELDOUT_CROP = 0.875
-"""The fraction of each side that the centre crop of a held-out picture keeps."""
+"""The fraction of each side that the centre crop of a held-out image keeps."""
 
 
 class ImageFolder:
@@ -47,14 +48,14 @@ class ImageFolder:
             hint = f"set model.num_classes={len(self.classes)}"
             raise RecipeError(Problem("wrong_classes", message, "model.num_classes", hint))
         files = [(path, label) for label, name in enumerate(self.classes) for path in list_pictures(folder / name)]
-        # By name, so that adding a picture does not move others between the splits.
+        # By name, so that adding an image does not move others between the splits.
         names = [path.relative_to(folder).as_posix() for path, _ in files]
         held = hold_out(names, data.heldout_fraction)
         self._files = {
             "train": [file for name, file in zip(names, files, strict=True) if name not in held],
             "heldout": [file for name, file in zip(names, files, strict=True) if name in held],
         }
-        # Done here, so that a missing package is reported before the first step and not in the middle of one.
+        # Done here so that a missing package is reported before the first step, not in the middle of one.
         if any(path.suffix != ".npy" for path, _ in files):
             load_reader("PIL", "Pillow", "pictures", "images")
         self._load(files[0][0])
@@ -63,7 +64,7 @@ class ImageFolder:
         return len(self._files[split])
 
     def train(self, index: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return a random crop, resized and mirrored half of the time, with its class."""
+        """Return a resized random crop, mirrored half of the time, and its class."""
         path, label = self._files["train"][index]
         picture = random_part(self._load(path), generator)
         if generator.random() < 0.5:
@@ -75,7 +76,7 @@ class ImageFolder:
         return self._finish(middle_part(self._load(path))), np.asarray(label, dtype=np.int64)
 
     def _load(self, path: Path) -> np.ndarray:
-        """Return (C, H, W) of fp32. Raises MachineError that names a file that is not such a picture."""
+        """Return (C, H, W) of fp32. Raises MachineError naming a file that is not such an image."""
         try:
             pixels = self._read(path)
         except ANY_DAMAGE as error:
@@ -111,8 +112,8 @@ def list_pictures(folder: Path) -> list[Path]:
 
 
 def load_reader(module: str, package: str, what: str, extra: str) -> Any:
-    """Import the package that reads a format and that not every installation has. Raises MachineError with what to
-    type. `extra`: the trainspec extra that installs it."""
+    """Import an optional package that reads a format. If it is missing, raises MachineError stating what to type.
+    `extra`: the trainspec extra that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -122,7 +123,7 @@ def load_reader(module: str, package: str, what: str, extra: str) -> Any:
         raise MachineError(problem) from error
 
 
-# Crops and resizing of pictures (C, H, W)
+# Cropping and resizing images (C, H, W)
 
 
 def random_part(picture: np.ndarray, generator: np.random.Generator) -> np.ndarray:

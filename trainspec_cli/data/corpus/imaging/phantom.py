@@ -20,8 +20,8 @@ NOISE_STD = 0.05
 BIAS_STRENGTH = 0.3
 """The largest deviation of the receiver's sensitivity from 1, at the edges."""
 SEED = 0
-"""The same images in every run, because they replace a data set; `train.seed` determines the order in which a run uses
-them. Other images would be another data set with the same statistics."""
+"""Fixed, so that every run gets the same images: they stand in for a data set, and `train.seed` determines the order in
+which a run uses them. Another seed would give another data set with the same statistics."""
 HELDOUT_STREAM = 1
 """A seed word that separates held-out samples from training samples, whatever their numbers."""
 
@@ -38,7 +38,8 @@ class Phantoms:
         return self._counts[split]
 
     def train(self, index: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Generate sample `index`. The random generator is not used: a phantom is generated at the model's size."""
+        """Generate sample `index`. The random generator is not used, because a phantom is generated at the model's
+        size."""
         return self._make(np.random.default_rng([SEED, 0, index]))
 
     def heldout(self, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -69,8 +70,8 @@ def draw_tissues(generator: np.random.Generator, size: tuple[int, ...], num_clas
 
 
 def draw_lesion(generator: np.random.Generator, size: tuple[int, ...], kind: int) -> np.ndarray:
-    """Return labels of a head (1) with one lesion: a shell for odd kinds, solid for even ones; each pair has its own
-    tissue."""
+    """Return labels of a head (1) with one lesion: a shell for odd kinds, solid for even ones; each pair of kinds has
+    its own tissue."""
     dims = len(size)
     tissues = np.zeros(size, dtype=np.int64)
     tissues[ellipsoid(size, np.zeros(dims), generator.uniform(0.75, 0.95, dims), np.eye(dims))] = 1
@@ -117,7 +118,7 @@ def contrast(channel: int) -> np.ndarray:
 
 
 def bias_field(generator: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
-    """Return a smooth gain that is 1 in the middle, with one slope and one bend along each axis."""
+    """Return a smooth gain that is 1 in the middle, with a slope and a curvature along each axis."""
     gain = np.ones(size, dtype=np.float32)
     for axis, extent in enumerate(size):
         along = np.linspace(-1, 1, extent, dtype=np.float32)

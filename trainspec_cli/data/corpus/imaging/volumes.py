@@ -66,14 +66,14 @@ class VolumeFolder:
             raise RecipeError(Problem("wrong_shape", message, "data.path", "image and label must have the same size"))
 
     def _full_shape(self, image: Path) -> tuple[int, ...]:
-        """Return (C, ...) whatever the file's order of dimensions."""
+        """Return the shape as (C, ...), whatever the file's order of dimensions."""
         shape = shape_of(image)
         if len(shape) == len(self.model.input_size):
             return (1, *shape)
         return shape if image.suffix == ".npy" else (shape[-1], *shape[:-1])
 
     def _read(self, pair: tuple[Path, Path], start: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Read a crop. Raises MachineError that names a pair whose data cannot be read."""
+        """Read a crop. Raises MachineError naming a pair whose data cannot be read."""
         try:
             return self._read_part(pair, start)
         except MachineError:
@@ -89,8 +89,8 @@ class VolumeFolder:
         elif pair[0].suffix != ".npy":
             image = np.moveaxis(np.asarray(image), -1, 0)  # NIfTI has its contrasts last
         label = open_array(pair[1])
-        # Air (0) fills most of a scan and would determine the scale, so only tissue counts; each file is read once as a
-        # whole for this.
+        # Air (0) fills most of a scan and would determine the scale, so only tissue counts; for this, each file is read
+        # completely once.
         path = pair[0]
         if path not in self._moments:
             voxels = np.asarray(image, dtype=np.float32)
@@ -142,7 +142,7 @@ def shape_of(path: Path) -> tuple[int, ...]:
 
 
 def open_array(path: Path) -> Any:
-    """Return an array that reads only the requested slices from disk. Raises MachineError that names the file."""
+    """Return an array that reads only the requested slices from disk. Raises MachineError naming the file."""
     try:
         check_regular(path)
         if path.suffix == ".npy":

@@ -1,9 +1,9 @@
 """`python -m trainspec_cli.run.backend.nodes.agent [--node I] RUN GENERATION`: the agent of one node of a job.
 
 It runs the workers of this node as the hub requests, and reports how they end. The agent of a spare node, or of one
-that was left out as too slow, is connected and runs nothing. When the hub is silent for too long this node is
-disconnected: its processes are ended, since the job continues elsewhere; the agent of a run of replica groups
-reconnects when it can. Under Slurm the node's number is the task's.
+that was left out because it is too slow, is connected but runs nothing. When the hub is silent for too long, this node
+is disconnected: its processes are ended, because the job continues elsewhere; in a run of replica groups the agent
+reconnects when it can. Under Slurm the node's number is the task's number.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from trainspec_cli.run.job.machine import NodePlace, detect
 from trainspec_cli.run.signals import PatientRequests, on_stop_signal
 
 APPEAR_TIMEOUT_S = 60.0
-"""Seconds after which a network file system may show a new file on another node."""
+"""Seconds that a network file system may take to show a new file on another node."""
 EXAMINE_TIMEOUT_S = 180.0
 RETURN_INTERVAL_S = 1.0
 """Interval at which a disconnected agent tries to reconnect."""
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("run", type=RunDir)
     parser.add_argument("generation", type=int)
     options = parser.parse_args()
-    # Slurm sends this warning to every process of a step; the supervisor acts on it
+    # Slurm sends this warning signal to every process of a step; the supervisor acts on it
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     sys.exit(run_agent(options.run, options.generation, int(options.node)))
 
@@ -63,10 +63,10 @@ def main() -> None:
 def run_agent(
     run: RunDir, generation: int, node: int, begin: Callable[[GenerationRecord], None] = lambda _: None
 ) -> int:
-    """Take part in one generation of a run; -> 0 when the hub has ended it, else `CUT_OFF` or `UNFIT`.
+    """Take part in one generation of a run; return 0 when the hub has ended it, otherwise `CUT_OFF` or `UNFIT`.
 
-    `begin` is called when the first node's record has been read, before anything is started. Raises MachineError where
-    the hub cannot be reached, RecipeError where another agent has the number.
+    `begin` is called when the first node's record has been read, before anything is started. Raises MachineError if the
+    hub cannot be reached, RecipeError if another agent has the node's number.
     """
     record = await_record(run, generation)
     begin(record)
@@ -84,7 +84,8 @@ def run_agent(
 
 
 def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool], return_timeout_s: float) -> int:
-    """A disconnected agent of replica groups tries this long to reconnect."""
+    """Serve the hub; after a disconnection, try to reconnect for `return_timeout_s` (only in runs of replica
+    groups)."""
     code = serve()
     deadline = time.monotonic() + return_timeout_s
     while code == CUT_OFF and goes_on() and time.monotonic() < deadline:
@@ -94,7 +95,7 @@ def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool], return_
             deadline = time.monotonic() + return_timeout_s
         except MachineError as error:
             if isinstance(error.__cause__, (ConnectionRefusedError, FileNotFoundError)):
-                break  # the first node is up, but its hub, or this start's secret, is not
+                break  # the first node is up, but its hub or this start's secret is gone
     return code
 
 
@@ -113,7 +114,7 @@ def _serve(run: RunDir, plan: Plan | None, record: GenerationRecord, place: int,
 
 
 def await_record(run: RunDir, generation: int) -> GenerationRecord:
-    """Return the first node's record of this generation. Raises MachineError where this node does not see it."""
+    """Return the first node's record of this generation. Raises MachineError if this node cannot see the record."""
     deadline = time.monotonic() + APPEAR_TIMEOUT_S
     while not (record := generations.read(run, generation)):
         if time.monotonic() > deadline:
@@ -147,7 +148,7 @@ class Agent:
         node: int,
         requests: PatientRequests,
     ):
-        """`plan`: None for a kind of job without a plan."""
+        """`plan`: None if jobs of this kind have no plan."""
         self._wire = wire
         self._plan = plan
         self._record = record
@@ -160,12 +161,12 @@ class Agent:
         self._part = NodePart(run, plan, record, NodePlace(node, record.num_nodes, record.head), self._machine)
         self._received: deque[messages.Message] = deque()
         self._numbers: dict[int, int] = {}
-        """The newest start of each group that runs, or ran, on this node."""
+        """The newest start of each group that runs or ran on this node."""
 
     def work(self) -> int:
-        """Check the node, and run workers until the hub ends the job. Raises MachineError where this node is unfit."""
+        """Check the node, then run workers until the hub ends the job. Raises MachineError if the node is unfit."""
         self._take_in()
-        # another agent may have this node's number, and its processes
+        # another agent may hold this node's number, and its processes
         while not self._wire.was_heard and not self._is_cut_off:
             self._listen()
         if self._is_cut_off:
@@ -175,7 +176,7 @@ class Agent:
         if self._record.examine:
             self._examine()
         job = self._kind.build_job(self._part)
-        processes.kill(job.launch_id)  # processes that an agent killed on this node has left
+        processes.kill(job.launch_id)  # left by an agent that was killed on this node
         running = self._kind.open_node(self._part, job)
         try:
             while self._listen():
@@ -210,7 +211,7 @@ class Agent:
         elif isinstance(message, messages.KillGroup):
             if self._numbers.get(message.group) == message.number:
                 running.kill(message.group)
-            else:  # an agent that has reconnected does not know about this
+            else:  # an agent that has reconnected does not know this start
                 self._wire.send(messages.GroupExited(message.group, message.number, None))
         elif isinstance(message, messages.HangFound):
             running.record_hang(message.late)
@@ -220,7 +221,7 @@ class Agent:
             self._stop(running)
 
     def _stop(self, running: RunningNode) -> None:
-        """Ask the workers to stop, once: both Slurm and the hub may request it."""
+        """Ask the workers to stop, but only once: both Slurm and the hub may request it."""
         if not self._is_stopping:
             self._is_stopping = True
             running.stop()
@@ -247,14 +248,14 @@ class Agent:
         self._wire.send(messages.NodeExamined(report))
 
     def _listen(self) -> bool:
-        """Exchange messages with the hub for a moment; False where the hub has ended this agent, or is lost."""
+        """Exchange messages with the hub for a moment; return False if the hub has ended this agent, or is lost."""
         time.sleep(POLL_S)
         self._take_in()
         self._wire.beat()
         return not self._is_ended and not self._is_cut_off
 
     def _take_in(self) -> None:
-        """Receive what has arrived; only then is an empty result known to mean silence."""
+        """Receive what has arrived; only after that does an empty result mean silence."""
         self._received.extend(self._wire.receive())
         if taken := next((one for one in self._received if isinstance(one, messages.NumberTaken)), None):
             message = f"--node-rank {self._node} is used twice: {taken.hostname} has it"

@@ -1,4 +1,4 @@
-"""The backend of a run on several nodes: it starts their agents, and reaches the workers through them."""
+"""The backend of a multi-node run: it starts the nodes' agents, and reaches the workers through them."""
 
 from __future__ import annotations
 
@@ -38,38 +38,38 @@ from trainspec_cli.run.recovery import run_state
 from trainspec_cli.run.rendezvous.address import Rendezvous
 
 AGENT = ("-m", "trainspec_cli.run.backend.nodes.agent")
-"""Arguments for Python; the run's folder and the generation follow them."""
+"""Arguments for Python, followed by the run folder and the generation."""
 END_TIMEOUT_S = 12.0
-"""Seconds after which an agent that was asked to end is abandoned: it ends its processes by itself when the hub is
-silent."""
+"""Seconds after which an agent that was asked to end is abandoned: when the hub is silent, it ends its processes by
+itself."""
 JOIN_KEY = "run.join_timeout_s"
-"""The key that sets how long the nodes of a recipe wait for one another."""
+"""The recipe key that sets how long nodes wait for one another."""
 DRAIN_S = 5.0
 """Seconds that srun may take to end after all agents have ended."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How to reach the nodes of a job."""
+    """How the nodes of a job are reached."""
 
     head: str
-    """Name or address of the first node, on which this process runs."""
+    """Name or address of the first node, where this process runs."""
     start: tuple[str, ...]
-    """A command that runs an agent on every node (srun), or on this node alone; RUN and GENERATION are appended."""
+    """A command that runs an agent on every node (srun), or only on this node; RUN and GENERATION are appended."""
     rendezvous_port: int | None = None
     """None: any free port."""
     return_timeout_s: float = 0.0
-    """A lost node's agent may be restarted: if too few nodes are left, the others wait this many seconds for it."""
+    """A lost node's agent may be restarted: if too few nodes are left, the others wait for it this many seconds."""
 
 
 def agent_command(node: int | None = None) -> tuple[str, ...]:
-    """Return the command of an agent; without a number the agent uses that of its Slurm task."""
+    """Return the command of an agent; without a number, the agent uses its Slurm task's number."""
     number = () if node is None else ("--node", str(node))
     return (sys.executable, *AGENT, *number)
 
 
 def build_nodes_job(plan: Plan, root: Path, reach: Reach) -> Job:
-    """Return the description of the job, which `NodesBackend` starts."""
+    """Return the description of the job that `NodesBackend` starts."""
     root = root.absolute()
     return Job(
         root=root,
@@ -84,12 +84,12 @@ def build_nodes_job(plan: Plan, root: Path, reach: Reach) -> Job:
 
 @dataclass(frozen=True)
 class Examination:
-    """The check that every node runs before its workers start."""
+    """The check that each node runs before its workers start."""
 
     command: tuple[str, ...]
-    """Arguments for Python; the check prints its report as JSON in its last line."""
+    """Arguments for Python; the check prints its report as JSON on its last line."""
     judge: Callable[[Sequence[NodeReport]], None]
-    """Receives the reports of all nodes, by number. Raises MachineError where a node is unfit."""
+    """Receives the reports of all nodes, ordered by number. Raises MachineError if a node is unfit."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class NodePart:
 
 
 class RunningNode(Protocol):
-    """The processes of a job on one node; reports each group that it starts in messages to the hub."""
+    """A job's processes on one node; reports on each group that it starts in messages to the hub."""
 
     def start(self, group: int, number: int) -> None: ...
 
@@ -115,7 +115,7 @@ class RunningNode(Protocol):
     def kill(self, group: int) -> None: ...
 
     def record_hang(self, late: tuple[int, ...]) -> None:
-        """Record the position of this node's ranks, since the others wait for `late`."""
+        """Record the position of this node's ranks, because the other ranks wait for `late`."""
 
     def close(self) -> tuple[int, ...]: ...
 
@@ -125,25 +125,25 @@ NameHang = Callable[[tuple[int, ...]], None]
 
 
 class JobKind(Protocol):
-    """What differs between the kinds of jobs on several nodes. Nodes find the kind by its name."""
+    """What differs between kinds of multi-node jobs. Nodes look up the kind by name."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def join_key(self) -> str:
-        """The option that sets how long the nodes wait for one another, as the user types it."""
+        """The option, as the user types it, that sets how long nodes wait for one another."""
 
     def open_start(
         self, job: Job, plan: Plan | None, group: int, number: int, nodes: Sequence[int], name_hang: NameHang
     ) -> RunningStart:
-        """Return the first node's view of a start of a group."""
+        """Return the first node's view of a group's start."""
 
     def build_job(self, part: NodePart) -> Job:
         """Return the job of one node. Raises MachineError."""
 
     def open_node(self, part: NodePart, job: Job) -> RunningNode:
-        """Return the processes of one node, none of them started."""
+        """Return the processes of one node, without starting any."""
 
 
 class RecipeJobs:
@@ -156,8 +156,8 @@ class RecipeJobs:
         return GroupStart(job, plan, group, number, nodes)
 
     def build_job(self, part: NodePart) -> Job:
-        """Where the agent of a replica group dies, its workers are killed without a request to stop: they would pass
-        the request on to all groups."""
+        """If a replica group's agent dies, its workers are killed without a request to stop, which they would pass on
+        to all groups."""
         assert part.plan is not None, "a recipe has a plan"
         job = build_node_job(part.plan, part.run.root, part.machine, part.place.node, part.record)
         return job if part.plan.replica_groups == 1 else replace(job, stop_grace_s=0.0)
@@ -182,10 +182,10 @@ class NodesBackend:
         kind: JobKind = RECIPE_JOBS,
         describe_work: Callable[[int], UnplannedWork] | None = None,
     ):
-        """Own the run, open the hub and the rendezvous server, start the agents.
+        """Take ownership of the run, open the hub and the rendezvous server, and start the agents.
 
-        Without a plan the processes of the job meet without the rendezvous server, at a port of the first node;
-        `describe_work` returns what every node is to run, given that port.
+        Without a plan the job's processes rendezvous at a port of the first node, without the rendezvous server; given
+        that port, `describe_work` returns what every node is to run.
         """
         assert (plan is None) == (describe_work is not None), "a plan says what is to be run"
         self._kind = kind
@@ -197,7 +197,7 @@ class NodesBackend:
         self._num_nodes = plan.num_nodes if plan else len(job.nodes)
         self._num_groups = plan.replica_groups if plan else 1
         self._places = (*job.nodes, *job.left_out)
-        """The numbers of the job's nodes; those beyond the plan's are spares."""
+        """The numbers of the job's nodes; those beyond the plan's nodes are spares."""
         job.logs.mkdir(parents=True, exist_ok=True)
         self.generation = generations.begin(job.run)
         self._fence = Fence(job.run, self.generation)
@@ -208,19 +208,19 @@ class NodesBackend:
         self._rendezvous: Rendezvous | None = None
         self._rendezvous_watch: RendezvousWatch | None = None
         self._port = 0
-        """Where the processes of a job without a plan meet."""
+        """The port at which the processes of a job without a plan rendezvous."""
         if plan:
             self._rendezvous = Rendezvous(job, plan.spec.resilience, secret_file, address, port, name=reach.head)
             self._rendezvous_watch = RendezvousWatch(self._rendezvous, job.run, plan)
         else:
-            with listen(address, port) as found:  # a port in use is reported now
+            with listen(address, port) as found:  # report a port in use now
                 self._port = int(found.getsockname()[1])
         generations.describe(job.run, self._record(worker))
         # If this process is killed, groups agree on their last step through the rendezvous server; then a guard ends
         # it.
         self._guarded = (start_guard(job), Family(job)) if self._num_groups > 1 else None
         environment = {**os.environ, **job.environment}
-        del environment[LAUNCH_ID]  # agents are not among those that the guard ends
+        del environment[LAUNCH_ID]  # the guard must not end the agents
         with job.torchrun_log.open("ab") as log:
             self._starter = subprocess.Popen(
                 (*job.command, str(job.root), str(self.generation)),
@@ -228,7 +228,7 @@ class NodesBackend:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
+                start_new_session=True,  # so that a terminal's Ctrl-C reaches only the supervisor
             )
         self._starts: dict[int, RunningStart] = {}
         self._presence: dict[int, run_state.Presence] = {}
@@ -242,8 +242,7 @@ class NodesBackend:
         self._send(group, messages.StartGroup(group, number))
 
     def poll(self) -> list[run_state.Event]:
-        """Raises MachineError for a node that is unfit from the start, WorkerError where the run was restarted
-        elsewhere."""
+        """Raises MachineError if a node is unfit from the start, WorkerError if the run was restarted elsewhere."""
         self._fence.check_now_and_then()
         events = [event for news in self._hub.poll() for event in self._handle(news)]
         events += self._admit()
@@ -266,7 +265,7 @@ class NodesBackend:
             self._send(group, messages.StopWorkers(group))
 
     def kill(self, group: int | None = None) -> tuple[int, ...]:
-        """Fence off a lost node, which ends its processes by itself."""
+        """A lost node is fenced off, and ends its processes by itself."""
         if group is None:
             return self._close()
         if group in self._starts:
@@ -277,7 +276,7 @@ class NodesBackend:
 
     def _handle(self, news: News) -> list[run_state.Event]:
         node, message = news
-        if node.node >= self._num_nodes:  # a spare: only its presence matters
+        if node.node >= self._num_nodes:  # for a spare, only its presence matters
             return []
         if isinstance(message, Came):
             returned = node.node in self._lost
@@ -293,7 +292,7 @@ class NodesBackend:
             return [run_state.NodeStopRequested(self._number(node))]
         if isinstance(message, messages.ProcessMessage):
             start = self._starts.get(message.group)
-            if start and start.number == message.number:  # else the message belongs to an earlier start
+            if start and start.number == message.number:  # otherwise the message belongs to an earlier start
                 return start.hear(node.node, node.hostname, message)
         return []
 
@@ -305,7 +304,7 @@ class NodesBackend:
         return run_state.NodeLost(self._number(node), node.hostname, why, tuple(start.group for start in there))
 
     def _number(self, node: RemoteNode) -> int:
-        """Return the job's number of a node, which messages show; the hub numbers nodes by their places."""
+        """Return a node's number in the job, as shown in messages; the hub numbers nodes by place."""
         return self._places[node.node] if self._places else node.node
 
     def _nodes_of(self, group: int) -> range:
@@ -318,7 +317,7 @@ class NodesBackend:
         return [start for start in self._starts.values() if node.node in self._nodes_of(start.group)]
 
     def _admit(self) -> list[run_state.Event]:
-        """Let workers start once every connected node has been checked; later, on a node that has reconnected."""
+        """Let workers start once every connected node has been checked, and later on each node that has reconnected."""
         here = [node for node in self._hub.nodes[: self._num_nodes] if not node.is_gone and not node.refusal]
         new = [node for node in here if node.wire and not node.admitted]
         if self._examination and any(node.report is None for node in here):
@@ -348,7 +347,7 @@ class NodesBackend:
         self._hostnames = hostnames
         missing = [str(self._number(node)) for node in self._hub.nodes[: self._num_nodes] if not node.is_connected]
         waiting = ""
-        # The agent of node 0 starts in this process' job, and may connect later than that of another node.
+        # The agent of node 0 starts in this process's job, and may connect later than another node's agent.
         if missing and self._hub.nodes[0].is_connected:
             waiting = (
                 f"{self._num_nodes - len(missing)} of {self._num_nodes} nodes are here; waiting for node "
@@ -411,7 +410,7 @@ class NodesBackend:
             self._hub.nodes[node].send(message)
 
     def _close(self) -> tuple[int, ...]:
-        """Make every agent end its processes, then end what started the agents."""
+        """Make every agent end its processes, then end the command that started the agents."""
         self._hub.send(messages.EndAgent())
         deadline_s = time.monotonic() + END_TIMEOUT_S
         while time.monotonic() < deadline_s and any(node.is_connected for node in self._hub.nodes):
@@ -427,8 +426,8 @@ class NodesBackend:
         return close_family(self._guarded[1], self._guarded[0]) if self._guarded else ()
 
     def _end_starter(self, *, in_order: bool) -> None:
-        """An agent without work ends by itself. At SIGTERM srun has Slurm end the step by its number, and the step of a
-        newer start has the same number."""
+        """End the command that started the agents. An agent without work ends by itself. On SIGTERM, srun has Slurm end
+        the step by its number, which a newer start's step shares."""
         signals = (signal.SIGKILL,) if self._fence.is_closed() else (signal.SIGTERM, signal.SIGKILL)
         for number in (None, *signals) if in_order else signals:
             if self._starter.poll() is not None:
@@ -442,5 +441,5 @@ class NodesBackend:
 
 
 def run_section(plan: Plan | None) -> RunSection:
-    """Return the section with the time limits of nodes; the defaults without a plan."""
+    """Return the section with the nodes' time limits; the defaults without a plan."""
     return plan.spec.run if plan else RunSection()

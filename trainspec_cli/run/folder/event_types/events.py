@@ -1,9 +1,9 @@
-"""Events: what happened in a run, one dataclass per type.
+"""Events that record what happened in a run, one dataclass per type.
 
-Each is one JSON object on a line of its rank's file. A field that is `Absent` has no key on disk. A reader ignores
-fields of later versions; an event of an unknown type becomes an `UnknownEvent`. The leading replica group writes rank
-0's file, the run's log; each process of a group has a file of its own below `groupNNNNN/`. The supervisor's marks
-(launch, failure, ended) are in a separate file.
+Each event is a JSON object on one line of its rank's file. A field that is `Absent` has no key on disk. A reader
+ignores fields of later versions; an event of an unknown type becomes an `UnknownEvent`. The leading replica group
+writes rank 0's file, the run's log; each process of a group has a separate file below `groupNNNNN/`. The supervisor's
+marks (launch, failure, ended) are in another file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PARTS = ("data_wait", "forward", "backward", "exposed_comm", "optimizer", "check
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """The fields that every event has. The writer stamps `time` and `rank`."""
+    """The fields common to all events. The writer stamps `time` and `rank`."""
 
     type: str
     time: Seconds = 0.0
@@ -48,7 +48,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnknownEvent(Event):
-    """An event of a type that a later version writes."""
+    """An event whose type is only known to a later version."""
 
 
 # Events about changes to a run between two steps: shares, layers, layout, buckets, memory and nodes.
@@ -73,17 +73,17 @@ class SchedulerEvent(Event):
     """A line of `directives.jsonl`: a directive, or its effect."""
 
     step: Count
-    """Updates made before it; a directive holds from the next update on."""
+    """Updates completed before it; a directive takes effect with the next update."""
     number: Count
-    """Directives are numbered 1, 2, ... over the starts of a run; each replica group numbers its own, and group_shares
-    have their step's number."""
+    """Directives are numbered 1, 2, ... across the starts of a run, separately in each replica group; group_shares use
+    the step as their number."""
     before_s: Seconds
-    """Compute time of the slowest rank in a step, with the exchanges of its micro-batches; before another layout, the
-    time of the step."""
+    """Compute time of the slowest rank in a step, including the exchanges of its micro-batches; for a change of layout,
+    the step time."""
     expected_s: Seconds
-    """The expected time after the change; both times are 0 where the recipe asked for it."""
+    """The expected time after the change; both times are 0 if the recipe requested the change."""
     group: Count | Absent | None = ABSENT
-    """The replica group of the ranks, where there are several."""
+    """The replica group of the ranks, if there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,29 +92,29 @@ class DirectiveEvent(SchedulerEvent):
 
     type: Literal["directive"] = "directive"
     kind: Literal["shares", "group_shares", "layers", "layout"] = "shares"
-    """shares: of the data-parallel ranks. group_shares: of the replica groups that take part. layers: of the pipeline's
-    stages. layout: any other change of the layout."""
+    """shares: those of the data-parallel ranks. group_shares: those of the participating replica groups. layers: those
+    of the pipeline stages. layout: any other layout change."""
     applied: bool
     """False: `scheduler.mode` is advise, or the layout could not be changed."""
     counts: tuple[Count, ...]
-    """Samples of a step for each of them."""
+    """Samples per step for each of them."""
     micro_batch_size: Count | Absent = ABSENT
-    """The most samples that a rank processes at a time; absent for group_shares."""
+    """The maximum number of samples that a rank processes at a time; absent for group_shares."""
     micro_batches: Count | Absent = ABSENT
     reason: str
     before: WrittenLayout | Absent = ABSENT
-    """layers, layout: the layout until now."""
+    """layers, layout: the previous layout."""
     layout: WrittenLayout | Absent = ABSENT
     """The layout from here on."""
     largest_micro_batch_size: Count | Absent | None = ABSENT
-    """layers, layout: what memory allows there, for shares; None where that is not known."""
+    """layers, layout: the largest micro-batch that fits in memory in the new layout; None if unknown."""
     largest_stage_layers: Count | Absent | None = ABSENT
     pause_s: Seconds | Absent = ABSENT
-    """layers, layout: seconds that the change took."""
+    """layers, layout: duration of the change."""
     moved_bytes: Count | Absent = ABSENT
-    """Bytes of the state that were sent from rank to rank."""
+    """Bytes of training state sent between ranks."""
     peak_bytes: Count | Absent = ABSENT
-    """The most bytes of the state that one rank held meanwhile."""
+    """The peak number of bytes of training state on one rank during the change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,26 +123,26 @@ class AchievedEvent(SchedulerEvent):
 
     type: Literal["achieved"] = "achieved"
     achieved_s: Seconds
-    """The same time since then."""
+    """The same time, measured after the change."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketTry:
     bucket_bytes: Count
-    """0: each block's gradients by themselves."""
+    """0: each block's gradients are summed separately."""
     waited_s: Seconds
-    """The time of a step that a rank waited for gradients: the median over the tries of the ranks' mean."""
+    """Time per step that a rank waited for gradients: the mean over the ranks, then the median over the trials."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketsEvent(Event):
-    """The best size of the buckets for sums of gradients was found by trying. Also a line of `directives.jsonl`."""
+    """The best bucket size for gradient sums was found by trial. Also a line of `directives.jsonl`."""
 
     type: Literal["buckets"] = "buckets"
     step: Count
     """Updates made before it."""
     layout: str
-    """The layout's axes during the tries: a run in another layout does not use the size."""
+    """The layout's axes during the trials: a run in another layout does not use this size."""
     bucket_bytes: Count
     tries: tuple[BucketTry, ...]
     group: Count | Absent | None = ABSENT
@@ -157,50 +157,50 @@ class MemoryEvent(Event):
     step: Count
     """Updates made before it."""
     layout: str
-    """The layout's axes at that time: a run in another layout does not use the setting."""
+    """The layout's axes at that time: a run in another layout does not use this setting."""
     failed: MemorySetting
     taken: MemorySetting
     restarts: bool
-    """False: the same processes made the step again."""
+    """False: the same processes repeated the step."""
     was_killed: bool = False
-    """The kernel killed a process; else an allocation failed."""
+    """True if the kernel killed a process, False if an allocation failed."""
     reason: str
     lost_steps: Count = 0
     used_bytes: Count | Absent | None = ABSENT
-    """Memory that the process held."""
+    """Memory used by the process."""
     limit_bytes: Count | Absent | None = ABSENT
-    """Memory that it may hold."""
+    """Its memory limit."""
     group: Count | Absent | None = ABSENT
-    """The replica group whose memory ran out, where there are several."""
+    """The replica group whose memory ran out, if there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodesEvent(Event):
-    """A node is left out of the run, or that is advised. A directive: also a line of `directives.jsonl`."""
+    """A node is left out of the run, or leaving it out is advised. A directive: also a line of `directives.jsonl`."""
 
     type: Literal["nodes"] = "nodes"
     kind: Literal["nodes"] = "nodes"
     step: Count
     """Updates made before it."""
     number: Count
-    """These are numbered 1, 2, ... over the starts of a run, apart from other directives."""
+    """These events are numbered 1, 2, ... across the starts of a run, separately from other directives."""
     applied: bool
     """False: `scheduler.mode` is advise."""
     node: Count
-    """The node's number at the start of the run."""
+    """The number that the node had when the run started."""
     host: str
     spare: Count | Absent = ABSENT
     """The node that replaces it."""
     num_nodes: Count
-    """Nodes that take part from here on."""
+    """The number of nodes that take part from now on."""
     layout: WrittenLayout
     """The layout from here on."""
     pace: Rate
-    """Slowdown of the node's slowest rank: its compute time over the usual one."""
+    """Slowdown of the node's slowest rank: its compute time divided by the usual one."""
     before_s: Seconds
-    """The time of a step until now."""
+    """The step time until now."""
     expected_s: Seconds
-    """The expected time of a step without the node."""
+    """The expected step time without the node."""
     cost_s: Seconds
     """The expected time of the restart, from the stop to its first step."""
 
@@ -212,9 +212,9 @@ class NodesAchievedEvent(Event):
     type: Literal["nodes_achieved"] = "nodes_achieved"
     step: Count
     number: Count
-    """The number of the directive."""
+    """The directive's number."""
     achieved_s: Seconds
-    """The time of a step since then."""
+    """The step time since then."""
     restart_s: Seconds
     """The time of the restart, from the stop to its first step."""
 
@@ -224,7 +224,7 @@ class NodesAchievedEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryEvent(Event):
-    """An exchange between replica groups failed, and the step is made again."""
+    """An exchange between replica groups failed, and the step is repeated."""
 
     type: Literal["retry"] = "retry"
     step: Count
@@ -265,7 +265,7 @@ class EndedMark(Event):
     exit_code: int | None = None
 
 
-# Events about what the ranks observe: links, counters, stalls and verdicts.
+# Events about the ranks' observations: links, counters, stalls and verdicts.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,22 +275,22 @@ class LinkRate:
     axis: str
     """An axis of the mesh, `expert_shard` or `groups` (`engine/run/scheduling/links.py`)."""
     ranks: tuple[Count, ...]
-    """The ranks of the link; for `groups` one rank of every replica group."""
+    """The ranks of the link; for `groups`, one rank of each replica group."""
     links: Count
-    """The number of the axis' links."""
+    """Number of links along the axis."""
     bytes_per_s: Rate
-    """Rate at which each of its ranks sends, without waits: the median over the samples since its last change."""
+    """Rate at which each of its ranks sends, excluding waits: the median over the samples since its last change."""
     noise: Rate
     """The samples' standard deviation, as a fraction."""
     sent_bytes: Rate
     """Bytes that a rank sends in one exchange."""
     waited_s: Seconds
-    """Seconds that the first rank waits for the last one in each exchange."""
+    """Seconds that the first rank to arrive waits for the last one in each exchange."""
     last_rank: Count
     """The rank that arrived last in most samples."""
     samples: Count
     planned_bytes_per_s: Rate | Absent | None = ABSENT
-    """The plan's figure; absent where the plan has none for the axis."""
+    """The plan's figure; absent if the plan has none for the axis."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -301,7 +301,7 @@ class LinksEvent(Event):
     step: Count
     links: tuple[LinkRate, ...]
     group: Count | Absent | None = ABSENT
-    """The replica group of these ranks, where there are several."""
+    """The replica group of these ranks, if there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -317,17 +317,17 @@ class LinkEvent(Event):
     before_bytes_per_s: Rate
     now_bytes_per_s: Rate
     changed_links: Count = 1
-    """The number of links of the axis that changed at once; this one changed most."""
+    """Number of the axis' links that changed at the same time; this one changed most."""
     group: Count | Absent | None = ABSENT
-    """The replica group of these ranks, where there are several."""
+    """The replica group of these ranks, if there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionCounts:
-    """A connection's segments in a window, sent and lost, counted by the kernel of the sending end."""
+    """A connection's sent and lost segments in a window, counted by the sender's kernel."""
 
     local: str
-    """Address and port of this end; the other end knows the connection by the same two."""
+    """Address and port of this end; the other end identifies the connection by the same pair."""
     peer: str
     sent_bytes: Count
     segments: Count
@@ -336,7 +336,7 @@ class ConnectionCounts:
     timeouts: Count
     """Number of retransmission timeouts."""
     busy_s: Seconds
-    """Time with sent but unacknowledged data."""
+    """Time during which sent data was unacknowledged."""
     rtt_s: Seconds
     """Smoothed round-trip time at the window's end."""
 
@@ -350,47 +350,48 @@ class CountersEvent(Event):
     steps: Count
     wall_s: Seconds
     own_s: Seconds
-    """Time of the steps without exchanges."""
+    """Time of the steps, excluding exchanges."""
     cpu_s: Seconds
     """Processor time of the main thread."""
     queued_s: Seconds
-    """Time that the main thread was runnable without a processor, in exposed communication."""
+    """Time during exposed communication in which the main thread was runnable but had no processor."""
     throttled_s: Seconds
-    """Time that a quota throttled the process's control group, over all processors."""
+    """Time for which a quota throttled the process's control group, summed over all processors."""
     steal_s: Seconds
-    """Time that other virtual machines had the node's processors (steal time), over all of them."""
+    """Steal time: time for which other virtual machines occupied the node's processors, summed over all of them."""
     memory_stall_s: Seconds
-    """Time that some process of the node waited for memory."""
+    """Time during which at least one process of the node waited for memory."""
     major_faults: Count
     """Pages that had to be read from disk."""
     gc_s: Seconds
     """Processor time in Python's garbage collection."""
     gc_runs: Count
     compiles: Count
-    """Graphs that torch compiled."""
+    """Number of graphs that torch compiled."""
     allocator_retries: Count
-    """Times that the GPU's allocator released its cache to satisfy a request."""
+    """Number of times that the GPU's allocator released its cache to satisfy a request."""
     rss_bytes: Count
     swap_bytes: Count
-    """At the window's end."""
+    """Measured at the window's end."""
     available_bytes: Count | Absent = ABSENT
-    """Memory that the process may still allocate, by the node's memory and its control groups."""
+    """Memory that the process can still allocate, given the node's memory and its control groups."""
     samples: Count | Absent = ABSENT
-    """Samples of this rank: the scheduler may give it more than others."""
+    """Samples processed by this rank: the scheduler may give it more than others."""
     tokens: Count
     attended: Count
-    """The sum of the squares of the lengths within which tokens attend to one another."""
+    """Sum of the squared lengths of the spans within which tokens attend to one another."""
     agreed_s: Seconds
-    """The shortest of the small exchanges that end each step; the least over all ranks is the network's latency."""
+    """Duration of the shortest of the small exchanges that end each step; the minimum over all ranks is the network's
+    latency."""
     left_at: Seconds
-    """Unix time when this rank left the last of them, by its node's clock."""
+    """Unix time at which this rank left the last of them, by its node's clock."""
     connections: tuple[ConnectionCounts, ...]
-    """The connections that sent most."""
+    """The connections that sent the most data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UsageEvent(Event):
-    """What a process of a user-defined command uses, seen from outside, with its child processes."""
+    """Resources used by a process of a user-defined command and its child processes, seen from outside."""
 
     type: Literal["usage"] = "usage"
     step: Count
@@ -400,9 +401,9 @@ class UsageEvent(Event):
     """Memory of the process itself."""
     swap_bytes: Count
     available_bytes: Count
-    """Memory that it may still allocate."""
+    """Memory that it can still allocate."""
     gpu_busy: Rate | Absent = ABSENT
-    """Fraction of about the last second that its GPU ran a kernel; absent without a GPU."""
+    """Fraction of roughly the last second in which its GPU ran a kernel; absent without a GPU."""
     gpu_bytes: Count | Absent = ABSENT
     """Memory that it holds on its GPUs."""
 
@@ -418,17 +419,17 @@ class LateStepEvent(Event):
     """True in a collective."""
     waits_in: str | None
     collectives: dict[str, int]
-    """The number that this rank has entered, by process group."""
+    """Number of collectives that this rank has entered, by process group."""
     stack: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StallEvent(LateStepEvent):
-    """The step takes far longer than usual, and may hang; the timeout has not expired yet."""
+    """The step takes far longer than usual and may be hanging; the timeout has not expired yet."""
 
     type: Literal["stall"] = "stall"
     usual_s: Seconds
-    """The time of the slowest of the steps before it."""
+    """The time of the slowest previous step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -441,11 +442,11 @@ class HangEvent(LateStepEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictEvent(Event):
-    """A cause that slows the run was found while it trains: a line of `verdicts.jsonl`."""
+    """The cause of a slowdown was found during training: a line of `verdicts.jsonl`."""
 
     type: Literal["verdict"] = "verdict"
     step: Count
-    """Steps made when it was found, or had ended."""
+    """Steps completed when the cause was found, or had ended."""
     is_over: bool
     verdict: RunVerdict
 
@@ -459,7 +460,7 @@ class LookEvent(Event):
     look: Look
 
 
-# Events of training itself: its start, steps, evaluations, checkpoints and end.
+# Events of the training itself: its start, steps, evaluations, checkpoints and end.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -473,9 +474,9 @@ class StartEvent(Event):
     params: Count
     """The model's own parameters."""
     adapter_params: Count = 0
-    """The additional parameters that a fine-tune with LoRA trains."""
+    """Additional parameters trained by LoRA fine-tuning."""
     peak_flops: Rate
-    """Peak of one device; `peak_source` says how it is known."""
+    """Peak of one device; `peak_source` states where the figure comes from."""
     peak_source: str
     flops_per_token: Rate
     unit: str = "tokens"
@@ -496,35 +497,35 @@ class StepEvent(Event):
     """Absent for images and volumes, which count samples."""
     samples: Count | Absent = ABSENT
     steps: Count | Absent = ABSENT
-    """1 for a user-defined command, whose tokens and samples are not known."""
+    """1 for a user-defined command, whose tokens and samples are unknown."""
     step_time_s: Seconds
     time_s: dict[str, Seconds]
     """Seconds of each part (`PARTS`)."""
     exchange_s: Seconds | Absent = ABSENT
-    """Time with an exchange between ranks in progress; absent where no exchange overlaps with compute."""
+    """Time during which an exchange between ranks was in progress; absent if no exchange overlaps with compute."""
     exposed_s: Seconds | Absent = ABSENT
-    """The part of `exchange_s` without compute."""
+    """The part of `exchange_s` that does not overlap with compute."""
     queued_s: Seconds | Absent = ABSENT
-    """Time that the main thread was runnable without a processor, in parts other than exposed communication."""
+    """Time outside exposed communication in which the main thread was runnable but had no processor."""
     noise_scale: float | Absent | None = ABSENT
-    """Noise scale of the gradients, in samples (`balance/batch/batch.py`), averaged over the steps so far; None where
-    it is infinite."""
+    """Noise scale of the gradients, in samples (`balance/batch/batch.py`), averaged over the steps so far; None if it
+    is infinite."""
     skipped: bool
     """The loss or the gradients were not finite, and nothing was updated."""
     h2d_copies: Count | Absent = ABSENT
     h2d_bytes: Count | Absent = ABSENT
-    """Batches copied to the device; 0 where the device is the host."""
+    """Bytes of batches copied to the device; 0 if the device is the host."""
     allocations: Count | Absent = ABSENT
-    """Buffers made for batches, and calls to a GPU's driver for memory; malloc calls on a CPU are not counted."""
+    """Buffers allocated for batches, and memory calls to a GPU's driver; malloc calls on a CPU are not counted."""
     group: Count | Absent | None = ABSENT
     """The replica group that wrote this event; `groups` took part in the step."""
     groups: tuple[Count, ...] | Absent = ABSENT
     took: tuple[Count, ...] | Absent = ABSENT
-    """(first sample, samples) of this group."""
+    """This group's (first sample, number of samples)."""
 
     @property
     def units(self) -> int:
-        """Return tokens, or samples where no tokens are counted (images, volumes), or 1 step."""
+        """Return the number of tokens; if no tokens are counted, of samples (images, volumes), or 1 step."""
         for counted in (self.tokens, self.samples, self.steps):
             if not isinstance(counted, Absent):
                 return counted
@@ -535,12 +536,12 @@ class StepEvent(Event):
 class SetFigures:
     loss: float | None
     bits_per_byte: float | None
-    """None where the number of bytes is not known."""
+    """None if the number of bytes is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalEvent(Event):
-    """The held-out data were evaluated. Text has bits per byte, images an accuracy, volumes Dice."""
+    """The held-out data was evaluated: text by bits per byte, images by accuracy, volumes by Dice."""
 
     type: Literal["eval"] = "eval"
     step: Count
@@ -548,7 +549,7 @@ class EvalEvent(Event):
     heldout_bits_per_byte: float | Absent | None = ABSENT
     xz_bits_per_byte: float | Absent | None = ABSENT
     sets: dict[str, SetFigures] | Absent = ABSENT
-    """The figures of each set by name, where there are several."""
+    """The figures of each evaluation set by name, if there are several."""
     heldout_accuracy: float | Absent | None = ABSENT
     heldout_dice: float | Absent | None = ABSENT
     seconds: Seconds = 0.0
@@ -556,7 +557,7 @@ class EvalEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleEvent(Event):
-    """Text that the model wrote."""
+    """Text generated by the model."""
 
     type: Literal["sample"] = "sample"
     step: Count
@@ -567,7 +568,7 @@ class SampleEvent(Event):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextPart:
     text: str
-    """Decoded, without the middle of a long part."""
+    """Decoded text; long parts are shortened in the middle."""
     trained: bool
 
 
@@ -582,7 +583,7 @@ class FirstTextEvent(Event):
     trained: Count
     """Tokens that are targets: the loss counts them."""
     parts: tuple[TextPart, ...]
-    """The text, cut where training begins and ends; only its first parts."""
+    """The text, split where the trained tokens begin and end; only its first parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -592,16 +593,16 @@ class CheckpointEvent(Event):
     path: str
     bytes: Count
     seconds: Seconds
-    """The time that training waited."""
+    """How long training waited."""
     written_s: Seconds | Absent | None = ABSENT
-    """The time until the checkpoint was whole on disk, while later steps ran."""
+    """The time until the checkpoint was complete on disk, while later steps ran."""
     waited_s: Seconds | Absent | None = ABSENT
-    """The time that the run's end waited for the last checkpoint, outside any step."""
+    """How long the end of the run waited for the last checkpoint, outside any step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CadenceEvent(Event):
-    """`checkpoint.interval_steps: auto` has chosen an interval, for these reasons."""
+    """`checkpoint.interval_steps: auto` has chosen an interval; the fields state why."""
 
     type: Literal["cadence"] = "cadence"
     step: Count
@@ -612,7 +613,7 @@ class CadenceEvent(Event):
     step_time_s: Seconds
     mtbf_s: float | None = None
     failures: Count | Absent = ABSENT
-    """Failures of this run that `mtbf_s` takes into account; absent: no failures."""
+    """Failures of this run that `mtbf_s` takes into account; absent if there were none."""
     observed_s: Seconds | Absent = ABSENT
     """The run's age when they were counted."""
 
@@ -632,11 +633,11 @@ class EndEvent(Event):
     weights_sha256: str | None = None
 
 
-# Reading the event in a line of a file.
+# Parse the event in a line of a file.
 
 
 EVENT_TYPES_OF_WINGS: Point[Mapping[str, type[Event]]] = Point("event_types")
-"""Types of events of a wing, each by its name. If the wing is missing, they are read as UnknownEvent."""
+"""A wing's event types by name. If the wing is missing, its events are read as UnknownEvent."""
 EVENT_TYPES: dict[str, type[Event]] = {
     "start": StartEvent,
     "step": StepEvent,
@@ -671,24 +672,23 @@ ONE_OF = {
     "step": ("tokens", "samples", "steps"),
     "eval": ("heldout_bits_per_byte", "heldout_accuracy", "heldout_dice"),
 }
-"""Fields with at least one present in each event of the type."""
+"""Fields of which each event of the type has at least one."""
 
 
 @cache
 def event_types() -> Mapping[str, type[Event]]:
-    """Return all types of events by name, with those of the wings, which are loaded for that."""
+    """Return all event types by name, including those of the wings, which this loads."""
     return {name: kind for types in (EVENT_TYPES, *parts_of(EVENT_TYPES_OF_WINGS)) for name, kind in types.items()}
 
 
 def parse_event(plain: Mapping[str, object]) -> Event:
-    """Return the event in a line. Raises FieldError where a required field is missing, or a field has the wrong
-    type."""
+    """Return the event in a line. Raises FieldError if a required field is missing, or a field has the wrong type."""
     for key in ("type", "time"):
         if key not in plain:
             raise FieldError(f"it has no `{key}`")
     kind = plain["type"]
     found = None
-    if isinstance(kind, str):  # wings are loaded only where the trunk has no event of that type
+    if isinstance(kind, str):  # wings are loaded only if the trunk has no event of that type
         found = EVENT_TYPES.get(kind) or event_types().get(kind)
     event = read_record(found or UnknownEvent, plain)
     choices = ONE_OF.get(event.type)
