@@ -366,8 +366,8 @@ class ClusterSpec:
     """Processes per node, one per device; auto: all GPUs, or on a machine without GPUs the fewest processes that
     `layout` and `resilience` allow, usually one that uses all cores."""
     device: Literal["cpu", "cuda"] | Auto = AUTO
-    """The device to train on. auto: cuda if a GPU is present, else cpu. If `accelerator` names a GPU, a machine without
-    GPUs is refused; cpu trains on its CPUs."""
+    """The device to train on. auto: cuda if a GPU is present, otherwise cpu. If `accelerator` names a GPU, a machine
+    without GPUs is refused; cpu trains on its CPUs."""
     name: str = ""
     """The cluster's name in plans and reports."""
     accelerator: AcceleratorSpec | None = None

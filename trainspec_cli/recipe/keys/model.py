@@ -160,7 +160,7 @@ class DecoderModel:
     num_layers: PositiveInt
     """Layers, each with attention and a feed-forward."""
     hidden_size: PositiveInt
-    """Width of a token's vector between the layers."""
+    """Width of the hidden state between layers."""
     num_heads: PositiveInt
     """Attention heads."""
     num_kv_heads: PositiveInt
@@ -170,7 +170,7 @@ class DecoderModel:
     ffn_size: PositiveInt
     """Width of the feed-forward (gated, as in SwiGLU, it has three matrices of hidden_size x ffn_size)."""
     vocab_size: PositiveInt
-    """Tokens that the model knows."""
+    """Vocabulary size, in tokens."""
     family: Literal["decoder"] = "decoder"
     """The family of models: decoder."""
     name: str = ""
@@ -270,9 +270,9 @@ class HybridModel:
     """
 
     hidden_size: PositiveInt
-    """Width of a token's vector between the layers."""
+    """Width of the hidden state between layers."""
     vocab_size: PositiveInt
-    """Tokens that the model knows."""
+    """Vocabulary size, in tokens."""
     mamba_layers: NonNegativeInt
     """State-space layers (Mamba-2)."""
     attention_layers: NonNegativeInt = 0
@@ -393,9 +393,9 @@ class OwnModel:
     num_layers: PositiveInt
     """Layers, each a user-defined block."""
     hidden_size: PositiveInt
-    """Width of a token's vector between the layers."""
+    """Width of the hidden state between layers."""
     vocab_size: PositiveInt
-    """Tokens that the model knows."""
+    """Vocabulary size, in tokens."""
     block: str = ""
     """The function that makes a block, called as `make(hidden_size, layer, **options)`: `FILE.py:NAME`,
     `package.module:NAME`, or a name registered by a package."""
@@ -407,7 +407,7 @@ class OwnModel:
     block_mixing_flops_per_token: NonNegativeFloat = 0.0
     """FLOPs per token of a block's forward that involve no weights, such as those of attention scores."""
     block_saved_bytes_per_token: NonNegativeFloat | None = None
-    """Bytes per token that a block keeps for its backward, in bf16; null: as many as a transformer with this many
+    """Bytes per token that a block keeps for its backward, in bf16; null: the same as for a transformer with this many
     parameters."""
     family: Literal["own"] = "own"
     """The family of models: own."""

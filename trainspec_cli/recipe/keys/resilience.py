@@ -84,7 +84,7 @@ class ResilienceSpec:
     """
     replica_groups: AutoInt = AUTO
     """elastic: number of replica groups, each a set of processes that holds the full model in its own layout; auto is
-    `layout.dp_replicate` if that is set, else 2 (the planner tries several).
+    `layout.dp_replicate` if that is set, otherwise 2 (the planner tries several).
 
     On several nodes, each replica group takes entire nodes, or several groups share one. A run does not survive the
     loss of the first node, which runs the supervisor and the rendezvous server. """

@@ -196,7 +196,7 @@ class CheckpointSpec:
 @dataclass(frozen=True)
 class PrecisionSpec:
     compute: ComputeFormat | Auto = AUTO
-    """The compute format. auto: bf16 if it is faster than fp32 (GPUs since Ampere, CPUs with AMX), else fp32."""
+    """The compute format. auto: bf16 if it is faster than fp32 (GPUs since Ampere, CPUs with AMX), otherwise fp32."""
     reduce: Literal["bf16", "fp32"] = "fp32"
     """The format in which gradients are summed across ranks."""
     matmul: MatmulFormat = "compute"

@@ -53,7 +53,7 @@ def run_name(spec: RunSpec) -> Iterator[Problem]:
 
 
 def local_folder(spec: RunSpec) -> Iterator[Problem]:
-    """Require a run folder on this machine or on a file system that it mounts."""
+    """Require a run folder on this machine or on a file system mounted by it."""
     if spec.run.dir and how_to_copy(spec.run.dir):
         message = f"`run.dir` is {spec.run.dir}; a run writes to a local or mounted folder, not to a remote path"
         yield Problem("unsupported", message, "run.dir", "set run.dir=FOLDER, and copy it when the run is over")
@@ -78,7 +78,7 @@ def framework_has(spec: RunSpec) -> Iterator[Problem]:
     """Refuse layout values that the framework does not have."""
     facts = spec.framework
     layout = spec.layout
-    # For one rank, or an axis that is still open, a ZeRO stage or a schedule has no effect yet.
+    # For a single rank or an axis that is still `auto`, a ZeRO stage or a schedule has no effect yet.
     pinned = {
         "zero_stage": (layout.zero_stage, facts.zero_stages, layout.dp_shard not in (AUTO, 1)),
         "pipeline_schedule": (layout.pipeline_schedule, facts.schedules, layout.pp not in (AUTO, 1)),
@@ -94,14 +94,14 @@ def framework_has(spec: RunSpec) -> Iterator[Problem]:
 RUN_RULES = (memory_copies, heldout, run_name, local_folder, framework_has)
 
 
-# Rules for what an optimizer does not train, or cannot be combined with.
+# Rules for what an optimizer cannot train or be combined with.
 
 
 NAME = "optim.name"
 
 
 def muon_models(spec: RunSpec) -> Iterator[Problem]:
-    """Require whole matrices of hidden layers for Muon."""
+    """Require complete matrices of hidden layers for Muon."""
     if spec.optim.name != "muon":
         return
     why = spec.model.record.refuses.get("muon", "")

@@ -113,7 +113,7 @@ def attached_step():
 def _write_step():
     _state["steps"] = step = _state["steps"] + 1
     os.pwrite(_state["file"], _state["pack"](step, _state["time"]()), HEADER_BYTES + step % SLOTS * SLOT_BYTES)
-    if _state["answers"] and _state["replaced"]():  # the program has installed a handler of its own
+    if _state["answers"] and _state["replaced"]():  # the program has installed its own handler
         _state["answers"] = 0
         _write_header()
 
