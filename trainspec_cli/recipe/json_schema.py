@@ -2,7 +2,8 @@
 
 Editors use the schemas to check and complete YAML and to explain its keys. They are written in draft-07, which
 yaml-language-server supports best. A recipe has no required keys, because composition adds values from other files.
-Dependencies between keys are checked by `trainspec validate`."""
+Dependencies between keys are checked by `trainspec validate`.
+"""
 
 from __future__ import annotations
 

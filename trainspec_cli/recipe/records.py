@@ -2,7 +2,8 @@
 
 A record is a dataclass whose annotations state which values a field may have on disk. Reading tolerates other versions
 but refuses damaged files: unknown keys are ignored, a missing key gets the field's default, and a value of the wrong
-kind raises FieldError."""
+kind raises FieldError.
+"""
 
 from __future__ import annotations
 

@@ -202,7 +202,8 @@ def neighbours(file: Path) -> dict[str, tuple[Path, ...]]:
 
     They are found by reading the sources. The standard library and installed packages have priority, so that a file
     `json.py` in the folder does not replace a library. The current folder has no priority, because it is on the path of
-    only some processes."""
+    only some processes.
+    """
     path = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
     found: dict[str, tuple[Path, ...]] = {}
     unread = [file]
@@ -480,7 +481,8 @@ class Neighbours:
     """An import finder for those modules next to a file named in a recipe that the file imports.
 
     It serves only those names, which no library uses. Putting the folder on `sys.path` would also serve names that
-    libraries try to import optionally, from files that nobody has checked."""
+    libraries try to import optionally, from files that nobody has checked.
+    """
 
     def __init__(self) -> None:
         self.folders: dict[str, Path] = {}

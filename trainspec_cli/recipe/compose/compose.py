@@ -4,7 +4,8 @@ Files are merged section by section in the order given by `defaults` in conf/tra
 the recipe, then the command line. The last value wins.
 
 Composition continues after a mistake, so that one pass reports all of them: a missing option is replaced by the
-previous choice, and an invalid line of a defaults list is skipped."""
+previous choice, and an invalid line of a defaults list is skipped.
+"""
 
 from __future__ import annotations
 
@@ -485,7 +486,8 @@ def compose_arguments(
     """Compose a command line, which may contain `recipe=NAME`; each of `completions` fills in the values that it knows.
 
     User errors are not raised but listed in `problems`; `data` holds everything else. `aside`: keys that belong to the
-    command rather than to the recipe."""
+    command rather than to the recipe.
+    """
     cwd = (cwd or Path.cwd()).resolve()
     parsed, problems = parse_arguments(arguments)
     parsed = [argument for argument in parsed if argument.key not in aside]

@@ -3,7 +3,8 @@ YAML, and parsing them from the command line.
 
 Each reference is resolved once, and its result is bounded: OmegaConf resolves a reference again at every occurrence, so
 thirty lines that each double the previous one would fill memory. `shipped` is the only resolver, so that a recipe means
-the same whenever and wherever it is read."""
+the same whenever and wherever it is read.
+"""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ class PlanesSpec:
     """A network of several planes (multipath reliable connection, arXiv:2605.04333).
 
     Each plane is a complete fabric at a fraction of the NICs' speed, connected to one port of every NIC; queue pairs
-    spray their packets over paths in all planes."""
+    spray their packets over paths in all planes.
+    """
 
     planes: PositiveInt
     """Number of planes; 1 means an ordinary fabric, for comparison."""

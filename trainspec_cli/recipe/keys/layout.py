@@ -43,7 +43,8 @@ class LayoutSpec:
     parameters.
 
     In the engine, 3 frees the gathered parameters after each forward; 1 and 2 keep them until the last backward of a
-    step. """
+    step.
+    """
     etp: AutoInt = 1
     """Tensor parallelism inside each expert."""
     sequence_parallel: bool = True
@@ -130,7 +131,8 @@ class Layout:
 
         ZeRO-2 and 3 keep gradients sharded from one micro-batch to the next. With replicas, gradients are exchanged
         once, because the sum over replicas is more expensive; the same holds if weight gradients are computed after the
-        backward."""
+        backward.
+        """
         sharded = self.zero_stage >= 2 and self.dp_shard > 1 and self.dp_replicate == 1
         return sharded and not self.splits_backward
 
@@ -148,7 +150,8 @@ class Layout:
         stages.
 
         1F1B and GPipe: all of it; interleaved divides it by the chunks per rank (arXiv:2104.04473); ZB-H1 fills all but
-        a third with weight gradients (arXiv:2401.10241), given at least one micro-batch per stage (`bubble_of`)."""
+        a third with weight gradients (arXiv:2401.10241), given at least one micro-batch per stage (`bubble_of`).
+        """
         return 1 / 3 if self.pipeline_schedule == "zero_bubble" else 1 / self.virtual_stages
 
     def bubble_of(self, micro_batches: int) -> float:

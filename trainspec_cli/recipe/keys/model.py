@@ -1,7 +1,8 @@
 """The models that a recipe can train: one frozen dataclass per family, each with the family's record.
 
 `family` distinguishes them in YAML; `unit` is the unit in which batches are counted. docs/adding-a-model.md describes
-how to add a family."""
+how to add a family.
+"""
 
 from __future__ import annotations
 

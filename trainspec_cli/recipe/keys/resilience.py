@@ -87,7 +87,8 @@ class ResilienceSpec:
     `layout.dp_replicate` if that is set, otherwise 2 (the planner tries several).
 
     On several nodes, each replica group takes entire nodes, or several groups share one. A run does not survive the
-    loss of the first node, which runs the supervisor and the rendezvous server. """
+    loss of the first node, which runs the supervisor and the rendezvous server.
+    """
     min_groups: PositiveInt = 1
     """elastic: with fewer replica groups than this the run waits; if no group can return, it ends."""
     max_restarts_per_hour: NonNegativeInt = 6
@@ -105,7 +106,8 @@ class ResilienceSpec:
     disconnected, or its process has stopped).
 
     A killed process is noticed immediately because its connection closes. Heartbeats come from a Python thread, which
-    is delayed by native calls that hold the interpreter lock. """
+    is delayed by native calls that hold the interpreter lock.
+    """
     exchange_timeout_s: PositiveFloat = 60.0
     """elastic: time that a gradient exchange waits for a replica group that is alive but does not take part."""
     sdc_check: PositiveInt | None = None

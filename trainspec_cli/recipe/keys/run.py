@@ -175,7 +175,8 @@ class CheckpointSpec:
     """Steps between checkpoints; null: only one at the end (and when the run is stopped).
 
     auto: the first after a minute of training, so that shorter runs write only the final one; then at intervals of one
-    to ten minutes, depending on the measured cost of a checkpoint and the cluster's failure rate (Daly 2006). """
+    to ten minutes, depending on the measured cost of a checkpoint and the cluster's failure rate (Daly 2006).
+    """
     mode: Literal["async", "sync"] = "async"
     """async: training waits for a copy in memory, which is then written in the background; sync: training waits until
     the checkpoint is on disk."""

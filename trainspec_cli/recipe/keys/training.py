@@ -121,7 +121,8 @@ class BatchScheduleSpec:
 
     Every run starts with `batching.global_batch_size` samples per step and trains on `train.max_steps` times that many:
     progress is counted in samples, and a growing batch needs fewer steps for them. The learning rate follows
-    `optim.schedule`, with its steps converted to samples at the initial size, times a factor for the batch size."""
+    `optim.schedule`, with its steps converted to samples at the initial size, times a factor for the batch size.
+    """
 
     kind: Literal["constant", "ramp", "seesaw", "noise"] = "constant"
     """ramp: `stages`. seesaw: the batch grows by the factor by which `optim.schedule` has reduced the learning rate
@@ -165,7 +166,8 @@ class BatchingSpec:
         """Return the sizes that `seesaw` and `noise` choose from: the initial size times powers of `schedule.growth`.
 
         They are rounded to multiples of an eighth of the initial size, or of a quarter, a half or the full size if it
-        is not divisible by 8, so that they divide over ranks nearly as well as the initial size."""
+        is not divisible by 8, so that they divide over ranks nearly as well as the initial size.
+        """
         first = self.global_batch_size
         growth = self.schedule.growth
         part = first // math.gcd(first, 8)
@@ -228,7 +230,8 @@ class SchedulerSpec:
     recompute and offload; with off, the run ends.
 
     advise is the default, so that two runs of a recipe are bitwise identical whatever the speed of their ranks:
-    different shares would sum the same gradients in a different order. """
+    different shares would sum the same gradients in a different order.
+    """
     may_change: tuple[Changeable, ...] = ("shares", "layers", "layout", "nodes")
     """What auto changes and advise reports. shares: samples per rank and per replica group. layers: layers per pipeline
     stage. layout: any axis of the layout. nodes: the nodes that take part."""
@@ -290,7 +293,8 @@ class CommSpec:
     """Wire formats. full: the format in which the values are computed or summed.
 
     Values are summed in fp32 in every format, and the rounding error of integer gradients is added to the next
-    gradient."""
+    gradient.
+    """
 
     gradients: WireFormat | Auto = "full"
     """Gradients, summed over data-parallel ranks and replica groups. auto: full, bf16 or int8, whichever is predicted
@@ -365,7 +369,8 @@ class Fault:
 
     bitflip: one bit of a parameter changes. disk_full: no file that the worker writes can exceed one page. lighthouse:
     the rendezvous server of the replica groups is killed. move_kill, move_oom: like kill and oom, when half of the
-    state has moved to another layout. """
+    state has moved to another layout.
+    """
     step: int
     group: int = 0
     rank: int = 0

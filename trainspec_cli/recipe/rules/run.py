@@ -138,7 +138,8 @@ def describe_other_blocks(spec: RunSpec, tp: int, other_tp: int) -> str:
     """Return why 8-bit state made under `tp` cannot be read under `other_tp`; "" if it can.
 
     tp divides rows of some matrices, and each rank quantises its part in its own blocks. They are the same under
-    another tp only if every part in both cases is a whole number of blocks."""
+    another tp only if every part in both cases is a whole number of blocks.
+    """
     if spec.optim.name != "adamw8bit" or not has_layer_list(spec.model) or tp == other_tp:
         return ""
     for key, row in _rows_cut_by_tp(spec.model, spec.lora.rank).items():
@@ -685,7 +686,8 @@ def noise_hindrance(model: ModelSpec, layout: Layout, replica_groups: int, micro
     """Return why the gradient noise cannot be measured in a layout; "" if it can.
 
     Noise is measured between the gradients of different samples before they are summed. If each of a rank's
-    `micro_batches` is exchanged separately, each counts as one part."""
+    `micro_batches` is exchanged separately, each counts as one part.
+    """
     turns = micro_batches if layout.exchanges_every_backward else 1
     if layout.data_parallel_size * replica_groups < 2:
         return "it is measured between data-parallel ranks, but there is only 1"

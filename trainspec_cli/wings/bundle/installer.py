@@ -3,7 +3,8 @@
     python3 install.py [--check] [VENV]
 
 Every file is first checked against bundle.json. This file is copied into each bundle as install.py, so it imports only
-the standard library. `trainspec bundle OUT --check` also calls `examine`."""
+the standard library. `trainspec bundle OUT --check` also calls `examine`.
+"""
 
 from __future__ import annotations
 
@@ -207,7 +208,8 @@ def install(folder: Path, record: BundleRecord, target: Path) -> None:
     """Create the virtual environment `target`, which must not exist; it is removed if that fails.
 
     pip runs from its wheel, because some Pythons lack ensurepip. It ignores user settings, because they may name an
-    index."""
+    index.
+    """
     try:
         venv.create(target, with_pip=False)
         (pip,) = (folder / WHEELS).glob("pip-*.whl")

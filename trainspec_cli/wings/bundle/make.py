@@ -90,7 +90,8 @@ def make_bundle(folder: Path, wanted: WantedBundle, on_progress: OnPart) -> tupl
     """Write `folder`, which must be missing or empty; return its record and notes on what else its recipes need.
 
     Raises FileExistsError if another process has filled it meanwhile, MachineError for missing wheels or a full disk,
-    and the errors of `copy_run_files` and `download`; the folder is then removed."""
+    and the errors of `copy_run_files` and `download`; the folder is then removed.
+    """
     folder = folder.expanduser().resolve()
     launches: dict[str, tuple[str, ...]] = {}
     notes: list[str] = []

@@ -203,7 +203,8 @@ def download(
 
     pip downloads them according to its settings, or takes them only from the folder `source`. Built wheels are written
     to the empty folder `staging`. Raises RecipeError for an unsupported Python or extra, MachineError for missing
-    wheels."""
+    wheels.
+    """
     if find_spec(PIP) is None:
         message = f"{sys.executable} has no pip, which is needed to download wheels"
         raise MachineError(Problem("no_pip", message, hint=f"{sys.executable} -m ensurepip", environment=True))

@@ -1,7 +1,8 @@
 """The matrix of runs on which the clauses are measured. A case is one plan; the recipe rules refuse illegal ones.
 
 Its axes are model families, layouts, ways to save memory or bits, non-default kernels that this chip offers, and
-changes during a trainer run."""
+changes during a trainer run.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The clauses of SPEC.md, and how a finding's figures determine whether its clause is kept and with which grade.
 
 `make_finding` derives a finding from its figures, both on measurement and on verification of a certificate, so a
-certificate cannot state anything that its figures contradict."""
+certificate cannot state anything that its figures contradict.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Measure the clauses that need user-style launches: security and performance levels.
 
 For security, an untrusted client connects to a run's ports, and the run's files are altered. For performance, short
-runs, links and disks are each graded."""
+runs, links and disks are each graded.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Certify another engine through a small protocol; trainspec's engine computes the reference.
 
 Requests and answers are JSON records, with tensors in safetensors files; the model and its tensors use Hugging Face
-names. docs/spec/engine-protocol.md describes the protocol. Answers are untrusted input: every field is checked."""
+names. docs/spec/engine-protocol.md describes the protocol. Answers are untrusted input: every field is checked.
+"""
 
 from __future__ import annotations
 

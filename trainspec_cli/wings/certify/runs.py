@@ -2,7 +2,8 @@
 
 A certification's folder keeps its runs, so that an interrupted certification continues where it stopped.
 FOLDER/certification.json states the versions, the machine and the models; a certification that differs in any of them
-refuses the folder. FOLDER/NAME/ holds a run; an unfinished run is removed and repeated."""
+refuses the folder. FOLDER/NAME/ holds a run; an unfinished run is removed and repeated.
+"""
 
 from __future__ import annotations
 

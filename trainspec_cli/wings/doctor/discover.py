@@ -2,7 +2,8 @@
 
 `nvidia-smi topo -m` prints the links inside a node as a matrix of GPUs and NICs. Its columns have changed over the
 years: NICs appear by name (drivers up to 4xx) or as NIC0 with a legend below; the CPU affinity may be followed by the
-NUMA affinity, or may be blank if a job has other cores."""
+NUMA affinity, or may be blank if a job has other cores.
+"""
 
 from __future__ import annotations
 

@@ -172,7 +172,8 @@ def check_measured_links(links: LinksResult | None) -> list[Check]:
     """Check the rates of all-reduces and of node pairs, and warn about nodes that are slow with every other node.
 
     Pairs are compared with the median of the nodes' best rates, not with the median of all pairs: a bad cable slows all
-    pairs with its node, which can be most pairs, but not the best rate of any other node."""
+    pairs with its node, which can be most pairs, but not the best rate of any other node.
+    """
     if links is None:
         return []
     checks = []

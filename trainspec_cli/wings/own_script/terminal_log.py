@@ -2,7 +2,8 @@
 
 Standard input is the terminal's master. The output is copied unchanged to standard output, and without colours and
 other control sequences to LOG. This runs in a separate process because the command may outlive `trainspec run`: if the
-latter is killed, the command still has a terminal to print to while it saves."""
+latter is killed, the command still has a terminal to print to while it saves.
+"""
 
 import contextlib
 import os

@@ -4,7 +4,8 @@ A run with counted steps may be hung if no rank steps for a long time, so each r
 `hook/sitecustomize.py`), CPU time and I/O are sampled now and then. Without counted steps, each process's CPU time and
 I/O and the log are sampled. A process that spins while waiting appears to be working; such a run is recognised by its
 stopped or sleeping processes. In both cases, what counts is the time since the last sign of work, not since the last
-step."""
+step.
+"""
 
 from __future__ import annotations
 

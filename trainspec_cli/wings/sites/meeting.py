@@ -13,7 +13,8 @@ step and site, one contiguous range of data positions, so that all sites togethe
 
 Each exchange sends one fragment of the model, in turn (Streaming DiLoCo, arXiv:2501.18512, section 2). Steps count
 updates: an exchange sent at step 50 sends the weights after update 50. Each exchange is derived from the previous one,
-so it is the same at every site."""
+so it is the same at every site.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def site_weights(tokens: Sequence[int], steps: Sequence[int]) -> tuple[float, ..
 
     tokens^2 / steps (Decoupled DiLoCo, arXiv:2604.21428): for equal step counts, a site is weighted by the square of
     its batch size. A site that has not trained since it last took part has weight 0; if no site has trained, all
-    weights are equal."""
+    weights are equal.
+    """
     worth = [seen * seen / made if made else 0.0 for seen, made in zip(tokens, steps, strict=True)]
     total = sum(worth)
     return tuple(one / total for one in worth) if total else (1 / len(worth),) * len(worth)

@@ -3,7 +3,8 @@
 It does not compute with them: each site decodes and sums all outer gradients in fp32 in the same order, so that all
 sites get bitwise identical sums. An outer gradient is forwarded on arrival to all sites that do not get it directly;
 the decision carries the rest. `meeting.py` makes the decisions; this module handles connections and files. It runs in a
-thread next to the supervisor of site 0, across restarts of its workers."""
+thread next to the supervisor of site 0, across restarts of its workers.
+"""
 
 from __future__ import annotations
 

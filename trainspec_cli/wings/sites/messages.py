@@ -5,7 +5,8 @@ A message is a line of JSON, `{"op": ..., "bytes": n, ...}`, followed by n bytes
 Connections use the standard library's TLS, with a certificate that each server creates at startup. No authority signs
 the certificate: identity is proved by the shared-secret handshake (`core/wire/handshake.py`), whose purpose contains
 the certificate's digest. A man in the middle would have to present another certificate, and the two ends' proofs would
-then differ."""
+then differ.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@ section of `trainspec plan`.
 
 If all sites can reach each other, each link receives the others' outer gradients while it sends its own to them.
 Otherwise all outer gradients pass through the meeting point at one site, whose link receives every site's outer
-gradient once and sends it once to each of the others, as soon as it has arrived. Nothing else uses the links."""
+gradient once and sends it once to each of the others, as soon as it has arrived. Nothing else uses the links.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The servers of distant sites, each in its own thread: the inbox, and what the meeting point and the inbox share.
 
 A server accepts clients that prove, inside TLS, that they know the sites' secret and expect this server; it forwards
-their messages. It runs next to its site's supervisor, across worker restarts."""
+their messages. It runs next to its site's supervisor, across worker restarts.
+"""
 
 from __future__ import annotations
 

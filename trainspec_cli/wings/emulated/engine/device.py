@@ -4,7 +4,8 @@ torch calls such a device PrivateUse1, the extension point for vendor plugins. A
 obtained from the device's allocator (memory.py), and an operation on it is queued in the current stream (streams.py),
 where it runs as a host operation. Values are therefore bitwise identical to those of a CPU run. What differs from a CPU
 is what the engine's accelerator path relies on: host and device tensors do not mix, order between streams comes from
-events and waits, copies are explicit, memory is limited, and reading a value on the host synchronises."""
+events and waits, copies are explicit, memory is limited, and reading a value on the host synchronises.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Exchanges between emulated devices, with NCCL's semantics.
 
 An exchange is queued in a stream of its group, after everything queued in the calling stream so far. The host continues
-immediately, and `wait` makes the calling stream wait. The bytes are sent over gloo."""
+immediately, and `wait` makes the calling stream wait. The bytes are sent over gloo.
+"""
 
 from __future__ import annotations
 

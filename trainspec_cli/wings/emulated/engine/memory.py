@@ -1,7 +1,8 @@
 """The memory of an emulated device: addresses as assigned by c10's caching allocator, backed by host memory.
 
 A freed block returns to its stream's pool immediately, as on CUDA, and the next allocation may reuse its bytes. Work
-still queued in another stream then reads overwritten data, unless `record_stream` has kept the block."""
+still queued in another stream then reads overwritten data, unless `record_stream` has kept the block.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 waits.
 
 In order mode work runs late: when something waits for it, or when a seeded random scheduler picks it. A wait missing
-from the program then shows up as stale or overwritten memory. Otherwise work runs as soon as possible."""
+from the program then shows up as stale or overwritten memory. Otherwise work runs as soon as possible.
+"""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ class AttachedRun:
         ranks, each of which takes an equal share; `options` are those of torch's DataLoader, such as num_workers.
 
         With `largest_share`, shares adapt to the ranks' measured speeds, as in a recipe's run; no rank takes more
-        samples per step than that. The loss must then be passed to `weighted`."""
+        samples per step than that. The loss must then be passed to `weighted`.
+        """
         from torch.utils.data import DataLoader
 
         ranks = self._join()

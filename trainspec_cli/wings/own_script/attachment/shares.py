@@ -4,7 +4,8 @@ As in a recipe's run, shares can adapt to the ranks' measured speeds. A rank's s
 time from receiving a batch to `weighted(loss)`, which contains no exchange between data-parallel ranks. A step's
 measurements are exchanged during the next one, all ranks decide with the same function (`balance/decisions/shares.py`),
 and rank 0 records the directive before it takes effect. A later start of the run follows the directives at the same
-steps."""
+steps.
+"""
 
 from __future__ import annotations
 

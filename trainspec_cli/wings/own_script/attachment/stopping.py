@@ -104,7 +104,8 @@ class ScriptRanks:
 
     Ranks agree on a stop request through a four-byte all-reduce on the host, which starts in one step and ends in the
     next: no rank waits for it, and all ranks act at the same step. Without torch they use files in `folder` (None: each
-    rank decides by itself)."""
+    rank decides by itself).
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._torch: Any = None  # the module, if the script has loaded it

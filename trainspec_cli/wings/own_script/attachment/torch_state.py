@@ -2,7 +2,8 @@
 
 CHECKPOINTS/step_00000100/ contains `state.pt` (tensors and plain values, which torch reads without unpickling code) and
 `manifest.json` with the digest. Rank 0 writes it under a temporary name, flushes it to disk and renames it, so that it
-is either complete or absent."""
+is either complete or absent.
+"""
 
 from __future__ import annotations
 

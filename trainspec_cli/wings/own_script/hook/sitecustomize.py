@@ -8,7 +8,8 @@ prints nothing and ignores its own errors, because the program must run as it wo
 After its first optimizer step, a process has a 4096-byte file FOLDER/PID-TIME.steps: a 64-byte `HEADER`, then `SLOTS`
 records of format `SLOT`; step number N is in record N % SLOTS. A step is written with one 16-byte `pwrite`: on a full
 disk this fails, whereas a mapped page would end the process with SIGBUS. SIGUSR2 appends the stacks of all threads to
-FOLDER/PID-TIME.stacks, unless the program handles that signal itself."""
+FOLDER/PID-TIME.stacks, unless the program handles that signal itself.
+"""
 
 import os
 import sys
@@ -37,7 +38,8 @@ class StepCount(types.ModuleType):
     """Counts a step when its attribute `stepped` is set.
 
     It is a module because code compiled by torch sets module attributes after the graph has run, without reading them,
-    so a compiled `optimizer.step()` is counted without a graph break, a guard or a warning."""
+    so a compiled `optimizer.step()` is counted without a graph break, a guard or a warning.
+    """
 
     def __setattr__(self, name, optimizer):
         try:

@@ -7,7 +7,8 @@ the same weights.
 
 Each rank has its own connections (`SiteLink`) for its shares, so a site has one stream in each direction per rank with
 distinct shares. Among ranks with the same shares (replicas along `dp_replicate`), only the first is connected; it
-forwards what it receives."""
+forwards what it receives.
+"""
 
 from __future__ import annotations
 

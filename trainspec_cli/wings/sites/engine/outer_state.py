@@ -1,7 +1,8 @@
 """The shared weights of all sites on one rank of a site, and its encoded outer gradients.
 
 For its share of each trained parameter, in any layout, the rank keeps the shared weights and the outer momentum in
-fp32. Shares are encoded one by one, so that copies of the same part on several ranks stay bitwise identical."""
+fp32. Shares are encoded one by one, so that copies of the same part on several ranks stay bitwise identical.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +140,8 @@ class OuterState:
         order, and update this rank's own weights accordingly.
 
         `own`: the index of this site's outer gradient, or None. Raises ValueError if the length of a gradient differs
-        from this rank's."""
+        from this rank's.
+        """
         chosen = self._of(fragments)
         sizes = [self._bytes_of(one) for one in chosen]
         rows = [_row(one, self._sent.device) for one in encoded]

@@ -3,7 +3,8 @@ encrypted and authenticated.
 
 A separate thread sends messages, stores what arrives, and re-establishes broken connections. Outer gradients that are
 not yet decided are resent to the meeting point; those that do not arrive directly are requested from it. The training
-thread never waits for the network."""
+thread never waits for the network.
+"""
 
 from __future__ import annotations
 
@@ -199,7 +200,8 @@ class ArrivingRounds:
 
     A decision names each outer gradient by its digest, so that all sites merge the same bytes: a restarted site may
     have sent two of them for one round. An outer gradient that is missing or held under another digest is lacking.
-    Methods may be called from several threads."""
+    Methods may be called from several threads.
+    """
 
     def __init__(self, site: int, taken: int):
         """`site`: this site. `taken`: the newest round that it has applied."""
@@ -263,7 +265,8 @@ class DirectSites:
     """The direct connections between sites: to the inboxes of other sites, and to this site's own inbox.
 
     The meeting point runs at site 0, so a direct connection to or from site 0 would use the same link twice. All
-    members except `notices` are used in the connection thread."""
+    members except `notices` are used in the connection thread.
+    """
 
     def __init__(
         self,
